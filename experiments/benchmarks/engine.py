@@ -1,0 +1,165 @@
+"""What the engine of local training gains over the loop it replaces: `python experiments/benchmarks/engine.py [--only softmax]`.
+
+Both sides train the same clients on the same batches, each in one single-thread process per core with its share of the cohort, in
+alternating rounds; the medians of the rounds' seconds are compared. The reference is the loop of most simulators, a module and
+`torch.optim.SGD` for one client after another, with its batches given. The engine draws its own. Both add up the updates in float64.
+Rows are random: the time does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from raydpfl import models
+from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+
+SHAPE, CLASSES, SEED = (1, 28, 28), 10, 0
+
+
+@dataclass(frozen=True)
+class Work:
+    model: str
+    cohort: int
+    rows: int
+    local: Sgd
+
+
+WORK = {
+    "softmax": Work("softmax", 150, 20, Sgd(steps=20, batch=10, lr=0.1, weight_decay=1e-4)),
+    "mlp": Work("mlp", 80, 31, Sgd(steps=32, batch=16, lr=0.1)),
+    "cnn": Work("cnn", 10, 80, Sgd(steps=10, batch=64, lr=0.05)),
+}
+
+
+class Worker:
+    """One process's share of the cohort: the lanes `lanes[share::processes]`."""
+
+    def __init__(self, work: Work, width: int, share: int, processes: int):
+        single_thread()
+        self.work = work
+        self.module = models.build(models.parse({"kind": work.model}), SHAPE, CLASSES, SEED)
+        self.model = models.flatten(self.module)
+        self.width = width
+        firsts = np.array_split(np.arange(0, work.cohort, width), processes)[share]
+        self.lanes = [np.arange(first, first + width) for first in firsts]
+        self.lanes = [np.where(lane < work.cohort, lane, -1) for lane in self.lanes]
+        generator = np.random.default_rng(share)
+        self.x = [generator.random((width, work.rows, *SHAPE), dtype=np.float32) for _ in self.lanes]
+        self.y = [generator.integers(CLASSES, size=(width, work.rows)) for _ in self.lanes]
+        self.draws = np.zeros(width, np.int64)
+        self.sizes = [np.where(lane < 0, 0, work.rows) for lane in self.lanes]
+
+    def prepare(self, round: int) -> None:
+        """What a side may have ready before its seconds count."""
+
+    def train(self, round: int) -> torch.Tensor:
+        """The sum of the share's updates, float64 [d]."""
+        raise NotImplementedError
+
+
+class Engine(Worker):
+    def __init__(self, work: Work, width: int, share: int, processes: int):
+        tune_allocator()
+        super().__init__(work, width, share, processes)
+        self.trainer = Trainer(self.module, work.local, way=resolve(self.module, work.local, work.rows, SHAPE), seed=SEED)
+
+    def train(self, round: int) -> torch.Tensor:
+        total = torch.zeros(len(self.model), dtype=torch.float64)
+        for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
+            for _, delta, _ in self.trainer.lane(self.model, x, y, sizes, round=round, clients=clients, draws=self.draws):
+                total += delta.double().mul_(1 / self.work.cohort)
+        return total
+
+
+class Reference(Worker):
+    def prepare(self, round: int) -> None:
+        self.batches = [batches(SEED, round, lane, self.draws, sizes, self.work.local)[0] for lane, sizes in zip(self.lanes, self.sizes, strict=True)]
+
+    def train(self, round: int) -> torch.Tensor:
+        local, total = self.work.local, torch.zeros(len(self.model), dtype=torch.float64)
+        for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
+            for slot in np.flatnonzero(clients >= 0):
+                x, y, rows = torch.from_numpy(xs[slot]), torch.from_numpy(ys[slot]), torch.from_numpy(index[slot])
+                models.load(self.module, self.model)
+                optimizer = torch.optim.SGD(self.module.parameters(), lr=local.learning_rate(round), weight_decay=local.weight_decay)
+                for batch in rows:
+                    optimizer.zero_grad()
+                    F.cross_entropy(self.module(x[batch]), y[batch]).backward()
+                    optimizer.step()
+                total += (models.flatten(self.module) - self.model).double().mul_(1 / self.work.cohort)
+        return total
+
+
+def serve(connection: Connection, side: type[Worker], *arguments: object) -> None:
+    """A process: for each round number it receives, gets ready, says so, is told to go, and sends what it summed."""
+    worker = side(*arguments)
+    while (round := connection.recv()) is not None:
+        worker.prepare(round)
+        connection.send(True)
+        connection.recv()
+        connection.send(worker.train(round).numpy())
+
+
+def timed(connections: list[Connection], round: int) -> tuple[float, np.ndarray]:
+    """(seconds of a round, its sum of updates)."""
+    for connection in connections:
+        connection.send(round)
+    for connection in connections:
+        connection.recv()
+    began = time.perf_counter()
+    for connection in connections:
+        connection.send(True)
+    sums = [connection.recv() for connection in connections]
+    return time.perf_counter() - began, np.sum(sums, axis=0)
+
+
+def compare(name: str, rounds: int, width: int, processes: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    sides: dict[type[Worker], list[Connection]] = {Reference: [], Engine: []}
+    started = []
+    for side, connections in sides.items():
+        for share in range(processes):
+            here, there = context.Pipe()
+            connections.append(here)
+            started.append(context.Process(target=serve, args=(there, side, WORK[name], width, share, processes), daemon=True))
+            started[-1].start()
+    seconds: dict[type[Worker], list[float]] = {Reference: [], Engine: []}
+    apart = 0.0
+    for round in range(rounds + 1):
+        sums = {}
+        for side, connections in sides.items():
+            took, sums[side] = timed(connections, round)
+            if round:  # the first one warms up
+                seconds[side].append(took)
+        apart = max(apart, float(np.linalg.norm(sums[Engine] - sums[Reference]) / np.linalg.norm(sums[Reference])))
+    for connection in sum(sides.values(), []):
+        connection.send(None)
+    for process in started:
+        process.join()
+    reference, engine = median(seconds[Reference]), median(seconds[Engine])
+    print(f"{name:8} reference {reference * 1e3:8.1f} ms   engine {engine * 1e3:8.1f} ms   {reference / engine:6.1f} times   apart {apart:.0e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=WORK, help="one of the three workloads")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--lane", type=int, help="clients in a lane (default: 16; 1 for the CNN, which the loop trains)")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    for name in [options.only] if options.only else WORK:
+        compare(name, options.rounds, options.lane or (1 if name == "cnn" else 16), options.processes)
+
+
+if __name__ == "__main__":
+    main()

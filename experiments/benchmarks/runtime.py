@@ -1,0 +1,53 @@
+"""Ray's own share of a round: two client actors, softmax of 7,850 parameters, training replaced by a no-op.
+
+    python experiments/benchmarks/runtime.py [--rounds 300]
+
+Runs the same experiment with `client.way: noop` on two actors and inline, in turn, and prints the median seconds of a
+round of each; their difference is what Ray costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from raydpfl import Experiment, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    tree = {
+        "rounds": options.rounds,
+        "data": {"kind": "fashion_mnist_mini", "clients": 300},
+        "model": {"kind": "softmax"},
+        "selection": {"kind": "uniform", "cohort": 150},
+        "local": {"kind": "sgd", "steps": 20, "batch": 10, "lr": 0.1},
+        "bounding": {"kind": "clip", "bound": 1.0},
+        "client": {"way": "noop"},
+        "evaluate": {"every": options.rounds},
+        "measure": {"tensorboard": False},
+    }
+    seconds: dict[int, list] = {0: [], 2: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(options.repeats):
+            for actors in (2, 0):
+                tree["client"]["actors"] = actors
+                result = run(Experiment.from_dict(tree), Path(folder) / f"{actors}-{repeat}")
+                seconds[actors].append(result.rounds["seconds"].to_numpy()[5:])
+    inline, rayed = (float(np.median(np.concatenate(seconds[actors]))) * 1e3 for actors in (0, 2))
+    print(f"median ms a round, training a no-op: inline {inline:.2f}, two actors {rayed:.2f}, difference {rayed - inline:.2f}")
+
+
+if __name__ == "__main__":
+    main()

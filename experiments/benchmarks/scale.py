@@ -1,0 +1,71 @@
+"""A million clients against three thousand: time per round and peak memory of every process.
+
+    python experiments/benchmarks/scale.py [--clients 3000 1000000] [--rounds 200]
+
+Each population of synthetic clients (20 samples of 60 features) is run by the command line as a user would, data prepared beforehand by
+a run of one round, with cohort 150 and two client actors. The populations take turns, and medians over the rounds of all their
+runs are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+CONFIG = """
+data: {{kind: synthetic, clients: {clients}, samples: 20}}
+model: {{kind: softmax}}
+selection: {{kind: uniform, cohort: 150}}
+local: {{kind: sgd, steps: 20, batch: 10, lr: 0.05}}
+bounding: {{kind: normalize, bound: 1.0}}
+noise: {{kind: gaussian, multiplier: 4.0, delta: 1.0e-7}}
+client: {{actors: 2}}
+evaluate: {{every: 1000}}
+measure: {{tensorboard: false}}
+"""
+
+
+def run(folder: Path, clients: int, rounds: int, name: str) -> tuple[np.ndarray, dict[str, float]]:
+    """(seconds of every round but the first five, peak MB by process) of one run."""
+    config = folder / f"{clients}.yaml"
+    config.write_text(CONFIG.format(clients=clients))
+    out = folder / f"{clients}-{name}"
+    subprocess.run([sys.executable, "-m", "raydpfl", "run", str(config), f"rounds={rounds}", "--out", str(out), "--quiet"], check=True)
+    summary = json.loads((out / "summary.json").read_text())
+    return pq.read_table(out / "rounds.parquet")["seconds"].to_numpy()[5:], summary["peak_rss_mb_by_process"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, nargs=2, default=[3_000, 1_000_000])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for clients in options.clients:
+            run(folder, clients, 1, "prepare")
+        seconds: dict[int, list] = {clients: [] for clients in options.clients}
+        memory: dict[int, dict] = {}
+        for repeat in range(options.repeats):
+            for clients in options.clients:
+                took, peak = run(folder, clients, options.rounds, str(repeat))
+                seconds[clients].append(took)
+                memory[clients] = {name: max(value, memory.get(clients, {}).get(name, 0)) for name, value in peak.items()}
+    small, large = options.clients
+    medians = {clients: float(np.median(np.concatenate(took))) for clients, took in seconds.items()}
+    print(f"{'':24}{small:>12,}{large:>12,}{'ratio':>8}")
+    print(f"{'ms a round (median)':24}{medians[small] * 1e3:12.1f}{medians[large] * 1e3:12.1f}{medians[large] / medians[small]:8.2f}")
+    for name in memory[small]:
+        print(f"{'peak MB, ' + name:24}{memory[small][name]:12.0f}{memory[large][name]:12.0f}{memory[large][name] / memory[small][name]:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

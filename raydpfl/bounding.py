@@ -1,0 +1,131 @@
+"""What bounds a client's influence: clipping, normalising, and their adaptive and smoothed forms.
+
+A member of this family promises: what a client sends is `factor(norm, bound)` times the vector it would have
+sent, `norm` being that vector's L2 norm, and the result's norm is at most `bound` for every finite `norm`.
+
+>>> Clip(bound=1.0).factor(4.0, 1.0), Clip(bound=1.0).factor(0.5, 1.0)
+(0.25, 1.0)
+>>> Normalize(bound=1.0).factor(0.5, 1.0), Normalize(bound=1.0).factor(0.0, 1.0)
+(2.0, 0.0)
+
+Edge cases, the same for every member:
+
+| norm            | sent                                                                     |
+|-----------------|--------------------------------------------------------------------------|
+| 0               | 0 (normalisation has no direction to keep; 001 sec. 5 defines it so)      |
+| infinite or NaN | nothing: it is the client's error, raised with its id, never passed on   |
+
+Sensitivity of the sum over a cohort: `bound` when a client is added, removed or zeroed out, 2 `bound` when one is
+replaced. The norm is taken and the factor applied in float64, so the bound holds to 1e-15; the sum is then
+rounded once per lane to a grid below 1e-9 of the bound (see `raydpfl.server`), which leaves the sensitivity as it is
+to every printed digit.
+
+What is sent: the update Delta = x^Q - x, the sum of gradients -Delta / lr (`scaling: gradient`; 001 Alg. 1-2 bound
+that, and the server multiplies by the local learning rate again), or the model x^Q itself (`model_clip`). In every
+form the server moves along +Delta.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from raydpfl.member import Member
+
+
+class Bounding(Member):
+    """Base of the family; a user's own member derives from it and gives `factor`."""
+
+    sends: ClassVar[Literal["update", "model"]] = "update"
+    adaptive: ClassVar[bool] = False
+    scaling: Literal["update", "gradient"] = "update"
+
+    @property
+    def initial_bound(self) -> float | None:
+        """The bound in force in the first round, the field `bound` of every member that has one; None: nothing is bounded."""
+        return getattr(self, "bound", None)
+
+    def factor(self, norm: float, bound: float) -> float:
+        """What a vector of this norm is multiplied by, given the bound in force in this round."""
+        raise NotImplementedError
+
+
+class Unbounded(Bounding):
+    """The update as it is (FedAvg: 000 Alg. 1, 001 Alg. 3). No privacy can be claimed for it."""
+
+    kind: Literal["none"] = "none"
+
+    def factor(self, norm: float, bound: float) -> float:
+        return 1.0
+
+
+class Clip(Bounding):
+    """u min(1, c / ||u||) (000 eq. 3, 001 eq. 4)."""
+
+    kind: Literal["clip"] = "clip"
+    bound: float = Field(gt=0)
+
+    def factor(self, norm: float, bound: float) -> float:
+        return 1.0 if norm <= bound else bound / norm
+
+
+class ModelClip(Clip):
+    """clip(x^Q, c): the model itself is clipped and sent, and the new model is the mean of what was sent (000 sec. 2.1)."""
+
+    sends: ClassVar[Literal["update", "model"]] = "model"
+    kind: Literal["model_clip"] = "model_clip"
+    scaling: Literal["update"] = "update"
+
+
+class Normalize(Bounding):
+    """c u / ||u||, and 0 for u = 0 (001 eq. 12)."""
+
+    kind: Literal["normalize"] = "normalize"
+    bound: float = Field(gt=0)
+
+    def factor(self, norm: float, bound: float) -> float:
+        return bound / norm if norm > 0 else 0.0
+
+
+class SmoothNormalize(Bounding):
+    """c u / (a + ||u||): normalisation without its jump at 0 (alpha-NormEC, 2025)."""
+
+    kind: Literal["smooth_normalize"] = "smooth_normalize"
+    bound: float = Field(gt=0)
+    a: float = Field(default=0.01, gt=0)
+
+    def factor(self, norm: float, bound: float) -> float:
+        return bound / (self.a + norm)
+
+
+class QuantileClip(Clip):
+    """Clipping at a bound that follows a quantile of the norms (Andrew, Thakkar, McMahan, Ramaswamy 2021, Alg. 1).
+
+    After each round C <- C exp(-lr (b - quantile)), b being the noised share of the cohort with norm <= C. The noised
+    count is a second query of the round: each client gives its indicator minus 1/2, of norm 1/2, and `share` of the
+    round's squared sensitivity-to-noise ratio is spent on it, so that with z the noise multiplier of the round
+    the count has noise of std z / (2 sqrt(share)) and the update of std z C / sqrt(1 - share). The noise of a round uses the
+    bound of that round.
+    """
+
+    adaptive: ClassVar[bool] = True
+    kind: Literal["quantile_clip"] = "quantile_clip"
+    quantile: float = Field(default=0.5, gt=0, lt=1)
+    lr: float = Field(default=0.2, gt=0)
+    share: float = Field(default=0.05, gt=0, lt=1)
+
+    def next_bound(self, bound: float, below: float) -> float:
+        """The bound of the next round, from the noised share of clients `below` the present one."""
+        return bound * math.exp(-self.lr * (below - self.quantile))
+
+
+FAMILY: dict[str, type[Bounding]] = {
+    "none": Unbounded,
+    "clip": Clip,
+    "model_clip": ModelClip,
+    "normalize": Normalize,
+    "smooth_normalize": SmoothNormalize,
+    "quantile_clip": QuantileClip,
+}

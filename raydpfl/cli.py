@@ -1,0 +1,173 @@
+"""The command line. Every command is a few lines over the Python API.
+
+Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that cannot be run (one line, no traceback), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from raydpfl.errors import ConfigError, RunError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+Config = Annotated[str, typer.Argument(help="A YAML file, or the directory of a run.", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Fields to change, such as rounds=50 or bounding.bound=0.5.", metavar="[section.key=value ...]")]
+DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie; default: $RAYDPFL_DATA.")]
+
+
+@app.command()
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: a new one under runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    data_root: DataRoot = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Run one experiment."""
+    from raydpfl import runner
+
+    experiment, folder = _read(config, overrides)
+    if resume and out is None:
+        if folder is None:
+            raise ConfigError("--resume", config, "a run directory: raydpfl run DIR --resume, or --out DIR")
+        out = folder
+    out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    with _Display(console, experiment.rounds) as display:
+        result = runner.run(experiment, out, resume=resume, data_root=data_root, address=address, on_start=display.start, on_rows=display.rows)
+    _report(console, result)
+
+
+@app.command()
+def show(config: Config, overrides: Overrides = None) -> None:
+    """Print a config complete, with defaults."""
+    print(_read(config, overrides)[0].to_yaml(), end="")
+
+
+datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
+app.add_typer(datasets, name="data")
+
+
+@datasets.command("list")
+def data_list(data_root: DataRoot = None) -> None:
+    """All kinds of data, and where each would be read from."""
+    from raydpfl import data
+
+    for row in data.catalogue(data_root):
+        print(f"{row['kind']:20} {' '.join(row['summary'].split())}  [{row['where']}]")
+
+
+@datasets.command("fetch")
+def data_fetch(kind: str, data_root: DataRoot = None) -> None:
+    """Download a data set, unless it is there."""
+    from raydpfl import data
+
+    print(data.fetch(kind, data_root))
+
+
+@datasets.command("describe")
+def data_describe(config: Config, overrides: Overrides = None, data_root: DataRoot = None) -> None:
+    """What each client of a config gets, in numbers."""
+    from raydpfl import data
+
+    experiment = _read(config, overrides)[0]
+    for name, value in data.describe(experiment.data, experiment.seed, data_root).items():
+        print(f"{name}: {value}")
+
+
+def _read(config: str, overrides: list[str] | None):
+    """The experiment, and the run directory it was read from, if it was."""
+    from raydpfl.config import Experiment
+
+    folder = Path(config) if Path(config).is_dir() else None
+    return Experiment.from_yaml(folder / "config.yaml" if folder else config, overrides or ()), folder
+
+
+class _Display:
+    """A progress bar on a terminal, a line per evaluation elsewhere."""
+
+    def __init__(self, console: Console, rounds: int):
+        self.console, self.total = console, rounds
+        columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal or console.quiet)
+
+    def __enter__(self) -> _Display:
+        self.progress.start()
+        self.task = self.progress.add_task("", total=self.total, state="starting")
+        self.accuracy = ""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def start(self, plan) -> None:
+        e = plan.experiment
+        noise = f"noise multiplier {plan.ratio:.4g}" if plan.mechanism else "no noise: not private"
+        self.console.print(
+            f"{e.data.kind}, {plan.population:,} clients, {plan.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
+            f"{e.bounding.kind}, {noise}; lanes of {e.client.lane}, trained by {e.client.way}"
+        )
+
+    def rows(self, rows: list[dict]) -> None:
+        for row in rows:
+            epsilon = next((f"epsilon {value:.3g}" for name, value in row.items() if name.startswith("epsilon_")), "")
+            if row["test_accuracy"] is not None:
+                self.accuracy = f"accuracy {row['test_accuracy']:.2%}"
+                if not self.console.is_terminal:
+                    self.console.print(f"round {row['round'] + 1}/{self.total}  {self.accuracy}  {epsilon}  {row['clients_per_second']:,.0f} clients/s")
+            state = "  ".join(part for part in (self.accuracy, epsilon, f"{row['clients_per_second']:,.0f} clients/s") if part)
+            self.progress.update(self.task, completed=row["round"] + 1, state=state)
+
+
+def _report(console: Console, result) -> None:
+    summary = result.summary
+    if summary["status"] == "budget":
+        console.print(f"[yellow]Stopped:[/] {summary['reason']}")
+    if summary["test_accuracy"] is not None:
+        console.print(f"Test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, after {summary['rounds']} rounds in {summary['seconds']:.1f} s "
+                      f"({summary['clients_per_second']:,.0f} clients/s)")
+    if not result.guarantees:
+        console.print("No privacy guarantee: the run had no noise that an accountant was asked to account for.")
+    for guarantee in result.guarantees:
+        console.print(f"- {replace(guarantee, exclusions=()).sentence()}", markup=False)
+    for exclusion in dict.fromkeys(each for guarantee in result.guarantees for each in guarantee.exclusions):
+        console.print(f"  Not accounted for: {exclusion}.", markup=False)
+    console.print(f"Run directory: {result.out}", markup=False)
+
+
+def main() -> None:
+    """The `raydpfl` command."""
+    sys.path.insert(0, "")  # a user's own members are found beside where the command is run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app(standalone_mode=False)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except RunError as error:
+        _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; the run directory holds a checkpoint, go on with --resume", 130)
+    except Exception as error:
+        if type(error).__name__ == "UsageError" or hasattr(error, "format_message"):
+            _fail(error.format_message(), 2)
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"raydpfl: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

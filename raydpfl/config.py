@@ -1,0 +1,203 @@
+"""An experiment: the whole description of a run, as one typed tree.
+
+>>> experiment = Experiment.from_dict({
+...     "rounds": 3,
+...     "data": {"kind": "fashion_mnist_mini", "clients": 300},
+...     "selection": {"kind": "uniform", "cohort": 30},
+...     "bounding": {"kind": "clip", "bound": 1.0},
+... }, overrides=["local.lr=0.05"])
+>>> experiment.local.lr, experiment.noise.kind
+(0.05, 'none')
+
+A section with a `kind` is one choice of a family and is checked by that member alone; the rest is checked here. What
+depends on the data or on the machine is checked by `raydpfl.plan` and `raydpfl.placement`, still before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
+
+from raydpfl import bounding, data, local, models, noise, selection, server
+from raydpfl.errors import ConfigError
+from raydpfl.member import choose, validate
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class Privacy(Section):
+    """Who accounts, under which neighbouring relation, and how much may be spent."""
+
+    accountants: tuple[Literal["pld", "rdp", "paper"], ...] = ("pld", "rdp", "paper")  # the first rigorous one calibrates the noise
+    relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"  # auto: add_remove for Poisson, else replace_one
+    budget: float | None = Field(default=None, gt=0)  # epsilon that the run stops short of exceeding
+
+
+class Client(Section):
+    """How clients become actors, and how they train."""
+
+    actors: int | Literal["auto", "per-client"] = "auto"
+    num_cpus: float = Field(default=1, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    lane: int | Literal["auto"] = "auto"  # clients trained and summed at once; part of the run's bits
+    way: Literal["auto", "sample_space", "fused", "vmap", "loop", "noop"] = "auto"
+    on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0, and its noise
+
+    @field_validator("actors", "lane", mode="after")
+    @classmethod
+    def _counts(cls, value: int | str, info: Any) -> int | str:
+        least = 0 if info.field_name == "actors" else 1
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"should be at least {least}")
+        return value
+
+
+class Evaluate(Section):
+    every: int = Field(default=10, ge=1)  # rounds; the last round always counts
+    batch: int = Field(default=1000, ge=1)
+
+
+class Measure(Section):
+    clients: bool = False  # a row per client and round in clients.parquet
+    tensorboard: bool = True
+
+
+FAMILIES: dict[str, tuple[dict, type]] = {
+    "selection": (selection.FAMILY, selection.Selection),
+    "local": (local.FAMILY, local.Local),
+    "bounding": (bounding.FAMILY, bounding.Bounding),
+    "noise": (noise.FAMILY, noise.Noise),
+    "weights": (server.WEIGHTS, server.Weights),
+    "server": (server.FAMILY, server.Server),
+}
+
+
+class Experiment(Section):
+    """Everything that decides a run's bits, and how it is carried out. See `raydpfl show` for all keys with their defaults."""
+
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
+    rounds: int = Field(default=100, ge=1)
+    data: SerializeAsAny[data.Data]
+    model: SerializeAsAny[models.Model]
+    selection: SerializeAsAny[selection.Selection]
+    local: SerializeAsAny[local.Local]
+    bounding: SerializeAsAny[bounding.Bounding]
+    noise: SerializeAsAny[noise.Noise]
+    weights: SerializeAsAny[server.Weights]
+    server: SerializeAsAny[server.Server]
+    privacy: Privacy = Privacy()
+    client: Client = Client()
+    evaluate: Evaluate = Evaluate()
+    measure: Measure = Measure()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Experiment:
+        """Raises `ConfigError` naming the first field that is wrong. `overrides` are `section.key=value`, the value in YAML."""
+        if not isinstance(values, Mapping):
+            raise ConfigError("config", values, "a mapping of sections")
+        tree = {key: dict(part) if isinstance(part, Mapping) else part for key, part in values.items()}
+        overrides = list(overrides)
+        for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # kinds first: they decide which keys there are
+            _override(tree, override)
+        unknown = [key for key in tree if key not in cls.model_fields]
+        if unknown:
+            raise ConfigError(unknown[0], tree[unknown[0]], f"no such section; the sections are {', '.join(cls.model_fields)}")
+        tree = {**DEFAULTS, **tree}
+        built: dict[str, Any] = {key: tree[key] for key in ("seed", "rounds") if key in tree}
+        built["data"] = data.parse(tree["data"])
+        built["model"] = models.parse(tree["model"])
+        for name, (family, base) in FAMILIES.items():
+            built[name] = choose(name, tree[name], family, base)
+        for name, section in (("privacy", Privacy), ("client", Client), ("evaluate", Evaluate), ("measure", Measure)):
+            built[name] = validate(section, name, tree.get(name, {}))
+        experiment = validate(cls, "", built)
+        experiment._combinations()
+        return experiment
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
+        """As `from_dict`, from a YAML file."""
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("config", str(path), f"a file that can be read ({getattr(error, 'strerror', None) or error})") from None
+        except yaml.YAMLError as error:
+            raise ConfigError("config", str(path), f"a YAML file ({error})") from None
+        return cls.from_dict({} if values is None else values, overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The complete tree, defaults included, in plain YAML types."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The complete config; `from_yaml` of it is this experiment."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    @property
+    def private(self) -> bool:
+        return self.noise.kind != "none"
+
+    @property
+    def relation(self) -> str:
+        if self.privacy.relation != "auto":
+            return self.privacy.relation
+        return "add_remove" if self.selection.kind == "poisson" else "replace_one"
+
+    def _combinations(self) -> None:
+        """What no single section can refuse."""
+        size = self.noise.model_dump(exclude_none=True)
+        if self.private and self.bounding.initial_bound is None:
+            raise ConfigError("noise.kind", self.noise.kind, "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound")
+        if "std" in size and self.bounding.adaptive:
+            raise ConfigError("noise.std", size["std"], "with an adaptive bound the noise moves with it; give noise.multiplier or noise.epsilon")
+        if "epsilon" in size and not self.privacy.accountants:
+            raise ConfigError("privacy.accountants", [], "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp")
+        if self.privacy.budget is not None and not (self.private and self.privacy.accountants):
+            raise ConfigError("privacy.budget", self.privacy.budget, "a budget needs noise and an accountant; this run spends without bound")
+        if self.bounding.scaling == "gradient" and self.bounding.kind == "model_clip":
+            raise ConfigError("bounding.scaling", "gradient", "update, for a model that is sent whole")
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "data": {"kind": "fashion_mnist_mini", "clients": 300},
+    "model": {"kind": "softmax"},
+    "selection": {"kind": "uniform", "cohort": 30},
+    "local": {"kind": "sgd"},
+    "bounding": {"kind": "none"},
+    "noise": {"kind": "none"},
+    "weights": {"kind": "uniform"},
+    "server": {"kind": "sgd"},
+}
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    """Sets `section.key` of the tree, making the sections on the way."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise ConfigError("override", override, "section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(path, text, "a value in YAML") from None
+    *sections, key = path.split(".")
+    if len(sections) == 1 and key == "kind" and isinstance(tree.get(sections[0]), dict) and tree[sections[0]].get("kind") != value:
+        _keep_known(tree, sections[0], value)
+    node: Any = tree
+    for depth, name in enumerate(sections):
+        node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
+        if not isinstance(node, dict):
+            raise ConfigError(path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys")
+    node[key] = value
+
+
+def _keep_known(tree: dict[str, Any], section: str, kind: Any) -> None:
+    """Another kind of a family: of the old member's keys, those that the new one has too are kept."""
+    member = FAMILIES.get(section, ({}, None))[0].get(kind)
+    if member:
+        tree[section] = {key: value for key, value in tree[section].items() if key in member.model_fields}

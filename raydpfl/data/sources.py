@@ -1,0 +1,363 @@
+"""Where samples come from: the base of the family, what a member gives, and the named image data sets.
+
+A member promises a `Split` that is a function of (its fields, seed, the files it reads) alone, and checks all it can before the
+first byte is written. A named data set is read from torchvision's own layout under a root:
+
+>>> data = FashionMnistMini(clients=300)
+>>> split = data.split(seed=0, root=None)
+>>> split.shape, split.classes, split.sizes[:3]
+((1, 28, 28), 10, array([30, 30, 30]))
+
+Public, because published: the normalisation constants. They belong to the published files, so `normalize` is refused for
+files whose own mean or standard deviation is off by more than 0.01: they are not the published ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from raydpfl.data.partitions import PARTITIONS, SIZES, Balanced, Iid, Partition, Sizes
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.member import Member, choose
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or float32, y int64 [rows])."""
+
+    sizes: np.ndarray  # int64 [clients]
+    shape: tuple[int, ...]  # of one sample
+    classes: int
+    rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]  # training rows of clients first to last - 1, client after client
+    test: Callable[[], tuple[np.ndarray, np.ndarray]]
+    mean: tuple[float, ...] = ()  # per channel, of samples scaled to [0, 1]; empty: not normalised
+    std: tuple[float, ...] = ()
+    unused: int = 0  # training samples that no client holds
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y int64 [rows], and int64 [rows] of clients if the rows tell."""
+
+    x: np.ndarray
+    y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+    client: np.ndarray | None = None
+
+
+class Data(Member):
+    """Base of the family; a user's own source derives from it, or from `Dealt`."""
+
+    clients: int | None = Field(default=None, ge=1)
+    sizes: SerializeAsAny[Sizes] = Balanced()
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any) -> Sizes:
+        return choose("data.sizes", value, SIZES, Sizes)
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        """The samples and who holds them. Raises `ConfigError` for what the data cannot give; writes nothing."""
+        raise NotImplementedError
+
+    def identity(self, root: Path | None) -> list:
+        """What the samples depend on beside this config and the seed (files, in JSON types); changes when they do."""
+        return []
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """Queries of the training data that no accountant counts, in words."""
+        return ()
+
+
+class Dealt(Data):
+    """A data set in memory, dealt to clients by a partition."""
+
+    partition: SerializeAsAny[Partition] = Iid()
+    pca: int | None = Field(default=None, ge=1)  # components; a fixed projection of centred rows (002 sec. VI: 60)
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _partition(cls, value: Any) -> Partition:
+        return choose("data.partition", value, PARTITIONS, Partition)
+
+    @model_validator(mode="after")
+    def _sized(self) -> Dealt:
+        if not self.partition.sized and self.sizes.kind != "balanced":
+            accepted = f"balanced with partition {self.partition.kind}, which itself decides the sizes"
+            raise ConfigError("data.sizes.kind", self.sizes.kind, accepted)
+        return self
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        raise NotImplementedError
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not normalised."""
+        return (), ()
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        return ("the principal components are computed from the training data without noise",) if self.pca else ()
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        found = self.samples(seed, root)
+        order, sizes = self._deal(found, stream(seed, Purpose.PARTITION))
+        mean, std = self.constants()
+        x, test_x, shape = found.x, found.test_x, found.x.shape[1:]
+        if self.pca:
+            x, test_x = _principal(self.pca, x, test_x)
+            mean, std, shape = (), (), (self.pca,)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            chosen = order[ends[first] : ends[last]]
+            return x[chosen], found.y[chosen]
+
+        classes = 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
+        unused = len(found.y) - len(np.unique(order))
+        return Split(sizes, shape, classes, rows, lambda: (test_x, found.test_y), mean, std, unused)
+
+    def _deal(self, found: Samples, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        if self.partition.by == "label":
+            if self.clients is None:
+                raise ConfigError("data.clients", None, "a number of clients (only partition natural finds it in the data)")
+            return self.partition.deal(found.y, self.clients, self.sizes, generator)
+        if found.client is None:
+            raise ConfigError("data.partition.kind", self.partition.kind, "a table whose column of client ids data.client names")
+        present = int(found.client.max()) + 1
+        if self.clients not in (None, present):
+            raise ConfigError("data.clients", self.clients, f"{present}, the number of clients in the data, or none")
+        return self.partition.deal(found.client, present, self.sizes, generator)
+
+
+class Images(Dealt):
+    """A named image data set with published normalisation constants; otherwise pixels are scaled to [0, 1]."""
+
+    normalize: bool = False
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return (self.mean, self.std) if self.normalize else ((), ())
+
+    def check(self, x: np.ndarray) -> None:
+        """Raises `ConfigError` if `normalize` would use the published constants on other pixels than the published ones."""
+        if not self.normalize:
+            return
+        levels = np.arange(256) / 255
+        counts = sum(_histograms(x[at : at + 4096]) for at in range(0, len(x), 4096)) / (x.size / x.shape[1])
+        mean, square = counts @ levels, counts @ levels**2
+        std = np.sqrt(np.maximum(square - mean**2, 0))
+        if not np.allclose([*mean, *std], [*self.mean, *self.std], rtol=0, atol=0.01):
+            found = f"{mean.round(3).tolist()} and {std.round(3).tolist()}"
+            raise ConfigError("data.normalize", True, f"false: mean and std are {found}, not {self.mean} and {self.std} as published")
+
+
+class FashionMnistMini(Images):
+    """The first 900 training and 200 test images of each class of Fashion-MNIST, embedded in the package (see `raydpfl.data.embedded`)."""
+
+    kind: Literal["fashion_mnist_mini"] = "fashion_mnist_mini"
+    mean: ClassVar[tuple[float, ...]] = (0.3032,)  # of these 9,000 images; see raydpfl.data.embedded for why not 0.2860 and 0.3530
+    std: ClassVar[tuple[float, ...]] = (0.2701,)
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        from raydpfl.data import embedded
+
+        found = Samples(*embedded.read("train"), *embedded.read("test"))
+        self.check(found.x)
+        return found
+
+    def identity(self, root: Path | None) -> list:
+        from raydpfl.data import embedded
+
+        return [hashlib.sha256(embedded.path(part).read_bytes()).hexdigest() for part in ("train", "test")]
+
+
+class TorchvisionImages(Images):
+    """A data set that torchvision can download and read; `files` are relative to the root, in torchvision's layout."""
+
+    dataset: ClassVar[str]  # name in torchvision.datasets
+    files: ClassVar[tuple[str, ...]]
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        folder = self.ensure(root)
+        try:
+            found = Samples(*self._read(folder, True), *self._read(folder, False))
+        except Exception as error:  # torchvision raises what its unpicklers and parsers raise
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError("data.kind", self.kind, f"intact files under {folder}, but they cannot be read ({reason})") from None
+        self.check(found.x)
+        return found
+
+    def identity(self, root: Path | None) -> list:
+        folder = self.ensure(root)
+        return [file_identity(folder / name, name) for name in self.files]
+
+    def _part(self, folder: Path, train: bool, **options: Any) -> Any:
+        from torchvision import datasets
+
+        return getattr(datasets, self.dataset)(str(folder), train=train, **options)
+
+    def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        part = self._part(folder, train)
+        x, y = np.asarray(part.data), np.asarray(part.targets, np.int64)
+        return (x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))), y
+
+    @classmethod
+    def present(cls, root: Path) -> bool:
+        return all((root / name).is_file() for name in cls.files)
+
+    def ensure(self, root: Path | None) -> Path:
+        """The root that holds the files, downloaded first if they are missing and a network and a writable folder are there."""
+        folder = data_root(root)
+        if self.present(folder):
+            return folder
+        timeout = socket.getdefaulttimeout()
+        try:
+            socket.setdefaulttimeout(30)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError("the folder is read-only")
+            for train in (True, False):
+                self._part(folder, train, download=True)
+        except Exception as error:  # no network, no space, a mirror's own error page: all end the same way
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            accepted = f"a data set that is under {folder} (--data-root, RAYDPFL_DATA); it is not, and was not downloaded ({reason})"
+            raise ConfigError("data.kind", self.kind, accepted) from None
+        finally:
+            socket.setdefaulttimeout(timeout)
+        return folder
+
+
+def _idx(folder: str, train: str, test: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/raw/{part}-{what}-ubyte" for part in (train, test) for what in ("images-idx3", "labels-idx1"))
+
+
+class Mnist(TorchvisionImages):
+    """LeCun, Cortes, Burges: 60,000 + 10,000 digits, 28 x 28 grey."""
+
+    kind: Literal["mnist"] = "mnist"
+    dataset: ClassVar[str] = "MNIST"
+    files: ClassVar[tuple[str, ...]] = _idx("MNIST", "train", "t10k")
+    mean: ClassVar[tuple[float, ...]] = (0.1307,)
+    std: ClassVar[tuple[float, ...]] = (0.3081,)
+
+
+class FashionMnist(TorchvisionImages):
+    """Xiao, Rasul, Vollgraf 2017: 60,000 + 10,000 articles of clothing, 28 x 28 grey."""
+
+    kind: Literal["fashion_mnist"] = "fashion_mnist"
+    dataset: ClassVar[str] = "FashionMNIST"
+    files: ClassVar[tuple[str, ...]] = _idx("FashionMNIST", "train", "t10k")
+    mean: ClassVar[tuple[float, ...]] = (0.2860,)
+    std: ClassVar[tuple[float, ...]] = (0.3530,)
+
+
+class EmnistDigits(TorchvisionImages):
+    """Cohen et al. 2017, the digits: 240,000 + 40,000, 28 x 28 grey, turned upright (the files hold them transposed)."""
+
+    kind: Literal["emnist_digits"] = "emnist_digits"
+    dataset: ClassVar[str] = "EMNIST"
+    files: ClassVar[tuple[str, ...]] = _idx("EMNIST", "emnist-digits-train", "emnist-digits-test")
+    mean: ClassVar[tuple[float, ...]] = (0.1733,)
+    std: ClassVar[tuple[float, ...]] = (0.3317,)
+
+    def _part(self, folder: Path, train: bool, **options: Any) -> Any:
+        return super()._part(folder, train, split="digits", **options)
+
+    def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super()._read(folder, train)
+        return np.ascontiguousarray(x.transpose(0, 1, 3, 2)), y
+
+
+class Cifar10(TorchvisionImages):
+    """Krizhevsky 2009: 50,000 + 10,000 of 10 classes, 32 x 32 colour."""
+
+    kind: Literal["cifar10"] = "cifar10"
+    dataset: ClassVar[str] = "CIFAR10"
+    files: ClassVar[tuple[str, ...]] = tuple(
+        f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch", "batches.meta")
+    )
+    mean: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
+    std: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
+
+
+class Cifar100(TorchvisionImages):
+    """Krizhevsky 2009: 50,000 + 10,000 of 100 classes, 32 x 32 colour."""
+
+    kind: Literal["cifar100"] = "cifar100"
+    dataset: ClassVar[str] = "CIFAR100"
+    files: ClassVar[tuple[str, ...]] = tuple(f"cifar-100-python/{name}" for name in ("train", "test", "meta"))
+    mean: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
+    std: ClassVar[tuple[float, ...]] = (0.2673, 0.2564, 0.2762)
+
+
+class Svhn(TorchvisionImages):
+    """Netzer et al. 2011, cropped: 73,257 + 26,032 house-number digits, 32 x 32 colour."""
+
+    kind: Literal["svhn"] = "svhn"
+    dataset: ClassVar[str] = "SVHN"
+    files: ClassVar[tuple[str, ...]] = ("train_32x32.mat", "test_32x32.mat")
+    mean: ClassVar[tuple[float, ...]] = (0.4377, 0.4438, 0.4728)
+    std: ClassVar[tuple[float, ...]] = (0.1980, 0.2010, 0.1970)
+
+    def _part(self, folder: Path, train: bool, **options: Any) -> Any:
+        from torchvision import datasets
+
+        return datasets.SVHN(str(folder), split="train" if train else "test", **options)
+
+    def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        part = self._part(folder, train)
+        return part.data, part.labels.astype(np.int64)
+
+
+def cache_root() -> Path:
+    """RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME, or ~/.cache/raydpfl."""
+    if found := os.environ.get("RAYDPFL_CACHE"):
+        return Path(found)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+
+
+def data_root(root: Path | None) -> Path:
+    """`root`, or RAYDPFL_DATA, or a folder of downloads in the cache."""
+    return Path(root or os.environ.get("RAYDPFL_DATA") or cache_root() / "downloads")
+
+
+def _histograms(x: np.ndarray) -> np.ndarray:
+    """How often each level 0 to 255 occurs in each channel of uint8 images, [channels, 256]."""
+    return np.stack([np.bincount(x[:, channel].ravel(), minlength=256) for channel in range(x.shape[1])])
+
+
+def file_identity(path: Path, name: str) -> list:
+    """What tells a changed file apart without reading it."""
+    stat = path.stat()
+    return [name, stat.st_size, stat.st_mtime_ns]
+
+
+def _principal(components: int, x: np.ndarray, test_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both sets [rows, components] float32: centred at the training mean, on the training set's principal components."""
+    wide, test = x.reshape(len(x), -1), test_x.reshape(len(test_x), -1)
+    if components > wide.shape[1]:
+        raise ConfigError("data.pca", components, f"at most the {wide.shape[1]} numbers of a sample")
+    scale = 255.0 if x.dtype == np.uint8 else 1.0
+    mean = wide.mean(0, dtype=np.float64) / scale
+
+    def centred(rows: np.ndarray) -> Iterator[np.ndarray]:
+        return ((rows[at : at + 4096] / scale - mean).astype(np.float32) for at in range(0, len(rows), 4096))
+
+    axes = np.linalg.eigh(sum((part.T @ part).astype(np.float64) for part in centred(wide)))[1][:, ::-1][:, :components]
+    axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])  # eigenvectors have no sign of their own
+    empty = np.zeros((0, components), np.float32)
+    projected, test_projected = (np.concatenate([empty, *(part @ axes for part in centred(rows))]) for rows in (wide, test))
+    return projected.astype(np.float32), test_projected.astype(np.float32)

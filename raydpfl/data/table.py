@@ -1,0 +1,199 @@
+"""A data set of one's own, as a table in a Parquet, Arrow or NPZ file.
+
+>>> Table(train="cifar10_jpeg/train.parquet", test="cifar10_jpeg/test.parquet", x="image", y="label", clients=100).kind
+'table'
+
+What `x` may be: one column of encoded images (PNG, JPEG, ...; bytes, or a struct with a field `bytes`), all of one size; one column of
+lists of one length; or several columns of numbers. In NPZ one array [rows, ...]: uint8 is taken for images, grey [rows, h, w]
+or channels first [rows, c, h, w], or channels last if only that way there are 1 or 3 channels; anything else becomes float32 as it is.
+Images are kept as uint8 and scaled to [0, 1] when read.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field, field_validator, model_validator
+
+from raydpfl.data.sources import Dealt, Samples, data_root, file_identity
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+
+
+class Table(Dealt):
+    """Training rows, test rows from a second file or held out at random, and columns by name.
+
+    `train`, `test`: files (.parquet, .arrow, .feather, .npz), absolute, or relative to the data root or the working folder.
+    `test_fraction`: of the training rows, held out when there is no `test`. `y`: whole numbers from 0, or names, which are
+    numbered in sorted order. `client`: column of client ids, for partition natural. `mean`, `std`: per channel, public constants
+    to normalise images by, after scaling to [0, 1].
+    """
+
+    kind: Literal["table"] = "table"
+    train: str
+    test: str | None = None
+    test_fraction: float = Field(default=0.1, gt=0, lt=1)
+    x: tuple[str, ...] = ("image",)
+    y: str = "label"
+    client: str | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @field_validator("x", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _constants(self) -> Table:
+        if len(self.mean) != len(self.std) or min(self.std, default=1) <= 0:
+            raise ConfigError("data.std", self.std, f"positive numbers, one for each of data.mean = {self.mean}")
+        if not self.x:
+            raise ConfigError("data.x", self.x, "the name of a column, or several")
+        return self
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.mean, self.std
+
+    def identity(self, root: Path | None) -> list:
+        files = {"train": self.train} | ({"test": self.test} if self.test else {})
+        return [file_identity(_find(key, name, root), name) for key, name in files.items()]
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        x, y, client = self._read("train", self.train, root)
+        if self.test:
+            test_x, test_y, _ = self._read("test", self.test, root)
+            if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
+                kinds = f"{x.dtype} {x.shape[1:]}, not {test_x.dtype} {test_x.shape[1:]}"
+                raise ConfigError("data.test", self.test, f"samples like those of data.train: {kinds}")
+        else:
+            held = np.zeros(len(y), bool)
+            chosen = stream(seed, Purpose.PARTITION, step=1).permutation(len(y))[: max(1, round(self.test_fraction * len(y)))]
+            held[chosen] = True
+            test_x, test_y, x, y, client = x[held], y[held], x[~held], y[~held], None if client is None else client[~held]
+        for key, rows in (("train", y), ("test", test_y)):
+            if not len(rows):
+                raise ConfigError(f"data.{key}", getattr(self, key), f"a table that leaves at least one row to {key}")
+        if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
+            raise ConfigError("data.mean", self.mean, f"one number per channel of an image; the samples are {x.dtype} {x.shape[1:]}")
+        y, test_y = _numbered(self.y, y, test_y)
+        return Samples(x, y, test_x, test_y, None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64))
+
+    def _read(self, key: str, name: str, root: Path | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        path = _find(key, name, root)
+        wanted = [*self.x, self.y, *([self.client] if self.client and key == "train" else [])]
+        try:
+            columns = _columns(path)
+        except Exception as error:  # whatever a broken file makes its reader raise
+            raise ConfigError(f"data.{key}", name, f"a Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
+        for column in wanted:
+            if column not in columns:
+                field = "data.x" if column in self.x else "data.y" if column == self.y else "data.client"
+                raise ConfigError(field, column, f"a column of {path.name}: {', '.join(columns)}")
+        parts = [_features(columns[column], column) for column in self.x]
+        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
+            raise ConfigError("data.x", self.x, "one column of images or lists, or several of numbers")
+        x = parts[0] if parts[0].ndim > 1 else np.stack([part.astype(np.float32) for part in parts], 1)
+        if x.dtype == np.float32 and not np.isfinite(x).all():
+            raise ConfigError("data.x", self.x, f"finite numbers; row {int(np.argwhere(~np.isfinite(x))[0, 0])} of {path.name} has another")
+        y = _plain(columns[self.y], self.y, "data.y")
+        client = _plain(columns[self.client], self.client, "data.client") if self.client and key == "train" else None
+        if len({len(x), len(y), *([len(client)] if client is not None else [])}) > 1:
+            raise ConfigError(f"data.{key}", name, "columns of one length")
+        return x, y, client
+
+
+def _find(key: str, name: str, root: Path | None) -> Path:
+    for path in (data_root(root) / name, Path(name)):
+        if path.is_file():
+            return path
+    raise ConfigError(f"data.{key}", name, f"a file, absolute or under {data_root(root)} (--data-root) or {Path.cwd()}")
+
+
+def _columns(path: Path) -> dict[str, Any]:
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    if path.suffix in (".arrow", ".feather"):
+        from pyarrow import feather
+
+        table = feather.read_table(path)
+    else:
+        table = pq.read_table(path)
+    return dict(zip(table.column_names, table.columns, strict=True))
+
+
+def _plain(column: Any, name: str, field: str) -> np.ndarray:
+    """[rows] without gaps, of numbers or strings."""
+    if isinstance(column, np.ndarray):
+        return column
+    if column.null_count:
+        raise ConfigError(field, name, f"a column without gaps; this one lacks {column.null_count} values")
+    return np.asarray(column.to_pylist()) if pa.types.is_dictionary(column.type) else column.to_numpy()
+
+
+def _features(column: Any, name: str) -> np.ndarray:
+    """[rows], or [rows, *shape] in uint8 (images) or float32."""
+    if isinstance(column, np.ndarray):
+        return _array(column, name)
+    if column.null_count:
+        raise ConfigError("data.x", name, f"a column without gaps; this one lacks {column.null_count} values")
+    column = column.combine_chunks()
+    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = column.field("bytes")
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        return _decoded(column, name)
+    if pa.types.is_fixed_size_list(column.type) or pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        values, rows = column.flatten(), len(column)
+        lengths = {column.type.list_size} if pa.types.is_fixed_size_list(column.type) else set(column.value_lengths().unique().to_pylist())
+        if len(lengths) > 1 or values.null_count:
+            raise ConfigError("data.x", name, f"lists of one length without gaps; the lengths here are {sorted(lengths)[:5]}")
+        return _array(values.to_numpy(zero_copy_only=False).reshape(rows, -1), name)
+    return _array(column.to_numpy(zero_copy_only=False), name)
+
+
+def _array(values: np.ndarray, name: str) -> np.ndarray:
+    if values.dtype.kind not in "biuf":
+        raise ConfigError("data.x", name, f"numbers, lists of numbers, or encoded images, not {values.dtype}")
+    if values.dtype != np.uint8 or values.ndim < 3:
+        return values.astype(np.float32)
+    if values.ndim == 3:
+        return values[:, None]
+    last = values.ndim == 4 and values.shape[1] not in (1, 3) and values.shape[3] in (1, 3)
+    return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if last else values
+
+
+def _decoded(column: pa.Array, name: str) -> np.ndarray:
+    """Uint8 [rows, channels, height, width]; grey images have one channel, all others become RGB."""
+    from PIL import Image
+
+    images: np.ndarray | None = None
+    for row, data in enumerate(column):
+        try:
+            with Image.open(io.BytesIO(data.as_py())) as image:
+                pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
+        except OSError as error:
+            raise ConfigError("data.x", name, f"encoded images; row {row} is none ({type(error).__name__})") from None
+        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        images = np.empty((len(column), *pixels.shape), np.uint8) if images is None else images
+        if pixels.shape != images.shape[1:]:
+            raise ConfigError("data.x", name, f"images of one size and mode; row {row} is {pixels.shape}, row 0 is {images.shape[1:]}")
+        images[row] = pixels
+    return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
+
+
+def _numbered(name: str, y: np.ndarray, test_y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Int64 class numbers: whole numbers from 0 as they are, names by their place in sorted order."""
+    both = np.concatenate([y, test_y])
+    if both.dtype.kind in "biuf":
+        if not (both.min() >= 0 and (both == np.floor(both)).all()):
+            raise ConfigError("data.y", name, "whole numbers from 0, or names")
+        both = both.astype(np.int64)
+    else:
+        both = np.unique(both.astype(str), return_inverse=True)[1].astype(np.int64)
+    return both[: len(y)], both[len(y) :]

@@ -1,0 +1,72 @@
+"""Which rows a client trains on at each of its local steps: a function of its own key and size alone.
+
+>>> index, batch_sizes = batches(0, 0, clients=[4, 9], draws=[0, 0], sizes=[5, 2], local=Sgd(steps=2, batch=3))
+>>> index.tolist(), batch_sizes.tolist()
+([[[1, 0, 2], [0, 4, 2]], [[0, 1, 0], [0, 1, 0]]], [3, 2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from raydpfl.keys import Purpose, stream
+from raydpfl.local.sgd import Local, Sgd  # noqa: F401  (Sgd: the example above)
+
+FEW = 8  # a batch of at least 1/FEW of the rows is drawn by ranking all rows, a smaller one row by row
+ROW = np.uint64((1 << 24) - 1)  # the bits of a row's number: no client has 2^24 rows
+
+
+def batches(
+    seed: int, round: int, clients: Sequence[int], draws: Sequence[int], sizes: Sequence[int], local: Local, rows: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of every batch, int64 [C, Q, B]; rows in each batch of a client, int64 [C]).
+
+    `clients`, `draws` and `sizes` have length C, a dummy has size 0. B is the batch size of a client with `rows` rows (default: the
+    largest here), and a smaller batch ends in zeros. In `epochs` a batch may straddle two, so that all have one size and each row comes up once in every n_i.
+    """
+    sizes = np.asarray(sizes, dtype=np.int64)
+    width = local.batch_size(int(sizes.max(initial=1)) if rows is None else rows)
+    batch_sizes = np.array([local.batch_size(n) for n in sizes.tolist()], dtype=np.int64)
+    index = np.zeros((len(sizes), local.steps, width), dtype=np.int64)
+    raw: dict[int, np.ndarray] = {}
+    for slot, (n, b) in enumerate(zip(sizes.tolist(), batch_sizes.tolist(), strict=True)):
+        if b == n:
+            index[slot, :, :n] = np.arange(n)
+            continue
+        keyed = stream(seed, Purpose.BATCH, round=round, client=int(clients[slot]), draw=int(draws[slot]))
+        if local.sampling == "epochs":
+            epochs = _shuffled(keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n))
+            index[slot, :, :b] = epochs.ravel()[: local.steps * b].reshape(local.steps, b)
+        elif n <= FEW * b:
+            raw[slot] = keyed.bit_generator.random_raw(local.steps * n).reshape(local.steps, n)
+        else:
+            index[slot, :, :b] = _floyd(keyed.random((local.steps, b)), n)
+    if raw:  # all of these have batches of the full width
+        words = np.full((len(raw), local.steps, max(each.shape[1] for each in raw.values())), np.iinfo(np.uint64).max)
+        for place, each in enumerate(raw.values()):
+            words[place, :, : each.shape[1]] = each
+        index[list(raw)] = _shuffled(words)[:, :, :width]
+    return index, batch_sizes
+
+
+def _shuffled(words: np.ndarray) -> np.ndarray:
+    """Row numbers shuffled along the last axis by random uint64 `words` (changed in place); where all bits of a word are set, last.
+
+    The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their order, with probability 2^-40.
+    """
+    words &= ~ROW
+    words |= np.arange(words.shape[-1], dtype=np.uint64)
+    words.sort(axis=-1)
+    return words & ROW
+
+
+def _floyd(uniform: np.ndarray, n: int) -> np.ndarray:
+    """A uniform subset of range(n) from each line of `uniform` (float64 [times, b], in [0, 1)), ascending (Floyd; Bentley 1987)."""
+    chosen = np.empty(uniform.shape, dtype=np.int64)
+    for k, last in enumerate(range(n - uniform.shape[1], n)):
+        drawn = (uniform[:, k] * (last + 1)).astype(np.int64)
+        taken = (chosen[:, :k] == drawn[:, None]).any(axis=1)
+        chosen[:, k] = np.where(taken, last, drawn)
+    return np.sort(chosen, axis=1)

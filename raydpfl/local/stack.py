@@ -1,0 +1,136 @@
+"""Finds the stack of linear layers that a module is, if it is one.
+
+>>> for layer in stack(nn.Sequential(nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10, bias=False))):
+...     print(layer.inputs, layer.outputs, layer.weight, layer.bias, layer.activation and layer.activation.name)
+784 200 0 156800 relu
+200 10 157000 None None
+>>> stack(nn.Sequential(nn.Linear(784, 200), nn.Dropout(0.5), nn.Linear(200, 10)))
+Traceback (most recent call last):
+raydpfl.local.stack.NoStack: Dropout is none of its layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+aten = torch.ops.aten
+
+
+class NoStack(Exception):
+    """The module is no stack of linear layers; says what stands in the way."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`forward` works in place; `backward(g, a)` is the gradient by the input, from that by the output and the output itself."""
+
+    name: str
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """activation(W a + b); `weight` and `bias` are the places of W and b in the flat parameters."""
+
+    inputs: int
+    outputs: int
+    weight: int
+    bias: int | None
+    activation: Activation | None = None
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """W [..., out, in] and b [..., 1, out], if there is one, within `flat` [..., d]."""
+        weight = flat[..., self.weight : self.weight + self.inputs * self.outputs].unflatten(-1, (self.outputs, self.inputs))
+        return [weight] if self.bias is None else [weight, flat[..., None, self.bias : self.bias + self.outputs]]
+
+
+RELU = Activation("relu", torch.relu_, lambda g, a: aten.threshold_backward(g, a, 0))
+TANH = Activation("tanh", torch.tanh_, aten.tanh_backward)
+SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward)
+
+
+def _leaky(slope: float = 0.01) -> Activation:
+    if slope <= 0:
+        raise NoStack(f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input")
+    return Activation("leaky_relu", lambda z: F.leaky_relu_(z, slope), lambda g, a: aten.leaky_relu_backward(g, a, slope, True))
+
+
+ACTIVATIONS: dict[Any, Activation] = {
+    nn.ReLU: RELU, torch.relu: RELU, F.relu: RELU, "relu": RELU,
+    nn.Tanh: TANH, torch.tanh: TANH, F.tanh: TANH, "tanh": TANH,
+    nn.Sigmoid: SIGMOID, torch.sigmoid: SIGMOID, F.sigmoid: SIGMOID, "sigmoid": SIGMOID,
+}  # fmt: skip
+
+
+def stack(module: nn.Module) -> tuple[Layer, ...]:
+    """The layers of a chain [flatten] (Linear [activation])*, in modules or in functions.
+
+    Raises `NoStack` for anything else: a layer used twice, tied to another, frozen or with hooks, an active Dropout, a branch,
+    control flow that torch.fx cannot follow. A `view` is taken for a flatten; whether it is one shows when the way is checked.
+    """
+    try:
+        traced = fx.symbolic_trace(nn.Sequential(module))  # wrapped, so that a lone Linear is seen as a layer
+    except Exception as error:  # whatever the module's own code does when it runs on proxies
+        raise NoStack(f"torch.fx cannot follow it: {type(error).__name__}: {error}") from None
+    places, place = {}, 0
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            places[id(parameter)], place = place, place + parameter.numel()
+    layers: list[Layer] = []
+    activation = None
+    node = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    while isinstance(node, fx.Node) and node.op != "placeholder":  # from the output back to the input
+        step = _step(traced, node)
+        if isinstance(step, Activation):
+            if activation:
+                raise NoStack(f"{activation.name} follows {step.name}")
+            activation = step
+        elif step is not None:
+            weight, bias = step
+            if id(weight) not in places or (bias is not None and id(bias) not in places):
+                raise NoStack("a linear layer is used twice, tied to another or frozen")
+            at = places.pop(id(weight)), None if bias is None else places.pop(id(bias))
+            layers.append(Layer(weight.shape[1], weight.shape[0], *at, activation))
+            activation = None
+        node = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(node, fx.Node) or not layers or activation or places:
+        raise NoStack("it is more than linear layers and activations after them")
+    return tuple(reversed(layers))
+
+
+def _step(traced: fx.GraphModule, node: fx.Node) -> Activation | tuple[nn.Parameter, nn.Parameter | None] | None:
+    """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but the shape."""
+    if node.op == "call_module":
+        module = traced.get_submodule(node.target)
+        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        if type(module) is nn.Linear and not hooked:
+            return module.weight, module.bias
+        if type(module) in ACTIVATIONS and not hooked:
+            return ACTIVATIONS[type(module)]
+        if type(module) is nn.LeakyReLU and not hooked:
+            return _leaky(module.negative_slope)
+        flat = isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+        if (flat or isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)) and not hooked:
+            return None
+        raise NoStack(f"{type(module).__name__}{' with hooks' if hooked else ''} is none of its layers")
+    arguments = node.args[1:]
+    if node.target in ACTIVATIONS:
+        return ACTIVATIONS[node.target]
+    if node.target is F.leaky_relu:
+        return _leaky(*arguments[:1], **{"slope": node.kwargs["negative_slope"]} if "negative_slope" in node.kwargs else {})
+    if node.target is F.linear:
+        sources = [*arguments, *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs)]
+        tensors = [None if source is None else fx.graph_module._get_attr(traced, source.target) for source in sources]
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
+    if node.target in (torch.flatten, "flatten") and (arguments == (1,) or node.kwargs.get("start_dim") == 1):
+        return None
+    if node.target in ("view", "reshape") and len(sizes := arguments[0] if isinstance(arguments[0], tuple) else arguments) == 2:
+        return None
+    raise NoStack(f"{getattr(node.target, '__name__', node.target)} is none of its layers")

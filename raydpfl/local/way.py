@@ -1,0 +1,75 @@
+"""What a way of training promises: the same mathematics as a plain loop, and bits that depend on the client alone.
+
+A way trains a lane of C clients. What it gives for a client depends on that client's rows, batches and key, on its slot and on
+the shapes of the lane, never on what stands in the other slots: so a client alone in its lane, the others empty, gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from raydpfl.local.sgd import Sgd
+
+
+@dataclass(frozen=True)
+class LaneData:
+    """What the clients of a lane train on, on the way's device."""
+
+    x: torch.Tensor  # float32 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
+    y: torch.Tensor  # int64 [C, n]
+    sizes: torch.Tensor  # int64 [C]; 0: an empty slot
+    index: torch.Tensor  # int64 [C, Q, B], rows of each batch
+    batch_sizes: torch.Tensor  # int64 [C], how many of the B are real
+    slots: Sequence[int]  # the slots to train, none of them empty
+    lr: float
+    generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y with zeros for padding.
+
+        Always a copy: a product may depend on how its factors are aligned in memory.
+        """
+        x, y = self.x.clone(memory_format=torch.contiguous_format), self.y.clone()
+        for slot, size in enumerate(self.sizes.tolist()):
+            if size < y.shape[1]:
+                x[slot, size:], y[slot, size:] = 0, 0
+        return x, y
+
+    def batches(self, whole: bool = False) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
+        """For each step its rows, int64 [C B] into `rows`, and the share of each in its client's mean over the batch, float32 [C, 1, B].
+
+        With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their order, and the shares are [C, 1, n]:
+        what a row outside of the batch has is 0, as has a place that a smaller batch leaves empty.
+        """
+        clients, n = self.y.shape
+        steps, width = self.index.shape[1:]
+        share = 1 / self.batch_sizes.clamp(min=1)[:, None]
+        shares = ((torch.arange(width, device=self.y.device) < self.batch_sizes[:, None]) * share)[:, None]
+        if whole or width == n:
+            placed = shares.new_zeros(clients, steps, n).scatter_add_(2, self.index, shares.expand(-1, steps, -1))
+            return [(None, each) for each in placed[:, :, None].unbind(1)]
+        firsts = torch.arange(0, clients * n, n, device=self.index.device)[:, None, None]
+        return [(rows, shares) for rows in (self.index + firsts).transpose(0, 1).flatten(1).unbind()]
+
+
+def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """`source` [C, n, ...] at `rows` (see `LaneData.batches`) as [C, B, ...]; without rows, itself."""
+    clients, _, *rest = source.shape
+    return source if rows is None else source.flatten(0, 1).index_select(0, rows).view(clients, -1, *rest)
+
+
+class Way(Protocol):
+    """One way of carrying out `Sgd`. Made once from the module, which it never changes."""
+
+    def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
+
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+        """(slot, update float32 [d], mean over the steps of the batches' losses) of each of `lane.slots`, in order.
+
+        `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged update is passed on as it is.
+        """

@@ -1,0 +1,118 @@
+"""What is trained: a module from a config, its initial parameters, and those as one flat vector.
+
+>>> model = parse({"kind": "mlp", "hidden": 200})
+>>> module = build(model, shape=(1, 28, 28), classes=10, seed=0)
+>>> parameter_count(module), flatten(module).shape
+(159010, torch.Size([159010]))
+
+A module of the user's own is named by import path and used unchanged:
+
+>>> module = build(parse({"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}), (60,), 10, seed=0)
+>>> parameter_count(module)
+610
+
+The parameters that a run sends, bounds and noises are the trainable ones, each once however many layers share it, in the order of
+`module.parameters()`; frozen ones stay as they were built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raydpfl import member
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, torch_stream
+from raydpfl.models.family import FAMILY, Model, Module
+from raydpfl.models.norms import group_norm
+
+__all__ = ["FAMILY", "Model", "build", "flatten", "group_norm", "load", "parameter_count", "parse"]
+
+
+def parse(values: Mapping[str, Any]) -> Model:
+    """The `model` section of a config. Raises `ConfigError`.
+
+    An import path may name a `Model` (then the other keys are its fields), or a class or function that makes a module (then `args`).
+    """
+    kind = values.get("kind") if isinstance(values, Mapping) else None
+    family = dict(FAMILY)
+    if isinstance(kind, str) and kind not in FAMILY and (":" in kind or "." in kind):
+        found = member.load(kind, "model.kind")
+        if not callable(found):
+            raise ConfigError("model.kind", kind, "a class or a function that makes a torch.nn.Module")
+        family[kind] = found if isinstance(found, type) and issubclass(found, Model) else Module
+    return member.choose("model", values, family, Model)
+
+
+def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """A float32 module on the CPU whose initial parameters (torch's default ones) are a function of (model, shape, classes, seed).
+
+    The global random state is left as it was. Raises `ConfigError` for a module that does not take [batch, *shape] to [batch, classes],
+    has nothing to train, is not float32 throughout, or changes its buffers in training, as BatchNorm does.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
+        module = model.module(tuple(shape), classes)
+        _check(module, model, tuple(shape), classes)
+    return module.train()
+
+
+def _check(module: nn.Module, model: Model, shape: tuple[int, ...], classes: int) -> None:
+    def refuse(accepted: str) -> ConfigError:
+        return ConfigError("model.kind", model.kind, accepted)
+
+    if not isinstance(module, nn.Module):
+        raise refuse(f"a torch.nn.Module, not {type(module).__name__}")
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm):
+            raise refuse(f"a module without BatchNorm ({name or 'itself'}), which mixes samples; raydpfl.models.group_norm converts it")
+    try:
+        with torch.no_grad():
+            module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
+            before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            scores = module(torch.rand(2, *shape))
+    except Exception as error:  # a user's module may raise anything
+        raise refuse(f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})") from None
+    if not isinstance(scores, torch.Tensor) or scores.shape != (2, classes):
+        got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise refuse(f"a module that returns [batch, {classes}] for {['batch', *shape]}; for a batch of 2 it returns {got}")
+    for name, buffer in module.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            raise refuse(f"a module that changes no buffer in training; {name} changes (raydpfl.models.group_norm converts BatchNorm)")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
+            raise refuse(f"a float32 module; {name} is {tensor.dtype}")
+    if not parameter_count(module):
+        raise refuse("a module with trainable parameters")
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Trainable parameters, shared ones counted once: the length d of `flatten`."""
+    return sum(parameter.numel() for parameter in _trainable(module))
+
+
+def flatten(module: nn.Module) -> torch.Tensor:
+    """A copy of the trainable parameters as float32 [d], each in its logical (row-major) order, whatever its memory layout."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in _trainable(module)])
+
+
+def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
+    """Copies `flat` [d] into the trainable parameters in place, and returns the module; the inverse of `flatten`.
+
+    Raises ValueError for another length than d.
+    """
+    parameters = _trainable(module)
+    if flat.shape != (parameter_count(module),):
+        raise ValueError(f"{list(flat.shape)} numbers for {parameter_count(module)} parameters")
+    with torch.no_grad():
+        for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
+            parameter.copy_(part.view(parameter.shape))
+    return module

@@ -1,0 +1,259 @@
+"""Where clients run: how many actors, which lanes on which, and what a lost actor means.
+
+Two pools with one method, `run(model, work, shares)`: `Inline` calls a plain `ClientActor` in this process, `Actors` calls Ray
+actors. Results are taken up as they arrive, and nothing depends on their order. A dead actor is replaced and its share done
+again; it never comes back to the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from raydpfl.client import ClientActor, Evaluator, Lane, Partial, Work
+from raydpfl.config import Client, Experiment
+from raydpfl.errors import ClientError, ConfigError, RunError
+
+START_SECONDS = 120.0  # an actor that has not come up by then is not coming
+DEATHS = 8  # replacements within one round before the run gives up
+IN_FLIGHT = 64  # calls at once when each client is its own actor
+
+
+def lanes(clients: np.ndarray, draws: np.ndarray, weights: np.ndarray, sizes: np.ndarray, width: int) -> list[Lane]:
+    """The cohort cut into lanes of `width`, in client order, the last one filled up with empty slots.
+
+    `sizes` int64 [r] are the samples of the cohort's clients; a lane's rows are those of its largest.
+    """
+    cut = []
+    for start in range(0, len(clients), width):
+        part = slice(start, start + width)
+        missing = (0, width - len(clients[part]))
+        cut.append(
+            Lane(
+                np.pad(clients[part], missing, constant_values=-1),
+                np.pad(draws[part], missing),
+                np.pad(weights[part], missing),
+                rows=max(1, int(sizes[part].max())),
+            )
+        )
+    return cut
+
+
+def shares(lanes: Sequence[Lane], actors: int) -> list[list[Lane]]:
+    """The lanes dealt to at most `actors` shares, in order, each with about the same number of rows."""
+    cost = np.array([lane.rows * int((lane.clients >= 0).sum()) for lane in lanes], float)
+    middle = np.cumsum(cost) - cost / 2
+    owner = (middle / max(cost.sum(), 1.0) * actors).astype(int)
+    dealt: list[list[Lane]] = [[] for _ in range(actors)]
+    for lane, actor in zip(lanes, owner, strict=True):
+        dealt[actor].append(lane)
+    return [share for share in dealt if share]
+
+
+def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
+    """A share for every client of the cohort, in client order."""
+    return [[replace(lane, slot=int(slot))] for lane in lanes for slot in np.flatnonzero(lane.clients >= 0)]
+
+
+class Inline:
+    """The same classes as plain objects in this process, without Ray."""
+
+    healthy, replaced = 1, 0
+
+    def __init__(self, experiment: Experiment, shards: str):
+        self.client = ClientActor(experiment, shards)
+        self.evaluator = Evaluator(experiment, shards)
+        self.per_client = False
+
+    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+        return [list(lanes)] if lanes else []
+
+    def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
+        for index, share in enumerate(shares):
+            yield index, self.client.train(model, work, share)
+
+    def evaluate(self, model: np.ndarray) -> Any:
+        return self.evaluator.evaluate(model)
+
+    def evaluation(self, pending: Any) -> tuple[float, float]:
+        return pending
+
+    def close(self) -> None:
+        pass
+
+
+class Actors:
+    """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
+
+    def __init__(self, experiment: Experiment, shards: str, count: int, per_client: bool):
+        self.per_client = per_client
+        self.replaced = 0
+        client = experiment.client
+        self._arguments = (experiment, shards, tuple(sys.path))
+        self._class = ray.remote(ClientActor).options(num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0)
+        self._evaluator_class = ray.remote(Evaluator).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        self._actors: dict[int, Any] = {}
+        self._evaluator = self._evaluator_class.remote(*self._arguments)
+        wave = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))  # many more at once, and Ray gives up on the slowest
+        for start in range(0, count, wave):
+            self._actors |= {index: self._class.remote(*self._arguments) for index in range(start, min(start + wave, count))}
+            self._await([actor.ready.remote() for actor in self._actors.values()])
+
+    @property
+    def healthy(self) -> int:
+        return len(self._actors)
+
+    def _await(self, references: list) -> None:
+        timeout = START_SECONDS + 2.0 * len(references)
+        try:
+            ray.get(references, timeout=timeout)
+        except GetTimeoutError:
+            pending = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
+            raise RunError(
+                f"{pending} of {len(references)} client actors did not come up within {timeout:.0f} s; "
+                "the cluster has no free place for them: lower client.actors, client.num_cpus or client.num_gpus"
+            ) from None
+        except RayActorError as error:
+            raise RunError(f"a client actor died while it started: {error}") from None
+        except RayTaskError as error:
+            raise error.cause if isinstance(getattr(error, "cause", None), Exception) else RunError(str(error)) from None
+
+    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+        return singles(lanes) if self.per_client else shares(lanes, len(self._actors))
+
+    def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
+        """Yields (index of the share, its result) as they arrive.
+
+        Raises `ClientError` when a client failed, `RunError` when actors keep dying.
+        """
+        reference = ray.put(model)
+        waiting = deque(enumerate(shares))
+        flying: dict[Any, tuple[int, int]] = {}  # call -> (share, actor)
+        deaths = 0
+        while waiting or flying:
+            while waiting and len(flying) < IN_FLIGHT:
+                index = waiting[0][0]
+                actor = self._actor_of(index, shares[index], {busy for _, busy in flying.values()})
+                if actor is None:
+                    break
+                waiting.popleft()
+                flying[self._actors[actor].train.remote(reference, work, list(shares[index]))] = (index, actor)
+            call = ray.wait(list(flying), num_returns=1)[0][0]
+            index, actor = flying.pop(call)
+            try:
+                result = ray.get(call)
+            except (RayActorError, OutOfMemoryError) as error:
+                deaths += 1
+                if deaths > DEATHS:
+                    raise RunError(f"client actors keep dying in round {work.round}: {_cause(error)}") from None
+                self._replace(actor)
+                waiting.appendleft((index, shares[index]))
+                continue
+            except RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                raise cause if isinstance(cause, (ClientError, RunError)) else RunError(f"a client actor failed\n{error}") from None
+            yield index, result
+
+    def _actor_of(self, index: int, share: Sequence[Lane], busy: set[int]) -> int | None:
+        if self.per_client:
+            lane = share[0]
+            client = int(lane.clients[lane.slot])
+            return None if client in busy else client
+        return next((actor for actor in self._actors if actor not in busy), None)
+
+    def _replace(self, actor: int) -> None:
+        self.replaced += 1
+        dead = self._actors.pop(actor)
+        ray.kill(dead)  # a process that hangs on must not come back into the pool
+        self._actors[actor] = self._class.remote(*self._arguments)
+        self._await([self._actors[actor].ready.remote()])
+
+    def evaluate(self, model: np.ndarray) -> Any:
+        return model, self._evaluator.evaluate.remote(model)
+
+    def evaluation(self, pending: Any) -> tuple[float, float]:
+        model, call = pending
+        try:
+            return ray.get(call)
+        except (RayActorError, OutOfMemoryError):
+            self._evaluator = self._evaluator_class.remote(*self._arguments)
+            return ray.get(self._evaluator.evaluate.remote(model))
+
+    def close(self) -> None:
+        for actor in [*self._actors.values(), self._evaluator]:
+            ray.kill(actor)
+
+
+def _cause(error: RayError) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
+        return f"killed for memory; use fewer client.actors, a smaller client.lane or a node with more memory ({text[:300]})"
+    return text[:300]
+
+
+def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]) -> int:
+    """How many actors of that size the nodes hold, a GPU fraction being packed into one device at a time.
+
+    >>> capacity(1, 0.6, [{"CPU": 16, "GPU": 4}])  # 0.6 fits once on each GPU, whatever the sum says
+    4
+    >>> capacity(2, 0, [{"CPU": 3}, {"CPU": 3}])
+    2
+    """
+    total = 0
+    for node in nodes:
+        fits = []
+        if num_cpus > 0:
+            fits.append(int(node.get("CPU", 0) / num_cpus + 1e-9))
+        if num_gpus >= 1:
+            fits.append(int(node.get("GPU", 0) // num_gpus))
+        elif num_gpus > 0:
+            fits.append(int(node.get("GPU", 0)) * int(1 / num_gpus + 1e-9))
+        total += min(fits, default=sys.maxsize)
+    return total
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def wanted(client: Client, population: int, most_lanes: int, nodes: Sequence[dict[str, float]], elastic: bool, d: int = 0) -> int:
+    """How many actors to start; raises `ConfigError` when they would not fit.
+
+    `elastic` says that the run starts Ray itself on this machine: the logical CPUs are then its own to set, and an explicit count
+    is limited by memory alone (more actors than cores share them). On a cluster that others share, Ray's resources decide.
+    """
+    field = "client.actors"
+    if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
+        raise ConfigError("client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number")
+    if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
+        gpus = sum(node.get("GPU", 0) for node in nodes)
+        raise ConfigError("client.num_gpus", client.num_gpus, f"at most what one node has; the machine has {gpus:g} GPUs")
+    if client.num_cpus > max(node.get("CPU", 0) for node in nodes):
+        raise ConfigError("client.num_cpus", client.num_cpus, f"at most the {max(node.get('CPU', 0) for node in nodes):g} CPUs of one node")
+    held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
+    if client.actors == "auto":
+        slots = capacity(client.num_cpus, client.num_gpus, nodes)
+        if slots == 0:
+            raise ConfigError(field, "auto", f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU, which no node has free")
+        return max(1, min(slots, most_lanes))
+    count = population if client.actors == "per-client" else int(client.actors)
+    if elastic:
+        # An actor imports what this process has imported, so its memory is about this one's own, and some copies of the model.
+        each = psutil.Process().memory_full_info().uss / 1e6 + 6 * 4 * d / 1e6
+        held = min(held, int(psutil.virtual_memory().available / 1e6 / each))
+        if count > held:
+            raise ConfigError(field, client.actors, f"at most {held} actors fit here ({each:.0f} MB of memory each); {count} are asked for")
+    elif count > held:
+        fit = f"the cluster holds {held} actors of {client.num_cpus:g} CPU and {client.num_gpus:g} GPU; {count} are asked for"
+        raise ConfigError(field, client.actors, f"{fit}, so lower client.num_cpus")
+    return count

@@ -1,0 +1,53 @@
+"""Privacy: what a run releases, what that costs, and how much noise a budget needs.
+
+A `Mechanism` describes the releases; accountants read it and nothing else:
+
+>>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (Query("update", bound=1.0, std=4.0),), rounds=100)
+>>> round(epsilon(mechanism, "replace_one", delta=1e-5, accountant="pld"), 3)
+0.984
+>>> epsilon_curve(mechanism, "replace_one", delta=1e-5, rounds=3).round(4)
+array([0.1479, 0.1813, 0.2065])
+>>> covers("rdp", Mechanism(Sampling("with_replacement", 100, 10), mechanism.queries, 10), "replace_one")
+'draws with replacement are not covered by rdp; nearest: pld'
+>>> noisy = mechanism.with_noise(noise_for(1.5, mechanism, "replace_one", delta=1e-5))
+>>> for guarantee in guarantees(noisy, "replace_one", 1e-5, accountants=["pld"], participations=12):
+...     print(guarantee.sentence())
+epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another, against whoever sees every aggregate \
+(fixed size 80 of 1920, cohort hidden): rigorous, by pld.
+epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another, against whoever sees every aggregate \
+(fixed size 80 of 1920, cohort known, a client in at most 12 of 100 rounds): rigorous, by pld.
+
+One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to mean something),
+`accountants`, `pld` (privacy loss distributions), `calibrate`, `paper` (formulas as printed), `ledger` (spending on disk).
+References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and
+003 (Section III-C3).
+"""
+
+from raydpfl.privacy.accountants import covers, delta, epsilon, epsilon_curve, guarantees
+from raydpfl.privacy.calibrate import noise_for, rounds_for
+from raydpfl.privacy.guarantee import Guarantee
+from raydpfl.privacy.ledger import Ledger, Spent, check_budget
+from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
+from raydpfl.privacy.paper import paper_multiplier
+from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
+
+__all__ = [
+    "Guarantee",
+    "Ledger",
+    "Mechanism",
+    "Query",
+    "Relation",
+    "Sampling",
+    "Spent",
+    "check_budget",
+    "covers",
+    "delta",
+    "epsilon",
+    "epsilon_curve",
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "guarantees",
+    "noise_for",
+    "paper_multiplier",
+    "rounds_for",
+]

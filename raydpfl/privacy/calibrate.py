@@ -1,0 +1,139 @@
+"""Calibration: how much noise a budget needs, and how many rounds a noise allows.
+
+>>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
+>>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (Query("update", bound=1.0, std=0.0),), rounds=100)
+>>> z = noise_for(1.5, mechanism, "replace_one", 1e-5)
+>>> round(z, 2)
+3.02
+>>> rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
+100
+
+Results are always on the safe side: the epsilon of what is returned is at most the target. The search is a secant in
+(log z, log epsilon) between bounds, some ten evaluations; a bracket by the Renyi answer would cost more than the
+whole search by pld, whose price does not grow as the noise shrinks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.accountants import Name, epsilon
+from raydpfl.privacy.mechanism import Mechanism, Relation
+
+_VERSION = 1  # of what noise_for returns for the same question: part of the cache's key
+_TOLERANCE = 1e-4  # relative, of z
+_MOST_ROUNDS = 1 << 20
+
+
+def noise_for(
+    target: float,
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    accountant: Name = "pld",
+    rounds: int | None = None,
+    v: float = 4.0,
+) -> float:
+    """The noise multiplier z (std of the sum / bound, all queries of a round together) that spends at most `target` epsilon.
+
+    At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only how its queries share
+    it. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl. Raises `ConfigError` for a
+    target that is not positive and finite, for a combination the accountant does not cover, and for a target that no noise reaches.
+    """
+    _check(target)
+    rounds = mechanism.rounds if rounds is None else rounds
+    libraries = [version("dp-accounting"), version("scipy"), version("numpy")]
+    question = [_VERSION, libraries, mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
+    path = _cache() / f"noise-{hashlib.sha256(json.dumps(question).encode()).hexdigest()}.json"
+    try:
+        found = json.loads(path.read_text())["noise_multiplier"]
+        if isinstance(found, float) and 0 < found < math.inf:
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent, torn or foreign: it is computed again
+    z = _search(target, mechanism, relation, delta, accountant, rounds, v)
+    _keep(path, {"noise_multiplier": z, "question": question})
+    return z
+
+
+def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: Name = "pld", v: float = 4.0) -> int:
+    """The most rounds of `mechanism` that spend at most `target` epsilon; 0 if one is too many, 2^20 if that many are not."""
+    _check(target)
+
+    def fits(rounds: int) -> bool:
+        return epsilon(mechanism, relation, delta, rounds, accountant, v) <= target
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high < _MOST_ROUNDS and fits(high):
+        low, high = high, 2 * high
+    if high == _MOST_ROUNDS and fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _search(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: Name, rounds: int, v: float) -> float:
+    aim = target * (1 - 1e-6)  # so that rounding in a curve of the same mechanism cannot overstep the budget
+
+    def excess(log_z: float) -> float:
+        spent = epsilon(mechanism.with_noise(math.exp(log_z)), relation, delta, rounds, accountant, v)
+        return min(math.log(max(spent, 1e-9 * aim) / aim), 20.0)
+
+    guess = mechanism.sampling.q * math.sqrt(2 * rounds * math.log(1 / delta)) / target
+    low = high = math.log(min(max(guess, 0.2), 1e6))
+    below = above = excess(low)
+    for step in (0.3, 0.6, 1.2, 2.4, 4.8, 9.6):
+        if below > 0 and above <= 0:
+            break
+        if above > 0:
+            low, below, high = high, above, high + step
+            above = excess(high)
+        else:
+            high, above, low = low, below, low - step
+            below = excess(low)
+    else:
+        raise ConfigError(
+            "noise.epsilon", target, f"an epsilon that some noise reaches at delta {delta:g} in {rounds} rounds by {accountant}"
+        )
+    for turn in range(200):
+        if high - low <= _TOLERANCE:
+            break
+        share = below / (below - above) if turn % 4 < 3 else 0.5
+        root = low + share * (high - low)
+        # A little past the root as seen from the nearer bound, which closes that side; the next turn closes the other.
+        root += 0.4 * _TOLERANCE if share < 0.5 else -0.4 * _TOLERANCE
+        value = excess(root)
+        low, below, high, above = (root, value, high, above) if value > 0 else (low, below, root, value)
+    return math.exp(high)
+
+
+def _check(target: float) -> None:
+    if not (isinstance(target, (int, float)) and 0 < target < math.inf):
+        raise ConfigError("noise.epsilon", target, "a positive finite number")
+
+
+def _cache() -> Path:
+    if os.environ.get("RAYDPFL_CACHE"):
+        return Path(os.environ["RAYDPFL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+
+
+def _keep(path: Path, answer: dict) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(answer, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a cache that cannot be written costs time, never the run

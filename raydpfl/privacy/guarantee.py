@@ -1,0 +1,66 @@
+"""A guarantee: an epsilon together with everything without which it means nothing.
+
+>>> guarantee = Guarantee("rigorous", "pld", "client", "replace_one", "every aggregate", "fixed size 80 of 1920, cohort hidden", 1.5, 1e-5)
+>>> print(guarantee.sentence())
+epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another, against whoever sees every aggregate \
+(fixed size 80 of 1920, cohort hidden): rigorous, by pld.
+>>> guarantee < guarantee  # numbers of different kinds are never compared or added, so no two guarantees are
+Traceback (most recent call last):
+TypeError: '<' not supported between instances of 'Guarantee' and 'Guarantee'
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+_RELATIONS = {
+    "add_remove": "which may be there or not",
+    "zero_out": "whose contribution may be zero instead",
+    "replace_one": "which may be replaced by another",
+    "unstated": "whose data differ (by removal or by replacement: the paper leaves it open)",
+}
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant (PRIVACY.md sec. 1).
+
+    `kind`: `paper`, the formula as printed, or `rigorous`, what holds for the mechanism that ran. `epsilon` is infinite when
+    nothing is guaranteed; `conditions_failed` then says why. `exclusions` lists in words what is not accounted for.
+    """
+
+    kind: Literal["paper", "rigorous"]
+    accountant: str
+    unit: str
+    relation: Literal["add_remove", "zero_out", "replace_one", "unstated"]
+    observer: str
+    sampling: str
+    epsilon: float
+    delta: float
+    exclusions: tuple[str, ...] = ()
+    conditions_failed: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Guarantee:
+        """The guarantee that `to_dict` wrote."""
+        lists = {name: tuple(fields[name]) for name in ("exclusions", "conditions_failed")}
+        return cls(**fields | lists | {"epsilon": float(fields["epsilon"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON can hold them: tuples as lists, an infinite epsilon as the string "infinity" (`float` reads it back)."""
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return fields | {"epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon}
+
+    def sentence(self) -> str:
+        """The whole guarantee in plain English, no part left out."""
+        what = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}" if math.isfinite(self.epsilon) else "No privacy (epsilon is infinite)"
+        how = "the formula as printed" if self.kind == "paper" else "rigorous"
+        text = f"{what} for one {self.unit}, {_RELATIONS[self.relation]}, against whoever sees {self.observer} "
+        text += f"({self.sampling}): {how}, by {self.accountant}."
+        if self.exclusions:
+            text += f" Not accounted for: {'; '.join(self.exclusions)}."
+        if self.conditions_failed:
+            text += f" Conditions that fail: {'; '.join(self.conditions_failed)}."
+        return text

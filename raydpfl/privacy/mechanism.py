@@ -1,0 +1,178 @@
+"""The mechanism: what a run releases, described once, for sampler, ledger and accountants alike.
+
+>>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (Query("update", bound=0.5, std=2.0),), rounds=100)
+>>> mechanism.noise_multiplier
+4.0
+>>> mechanism.mu("replace_one")  # two clients trade places, so the sum moves by 2 * bound
+0.5
+>>> Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.5).noise_multiplier  # std of the mean gradient
+5.0
+>>> Sampling("fixed", population=10, cohort=11)
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: selection.cohort = 11: an integer from 1 to the population of 10
+
+Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any one round:
+where a bound adapts, std adapts with it, so only their ratio counts and every round is the same event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+from raydpfl.errors import ConfigError
+
+Relation = Literal["add_remove", "zero_out", "replace_one"]
+SamplingKind = Literal["fixed", "poisson", "full", "with_replacement"]
+Placement = Literal["client", "server", "step"]
+
+
+def one_of(field: str, value: object, choices: object) -> None:
+    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
+    if value not in get_args(choices):
+        raise ConfigError(field, value, f"one of {', '.join(get_args(choices))}")
+
+
+@dataclass(frozen=True)
+class Query:
+    """One Gaussian sum released in every round.
+
+    `bound`: the L2 norm that one client can contribute to the sum, its weight included. `std`: the standard
+    deviation of the Gaussian on each coordinate of the *sum*, in the same units; 0 means no noise. A count of
+    indicators is centred first (indicator - 1/2), so its bound is 1/2.
+    """
+
+    name: str
+    bound: float
+    std: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bound < math.inf):
+            raise ConfigError(f"{self.name}.bound", self.bound, "a positive finite number")
+        if not (0 <= self.std < math.inf):
+            raise ConfigError(f"{self.name}.std", self.std, "a finite number, zero or above")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Who takes part in a round: `cohort` of `population` (the expected number under Poisson).
+
+    `fixed`: a uniform subset of fixed size; `poisson`: each independently with probability cohort / population;
+    `full`: everyone; `with_replacement`: `cohort` uniform draws, a client drawn k times counts k times.
+    """
+
+    kind: SamplingKind
+    population: int
+    cohort: int
+
+    def __post_init__(self) -> None:
+        one_of("selection.kind", self.kind, SamplingKind)
+        if not (_is_count(self.population) and self.population >= 1):
+            raise ConfigError("data.clients", self.population, "an integer, at least 1")
+        if not (_is_count(self.cohort) and self.cohort >= 1 and (self.cohort <= self.population or self.kind == "with_replacement")):
+            raise ConfigError("selection.cohort", self.cohort, f"an integer from 1 to the population of {self.population}")
+        if self.kind == "full" and self.cohort != self.population:
+            raise ConfigError("selection.cohort", self.cohort, f"the whole population of {self.population} under full participation")
+
+    @property
+    def q(self) -> float:
+        """cohort / population."""
+        return self.cohort / self.population
+
+    @property
+    def everyone(self) -> bool:
+        """True when every round takes everyone, whatever the scheme is called: there is nothing to amplify."""
+        return self.kind != "with_replacement" and self.cohort == self.population
+
+    def __str__(self) -> str:
+        size = f"{self.cohort} of {self.population}"
+        if self.everyone:
+            return f"all {self.population}"
+        return {
+            "fixed": f"fixed size {size}",
+            "poisson": f"Poisson, {size} expected",
+            "with_replacement": f"{self.cohort} draws with replacement from {self.population}",
+        }[self.kind]
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """`rounds` times: sample, bound, add, noise, release. What every accountant reads, and nothing else.
+
+    `unit` is whose data a guarantee protects. `placement` is who draws the noise: `server`, one draw on the sum;
+    `client`, each of the r clients of a cohort draws std / sqrt(r), so that the sum carries std; `step`, one draw
+    on the sum over a mini-batch at each local step (`rounds` counts steps, the population are samples).
+    Against k participants who know their own noise, or after k dropouts, account for `with_noise(z * sqrt((r - k) / r))`.
+    `exclusions` are the data-dependent choices that are not accounted for, in words.
+    """
+
+    sampling: Sampling
+    queries: tuple[Query, ...]
+    rounds: int
+    unit: Literal["client", "sample"] = "client"
+    placement: Placement = "server"
+    exclusions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of("noise.placement", self.placement, Placement)
+        one_of("privacy.unit", self.unit, Literal["client", "sample"])
+        if not (_is_count(self.rounds) and self.rounds >= 1):
+            raise ConfigError("rounds", self.rounds, "an integer, at least 1")
+        if not self.queries:
+            raise ConfigError("queries", self.queries, "at least one query")
+        object.__setattr__(self, "queries", tuple(self.queries))
+        object.__setattr__(self, "exclusions", tuple(self.exclusions))
+
+    @classmethod
+    def of_local_steps(
+        cls, *, samples: int, batch: int, steps: int, bound: float, std: float, exclusions: tuple[str, ...] = ()
+    ) -> Mechanism:
+        """One client's DP-SGD (002, 003; PRIVACY.md sec. 2): `steps` fresh mini-batches of `batch` of its `samples`.
+
+        `bound` is the per-sample clip norm, `std` that of the noise on the *mean* gradient of a batch; `steps` is the realised
+        number over the whole run. Shuffled epochs are not this mechanism.
+        """
+        queries = (Query("gradient", bound, batch * std),)
+        return cls(Sampling("fixed", samples, batch), queries, steps, unit="sample", placement="step", exclusions=exclusions)
+
+    @property
+    def private(self) -> bool:
+        """False when a query carries no noise."""
+        return all(query.std > 0 for query in self.queries)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z, std of the sum / bound, of the single Gaussian that all queries of a round amount to: 1/z^2 = sum (bound/std)^2."""
+        return 1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in self.queries)) if self.private else 0.0
+
+    def mu(self, relation: Relation) -> float:
+        """Sensitivity of the sum / std, all queries of a round together: k / z, with k = 2 under replace-one and 1 otherwise."""
+        one_of("privacy.relation", relation, Relation)
+        return (2 if relation == "replace_one" else 1) / self.noise_multiplier if self.private else math.inf
+
+    def with_noise(self, z: float) -> Mechanism:
+        """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by one factor.
+
+        A mechanism that has no noise yet gets equal shares: each of k queries std = sqrt(k) z bound.
+        """
+        if not (0 <= z < math.inf):
+            raise ConfigError("noise.multiplier", z, "a finite number, zero or above")
+        if self.private:
+            scaled = [replace(query, std=query.std * z / self.noise_multiplier) for query in self.queries]
+        elif all(query.std == 0 for query in self.queries):
+            scaled = [replace(query, std=math.sqrt(len(self.queries)) * z * query.bound) for query in self.queries]
+        else:
+            bare = next(query for query in self.queries if query.std == 0)
+            raise ConfigError(f"{bare.name}.std", bare.std, "noise on every query, or on none")
+        return replace(self, queries=tuple(scaled))
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of all fields: the name of this mechanism in the ledger and the cache."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

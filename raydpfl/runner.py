@@ -1,0 +1,246 @@
+"""One run from an experiment to its directory: `run(experiment)`.
+
+Everything that can be refused is refused first; then Ray is started or joined (not at all for `client.actors: 0`), the
+coordinator takes over, and this process only shows progress. Ctrl-C leaves a checkpoint and no process behind.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from raydpfl import models
+from raydpfl.client import peak_rss_mb
+from raydpfl.config import Experiment
+from raydpfl.coordinator import Coordinator
+from raydpfl.data import Shards
+from raydpfl.errors import BudgetError, ConfigError, RunError
+from raydpfl.placement import cores, wanted
+from raydpfl.plan import Plan
+from raydpfl.privacy import Guarantee
+from raydpfl.tracking import TensorBoard, write_json
+
+# What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
+FREE = {"client": {"actors", "num_cpus", "num_gpus"}, "measure": {"tensorboard"}}
+START_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. `rounds` is the rounds table, `summary` what `summary.json` holds, `model` the trained module."""
+
+    out: Path
+    rounds: pa.Table
+    summary: dict[str, Any]
+    guarantees: list[Guarantee]
+    model: torch.nn.Module
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    data_root: str | Path | None = None,
+    address: str | None = None,
+    on_start: Callable[[Plan], None] = lambda plan: None,
+    on_rows: Callable[[list[dict]], None] = lambda rows: None,
+) -> Result:
+    """Runs `experiment` into the directory `out` (default: a new one under `runs/`).
+
+    `resume` goes on from the checkpoint in `out`. `data_root` is where data sets lie (default: the variable RAYDPFL_DATA).
+    `address` joins a running Ray cluster. `on_rows` is called with rows of the rounds table as they are completed.
+
+    Raises `ConfigError` before anything is started or written when the experiment cannot be run, `RunError` when it failed
+    on the way. A Ray that this process had already started is used, and left running.
+    """
+    folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not resume)):
+        raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the run in it")
+    threads = torch.get_num_threads()
+    with _Ray(experiment, address) as cluster:
+        plan = Plan.make(experiment, Path(data_root) if data_root else None)
+        actors = cluster.actors(plan)
+        if resume:
+            _same_run(plan.experiment, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(plan.experiment.to_yaml())
+        cluster.start(plan, actors)
+        on_start(plan)
+        try:
+            summary = _drive(cluster, plan, folder, actors, resume, on_rows)
+        finally:
+            torch.set_num_threads(threads)
+    module = models.build(plan.experiment.model, (shards := Shards.open(plan.shards)).shape, shards.classes, plan.experiment.seed)
+    models.load(module, torch.from_numpy(summary.pop("model").copy()))
+    guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
+    return Result(folder, pq.read_table(folder / "rounds.parquet"), summary, guarantees, module)
+
+
+def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, on_rows: Callable[[list[dict]], None]) -> dict:
+    """All rounds, and the summary; whatever ends the run, the clients stop and the directory says how it ended."""
+    began = time.monotonic()
+    call = cluster.coordinator(plan, str(folder), actors, resume)
+    board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
+    status, failure = "completed", None
+    try:
+        while call("position") < plan.experiment.rounds:
+            rows = call("round")
+            if board:
+                board.write(rows)
+            on_rows(rows)
+    except BudgetError as error:
+        status, failure = "budget", error
+    except KeyboardInterrupt as error:
+        status, failure = "interrupted", error
+    except Exception as error:
+        status, failure = "failed", error
+    summary = _finish(call, status, failure)
+    if board:
+        board.close()
+    summary["peak_rss_mb"] = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
+    summary |= {"wall_seconds": time.monotonic() - began, "versions": versions(), "reason": str(failure) if failure else None}
+    model = summary.pop("model")
+    summary["peak_rss_mb_by_process"] = summary["peak_rss_mb"]
+    summary["peak_rss_mb"] = max(summary["peak_rss_mb_by_process"].values())
+    write_json(folder / "summary.json", summary)
+    if failure and status != "budget":
+        raise failure
+    return summary | {"model": model}
+
+
+def _finish(call: Callable, status: str, failure: BaseException | None) -> dict:
+    try:
+        return call("finish", status) | {"model": call("parameters")}
+    except Exception:
+        if failure and not isinstance(failure, (KeyboardInterrupt, BudgetError)):
+            raise failure from None  # the coordinator itself is gone: its end is the news, not ours
+        raise
+
+
+def _same_run(experiment: Experiment, folder: Path) -> None:
+    """Raises `ConfigError` when `folder` holds a run that would have computed something else."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
+    stored, asked = yaml.safe_load(path.read_text()), experiment.to_dict()
+    for section, value in asked.items():
+        before = stored.get(section)
+        if isinstance(value, dict) and isinstance(before, dict):
+            for key in value.keys() | before.keys():
+                if value.get(key) != before.get(key) and key not in FREE.get(section, ()):
+                    raise ConfigError(f"{section}.{key}", value.get(key), f"{before.get(key)!r}, as in the run to be resumed")
+        elif value != before:
+            raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a run depend on beside the experiment."""
+    packages = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
+    found = {name: importlib.metadata.version(name) for name in packages if _installed(name)}
+    return {"python": platform.python_version(), "machine": platform.machine(), **found}
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+class _Ray:
+    """Ray for one run: started here, joined by address, or found running in this process; or not used at all."""
+
+    def __init__(self, experiment: Experiment, address: str | None):
+        self.inline = experiment.client.actors == 0
+        if self.inline and address:
+            raise ConfigError("--address", address, "client.actors above 0; 0 runs in this process, without Ray")
+        self.address, self.started = address, False
+        self.client = experiment.client
+
+    def __enter__(self) -> _Ray:
+        if not self.inline:
+            for name, value in START_RAY.items():
+                os.environ.setdefault(name, value)
+            import ray
+
+            if self.address and not ray.is_initialized():
+                self._init(address=self.address)
+            self.elastic = not ray.is_initialized()
+            if self.elastic:  # what this machine alone can refuse, before the data are touched
+                wanted(self.client, 1, 1, self._nodes(), True)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.started:
+            import ray
+
+            ray.shutdown()
+
+    def _init(self, **options: Any) -> None:
+        import ray
+
+        try:
+            ray.init(logging_level="ERROR", log_to_driver=False, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if "address" in options:
+                raise ConfigError("--address", options["address"], f"the address of a running Ray cluster ({error})") from None
+            raise RunError(f"Ray could not be started: {error}") from None
+        self.started = True
+
+    def _nodes(self) -> list[dict[str, float]]:
+        if self.elastic:
+            return [{"CPU": cores(), "GPU": torch.cuda.device_count()}]
+        import ray
+
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def actors(self, plan: Plan) -> int:
+        """How many client actors the run takes; 0 inline."""
+        if self.inline:
+            return 0
+        experiment = plan.experiment
+        cohort = experiment.selection.divisor(plan.population)
+        return wanted(experiment.client, plan.population, max(1, round(cohort / experiment.client.lane)), self._nodes(), self.elastic, plan.d)
+
+    def start(self, plan: Plan, actors: int) -> None:
+        if not self.inline and self.elastic:
+            logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
+            self._init(num_cpus=logical, include_dashboard=False)
+
+    def coordinator(self, plan: Plan, out: str, actors: int, resume: bool) -> Callable:
+        """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain object in it."""
+        path = tuple(entry for entry in sys.path if entry)
+        if self.inline:
+            plain = Coordinator(plan, out, 0, resume)
+            return lambda method, *arguments: getattr(plain, method)(*arguments)
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        remote = ray.remote(Coordinator).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
+        actor = remote.remote(plan, out, actors, resume, path)
+
+        def call(method: str, *arguments: Any) -> Any:
+            try:
+                return ray.get(getattr(actor, method).remote(*arguments))
+            except ray.exceptions.RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                raise cause if isinstance(cause, (RunError, ConfigError)) else RunError(f"the coordinator failed\n{error}") from None
+            except ray.exceptions.RayActorError as error:
+                raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None
+
+        return call

@@ -1,0 +1,128 @@
+"""What a run leaves behind: rounds table, clients table, checkpoints, TensorBoard events.
+
+A checkpoint is one `.npz` of arrays and a JSON text, read without pickle and put in place by a rename, so that a kill at any
+instant leaves the last whole one. The tables are written just before it: a run that is resumed from round t keeps the rows
+below t and makes the others again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raydpfl.errors import RunError
+
+KEEP = 2  # checkpoints
+SHARE = 0.05  # of a run's time that snapshots may take
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that decides what comes after `round` rounds."""
+
+    round: int  # rounds done
+    model: np.ndarray  # float32 [d]
+    server: dict[str, np.ndarray]
+    bound: float | None  # in force in the coming round
+    seconds: float  # spent so far, over all resumes
+    participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> None:
+    """Writes it whole or not at all, and drops all but the last `KEEP`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds}
+    arrays = {"model": checkpoint.model, "participations": checkpoint.participations}
+    arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
+    path = folder / f"round-{checkpoint.round:08d}.npz"
+    _replace(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
+    for old in sorted(folder.glob("round-*.npz"))[:-KEEP]:
+        old.unlink()
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that can be read, or None."""
+    for path in sorted(folder.glob("round-*.npz"), reverse=True):
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                facts = json.loads(stored["facts"].tobytes())
+                server = {name.removeprefix("server."): stored[name] for name in stored.files if name.startswith("server.")}
+                return Checkpoint(facts["round"], stored["model"], server, facts["bound"], facts["seconds"], stored["participations"])
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+            continue
+    return None
+
+
+class Table:
+    """Rows in memory, a Parquet file on disk at every flush."""
+
+    def __init__(self, path: Path):
+        self.path, self.rows = path, list[dict[str, Any]]()
+
+    def resume(self, before: int) -> None:
+        """Takes up the rows of rounds below `before`; raises `RunError` when some are not there."""
+        stored = pq.read_table(self.path).to_pylist() if self.path.exists() else []
+        self.rows = [row for row in stored if row["round"] < before]
+        if len({row["round"] for row in self.rows}) < before:
+            raise RunError(f"{self.path} does not hold all rounds below {before}, which the checkpoint counts on")
+
+    def flush(self) -> None:
+        table = self.arrow()
+        _replace(self.path, lambda part: pq.write_table(table, part))
+
+    def arrow(self) -> pa.Table:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        return pa.table({name: [row.get(name) for row in self.rows] for name in names})
+
+
+class Pace:
+    """Says when a snapshot is due, so that snapshots cost about `SHARE` of a run at most."""
+
+    def __init__(self) -> None:
+        self._ended, self._cost = time.monotonic(), 0.05
+
+    def due(self) -> bool:
+        return time.monotonic() - self._ended >= self._cost / SHARE
+
+    def took(self, seconds: float) -> None:
+        self._ended, self._cost = time.monotonic(), seconds
+
+
+class TensorBoard:
+    """The numbers of every row as scalars."""
+
+    def __init__(self, folder: Path, first: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first if first else None)
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            for name, value in row.items():
+                if name != "round" and isinstance(value, (int, float)):
+                    self._writer.add_scalar(name, value, row["round"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    _replace(path, lambda part: part.write(text.encode()))
+
+
+def _replace(path: Path, write: Any) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(part, "wb") as file:
+        write(file)
+    os.replace(part, path)

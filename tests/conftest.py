@@ -1,0 +1,50 @@
+"""What the tests share: one Ray, started by the first test that needs it, and a small experiment that trains in a second."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SMALL = {
+    "seed": 3,
+    "rounds": 4,
+    "data": {"kind": "fashion_mnist_mini", "clients": 50, "partition": {"kind": "iid"}},
+    "model": {"kind": "softmax"},
+    "selection": {"kind": "uniform", "cohort": 20},
+    "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1},
+    "bounding": {"kind": "clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5},
+    "server": {"kind": "momentum"},
+    "privacy": {"accountants": ["rdp"]},
+    "client": {"actors": 0, "num_cpus": 0.01, "lane": 8},
+    "evaluate": {"every": 2},
+    "measure": {"tensorboard": False},
+}
+
+
+def experiment(**sections):
+    """The small experiment with some keys of some sections changed: `experiment(client={"actors": 2})`."""
+    from raydpfl import Experiment
+
+    tree = copy.deepcopy(SMALL)
+    for name, value in sections.items():
+        if isinstance(value, dict):
+            tree[name] = value if "kind" in value else {**tree.get(name, {}), **value}
+        else:
+            tree[name] = value
+    return Experiment.from_dict(tree)
+
+
+@pytest.fixture(scope="session")
+def shared_ray():
+    """One Ray with room for an actor per client, however few cores there are."""
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield ray
+    ray.shutdown()

@@ -1,0 +1,74 @@
+"""The import rule: arrows point down, and nothing below the runtime line knows Ray."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import raydpfl
+
+ROOT = Path(raydpfl.__file__).parent
+# From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only where the later names the earlier.
+ORDER = [
+    "__main__", "cli", "tune", "report", "runner", "coordinator", "placement", "client", "tracking",  # front and runtime
+    "plan", "config", "selection", "local", "bounding", "noise", "server", "privacy", "models", "data", "member", "keys", "errors",
+]  # fmt: skip
+KNOW_RAY = {"runner", "coordinator", "placement", "client", "tracking", "tune", "cli", "report"}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path):
+    """(imported module, line) of every import, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            if node.module == "raydpfl":
+                yield from ((f"raydpfl.{alias.name}", node.lineno) for alias in node.names)
+            else:
+                yield node.module, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            raise AssertionError(f"{path}:{node.lineno}: a relative import hides which room it reaches into")
+
+
+def sources():
+    return [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+
+
+def test_every_room_has_its_place_in_the_order():
+    assert {room_of(path) for path in sources()} <= set(ORDER)
+
+
+def test_imports_point_down_and_never_up():
+    wrong = []
+    for path in sources():
+        here = room_of(path)
+        for module, line in imports(path):
+            if module.startswith("raydpfl."):
+                there = module.split(".")[1]
+                if there in ORDER and ORDER.index(there) < ORDER.index(here):
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong
+
+
+def test_nothing_below_the_runtime_line_imports_ray():
+    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in sources() if room_of(path) not in KNOW_RAY for module, line in imports(path) if module.split(".")[0] == "ray"]
+    assert not wrong
+
+
+def test_describing_an_experiment_does_not_load_ray():
+    code = "import sys, raydpfl.plan; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_round_fits_on_one_screen():
+    tree = ast.parse((ROOT / "coordinator.py").read_text())
+    coordinator = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Coordinator")
+    method = next(node for node in coordinator.body if isinstance(node, ast.FunctionDef) and node.name == "round")
+    assert method.end_lineno - method.lineno < 40

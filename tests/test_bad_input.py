@@ -1,0 +1,144 @@
+"""What cannot be run is refused before anything starts: exit code 2, and one line with field, value and what is accepted."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+from conftest import SMALL
+
+from raydpfl import cli
+
+# What is changed (overrides of the small experiment), and how the one line begins.
+BAD = {
+    "unknown section": (["sever.kind=sgd"], "sever = {'kind': 'sgd'}: no such section; the sections are seed, rounds, data,"),
+    "unknown key": (["local.lrr=0.1"], "local.lrr = 0.1: no such key; the keys here are"),
+    "unknown key of a plain section": (["client.actor=2"], "client.actor = 2: no such key; the keys here are actors,"),
+    "key of another member": (["bounding.quantile=0.5"], "bounding.quantile = 0.5: no such key; the keys here are"),
+    "no number": (["local.lr=fast"], "local.lr = 'fast': should be a valid number"),
+    "no whole number": (["rounds=2.5"], "rounds = 2.5: should be a valid integer"),
+    "no rounds": (["rounds=0"], "rounds = 0: should be greater than or equal to 1"),
+    "negative seed": (["seed=-1"], "seed = -1: should be greater than or equal to 0"),
+    "seed too large": (["seed=18446744073709551616"], "seed = 18446744073709551616: should be less than 18446744073709551616"),
+    "negative learning rate": (["local.lr=-0.1"], "local.lr = -0.1: should be greater than 0"),
+    "infinite learning rate": (["server.lr=.inf"], "server.lr = inf: should be a finite number"),
+    "no steps": (["local.steps=0"], "local.steps = 0: "),
+    "no batch": (["local.batch=0"], "local.batch = 0: should be greater than or equal to 1 or should be 'full'"),
+    "section that is no mapping": (["local=3"], "local = 3: a mapping with a kind"),
+    "unknown kind": (["bounding.kind=clp"], "bounding.kind = 'clp': one of none, clip, model_clip, normalize, smooth_normalize, quantile_clip, or the import path"),
+    "unknown server": (["server.kind=adan"], "server.kind = 'adan': one of sgd, momentum, adam, yogi, adagrad, or"),
+    "unknown selection": (["selection.kind=lottery"], "selection.kind = 'lottery': one of uniform, poisson, full"),
+    "unknown model": (["model.kind=perceptron"], "model.kind = 'perceptron': one of softmax, mlp, cnn,"),
+    "unknown data": (["data.kind=imagenet"], "data.kind = 'imagenet': one of fashion_mnist_mini,"),
+    "unknown partition": (["data.partition.kind=pie"], "data.partition.kind = 'pie': one of iid,"),
+    "module that is not there": (["bounding.kind=nowhere.at_all:Member"], "bounding.kind = 'nowhere.at_all:Member': an import path package.module:Name that can be imported (ModuleNotFoundError"),
+    "name that is not there": (["server.kind=raydpfl.server:Nothing"], "server.kind = 'raydpfl.server:Nothing': an import path package.module:Name that can be imported (AttributeError"),
+    "class of another family": (["server.kind=raydpfl.bounding:Clip"], "server.kind = 'raydpfl.bounding:Clip': a subclass of raydpfl.server.Server"),
+    "model that cannot be imported": (["model.kind=nowhere:Net"], "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported (ModuleNotFoundError"),
+    "cohort above the population": (["selection.cohort=51"], "selection.cohort = 51: at most the population of 50 clients"),
+    "no cohort": (["selection.cohort=0"], "selection.cohort = 0: should be greater than or equal to 1"),
+    "noise without a bound": (["bounding.kind=none"], "noise.kind = 'gaussian': noise needs a bound; set bounding.kind to clip"),
+    "no bound": (["bounding={kind: clip}"], "bounding.bound = None: required"),
+    "bound of nothing": (["bounding.bound=0"], "bounding.bound = 0: should be greater than 0"),
+    "noise of two sizes": (["noise.epsilon=1"], "noise = ['epsilon', 'multiplier']: exactly one of epsilon, multiplier and std"),
+    "noise of no size": (["noise={kind: gaussian}"], "noise = None: exactly one of epsilon, multiplier and std"),
+    "epsilon of nothing": (["noise={kind: gaussian, epsilon: 0}"], "noise.epsilon = 0: should be greater than 0"),
+    "negative epsilon": (["noise={kind: gaussian, epsilon: -3}"], "noise.epsilon = -3: should be greater than 0"),
+    "epsilon that is no number": (["noise={kind: gaussian, epsilon: .nan}"], "noise.epsilon = nan: should be a finite number"),
+    "delta of one": (["noise.delta=1"], "noise.delta = 1: should be less than 1"),
+    "std with an adaptive bound": (["bounding.kind=quantile_clip", "noise={kind: gaussian, std: 1}"], "noise.std = 1.0: with an adaptive bound the noise moves with it"),
+    "epsilon without an accountant": (["noise={kind: gaussian, epsilon: 3}", "privacy.accountants=[]"], "privacy.accountants = []: noise.epsilon needs an accountant"),
+    "unknown accountant": (["privacy.accountants=[gdp]"], "privacy.accountants.0 = 'gdp': should be 'pld', 'rdp' or 'paper'"),
+    "budget without noise": (["noise={kind: none}", "privacy.budget=2"], "privacy.budget = 2.0: a budget needs noise and an accountant"),
+    "accountant that does not cover the mechanism": (["privacy.relation=add_remove"], "privacy.accountants = 'rdp': "),
+    "noise that tells the size of a secret cohort": (["selection.kind=poisson"], "privacy.accountants = 'rdp': "),
+    "more clients than samples": (["data.clients=9001"], "data.clients = 9001: "),
+    "shards that the data cannot give": (["data.partition={kind: shards, per_client: 200}"], "data.clients = 50: 1 to 45 with 200 one-class shards each"),
+    "more classes than there are": (["data.partition={kind: classes-per-client, k: 11}"], "data.partition.k = 11: "),
+    "data that is not there": (["data={kind: mnist, clients: 50}"], "data.kind = 'mnist': "),
+    "table that is not there": (["data={kind: table, clients: 50, train: nowhere.parquet}"], "data.train = 'nowhere.parquet': "),
+    "negative actors": (["client.actors=-1"], "client.actors = -1: should be at least 0"),
+    "actors in words": (["client.actors=many"], "client.actors = 'many': should be a valid integer, unable to parse string as an integer or should be 'auto' or 'per-client'"),
+    "more actors than the machine can hold": (["client.actors=1000000"], "client.actors = 1000000: at most "),
+    "more CPUs than a node has": (["client.actors=1", "client.num_cpus=4096"], "client.num_cpus = 4096.0: at most the "),
+    "a GPU and a half": (["client.actors=1", "client.num_gpus=1.5"], "client.num_gpus = 1.5: a fraction of one GPU, or a whole number"),
+    "unknown way": (["client.way=fast"], "client.way = 'fast': should be 'auto',"),
+    "way that the model cannot go": (["model.kind=cnn", "client.way=sample_space"], "client.way = 'sample_space': "),
+    "override without a value": (["rounds"], "override = 'rounds': section.key=value"),
+    "override into a number": (["rounds.more=3"], "rounds.more = 3: rounds is 4, which has no keys"),
+    "override that is no YAML": (["local.lr=[1"], "local.lr = '[1': a value in YAML"),
+}  # fmt: skip
+
+
+def complain(arguments, monkeypatch, capsys) -> str:
+    """The one line that the command prints to standard error, after it has ended with code 2."""
+    monkeypatch.setattr(sys, "argv", ["raydpfl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2, said
+    assert said.count("\n") == 1 and "Traceback" not in said
+    assert said.startswith("raydpfl: ")
+    return said.removeprefix("raydpfl: ").rstrip()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(bad, tmp_path, monkeypatch, capsys):
+    overrides, line = BAD[bad]
+    monkeypatch.delenv("RAYDPFL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray was started"))
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(SMALL))
+    said = complain(["run", config, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys)
+    assert said.startswith(line)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+
+
+def test_a_config_that_is_not_there(tmp_path, monkeypatch, capsys):
+    assert complain(["run", tmp_path / "no.yaml"], monkeypatch, capsys).endswith("a file that can be read (No such file or directory)")
+
+
+def test_a_config_that_is_no_yaml(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.yaml").write_text("rounds: [1")
+    assert "a YAML file (" in complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys)
+
+
+def test_a_config_that_is_a_list(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.yaml").write_text("- rounds")
+    assert complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys) == "config = ['rounds']: a mapping of sections"
+
+
+def test_a_directory_that_holds_something_else(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path], monkeypatch, capsys)
+    assert said.endswith("a new or empty directory, or --resume to go on with the run in it")
+
+
+def test_resuming_what_is_no_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path / "new", "--resume"], monkeypatch, capsys)
+    assert said.endswith("the directory of a run; it has no config.yaml")
+
+
+def test_resuming_another_experiment(tmp_path, monkeypatch, capsys):
+    from conftest import experiment
+
+    from raydpfl import run
+
+    run(experiment(rounds=1), tmp_path / "out")
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"rounds": 1}))
+    said = complain(["run", tmp_path / "small.yaml", "local.lr=0.2", "--out", tmp_path / "out", "--resume"], monkeypatch, capsys)
+    assert said == "local.lr = 0.2: 0.1, as in the run to be resumed"
+
+
+def test_an_address_for_a_run_without_ray(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    said = complain(["run", tmp_path / "small.yaml", "--address", "auto"], monkeypatch, capsys)
+    assert said == "--address = 'auto': client.actors above 0; 0 runs in this process, without Ray"
+
+
+def test_an_unknown_option_of_the_command(monkeypatch, capsys):
+    assert "No such option" in complain(["run", "a.yaml", "--fast"], monkeypatch, capsys)

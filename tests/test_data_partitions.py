@@ -1,0 +1,170 @@
+"""Partitions: every sample dealt once, in the sizes and mixtures that were asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from raydpfl.data.partitions import PARTITIONS, SIZES, Balanced, _fit
+from raydpfl.errors import ConfigError
+
+EVEN = np.repeat(np.arange(10), 300)
+# As uneven as SVHN and with a class number that does not occur.
+UNEVEN = np.repeat([0, 1, 2, 3, 5, 6, 7, 8, 9, 10], [494, 1386, 1058, 850, 746, 688, 573, 560, 505, 466])
+DEALT = {
+    "iid": {},
+    "shards": {"per_client": 5},
+    "dominant-labels": {},
+    "classes-per-client": {"k": 7},
+    "dirichlet": {"psi": 0.1},
+    "similarity": {"s": 30.0},
+}
+
+
+def deal(kind, labels, clients, sizes="balanced", seed=0, **fields):
+    """A list with the rows of each client."""
+    order, counts = PARTITIONS[kind](**fields).deal(labels, clients, SIZES[sizes](), np.random.default_rng(seed))
+    assert order.dtype == counts.dtype == np.int64 and len(counts) == clients and counts.sum() == len(order)
+    return np.split(order, np.cumsum(counts)[:-1])
+
+
+def classes(rows, labels):
+    return [len(np.unique(labels[own])) for own in rows]
+
+
+@pytest.mark.parametrize("labels", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("clients", [3, 20, 97, 300])
+@pytest.mark.parametrize("kind", DEALT)
+def test_every_sample_goes_to_exactly_one_client_and_every_client_has_one(kind, clients, labels):
+    rows = deal(kind, labels, clients, **DEALT[kind])
+    assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(labels)))
+    assert min(map(len, rows)) >= 1
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["iid", "dominant-labels", "dirichlet", "similarity"])
+def test_sizes_are_kept_exactly_by_every_partition_that_follows_them(kind, sizes):
+    rows = deal(kind, UNEVEN, 60, sizes, **DEALT[kind])
+    asked = SIZES[sizes]().counts(len(UNEVEN), 60, np.random.default_rng(0))
+    assert [len(own) for own in rows] == asked.tolist()
+
+
+@pytest.mark.parametrize("kind", DEALT)
+def test_a_partition_is_a_function_of_its_generator(kind):
+    one, same, other = (np.concatenate(deal(kind, UNEVEN, 20, seed=seed, **DEALT[kind])) for seed in (1, 1, 2))
+    assert np.array_equal(one, same) and not np.array_equal(one, other)
+
+
+def test_balanced_sizes_differ_by_at_most_one():
+    for clients in (1, 7, 300, 3000):
+        counts = Balanced().counts(3000, clients, np.random.default_rng(0))
+        assert counts.sum() == 3000 and counts.max() - counts.min() <= 1
+
+
+def test_power_law_sizes_follow_rank_to_the_minus_exponent():
+    counts = np.sort(SIZES["power-law"](exponent=1.2).counts(1_000_000, 100, np.random.default_rng(0)))[::-1]
+    slope = stats.linregress(np.log(np.arange(1, 101)), np.log(counts)).slope
+    assert slope == pytest.approx(-1.2, abs=0.01)
+
+
+def test_spread_sizes_lie_between_their_bounds():
+    counts = SIZES["spread"]().counts(100_000, 100, np.random.default_rng(0))
+    assert counts.sum() == 100_000 and counts.max() / counts.min() <= 3.01 and counts.std() > 200
+
+
+@pytest.mark.parametrize(
+    ("labels", "clients", "per_client"), [(EVEN, 300, 5), (UNEVEN, 100, 5), (UNEVEN, 77, 7), (EVEN, 2, 5), (EVEN, 1500, 2)]
+)
+def test_every_shard_has_one_class(labels, clients, per_client):
+    rows = deal("shards", labels, clients, per_client=per_client)
+    assert max(classes(rows, labels)) <= per_client
+    assert max(map(len, rows)) <= 1.3 * min(map(len, rows)) + per_client
+
+
+def test_fashion_mnist_gives_3000_clients_five_one_class_shards_of_four():
+    labels = np.repeat(np.arange(10), 6000)
+    rows = deal("shards", labels, 3000, per_client=5)
+    counts = np.array([np.bincount(labels[own], minlength=10) for own in rows])
+    assert (counts.sum(1) == 20).all() and (counts % 4 == 0).all()
+
+
+def test_shards_go_to_clients_at_random():
+    labels = np.repeat(np.arange(10), 6000)
+    rows = deal("shards", labels, 3000, per_client=5)
+    held = np.mean(classes(rows, labels))
+    # 10 (1 - C(13500, 5) / C(15000, 5)) = 4.0952 expected; std of the mean below 0.013; false alarm below 1e-4 at 4 std.
+    assert abs(held - 4.0952) < 0.052
+
+
+def test_dominant_labels_are_two_classes_of_230_and_eight_of_5():
+    labels = np.repeat(np.arange(10), 6000)
+    rows = deal("dominant-labels", labels, 120)
+    counts = np.sort([np.bincount(labels[own], minlength=10) for own in rows], axis=1)
+    assert np.abs(counts - ([5] * 8 + [230] * 2)).max() <= 1
+
+
+@pytest.mark.parametrize("sizes", ["balanced", "spread"])
+@pytest.mark.parametrize("k", [2, 7, 10])
+def test_every_client_holds_exactly_k_classes(k, sizes):
+    rows = deal("classes-per-client", UNEVEN, 60, sizes, k=k)
+    assert classes(rows, UNEVEN) == [k] * 60
+
+
+def test_every_class_is_held_in_proportion_to_its_samples():
+    rows = deal("classes-per-client", EVEN, 100, k=3)
+    holders = np.sum([np.bincount(np.unique(EVEN[own]), minlength=10) for own in rows], axis=0)
+    assert (holders == 30).all()
+
+
+def test_similarity_100_is_iid_and_0_is_sorted_by_label():
+    assert min(classes(deal("similarity", EVEN, 20, s=100.0), EVEN)) == 10
+    assert max(classes(deal("similarity", EVEN, 20, s=0.0), EVEN)) == 1
+    half = [np.bincount(EVEN[own], minlength=10).max() for own in deal("similarity", EVEN, 20, s=50.0)]
+    assert min(half) >= 38 and max(half) <= 110  # 75 of 150 from one stretch, of one class or two, and about 7 of each class drawn iid
+
+
+def test_dirichlet_mixtures_are_even_for_a_large_psi_and_one_class_for_a_small():
+    even, uneven = ([np.bincount(EVEN[own]).max() for own in deal("dirichlet", EVEN, 30, psi=psi)] for psi in (1000.0, 0.01))
+    assert max(even) <= 14 and np.median(uneven) >= 80  # of 100 samples
+
+
+def test_counts_stay_within_one_of_the_fitted_mixture():
+    generator = np.random.default_rng(0)
+    mixture, rows, columns = generator.dirichlet(np.ones(10), 50), np.full(50, 60), np.full(10, 300)
+    table = _fit(mixture, rows, columns)
+    real = mixture.copy()
+    for _ in range(2000):  # the slow reference: proportional fitting to the end
+        real *= columns / real.sum(0)
+        real *= (rows / real.sum(1))[:, None]
+    assert (table.sum(1) == rows).all() and (table.sum(0) == columns).all() and np.abs(table - real).max() <= 1 + 1e-6
+
+
+def test_overlapping_clients_draw_evenly_over_classes_and_never_twice_the_same():
+    rows = deal("overlapping", EVEN, 50, per_client=500)
+    assert all(len(np.unique(own)) == 500 and (np.bincount(EVEN[own]) == 50).all() for own in rows)
+    assert len(np.unique(np.concatenate(rows))) < 50 * 500
+
+
+def test_natural_clients_hold_their_own_rows():
+    ids = np.random.default_rng(0).integers(0, 20, 400)
+    assert all((ids[own] == client).all() for client, own in enumerate(deal("natural", ids, 20)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "clients", "fields", "message"),
+    [
+        ("iid", 3001, {}, "data.clients = 3001: at most the 3000 training samples"),
+        ("shards", 601, {"per_client": 5}, "data.clients = 601: 2 to 600 with 5 one-class shards each"),
+        ("dominant-labels", 10, {"classes": 10}, "data.partition.classes = 10: fewer than the 10 classes"),
+        ("classes-per-client", 10, {"k": 11}, "data.partition.k = 11: at most the 10 classes"),
+        ("classes-per-client", 3, {"k": 2}, "data.partition.k = 2: at least 4"),
+        ("classes-per-client", 1500, {"k": 7}, "data.partition.k = 7: at most 2, the samples of the smallest client"),
+        ("classes-per-client", 13, {"k": 1}, "data.partition.k = 1: a k for which balanced sizes leave no sample over"),
+        ("overlapping", 10, {"per_client": 3001}, "data.partition.per_client = 3001: at most 3000"),
+    ],
+)
+def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, message):
+    with pytest.raises(ConfigError) as refused:
+        deal(kind, EVEN, clients, **fields)
+    assert str(refused.value).startswith(message)

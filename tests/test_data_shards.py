@@ -1,0 +1,228 @@
+"""Prepared folders: what is written, how it is read back, and that a half-written one is never used."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import threading
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+
+from raydpfl import data
+from raydpfl.data import Shards, prepare, shards
+from raydpfl.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(shards, "BATCH_BYTES", 1 << 18)  # so that small data sets span several batches
+    return tmp_path / "cache" / "data"
+
+
+def mini(**keys):
+    partition, sizes = {"kind": "dirichlet", "psi": 0.5}, {"kind": "spread"}
+    return data.parse({"kind": "fashion_mnist_mini", "clients": 70, "partition": partition, "sizes": sizes} | keys)
+
+
+def synthetic(**keys):
+    return data.parse({"kind": "synthetic", "clients": 40, "samples": 30, "test_samples": 100} | keys)
+
+
+def slow_lane(described, seed, clients, rows):
+    """The reference: row by row from the split, in float64."""
+    split = described.split(seed, None)
+    x, y, n = np.zeros((len(clients), rows, *split.shape)), np.zeros((len(clients), rows), np.int64), np.zeros(len(clients), np.int64)
+    for lane, client in enumerate(clients):
+        if client >= 0:
+            own_x, own_y = split.rows(client, client + 1)
+            n[lane] = len(own_y)
+            for row in range(len(own_y)):
+                x[lane, row], y[lane, row] = own_x[row].astype(np.float64), own_y[row]
+                if own_x.dtype == np.uint8:
+                    x[lane, row] /= 255
+                for channel in range(len(split.mean)):
+                    x[lane, row, channel] = (x[lane, row, channel] - split.mean[channel]) / split.std[channel]
+    return x, y, n
+
+
+@pytest.mark.parametrize(
+    "described",
+    [mini(), mini(normalize=True), mini(pca=7), synthetic(sizes={"kind": "spread"})],
+    ids=["scaled", "normalized", "principal", "synthetic"],
+)
+def test_a_lane_is_the_clients_rows_padded_with_zeros(described):
+    opened = Shards.open(prepare(described, seed=5))
+    rows = int(opened.sizes.max()) + 1
+    clients = [3, -1, 39, 0, 3, 17]
+    x, y, n = opened.lane(clients, rows)
+    slow_x, slow_y, slow_n = slow_lane(described, 5, clients, rows)
+    assert x.dtype == np.float32 and y.dtype == n.dtype == np.int64
+    np.testing.assert_allclose(x, slow_x, atol=2e-6)
+    assert np.array_equal(y, slow_y) and np.array_equal(n, slow_n)
+
+
+def test_a_lane_normalizes_each_channel_by_its_own_constants(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "t.npz", image=images, label=np.arange(60) % 4)
+    described = data.parse(
+        {"kind": "table", "train": str(tmp_path / "t.npz"), "clients": 6, "mean": [0.1, 0.5, 0.9], "std": [0.2, 0.3, 0.4]}
+    )
+    x, _, _ = Shards.open(prepare(described, 0)).lane([0, 4], 9)
+    np.testing.assert_allclose(x, slow_lane(described, 0, [0, 4], 9)[0], atol=5e-6)
+
+
+def test_what_a_lane_and_a_test_batch_return_may_be_written_to():
+    opened = Shards.open(prepare(synthetic(), seed=0))
+    for read in (lambda: opened.lane([0, 1], 30), lambda: next(opened.test(50))):
+        first = [part.copy() for part in read()]
+        for part in read():
+            part += 1
+        assert all(np.array_equal(before, after) for before, after in zip(first, read(), strict=True))
+
+
+def test_a_lane_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="client 2 has 30 samples, more than the 29 rows"):
+        Shards.open(prepare(synthetic(), seed=0)).lane([2, -1], 29)
+
+
+def test_the_sum_of_the_shards_is_the_data_set():
+    described = mini()
+    opened = Shards.open(folder := prepare(described, seed=1))
+    found = described.samples(1, None)
+    stored = pa.ipc.open_file(folder / "train.arrow").read_all()
+    pixels = np.stack(stored["x"].to_numpy()).reshape(found.x.shape)
+    order = [np.lexsort(part.reshape(len(part), -1).T) for part in (pixels, found.x)]
+    assert np.array_equal(pixels[order[0]], found.x[order[1]])
+    assert np.array_equal(np.bincount(stored["y"]), np.bincount(found.y)) and opened.sizes.sum() == len(found.y)
+
+
+def test_the_table_of_clients_says_where_each_one_begins(cache):
+    folder = prepare(mini(), seed=1)
+    clients = pa.ipc.open_file(folder / "clients.arrow").read_all()
+    first, size = (clients[name].to_numpy() for name in ("first", "size"))
+    assert first[0] == 0 and np.array_equal(first[1:], np.cumsum(size)[:-1])
+    reader = pa.ipc.open_file(folder / "train.arrow")
+    ends = np.cumsum([reader.get_batch(index).num_rows for index in range(reader.num_record_batches)])
+    assert reader.num_record_batches > 5 and np.isin(ends[:-1], first).all() and ends[-1] == size.sum()
+
+
+def test_test_batches_are_the_test_set_in_order():
+    opened = Shards.open(prepare(mini(), seed=0))
+    batches = list(opened.test(300))
+    assert [len(y) for _, y in batches] == [300] * 6 + [200] and opened.test_size == 2000
+    found = mini().samples(0, None)
+    np.testing.assert_allclose(np.concatenate([x for x, _ in batches]), found.test_x / 255, atol=1e-7)
+    assert np.array_equal(np.concatenate([y for _, y in batches]), found.test_y)
+
+
+def test_streamed_synthetic_data_are_those_of_each_client_alone():
+    described = synthetic(sizes={"kind": "power-law"})
+    split = described.split(9, None)
+    alone = zip(*(split.rows(client, client + 1) for client in range(40)), strict=True)
+    assert all(np.array_equal(whole, np.concatenate(parts)) for whole, parts in zip(split.rows(0, 40), alone, strict=True))
+    more = synthetic(clients=60, samples=30).split(9, None)
+    assert all(np.array_equal(a, b) for a, b in zip(more.rows(7, 8), synthetic().split(9, None).rows(7, 8), strict=True))
+
+
+def test_the_test_samples_of_synthetic_data_are_few_however_many_the_clients():
+    for clients in (7, 100, 5000):
+        assert len(synthetic(clients=clients, samples=1, test_samples=100).split(0, None).test()[1]) == 100
+
+
+def test_what_was_done_is_written_down():
+    described = data.describe(data.parse({"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "shards", "per_client": 5}}))
+    assert described == {
+        "clients": 300, "samples": 9000, "test_samples": 2000, "unused": 0,
+        "samples_per_client": {"min": 30, "median": 30.0, "max": 30}, "classes_per_client": {"min": 2, "median": 4.0, "max": 5},
+    }  # fmt: skip
+    overlapping = data.describe(mini(clients=3, sizes={"kind": "balanced"}, partition={"kind": "overlapping", "per_client": 1000}))
+    assert overlapping["samples"] == 3000 and 6000 < overlapping["unused"] < 8000 and overlapping["classes_per_client"]["min"] == 10
+
+
+def test_shards_are_pickled_by_their_path():
+    opened = Shards.open(prepare(mini(), seed=0))
+    sent = pickle.dumps(opened)
+    assert len(sent) < 1000 and np.array_equal(pickle.loads(sent).lane([4], 4000)[0], opened.lane([4], 4000)[0])
+
+
+def test_reading_clients_and_releasing_pages_keep_the_process_small():
+    opened = Shards.open(prepare(synthetic(clients=2000, samples=100, test_samples=100_000), seed=0))
+    process = psutil.Process()
+    shared = process.memory_info().shared
+    for start in range(0, 2000, 100):
+        opened.lane(range(start, start + 100), 100)
+    assert process.memory_info().shared - shared < 3e6  # of 48 MB of rows
+    first = next(opened.test(50))[0]
+    assert sum(len(y) for _, y in opened.test(1000)) == 100_000
+    touched = process.memory_info().shared
+    opened.release()
+    assert touched - process.memory_info().shared > 15e6  # of 24 MB of test rows
+    assert np.array_equal(next(opened.test(50))[0], first)
+
+
+def test_the_same_data_are_prepared_once_and_other_data_apart(cache):
+    folder = prepare(mini(), seed=0)
+    written = (folder / "train.arrow").stat().st_mtime_ns
+    assert prepare(mini(), seed=0) == folder and (folder / "train.arrow").stat().st_mtime_ns == written
+    assert len({folder, prepare(mini(), seed=1), prepare(mini(clients=71), seed=0)}) == len(list(cache.iterdir())) == 3
+
+
+def test_a_changed_source_file_is_other_data(tmp_path):
+    for rows in (50, 60):
+        np.savez(tmp_path / "t.npz", image=np.zeros((rows, 4), np.float32), label=np.zeros(rows, np.int64))
+        opened = Shards.open(prepare(data.parse({"kind": "table", "train": str(tmp_path / "t.npz"), "clients": 2}), 0))
+        assert opened.sizes.sum() == rows * 0.9
+
+
+def test_a_run_that_fails_or_is_refused_leaves_nothing(cache, monkeypatch):
+    with pytest.raises(ConfigError, match=r"data\.clients = 9001"):
+        prepare(mini(clients=9001), seed=0)
+    assert not cache.exists()
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards.json, "dumps", lambda *a, old=json.dumps, **k: old(*a, **k) if "sort_keys" in k else broken())
+    with pytest.raises(KeyboardInterrupt):
+        prepare(mini(), seed=0)
+    assert list(cache.iterdir()) == []
+
+
+def test_two_runs_may_prepare_the_same_data_at_once(cache):
+    folders = []
+    runs = [threading.Thread(target=lambda: folders.append(prepare(mini(), seed=3))) for _ in range(4)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert len(set(folders)) == 1 and len(folders) == 4 and list(cache.iterdir()) == [folders[0]]
+
+
+def _prepare(described):
+    prepare(described, seed=0)
+
+
+def test_a_killed_run_leaves_no_folder_that_a_later_one_would_use(cache):
+    run = multiprocessing.get_context("fork").Process(target=_prepare, args=(synthetic(clients=200_000),))
+    run.start()
+    while not list(cache.glob(".*/train.arrow")):
+        assert run.is_alive()
+    run.kill()
+    run.join()
+    assert all(folder.name.startswith(".") for folder in cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*a folder that can be written"):
+        prepare(mini(), seed=0)
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ConfigError, match=r"a folder with 0\.0 GB free; this one has 0\.0"):
+        prepare(mini(), seed=0)

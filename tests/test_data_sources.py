@@ -1,0 +1,258 @@
+"""Where samples come from: the embedded set, torchvision's layout, tables, Synthetic(u, v)."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from raydpfl import data
+from raydpfl.data import embedded
+from raydpfl.data.sources import FashionMnist, Mnist
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+
+needs_data = pytest.mark.skipif(not os.environ.get("RAYDPFL_DATA"), reason="RAYDPFL_DATA is not set")
+
+
+def table(**keys):
+    return data.parse({"kind": "table", "clients": 2} | keys)
+
+
+def encoded(pixels, form="PNG"):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, *images.shape) + images.tobytes())
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, len(labels)) + labels.astype(np.uint8).tobytes())
+
+
+def test_the_embedded_files_are_small_balanced_and_licensed():
+    for part, per_class in embedded.PER_CLASS.items():
+        x, y = embedded.read(part)
+        assert x.shape == (10 * per_class, 1, 28, 28) and x.dtype == np.uint8 and (np.bincount(y) == per_class).all()
+        assert embedded.path(part).stat().st_size < 5e6
+    assert "Copyright (c) 2017 Zalando SE" in (embedded.path("train").parent / "LICENSE").read_text()
+
+
+def test_normalized_embedded_images_have_mean_0_and_deviation_1():
+    found = data.parse({"kind": "fashion_mnist_mini", "clients": 1, "normalize": True})
+    pixels = (found.samples(0, None).x / 255 - found.mean[0]) / found.std[0]
+    assert abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
+
+
+@needs_data
+def test_the_embedded_files_are_what_the_builder_makes(tmp_path):
+    embedded.build(Path(os.environ["RAYDPFL_DATA"]), tmp_path)
+    for part in embedded.PER_CLASS:
+        assert pq.read_table(tmp_path / embedded.path(part).name).equals(pq.read_table(embedded.path(part)), check_metadata=True)
+
+
+@needs_data
+@pytest.mark.parametrize("source", [Mnist, FashionMnist])
+def test_torchvision_sets_are_read_from_the_root(source):
+    found = source(clients=10).samples(0, None)
+    assert found.x.shape == (60000, 1, 28, 28) and found.test_x.shape == (10000, 1, 28, 28) and found.x.dtype == np.uint8
+
+
+def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
+    generator = np.random.default_rng(0)
+    images, labels = generator.integers(0, 256, (30, 28, 28), dtype=np.uint8), np.arange(30) % 10
+    for prefix in ("train", "t10k"):
+        write_idx(tmp_path / "MNIST" / "raw", prefix, images, labels)
+    for prefix in ("emnist-digits-train", "emnist-digits-test"):
+        write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
+    mnist = data.parse({"kind": "mnist", "clients": 2}).samples(0, tmp_path)
+    assert np.array_equal(mnist.x[:, 0], images) and np.array_equal(mnist.test_y, labels)
+    emnist = data.parse({"kind": "emnist_digits", "clients": 2}).samples(0, tmp_path)
+    assert np.array_equal(emnist.x[:, 0], images.transpose(0, 2, 1))  # upright: the files hold them transposed
+    where = {row["kind"]: row["where"] for row in data.catalogue(tmp_path)}
+    assert where["mnist"] == str(tmp_path) and where["svhn"] == f"not under {tmp_path}; raydpfl data fetch svhn"
+    assert data.fetch("mnist", tmp_path) == tmp_path
+
+
+def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path):
+    for prefix in ("train", "t10k"):
+        write_idx(tmp_path / "MNIST" / "raw", prefix, np.full((5, 28, 28), 9, np.uint8), np.arange(5))
+    with pytest.raises(ConfigError, match=r"data.normalize = True: false: mean and std are \[0.035\] and \[0.0\], not \(0.1307,\)"):
+        data.parse({"kind": "mnist", "clients": 2, "normalize": True}).split(0, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn"])
+def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_path, monkeypatch):
+    def offline(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.utils.urllib.request.urlopen", offline)
+    with pytest.raises(ConfigError) as refused:
+        data.fetch(kind, tmp_path)
+    assert refused.value.field == "data.kind" and str(tmp_path) in str(refused.value) and "--data-root" in str(refused.value)
+
+
+def test_damaged_files_are_named_and_not_passed_on(tmp_path):
+    (tmp_path / "MNIST" / "raw").mkdir(parents=True)
+    for name in Mnist.files:
+        (tmp_path / name).write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': intact files under"):
+        data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "npz"])
+def test_columns_of_numbers_become_features(suffix, tmp_path):
+    columns = {"a": np.arange(10.0), "b": np.arange(10) * 2, "label": np.arange(10) % 3}
+    path = tmp_path / f"t.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.table(columns), path)
+    elif suffix == "arrow":
+        pa.feather.write_feather(pa.table(columns), path)
+    else:
+        np.savez(path, **columns)
+    found = table(train=path.name, test=path.name, x=["a", "b"]).samples(0, tmp_path)
+    assert np.array_equal(found.x, np.stack([columns["a"], columns["b"]], 1)) and found.x.dtype == np.float32
+    assert np.array_equal(found.y, columns["label"]) and np.array_equal(found.test_x, found.x)
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct"])
+def test_encoded_images_are_decoded_channels_first(form, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), dtype=np.uint8)
+    images = [encoded(image) for image in pixels]
+    column = images if form == "bytes" else [{"bytes": image, "path": None} for image in images]
+    pq.write_table(pa.table({"image": column, "label": [f"class {row % 3}" for row in range(12)]}), tmp_path / "t.parquet")
+    found = table(train="t.parquet", test="t.parquet").samples(0, tmp_path)
+    assert np.array_equal(found.x, pixels.transpose(0, 3, 1, 2)) and np.array_equal(found.y, np.arange(12) % 3)
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape"), [((9, 6, 6), (1, 6, 6)), ((9, 3, 6, 6), (3, 6, 6)), ((9, 6, 6, 3), (3, 6, 6)), ((9, 6, 6, 1), (1, 6, 6))]
+)
+def test_arrays_of_images_are_read_channels_first_or_last(stored, shape, tmp_path):
+    np.savez(tmp_path / "t.npz", image=np.arange(np.prod(stored)).reshape(stored).astype(np.uint8), label=np.zeros(9, int))
+    assert table(train="t.npz").samples(0, tmp_path).x.shape[1:] == shape
+
+
+def test_lists_become_features_and_rows_held_out_are_not_trained_on(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    pq.write_table(pa.table({"v": list(rows), "label": np.zeros(40, int)}), tmp_path / "t.parquet")
+    found = table(train="t.parquet", x="v", test_fraction=0.25).samples(0, tmp_path)
+    assert len(found.test_x) == 10
+    assert np.array_equal(np.unique(np.concatenate([found.x, found.test_x]), axis=0), np.unique(rows, axis=0))
+
+
+def test_a_column_of_ids_makes_natural_clients(tmp_path):
+    ids = np.random.default_rng(0).choice(["ann", "bob", "eve"], 30)
+    pq.write_table(pa.table({"a": np.arange(30), "label": np.zeros(30, int), "who": ids}), tmp_path / "t.parquet")
+    described = table(train="t.parquet", test="t.parquet", x="a", client="who", partition={"kind": "natural"}, clients=None)
+    split = described.split(0, tmp_path)
+    assert split.sizes.tolist() == [int((ids == name).sum()) for name in ("ann", "bob", "eve")]
+    assert np.array_equal(split.rows(1, 2)[0][:, 0], np.flatnonzero(ids == "bob"))
+    with pytest.raises(ConfigError, match=r"data.clients = 4: 3, the number of clients in the data, or none"):
+        described.model_copy(update={"clients": 4}).split(0, tmp_path)
+
+
+def test_principal_components_are_those_of_the_training_rows(tmp_path):
+    x = np.random.default_rng(0).normal(size=(300, 6)) @ np.random.default_rng(1).normal(size=(6, 6))
+    np.savez(tmp_path / "t.npz", v=x, label=np.zeros(300, int))
+    described = table(train="t.npz", test="t.npz", x="v", pca=2)
+    split = described.split(0, tmp_path)
+    rows = split.rows(0, 2)[0]
+    _, singular, _ = np.linalg.svd(x - x.mean(0))
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=0), singular[:2], rtol=1e-4)
+    assert split.shape == (2,) and rows.dtype == np.float32 and len(described.exclusions) == 1 and not table(train="t").exclusions
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"x": "c"}, "data.x = 'c': a column of t.parquet: a, gap, nan, text, label, half, image, who"),
+        ({"y": "c"}, "data.y = 'c': a column of t.parquet"),
+        ({"client": "c"}, "data.client = 'c': a column of t.parquet"),
+        ({"x": "gap"}, "data.x = 'gap': a column without gaps; this one lacks 1 values"),
+        ({"x": "nan"}, "data.x = ('nan',): finite numbers; row 2 of t.parquet has another"),
+        ({"x": "text"}, "data.x = 'text': numbers, lists of numbers, or encoded images"),
+        ({"x": "image"}, "data.x = 'image': encoded images; row 1 is none"),
+        ({"y": "half"}, "data.y = 'half': whole numbers from 0, or names"),
+        ({"train": "none.parquet"}, "data.train = 'none.parquet': a file, absolute or under"),
+        ({"train": "broken.parquet"}, "data.train = 'broken.parquet': a Parquet, Arrow or NPZ file"),
+        ({"mean": [0.5], "std": [0.5]}, "data.mean = (0.5,): one number per channel of an image"),
+        ({"mean": [0.5]}, "data.std = (): positive numbers, one for each of data.mean"),
+        ({"clients": None}, "data.clients = None: a number of clients"),
+        ({"partition": {"kind": "natural"}}, "data.partition.kind = 'natural': a table whose column of client ids data.client names"),
+        ({"partition": {"kind": "shards"}, "sizes": {"kind": "spread"}}, "data.sizes.kind = 'spread': balanced with partition shards"),
+        ({"sizes": {"kind": "spread", "high": 0.1}}, "data.sizes.high = 0.1: at least data.sizes.low"),
+        ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi = 0: "),
+        ({"partition": {"kind": "pie"}}, "data.partition.kind = 'pie': one of iid, shards,"),
+        ({"pca": 2}, "data.pca = 2: at most the 1 numbers of a sample"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path):
+    columns = {
+        "a": np.arange(4.0), "gap": pa.array([1.0, None, 2.0, 3.0]), "nan": [0, 1, np.nan, 3], "text": list("abcd"), "label": [0, 1, 0, 1],
+        "half": [0, 0.5, 1, 1], "image": [encoded(np.zeros((2, 2), np.uint8)), b"x", b"y", b"z"], "who": list("aabb"),
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError) as refused:
+        table(**({"train": "t.parquet", "x": "a"} | keys)).split(0, tmp_path)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_a_config_read_back_is_the_same_config():
+    for keys in (
+        {"kind": "synthetic", "clients": 3, "sizes": {"kind": "power-law", "exponent": 2.0}},
+        {"kind": "table", "train": "t", "x": ["a", "b"], "partition": {"kind": "similarity", "s": 30}, "clients": 5},
+        {"kind": "cifar10", "clients": 5, "pca": 60, "partition": {"kind": "dominant-labels"}},
+    ):
+        described = data.parse(keys)
+        assert data.parse(described.model_dump(mode="json")) == described and type(data.parse(described.model_dump())) is type(described)
+
+
+def slow_synthetic(seed, client, samples, u, v):
+    """Li et al.'s construction, one number after another, from the client's own stream."""
+    generator = stream(seed, Purpose.DATA, client=client)
+    draw = iter(generator.standard_normal(2 + 600 + 10 + 60, np.float32))
+    shift, centre = u**0.5 * next(draw), v**0.5 * next(draw)
+    weights = np.array([[shift + next(draw) for _ in range(10)] for _ in range(60)])
+    bias = np.array([shift + next(draw) for _ in range(10)])
+    mean = np.array([centre + next(draw) for _ in range(60)])
+    noise = generator.standard_normal((samples, 60), np.float32)
+    x = np.array([[mean[j] + (j + 1) ** -0.6 * row[j] for j in range(60)] for row in noise])
+    return x, (x @ weights + bias).argmax(1)
+
+
+def test_synthetic_data_follow_their_definition():
+    split = data.parse({"kind": "synthetic", "clients": 4, "samples": 25, "u": 0.5, "v": 2.0}).split(3, None)
+    for client in range(4):
+        x, y = split.rows(client, client + 1)
+        slow_x, slow_y = slow_synthetic(3, client, 25, 0.5, 2.0)
+        np.testing.assert_allclose(x, slow_x, atol=1e-5)
+        assert (y == slow_y).mean() > 0.95  # a tie may fall either way in float32
+
+
+def test_u_changes_no_label():
+    one, other = (data.parse({"kind": "synthetic", "clients": 20, "samples": 50, "u": u}).split(0, None).rows(0, 20) for u in (0.0, 9.0))
+    assert np.array_equal(one[0], other[0]) and (one[1] == other[1]).mean() > 0.999
+
+
+def test_iid_synthetic_clients_share_one_model_and_the_test_rows_are_new():
+    split = data.parse({"kind": "synthetic", "clients": 50, "samples": 200, "iid": True, "test_samples": 2000}).split(0, None)
+    x, y = split.rows(0, 50)
+    test_x, test_y = split.test()
+    # Means of 10,000 rows: std 0.01 for the first feature, less for the others; 60 two-sided tests at 4.5 std: false alarm below 5e-4.
+    assert np.abs(x.mean(0)).max() < 0.045 and np.abs(x.std(0) / np.arange(1, 61) ** -0.6 - 1).max() < 0.045
+    one_hot = np.eye(10)[y]
+    weights = np.linalg.lstsq(np.c_[x, np.ones(len(x))], one_hot, rcond=None)[0]
+    right = (np.c_[test_x, np.ones(len(test_x))] @ weights).argmax(1) == test_y
+    assert right.mean() > 0.6  # by a linear fit to one-hot labels
+    assert len(np.unique(np.concatenate([x, test_x]), axis=0)) == len(x) + len(test_x)

@@ -1,0 +1,177 @@
+"""The small families: bounding, weights, server steps, selection, noise: what each member promises."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from raydpfl import bounding, keys, noise, selection, server
+from raydpfl.errors import RunError
+
+NORMS = [0.0, 1e-300, 1e-12, 0.3, 1.0, 1.0 + 1e-12, 7.0, 1e12, 1e300]
+BOUNDED = [member for kind, member in bounding.FAMILY.items() if kind != "none"]
+
+
+@pytest.mark.parametrize("member", BOUNDED, ids=lambda member: member.__name__)
+@pytest.mark.parametrize("bound", [1e-3, 1.0, 50.0])
+def test_no_finite_norm_passes_the_bound(member, bound):
+    chosen = member(bound=bound)
+    for norm in NORMS:
+        factor = chosen.factor(norm, bound)
+        assert math.isfinite(factor * norm)
+        assert 0 <= factor * norm <= bound * (1 + 1e-15)
+
+
+def test_clipping_leaves_short_updates_alone_and_normalising_does_not():
+    assert bounding.Clip(bound=2.0).factor(1.5, 2.0) == 1.0
+    assert bounding.Normalize(bound=2.0).factor(0.5, 2.0) == 4.0
+    assert bounding.SmoothNormalize(bound=2.0, a=0.5).factor(0.5, 2.0) == 2.0
+
+
+def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
+    member = bounding.QuantileClip(bound=1.0, quantile=0.5, lr=0.2)
+    assert member.next_bound(1.0, 0.5) == 1.0
+    assert member.next_bound(1.0, 1.0) == pytest.approx(math.exp(-0.1))
+    assert member.next_bound(1.0, 0.0) == pytest.approx(math.exp(0.1))
+    norms, bound = np.random.default_rng(0).lognormal(size=2000), 10.0
+    for _ in range(300):
+        bound = member.next_bound(bound, float(np.mean(norms <= bound)))
+    assert bound == pytest.approx(np.median(norms), rel=0.02)
+
+
+def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bound():
+    for cohort, bound, std in [(1, 1.0, 0.0), (80, 0.5, 3.0), (10_000, 1.0, 2.0)]:
+        step = server.grid(cohort, bound, std)
+        assert step * 2.0**53 > cohort * (bound + server.TAIL * std)
+        assert step < 1e-9 * (bound + server.TAIL * std)
+        assert math.log2(step) == int(math.log2(step))
+
+
+def test_a_sum_out_of_range_is_a_divergence():
+    with pytest.raises(RunError, match="diverged"):
+        server.snap(np.array([1.0, 1e30]), server.grid(10, None))
+    with pytest.raises(RunError, match="diverged"):
+        server.snap(np.array([np.nan]), 1.0)
+
+
+def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
+    """002 Lemma 5: the mean of (N/r) sum p_i Delta_i over all cohorts of size r is sum p_i Delta_i."""
+    sizes, r = np.array([1, 5, 2, 9, 3]), 2
+    updates = np.random.default_rng(1).normal(size=(5, 4))
+    weights = server.DataWeights()
+    means = []
+    for cohort in combinations(range(5), r):
+        w = weights.of(sizes[list(cohort)], int(sizes.sum()), 5)
+        means.append((w[:, None] * updates[list(cohort)]).sum(0) / r)
+    expected = (sizes / sizes.sum()) @ updates
+    np.testing.assert_allclose(np.mean(means, axis=0), expected, rtol=1e-12)
+    assert weights.largest(sizes) == pytest.approx(5 * 9 / 20)
+
+
+def reference_step(kind, x, u, state, lr, b1=0.9, b2=0.99, tau=1e-3):
+    """Reddi et al. 2021, Alg. 2, written out coordinate by coordinate."""
+    out = []
+    for j in range(len(x)):
+        m = b1 * state["m"][j] + (1 - b1) * u[j]
+        v = state["v"][j]
+        if kind == "adam":
+            v = b2 * v + (1 - b2) * u[j] ** 2
+        elif kind == "yogi":
+            v = v - (1 - b2) * u[j] ** 2 * np.sign(v - u[j] ** 2)
+        else:
+            v = v + u[j] ** 2
+        state["m"][j], state["v"][j] = m, v
+        out.append(x[j] + lr * m / (math.sqrt(v) + tau))
+    return np.array(out)
+
+
+@pytest.mark.parametrize("kind", ["adam", "yogi", "adagrad"])
+def test_adaptive_servers_follow_their_algorithm(kind):
+    member = server.FAMILY[kind](lr=0.05)
+    b1 = member.beta1
+    generator = np.random.default_rng(2)
+    x = generator.normal(size=6).astype(np.float32)
+    state, slow = member.start(6), {"m": np.zeros(6), "v": np.full(6, 1e-6)}
+    expected = x.astype(float)
+    for t in range(5):
+        u = generator.normal(size=6)
+        expected = reference_step(kind, x.astype(float), u, slow, 0.05, b1=b1)
+        x = member.step(x.astype(float), u, state, t)
+        np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+def test_server_momentum_accumulates_and_zero_momentum_is_sgd():
+    x, u = np.zeros(3), np.ones(3)
+    member, state = server.Momentum(lr=0.5, momentum=0.8), {"v": np.zeros(3)}
+    first = member.step(x, u, state, 0)
+    assert first == pytest.approx(0.5 * u)
+    assert member.step(first.astype(float), u, state, 1) == pytest.approx(0.5 + 0.5 * 1.8 * u)
+    plain = server.Momentum(lr=0.5, momentum=0.0)
+    assert np.array_equal(plain.step(x, u, plain.start(3), 0), server.Sgd(lr=0.5).step(x, u, {}, 0))
+
+
+def test_a_model_that_is_no_longer_finite_stops_the_run():
+    with pytest.raises(RunError, match="no longer finite"):
+        server.Sgd().step(np.zeros(2), np.array([1.0, 1e300]), {}, 3)
+
+
+@pytest.mark.parametrize("population,cohort", [(10, 10), (10, 1), (20_000, 7), (100, 40)])
+def test_a_uniform_cohort_has_distinct_ascending_clients_and_depends_on_its_round_alone(population, cohort):
+    member = selection.Uniform(cohort=cohort)
+    for t in range(20):
+        drawn = member.draw(5, t, population)
+        assert len(drawn) == cohort and np.all(np.diff(drawn.clients) > 0)
+        assert 0 <= drawn.clients[0] and drawn.clients[-1] < population
+        assert np.array_equal(drawn.clients, member.draw(5, t, population).clients)
+
+
+def test_every_pair_of_clients_is_as_likely_as_another():
+    """Chi-square over the 45 pairs of 10 clients; false-alarm rate 1e-4."""
+    counts = np.zeros((10, 10))
+    for t in range(4500):
+        i, j = selection.Uniform(cohort=2).draw(0, t, 10).clients
+        counts[i, j] += 1
+    assert stats.chisquare(counts[np.triu_indices(10, 1)]).pvalue > 1e-4
+
+
+def test_poisson_cohorts_have_binomial_sizes_and_uniform_members():
+    """Sizes against Bin(40, 1/4) and members against uniform; false-alarm rate 1e-4 each."""
+    member = selection.Poisson(cohort=10)
+    cohorts = [member.draw(1, t, 40).clients for t in range(3000)]
+    sizes = np.bincount([len(cohort) for cohort in cohorts], minlength=41)
+    law = stats.binom(40, 0.25)
+    cells = [(0, 5), *((k, k) for k in range(6, 15)), (15, 40)]
+    observed = [sizes[low : high + 1].sum() for low, high in cells]
+    expected = [3000 * (law.cdf(high) - law.cdf(low - 1)) for low, high in cells]
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+    assert stats.chisquare(np.bincount(np.concatenate(cohorts), minlength=40)).pvalue > 1e-4
+    assert member.divisor(40) == 10.0
+
+
+def test_no_two_names_share_a_stream():
+    names = [dict(round=r, client=c, draw=d, step=s) for r in (0, 1, 2**40) for c in (0, 1, 2**33) for d in (0, 1) for s in (0, 1)]
+    firsts = {keys.stream(9, purpose, **name).bit_generator.random_raw() for purpose in keys.Purpose for name in names}
+    assert len(firsts) == len(names) * len(keys.Purpose)
+    seeds = {keys.stream(seed, keys.Purpose.BATCH).bit_generator.random_raw() for seed in (0, 1, 2**32, 2**63)}
+    assert len(seeds) == 4
+
+
+def test_torch_streams_keep_all_the_bits_of_their_key():
+    import torch
+
+    near = [keys.torch_stream(s, keys.Purpose.MODEL, client=c) for s in (1, 1 + 2**32) for c in (0, 2**32)]
+    assert len({torch.randn(1, generator=g).item() for g in near}) == 4
+
+
+def test_client_noise_has_its_law_and_is_independent_over_clients_and_rounds():
+    """Kolmogorov-Smirnov and correlations of 60 vectors of 500; false-alarm rate about 1e-4 each."""
+    drawn = np.array([[noise.client_noise(0, t, c, 0, 2.0, 500) for c in range(6)] for t in range(10)]).reshape(60, 500)
+    assert stats.kstest(drawn.ravel() / 2.0, "norm").pvalue > 1e-4
+    correlations = np.corrcoef(drawn)[np.triu_indices(60, 1)]
+    assert np.abs(correlations).max() < stats.norm.isf(1e-4 / 2 / len(correlations)) / math.sqrt(500)
+    assert np.array_equal(noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 0, 2.0, 500))
+    assert not np.array_equal(noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 1, 2.0, 500))

@@ -1,0 +1,78 @@
+"""Which actors run which lanes, and what the machine is asked for before anything starts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raydpfl.client import Lane
+from raydpfl.config import Client
+from raydpfl.errors import ConfigError
+from raydpfl.placement import capacity, lanes, shares, singles, wanted
+
+
+def cut(sizes, width) -> list[Lane]:
+    sizes = np.asarray(sizes)
+    clients = np.arange(len(sizes)) * 3
+    return lanes(clients, np.zeros_like(clients), np.ones(len(sizes)), sizes, width)
+
+
+def test_lanes_hold_every_client_once_in_order_and_are_padded_to_one_width():
+    made = cut([4, 9, 2, 7, 5], 2)
+    assert [lane.clients.tolist() for lane in made] == [[0, 3], [6, 9], [12, -1]]
+    assert [lane.rows for lane in made] == [9, 7, 5]
+    assert all(len(lane.weights) == len(lane.draws) == 2 for lane in made)
+
+
+@pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
+def test_shares_deal_every_lane_once_to_no_more_actors_than_there_are(actors):
+    made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
+    dealt = shares(made, actors)
+    assert len(dealt) <= actors
+    assert [lane.clients.tolist() for share in dealt for lane in share] == [lane.clients.tolist() for lane in made]
+
+
+def test_shares_have_about_the_same_number_of_rows():
+    made = cut([10] * 64, 4)
+    assert [len(share) for share in shares(made, 4)] == [4, 4, 4, 4]
+
+
+def test_an_empty_cohort_has_no_shares():
+    assert shares([], 2) == [] and singles([]) == []
+
+
+def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
+    made = cut([4, 9, 2], 2)
+    assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [([0, 3], 0), ([0, 3], 1), ([6, -1], 0)]
+
+
+@pytest.mark.parametrize(
+    "cpus,gpus,nodes,held",
+    [
+        (1, 0, [{"CPU": 2}], 2),
+        (1, 0.6, [{"CPU": 16, "GPU": 4}], 4),
+        (1, 0.5, [{"CPU": 16, "GPU": 2}, {"CPU": 1, "GPU": 8}], 5),
+        (1, 2, [{"CPU": 8, "GPU": 3}], 1),
+        (1, 0.25, [{"CPU": 8}], 0),
+        (1.5, 0, [{"CPU": 2}, {"CPU": 4}], 3),
+    ],
+)
+def test_capacity_packs_gpu_fractions_per_device_and_cpus_per_node(cpus, gpus, nodes, held):
+    assert capacity(cpus, gpus, nodes) == held
+
+
+def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_lanes():
+    assert wanted(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
+    assert wanted(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
+    assert wanted(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
+
+
+def test_a_cluster_that_others_share_is_never_asked_for_more_than_it_holds():
+    with pytest.raises(ConfigError, match=r"client.actors = 3: the cluster holds 2 actors of 1 CPU"):
+        wanted(Client(actors=3), 100, 50, [{"CPU": 2}], elastic=False)
+
+
+def test_this_machine_is_asked_for_what_its_memory_holds():
+    assert wanted(Client(actors=4), 100, 50, [{"CPU": 2}], elastic=True) == 4
+    with pytest.raises(ConfigError, match=r"client.actors = 'per-client': at most \d+ actors fit here"):
+        wanted(Client(actors="per-client"), 10_000_000, 50, [{"CPU": 2}], elastic=True)

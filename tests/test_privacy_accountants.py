@@ -1,0 +1,287 @@
+"""The accountants against slow references, against each other, and against the published numbers of PRIVACY.md."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import dp_event, privacy_accountant
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from scipy.stats import binom, norm
+
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.privacy import (
+    Mechanism,
+    Query,
+    Sampling,
+    covers,
+    delta,
+    epsilon,
+    epsilon_curve,
+    gaussian_delta,
+    gaussian_epsilon,
+    guarantees,
+    noise_for,
+)
+
+RELATIONS = privacy_accountant.NeighboringRelation
+NATURAL = {"poisson": "add_remove", "fixed": "replace_one", "with_replacement": "replace_one", "full": "replace_one"}
+
+
+def mechanism(kind="fixed", population=1920, cohort=80, std=4.0, rounds=100, **fields):
+    return Mechanism(Sampling(kind, population, cohort), (Query("update", 1.0, std),), rounds, **fields)
+
+
+def at_mu(kind, mu, population, cohort, rounds):
+    """The mechanism whose sensitivity / std is `mu` under the relation natural to its sampling."""
+    return mechanism(kind, population, cohort, (2 if NATURAL[kind] == "replace_one" else 1) / mu, rounds)
+
+
+def formula(kind, population, cohort, mu):
+    """One round's curve as PRIVACY.md sec. 2 prints it, no care taken for digits (as a function of epsilon >= 0)."""
+    q = cohort / population
+
+    def delta_g(eps, mu):
+        return norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * norm.cdf(-mu / 2 - eps / mu)
+
+    if kind == "with_replacement":
+        p = 1 - (1 - 1 / population) ** cohort
+        return lambda eps: sum(
+            binom.pmf(k, cohort, 1 / population) * delta_g(math.log(1 + (math.exp(eps) - 1) / p), k * mu) for k in range(1, cohort + 1)
+        )
+    return lambda eps: q * delta_g(math.log(1 + (math.exp(eps) - 1) / q), mu)
+
+
+def solve(curve, target):
+    low, high = 0.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if curve(middle) > target else (low, middle)
+    return high
+
+
+def test_the_three_published_numbers_of_section_2():
+    """At the same z = std / sensitivity = 2: sensitivity is c for Poisson (std 2c) and 2c for the fixed size (std 4c)."""
+    assert epsilon(mechanism("poisson", std=2.0), "add_remove", 1e-5, accountant="pld") == pytest.approx(0.900, abs=6e-4)
+    assert epsilon(mechanism("fixed", std=4.0), "replace_one", 1e-5, accountant="pld") == pytest.approx(0.984, abs=6e-4)
+    assert epsilon(mechanism("fixed", std=4.0), "replace_one", 1e-5, accountant="rdp") == pytest.approx(2.044, abs=6e-4)
+
+
+def test_the_trap_of_the_library_is_wrapped():
+    """dp-accounting answers the same event under REPLACE_ONE with 4.73 and 10.00; here both accountants mean std / (2 bound) = 1."""
+    event = dp_event.GaussianDpEvent(1.0)
+    assert RdpAccountant(neighboring_relation=RELATIONS.REPLACE_ONE).compose(event).get_epsilon(1e-5) == pytest.approx(4.73, abs=5e-3)
+    assert PLDAccountant(RELATIONS.REPLACE_ONE).compose(event).get_epsilon(1e-5) == pytest.approx(10.00, abs=5e-3)
+    gaussian = mechanism("full", 10, 10, std=2.0, rounds=1)
+    assert epsilon(gaussian, "replace_one", 1e-5, accountant="rdp") == pytest.approx(4.73, abs=5e-3)
+    assert epsilon(gaussian, "replace_one", 1e-5, accountant="pld") == pytest.approx(4.377, abs=5e-3)
+    assert epsilon(mechanism("full", 10, 10, std=1.0, rounds=1), "replace_one", 1e-5, accountant="pld") == pytest.approx(10.00, abs=5e-3)
+
+
+def test_the_exact_gaussian_curve_is_that_of_the_library():
+    for mu in (0.05, 0.7, 3.0):
+        loss = privacy_loss_distribution.from_gaussian_mechanism(1 / mu)
+        for eps in (0.0, 0.1, 2.0):
+            assert gaussian_delta(eps, mu) == pytest.approx(loss.get_delta_for_epsilon(eps), rel=1e-3)
+        assert gaussian_epsilon(mu, 1e-5) == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-3, abs=1e-6)
+        assert gaussian_delta(gaussian_epsilon(mu, 1e-5), mu) <= 1e-5
+
+
+def test_queries_of_one_round_compose_as_one_gaussian():
+    both = Mechanism(Sampling("full", 5, 5), (Query("update", 3.0, 6.0), Query("count", 0.5, 2.0)), 1)
+    assert both.mu("add_remove") == pytest.approx(math.hypot(1 / 2, 1 / 4))
+    assert both.mu("replace_one") == pytest.approx(2 * both.mu("zero_out"))
+
+
+@pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
+@pytest.mark.parametrize(("mu", "population", "cohort"), [(0.5, 1920, 80), (2.0, 100, 10), (0.05, 50, 40), (4.0, 1000, 3)])
+def test_one_round_is_the_printed_formula_and_never_below_it(kind, mu, population, cohort):
+    exact = solve(formula(kind, population, cohort, mu), 1e-5)
+    found = epsilon(at_mu(kind, mu, population, cohort, 1), "replace_one", 1e-5)
+    assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-3) + 1e-6
+
+
+@pytest.mark.parametrize(("kind", "cohort"), [("fixed", 20), ("with_replacement", 20)])
+def test_a_concrete_pair_of_neighbours_stays_below_the_curve(kind, cohort):
+    """One client at +c against -c, the others at 0: the hockey-stick divergence by integration."""
+    population, mu = 100, 1.5
+    chances = np.array([1 - cohort / population, cohort / population])
+    if kind == "with_replacement":
+        chances = binom.pmf(np.arange(cohort + 1), cohort, 1 / population)
+    x = np.linspace(-40, 40, 80_001)
+    here, there = (sum(p * norm.pdf(x, sign * k * mu / 2) for k, p in enumerate(chances)) for sign in (1, -1))
+    one_round = at_mu(kind, mu, population, cohort, 1)
+    for eps in (0.0, 0.1, 0.5, 1.0, 3.0):
+        true = np.maximum(here - math.exp(eps) * there, 0).sum() * (x[1] - x[0])
+        assert true <= delta(one_round, "replace_one", eps) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("q", "mu", "rounds"), [(80 / 1920, 0.5, 100), (0.3, 1.0, 7), (0.01, 2.5, 300), (0.9, 0.2, 40)])
+def test_poisson_agrees_with_the_library_and_is_not_below_its_optimistic_estimate(q, mu, rounds):
+    population = 1920 if q == 80 / 1920 else 1000
+    found = epsilon(at_mu("poisson", mu, population, round(q * population), rounds), "add_remove", 1e-5)
+    library = [
+        privacy_loss_distribution.from_gaussian_mechanism(
+            1 / mu, sampling_prob=q, value_discretization_interval=1e-3, pessimistic_estimate=pessimistic
+        ).self_compose(rounds).get_epsilon_for_delta(1e-5)
+        for pessimistic in (False, True)
+    ]  # fmt: skip
+    assert library[0] <= found
+    assert found == pytest.approx(library[1], rel=2e-3)
+
+
+@pytest.mark.parametrize(("population", "cohort", "mu", "rounds"), [(1920, 80, 0.5, 100), (100, 10, 1.0, 20), (600, 10, 0.3, 300)])
+def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(population, cohort, mu, rounds):
+    curve, reach = formula("fixed", population, cohort, mu), 8 * mu
+    step = reach / 6000
+    points = np.arange(-round(reach / step), round(reach / step) + 1)
+    deltas = [curve(i * step) if i >= 0 else 1 - math.exp(i * step) + math.exp(i * step) * curve(-i * step) for i in points.tolist()]
+    one_round = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1))
+    slow = one_round.self_compose(rounds)
+    found = at_mu("fixed", mu, population, cohort, rounds)
+    assert epsilon(found, "replace_one", 1e-5) == pytest.approx(slow.get_epsilon_for_delta(1e-5), rel=2e-3)
+    assert delta(found, "replace_one", 0.3) == pytest.approx(slow.get_delta_for_epsilon(0.3), rel=5e-3)
+
+
+@pytest.mark.parametrize("draw", range(25))
+def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
+    """At the same z, in random settings from many rare clients and much noise to few clients and little."""
+    random = stream(0, Purpose.DATA, draw=draw)
+    population, rounds, target = int(random.integers(10, 5000)), int(10 ** random.uniform(0, 2.6)), float(10 ** random.uniform(-7, -3))
+    z, cohort = 10 ** random.uniform(-0.4, 1.3), max(1, round(population * 10 ** random.uniform(-2.7, -0.05)))
+    poisson, fixed = (at_mu(kind, 1 / z, population, cohort, rounds) for kind in ("poisson", "fixed"))
+    first = epsilon(poisson, "add_remove", target, accountant="pld")
+    second = epsilon(fixed, "replace_one", target, accountant="pld")
+    third = epsilon(fixed, "replace_one", target, accountant="rdp")
+    assert first <= second * (1 + 1e-3) + 1e-6
+    assert second <= third * (1 + 1e-3) + 1e-6
+
+
+def test_draws_with_replacement_reduce_to_the_cases_they_contain():
+    once = epsilon(at_mu("with_replacement", 0.7, 200, 1, 50), "replace_one", 1e-5)
+    assert once == pytest.approx(epsilon(at_mu("fixed", 0.7, 200, 1, 50), "replace_one", 1e-5), rel=1e-4)
+    alone = epsilon(at_mu("with_replacement", 0.7, 1, 3, 4), "replace_one", 1e-5)
+    assert alone == pytest.approx(float(gaussian_epsilon(3 * 0.7 * 2, 1e-5)), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "poisson", "with_replacement", "full"])
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "paper"])
+def test_the_curve_is_epsilon_at_every_round_and_grows(kind, accountant):
+    if (kind, accountant) == ("with_replacement", "rdp"):
+        kind = "fixed"  # rdp does not cover the other
+    run = at_mu(kind, 0.8, 60, 60 if kind == "full" else 6, 40)
+    curve = epsilon_curve(run, NATURAL[kind], 1e-5, accountant=accountant)
+    assert curve.shape == (40,) and curve.dtype == np.float64 and (np.diff(curve) >= 0).all()
+    for t in (1, 2, 17, 40):
+        assert curve[t - 1] == pytest.approx(epsilon(run, NATURAL[kind], 1e-5, t, accountant), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "poisson", "with_replacement", "full"])
+def test_epsilon_falls_with_noise_and_with_delta_and_delta_inverts_it(kind):
+    run = at_mu(kind, 0.8, 60, 60 if kind == "full" else 6, 40)
+    here = epsilon(run, NATURAL[kind], 1e-5)
+    assert epsilon(run.with_noise(2 * run.noise_multiplier), NATURAL[kind], 1e-5) < here < epsilon(run, NATURAL[kind], 1e-6)
+    assert delta(run, NATURAL[kind], here) == pytest.approx(1e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("mu", [1e-4, 0.01, 60.0])
+def test_extreme_noise_is_accounted_for_too(mu):
+    found = epsilon(at_mu("fixed", mu, 1000, 900, 10), "replace_one", 1e-5)
+    assert 0 <= found <= float(gaussian_epsilon(mu * math.sqrt(10), 1e-5)) * (1 + 1e-3) + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
+def test_the_printed_curve_and_its_reflection_are_convex_so_a_dominating_pair_exists(kind):
+    curve = formula(kind, 100, 10, 1.0)
+    x = np.linspace(0.3, 3.0, 2001)  # e^epsilon
+    deltas = [curve(math.log(value)) if value >= 1 else 1 - value + value * curve(-math.log(value)) for value in x.tolist()]
+    assert (np.diff(deltas, 2) > -1e-12).all() and (np.diff(deltas) <= 0).all()
+
+
+def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
+    assert epsilon(mechanism(), "replace_one", 1e-16) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("run", "relation", "accountant", "nearest"),
+    [
+        (mechanism("poisson", placement="client"), "add_remove", "pld", "noise.placement server"),
+        (mechanism("poisson"), "replace_one", "rdp", "add_remove"),
+        (mechanism("fixed"), "add_remove", "pld", "selection poisson"),
+        (mechanism("with_replacement"), "replace_one", "rdp", "pld"),
+        (mechanism("with_replacement"), "zero_out", "pld", "replace_one"),
+        (mechanism("full", 80, 80, placement="client"), "add_remove", "pld", "noise.placement server"),
+    ],
+)
+def test_what_is_not_covered_is_refused_with_the_nearest_that_is(run, relation, accountant, nearest):
+    assert nearest in covers(accountant, run, relation)
+    with pytest.raises(ConfigError, match=r"privacy\.accountants"):
+        epsilon(run, relation, 1e-5, accountant=accountant)
+    found = guarantees(run, relation, 1e-5, accountants=[accountant])[0]
+    assert found.epsilon == math.inf and nearest in found.conditions_failed[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"relation": "neighbour"}, "privacy.relation"),
+        ({"delta": 0.0}, "noise.delta"),
+        ({"delta": 1.0}, "noise.delta"),
+        ({"delta": math.nan}, "noise.delta"),
+        ({"rounds": 0}, "rounds"),
+        ({"accountant": "moments"}, "privacy.accountants"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, field):
+    with pytest.raises(ConfigError) as error:
+        epsilon(**{"mechanism": mechanism(), "relation": "replace_one", "delta": 1e-5, **arguments})
+    assert error.value.field == field
+
+
+def test_hidden_cohort_known_cohort_and_every_update_are_reported_apart():
+    """PRIVACY.md sec. 2: calibrated to 1.5 hidden, 6.2 known and 124 seen update by update, composed over the *expected* T r / N = 4.17
+    rounds of a client, which bounds no client; the guarantees compose over the realised number, or over all rounds."""
+    run = mechanism(placement="client").with_noise(noise_for(1.5, mechanism(), "replace_one", 1e-5))
+    expected = run.mu("replace_one") * math.sqrt(100 * 80 / 1920)
+    assert float(gaussian_epsilon(expected, 1e-5)) == pytest.approx(6.2, abs=0.05)
+    assert float(gaussian_epsilon(expected * math.sqrt(80), 1e-5)) == pytest.approx(124, abs=0.5)
+
+    hidden, known, seen = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=5)
+    assert (hidden.observer, hidden.sampling) == ("every aggregate", "fixed size 80 of 1920, cohort hidden")
+    assert 1.49 < hidden.epsilon <= 1.5
+    assert known.observer == "every aggregate"
+    assert known.sampling == "fixed size 80 of 1920, cohort known, a client in at most 5 of 100 rounds"
+    assert known.epsilon == pytest.approx(float(gaussian_epsilon(run.mu("replace_one") * math.sqrt(5), 1e-5)), rel=1e-6)
+    assert seen.observer == "every single update"
+    assert seen.epsilon == pytest.approx(float(gaussian_epsilon(run.mu("replace_one") * math.sqrt(5 * 80), 1e-5)), rel=1e-6)
+    all_rounds = guarantees(run, "replace_one", 1e-5, accountants=["pld"])[1]
+    assert all_rounds.epsilon == pytest.approx(49.4, abs=0.1)
+
+
+def test_a_known_poisson_cohort_protects_the_contribution_not_the_presence():
+    hidden, known = guarantees(mechanism("poisson"), "add_remove", 1e-5, accountants=["rdp"], participations=3)
+    assert (hidden.relation, known.relation) == ("add_remove", "zero_out")
+
+
+def test_a_client_drawn_several_times_counts_with_its_multiplicity_when_the_cohort_is_known():
+    run = at_mu("with_replacement", 0.5, 100, 4, 10)
+    _, known = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=6)
+    worst = 4 * 6  # at least 4^2 + 2^2, six draws over two rounds of four
+    assert known.epsilon == pytest.approx(float(gaussian_epsilon(0.5 * math.sqrt(worst), 1e-5)))
+
+
+def test_without_noise_nothing_is_guaranteed_and_the_sentence_says_so():
+    for found in guarantees(mechanism(std=0.0, placement="client"), "replace_one", 1e-5):
+        assert found.epsilon == math.inf and "no noise is added" in found.sentence() and "No privacy" in found.sentence()
+    assert epsilon(mechanism(std=0.0), "replace_one", 1e-5) == math.inf and delta(mechanism(std=0.0), "replace_one", 3.0) == 1.0
+
+
+def test_local_steps_are_one_guarantee_for_a_sample_seen_in_every_update():
+    steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.343)
+    (found,) = guarantees(steps, "replace_one", 1e-2, accountants=["pld"])
+    assert (found.unit, found.observer, found.sampling) == ("sample", "every single update", "batches: fixed size 10 of 600, batch hidden")
+    assert found.epsilon == pytest.approx(0.3, abs=2e-3)  # PRIVACY.md sec. 4: exact accounting needs 0.343 G

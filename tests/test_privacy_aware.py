@@ -1,0 +1,199 @@
+"""Privacy-aware selection probabilities: the exact solver against CVXPY, its optimality conditions, and what must not matter."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.paper import budget_variance
+from raydpfl.selection.privacy_aware import kkt_residual, objective, solve, solve_cvxpy
+
+
+def instance(rng: np.random.Generator, orders: tuple[float, float], clients: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities from even to very uneven, costs log-uniform over the given powers of ten."""
+    n = clients or int(rng.integers(2, 40))
+    return rng.dirichlet(np.full(n, rng.choice([0.3, 1, 30]))), 10 ** rng.uniform(*orders, n)
+
+
+def check(unbiased, cost):
+    """The solution, after what must hold for every one of them."""
+    solution = solve(unbiased, cost)
+    p, (a, b) = solution.probabilities, solution.levels
+    assert kkt_residual(p, unbiased, cost) == solution.kkt_residual < 1e-12
+    assert solution.objective == objective(p, unbiased, cost) <= objective(unbiased, unbiased, cost) * (1 + 1e-15)
+    assert solution.moved == np.abs(p - unbiased).sum() / 2
+    assert 0 <= a <= b * (1 + 1e-12)
+    assert (p[unbiased > 0] > 0).all()
+    return solution
+
+
+def test_the_solution_of_the_two_client_problem_is_the_published_check_value():
+    solution = check(np.array([0.5, 0.5]), np.array([64.0, 1.0]))
+    found = (solution.moved, *solution.levels, solution.objective)
+    np.testing.assert_allclose(found, (0.415688, 0.915688, 5.395968, 2.240140), atol=5e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
+def test_the_exact_solver_agrees_with_cvxpy_on_fifty_random_instances():
+    rng = np.random.default_rng(0)
+    moved = 0
+    for trial in range(50):
+        unbiased, cost = instance(rng, [(-3, 4), (-1, 2), (0, 6)][trial % 3])
+        solution, reference = check(unbiased, cost), solve_cvxpy(unbiased, cost)
+        moved += solution.moved > 0
+        np.testing.assert_allclose(solution.probabilities, reference, atol=1e-6, rtol=0)
+        assert solution.objective == pytest.approx(objective(reference, unbiased, cost), abs=1e-9)
+    assert moved > 30
+
+
+@pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
+def test_with_public_clients_the_private_ones_and_the_objective_agree_with_cvxpy():
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        unbiased, cost = instance(rng, (-1, 4), clients=12)
+        cost[:3] = 0
+        solution, reference = check(unbiased, cost), solve_cvxpy(unbiased, cost)
+        np.testing.assert_allclose(solution.probabilities[3:], reference[3:], atol=1e-5, rtol=0)
+        assert solution.objective == pytest.approx(objective(reference, unbiased, cost), abs=1e-9)
+
+
+@pytest.mark.parametrize("orders", [(-1, 1), (0, 12), (-150, 150), (0, 300), (-300, 0)])
+def test_the_optimality_conditions_hold_for_costs_of_any_magnitude(orders):
+    rng = np.random.default_rng(2)
+    for trial in range(150):
+        unbiased, cost = instance(rng, orders, clients=int(rng.integers(1, 40)))
+        if trial % 3 == 1:  # ties, in cost and in probability
+            cost, unbiased = rng.choice(cost[:3], len(cost)), np.full(len(cost), 1 / len(cost))
+        if trial % 3 == 2 and len(cost) > 2:  # clients without data, and public ones
+            unbiased[rng.integers(len(cost))] = 0
+            unbiased /= unbiased.sum()
+            cost[rng.integers(len(cost), size=2)] = 0
+        check(unbiased, cost)
+
+
+def test_no_feasible_step_lowers_the_objective():
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        unbiased, cost = instance(rng, (-2, 5))
+        solution = check(unbiased, cost)
+        for size in (1e-1, 1e-3, 1e-5):
+            others = (1 - size) * solution.probabilities + size * rng.dirichlet(np.ones(len(cost)), 50)
+            assert min(objective(p, unbiased, cost) for p in others) >= solution.objective * (1 - 1e-14)
+
+
+def test_the_residual_rejects_what_is_not_optimal():
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        unbiased, cost = instance(rng, (2, 5), clients=10)
+        p = check(unbiased, cost).probabilities
+        assert kkt_residual(unbiased, unbiased, cost) > 1e-2
+        assert kkt_residual(p * 1.001, unbiased, cost) > 1e-4
+        low, high = np.argmin(cost * p), np.argmax(cost * p)
+        p[low], p[high] = p[low] - 1e-3 * p[high], p[high] * 1.001
+        assert kkt_residual(p, unbiased, cost) > 1e-4
+
+
+def test_one_client_equal_costs_and_all_public_leave_the_unbiased_probabilities_untouched():
+    assert check(np.ones(1), np.array([1e200])).probabilities.tolist() == [1.0]
+    for cost in (0.0, 1e-300, 1.0, 1e6, 1e300):
+        even = np.full(7, 1 / 7)
+        assert np.array_equal(check(even, np.full(7, cost)).probabilities, even)
+    uneven = np.array([0.7, 0.2, 0.1, 0.0])
+    assert np.array_equal(check(uneven, np.zeros(4)).probabilities, uneven)
+    assert np.array_equal(check(uneven, np.full(4, 1e-3)).probabilities, uneven)
+
+
+def test_the_unbiased_probabilities_are_kept_exactly_up_to_their_optimality_condition():
+    unbiased = np.array([0.5, 0.5])
+    edge = 3 + math.sqrt(12)  # where (c - 1) / 2 = 2 sqrt((c + 1) / 4)
+    assert np.array_equal(check(unbiased, np.array([edge * (1 - 1e-9), 1.0])).probabilities, unbiased)
+    solution = check(unbiased, np.array([edge * (1 + 1e-6), 1.0]))
+    assert 0 < solution.moved < 1e-5
+
+
+def test_equal_costs_with_uneven_data_move_mass_once_noise_outweighs_bias():
+    unbiased = np.array([0.9, 0.05, 0.05])
+    assert check(unbiased, np.full(3, 1.0)).moved == 0
+    np.testing.assert_allclose(check(unbiased, np.full(3, 1e12)).probabilities, 1 / 3, rtol=1e-5)
+
+
+def test_every_client_with_a_finite_budget_takes_part():
+    rng = np.random.default_rng(5)
+    for spread in (1, 2, 4):
+        epsilon = 10 ** rng.uniform(-spread, spread, 100)
+        samples = rng.integers(200, 2000, 100)
+        variance = [budget_variance(float(e), 1e-5, batch=128, samples=int(n)) for e, n in zip(epsilon, samples, strict=True)]
+        for scale in (1e-3, 1.0, 1e3, 1e9):
+            assert (check(samples / samples.sum(), scale * np.array(variance)).probabilities > 0).all()
+
+
+def test_a_larger_budget_never_means_a_smaller_probability_among_clients_of_one_size():
+    cost = 10 ** np.random.default_rng(6).uniform(-2, 6, 50)
+    p = check(np.full(50, 1 / 50), cost).probabilities
+    assert (np.diff(p[np.argsort(cost)]) <= 1e-16).all()
+
+
+def test_what_the_private_clients_lose_the_public_ones_share_in_proportion_to_their_data():
+    unbiased, cost = np.array([0.3, 0.1, 0.4, 0.2]), np.array([0.0, 0.0, 1e4, 1e4])
+    solution = check(unbiased, cost)
+    assert solution.moved > 0.5 and solution.levels[0] == 0
+    np.testing.assert_allclose(solution.probabilities[0] / solution.probabilities[1], 3)
+    unweighed = check(np.array([0.0, 0.0, 0.6, 0.4]), cost).probabilities
+    assert unweighed[0] == unweighed[1] > 0.25
+
+
+def test_a_budget_that_grows_without_end_tends_to_a_public_client():
+    unbiased, cost = np.array([0.2, 0.5, 0.3]), np.array([0.0, 1e3, 1e5])
+    public = check(unbiased, cost)
+    nearly = [check(unbiased, np.array([tiny, 1e3, 1e5])) for tiny in (1e-12, 1e-100, 1e-299, 1e-310)]
+    for solution in nearly:
+        np.testing.assert_allclose(solution.probabilities, public.probabilities, rtol=1e-11)
+
+
+def test_the_lowered_client_keeps_the_digits_that_the_moved_mass_cannot_hold():
+    solution = check(np.array([0.5, 0.5]), np.array([1e150, 1.0]))
+    a, b = 1.0, 1.0 + 2 * (1 + math.sqrt(2))  # D = 1, p_2 = 1 in the limit
+    np.testing.assert_allclose(solution.levels, (a, b), rtol=1e-14)
+    np.testing.assert_allclose(solution.probabilities[0], b * 1e-150, rtol=1e-14)
+    raised = check(np.array([1.0, 0.0]), np.array([100.0, 1e20]))  # here the lowered level is 100 - 8e-17
+    np.testing.assert_allclose(raised.probabilities[1], (100 - 2 * 10) * 1e-20, rtol=1e-14)
+
+
+@pytest.mark.parametrize("orders", [(-2, 5), (-140, 140)])
+def test_the_order_of_the_clients_and_cutting_one_in_two_do_not_matter(orders):
+    rng = np.random.default_rng(7)
+    for _ in range(40):
+        unbiased, cost = instance(rng, orders)
+        p = check(unbiased, cost).probabilities
+        order = rng.permutation(len(p))
+        np.testing.assert_allclose(check(unbiased[order], cost[order]).probabilities, p[order], rtol=1e-9, atol=1e-15)
+        # Half the data at twice the cost, twice, is one and the same client: 2 (2c) (p/2)^2 = c p^2.
+        halves = check(np.repeat(unbiased, 2) / 2, np.repeat(2 * cost, 2)).probabilities
+        np.testing.assert_allclose(halves.reshape(-1, 2).sum(1), p, rtol=1e-9, atol=1e-15)
+
+
+def test_a_hundred_thousand_clients_are_solved_to_the_same_precision():
+    check(*instance(np.random.default_rng(8), (-3, 8), clients=100_000))
+
+
+@pytest.mark.parametrize(
+    ("unbiased", "cost", "field"),
+    [
+        ([0.5, 0.6], [1, 1], "unbiased"),
+        ([1.5, -0.5], [1, 1], "unbiased"),
+        ([math.nan, 1.0], [1, 1], "unbiased"),
+        ([], [], "unbiased"),
+        ([[1.0]], [1], "unbiased"),
+        ([0.5, 0.5], [1], "cost"),
+        ([0.5, 0.5], [1, -1], "cost"),
+        ([0.5, 0.5], [1, math.inf], "cost"),
+        ([0.5, 0.5], [1, math.nan], "cost"),
+    ],
+)
+def test_probabilities_and_costs_that_cannot_be_are_refused_by_name(unbiased, cost, field):
+    for solver in (solve, solve_cvxpy):
+        with pytest.raises(ConfigError, match=f"^{field} = "):
+            solver(unbiased, cost)

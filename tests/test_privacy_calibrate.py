@@ -1,0 +1,97 @@
+"""Calibration: always on the safe side, tight, cached, and honest about what cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Mechanism, Query, Sampling, calibrate, epsilon, epsilon_curve, noise_for, rounds_for
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def mechanism(kind="fixed", population=1920, cohort=80, rounds=100, std=0.0):
+    return Mechanism(Sampling(kind, population, cohort), (Query("update", 1.0, std),), rounds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "relation", "accountant", "targets"),
+    [
+        ("fixed", "replace_one", "pld", [0.05, 1.5, 100.0]),
+        ("poisson", "add_remove", "pld", [0.05, 1.5, 100.0]),
+        ("poisson", "zero_out", "rdp", [0.05, 1.5, 100.0]),
+        ("fixed", "replace_one", "rdp", [1.5]),
+        ("with_replacement", "replace_one", "pld", [1.5]),
+        ("fixed", "replace_one", "paper", [1.5]),
+    ],
+)
+def test_the_noise_found_meets_the_target_and_hardly_less_would_not(kind, relation, accountant, targets):
+    for target in targets:
+        run = mechanism(kind)
+        z = noise_for(target, run, relation, 1e-5, accountant)
+        assert epsilon(run.with_noise(z), relation, 1e-5, accountant=accountant) <= target
+        assert epsilon(run.with_noise(z * (1 - 3e-4)), relation, 1e-5, accountant=accountant) > target
+        assert epsilon_curve(run.with_noise(z), relation, 1e-5, accountant=accountant)[-1] <= target
+
+
+def test_full_participation_calibrates_to_the_exact_gaussian():
+    run = mechanism("full", 10, 10, rounds=4)
+    z = noise_for(4.377, run, "zero_out", 1e-5)  # mu = sqrt(4) / z = 1 gives 4.377
+    assert z == pytest.approx(2.0, rel=5e-4)
+
+
+def test_queries_keep_their_shares_of_the_noise():
+    run = Mechanism(Sampling("full", 10, 10), (Query("update", 2.0, 1.0), Query("count", 0.5, 5.0)), 3)
+    update, count = run.with_noise(noise_for(2.0, run, "replace_one", 1e-5)).queries
+    assert count.std / update.std == pytest.approx(5.0)
+
+
+def test_the_rounds_found_are_the_most_that_fit():
+    run = mechanism(std=6.0)
+    most = rounds_for(1.0, run, "replace_one", 1e-5)
+    assert epsilon(run, "replace_one", 1e-5, most) <= 1.0 < epsilon(run, "replace_one", 1e-5, most + 1)
+    assert rounds_for(0.01, mechanism("full", 10, 10, std=1.0), "replace_one", 1e-5) == 0
+
+
+def test_a_second_question_is_answered_from_the_cache(empty_cache, monkeypatch):
+    z = noise_for(1.5, mechanism(), "replace_one", 1e-5)
+    monkeypatch.setattr(calibrate, "_search", lambda *_: pytest.fail("computed again"))
+    assert noise_for(1.5, mechanism(std=7.0), "replace_one", 1e-5) == z  # the noise it has now does not matter
+    assert len(list(empty_cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"noise_mul', "[]", '{"noise_multiplier": NaN}', '{"noise_multiplier": "3"}', '{"noise_multiplier": -1.0}']
+)
+def test_an_unreadable_cache_is_ignored_and_repaired(empty_cache, content):
+    z = noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5)
+    (file,) = empty_cache.iterdir()
+    file.write_text(content)
+    assert noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5) == z
+    assert json.loads(file.read_text())["noise_multiplier"] == z
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(empty_cache, monkeypatch):
+    (empty_cache / "file").write_text("")
+    monkeypatch.setenv("RAYDPFL_CACHE", str(empty_cache / "file" / "below"))
+    assert noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5) > 0
+
+
+@pytest.mark.parametrize("target", [math.nan, 0.0, -1.0, math.inf, "3"])
+def test_a_target_that_is_no_budget_is_refused(target):
+    for question in (noise_for, rounds_for):
+        with pytest.raises(ConfigError) as error:
+            question(target, mechanism(std=1.0), "replace_one", 1e-5)
+        assert error.value.field == "noise.epsilon"
+
+
+def test_a_combination_that_is_not_covered_is_refused():
+    with pytest.raises(ConfigError, match=r"privacy\.accountants"):
+        noise_for(1.0, mechanism(), "add_remove", 1e-5)

@@ -1,0 +1,103 @@
+"""The mechanism and the guarantee: plain data that refuse nonsense and keep their names."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Guarantee, Mechanism, Query, Sampling
+
+MECHANISM = Mechanism(Sampling("fixed", 1920, 80), (Query("update", 0.5, 2.0),), 100, exclusions=("the clip bound was learned",))
+GUARANTEE = Guarantee(
+    "rigorous", "pld", "client", "replace_one", "every aggregate", "fixed size 80 of 1920, cohort hidden", 1.5, 1e-5, ("a",), ("b",)
+)
+
+
+def test_the_digest_is_the_same_in_every_process_and_version():
+    assert MECHANISM.digest() == "907e02f750a1f9a6b8c68e9fe16263d5691bfcac9bc10a4ec99c0fa1045e17fe"
+
+
+def test_any_change_changes_the_digest():
+    changed = [
+        replace(MECHANISM, sampling=Sampling("poisson", 1920, 80)),
+        replace(MECHANISM, sampling=Sampling("fixed", 1921, 80)),
+        replace(MECHANISM, queries=(Query("update", 0.5, 2.0000001),)),
+        replace(MECHANISM, queries=MECHANISM.queries * 2),
+        replace(MECHANISM, rounds=101),
+        replace(MECHANISM, unit="sample"),
+        replace(MECHANISM, placement="client"),
+        replace(MECHANISM, exclusions=()),
+    ]
+    assert len({mechanism.digest() for mechanism in [MECHANISM, *changed]}) == len(changed) + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Query("update", 0.0, 1.0), "update.bound"),
+        (lambda: Query("update", math.inf, 1.0), "update.bound"),
+        (lambda: Query("update", 1.0, -1.0), "update.std"),
+        (lambda: Query("update", 1.0, math.nan), "update.std"),
+        (lambda: Sampling("fixed", 10, 11), "selection.cohort"),
+        (lambda: Sampling("fixed", 10, 0), "selection.cohort"),
+        (lambda: Sampling("poisson", 10, 2.5), "selection.cohort"),
+        (lambda: Sampling("fixed", 0, 1), "data.clients"),
+        (lambda: Sampling("full", 10, 9), "selection.cohort"),
+        (lambda: Sampling("cyclic", 10, 5), "selection.kind"),
+        (lambda: replace(MECHANISM, rounds=0), "rounds"),
+        (lambda: replace(MECHANISM, rounds=True), "rounds"),
+        (lambda: replace(MECHANISM, queries=()), "queries"),
+        (lambda: replace(MECHANISM, placement="cloud"), "noise.placement"),
+        (lambda: MECHANISM.with_noise(-1.0), "noise.multiplier"),
+        (lambda: replace(MECHANISM, queries=(Query("update", 1.0, 1.0), Query("count", 0.5, 0.0))).with_noise(1.0), "count.std"),
+    ],
+)
+def test_nonsense_is_refused_by_name(make, field):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert error.value.field == field
+
+
+def test_with_replacement_may_draw_more_than_there_are():
+    assert Sampling("with_replacement", 3, 10).q == pytest.approx(10 / 3)
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_with_noise_sets_the_joint_noise_multiplier(start):
+    both = replace(MECHANISM, queries=(Query("update", 3.0, 3 * start), Query("count", 0.5, start)))
+    assert both.with_noise(1.7).noise_multiplier == pytest.approx(1.7)
+    assert not both.with_noise(0.0).private and both.with_noise(0.0).mu("zero_out") == math.inf
+
+
+def test_of_local_steps_takes_the_std_of_the_mean_and_keeps_that_of_the_sum():
+    steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=2.0, std=0.5)
+    assert steps.mu("replace_one") == pytest.approx(2 * 2.0 / 10 / 0.5)  # the mean moves by 2G/B
+
+
+def test_guarantees_cannot_be_ordered_or_added():
+    for operation in (operator.lt, operator.le, operator.gt, operator.add, operator.sub, max):
+        with pytest.raises(TypeError):
+            operation(GUARANTEE, GUARANTEE)
+
+
+def test_a_guarantee_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        GUARANTEE.epsilon = 0.1
+
+
+def test_a_guarantee_has_exactly_the_fields_of_the_summary_and_survives_json():
+    names = ["kind", "accountant", "unit", "relation", "observer", "sampling", "epsilon", "delta", "exclusions", "conditions_failed"]
+    assert [field.name for field in fields(Guarantee)] == names == list(GUARANTEE.to_dict())
+    for guarantee in (GUARANTEE, replace(GUARANTEE, epsilon=math.inf)):
+        assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict(), allow_nan=False))) == guarantee
+
+
+def test_the_sentence_leaves_no_part_out():
+    sentence = GUARANTEE.sentence()
+    for part in ("1.5", "1e-05", "client", "replaced", "every aggregate", GUARANTEE.sampling, "rigorous", "pld", "for: a", "fail: b"):
+        assert part in sentence

@@ -1,0 +1,274 @@
+"""One run, seen from outside: its directory, its guarantees, its ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from conftest import SMALL, experiment
+
+from raydpfl import Experiment, privacy, run
+from raydpfl.coordinator import Coordinator
+from raydpfl.errors import ClientError, RunError
+from raydpfl.plan import Plan
+
+SUMMARY = {"status", "rounds", "test_accuracy", "test_loss", "model_sha256", "seconds", "clients_per_second", "peak_rss_mb", "seed", "versions", "guarantees"}
+GUARANTEE = {"kind", "accountant", "unit", "relation", "observer", "sampling", "epsilon", "delta", "exclusions", "conditions_failed"}
+
+
+def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
+    result = run(experiment(measure={"tensorboard": True, "clients": True}), tmp_path / "out")
+    names = {path.name for path in result.out.iterdir()}
+    assert names == {"config.yaml", "rounds.parquet", "clients.parquet", "ledger.jsonl", "summary.json", "checkpoints", "tensorboard"}
+    summary = json.loads((result.out / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY and summary["status"] == "completed"
+    assert all(each.keys() == GUARANTEE for each in summary["guarantees"])
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in result.model.parameters()]).numpy()
+    assert summary["model_sha256"] == hashlib.sha256(flat.astype("<f4").tobytes()).hexdigest()
+    assert isinstance(summary["peak_rss_mb"], float)
+    assert list((result.out / "tensorboard").glob("events.out.tfevents.*"))
+    clients = pq.read_table(result.out / "clients.parquet")
+    assert clients.num_rows == 4 * 20 and set(clients.column_names) == {"round", "client", "norm", "factor", "train_loss"}
+    norms, factors = clients["norm"].to_numpy(), clients["factor"].to_numpy()
+    assert np.all(norms * factors <= 1.0 + 1e-12)
+
+
+def test_the_written_config_is_complete_and_gives_the_run_again(tmp_path):
+    first = run(experiment(), tmp_path / "a")
+    again = Experiment.from_yaml(first.out / "config.yaml")
+    assert "auto" not in (again.client.lane, again.client.way)
+    assert run(again, tmp_path / "b").summary["model_sha256"] == first.summary["model_sha256"]
+
+
+def test_every_row_has_the_epsilon_so_far_and_the_last_is_the_guarantee(tmp_path):
+    result = run(experiment(privacy={"accountants": ["pld", "rdp", "paper"]}), tmp_path / "out")
+    for name in ("pld", "rdp", "paper"):
+        spent = result.rounds[f"epsilon_{name}"].to_pylist()
+        assert spent == sorted(spent) and spent[0] > 0
+        hidden = next(g for g in result.guarantees if g.accountant == name)
+        assert spent[-1] == pytest.approx(hidden.epsilon, rel=1e-6)
+
+
+def test_hidden_and_known_cohorts_and_single_updates_are_reported_apart(tmp_path):
+    hidden, known, single = run(experiment(privacy={"accountants": ["pld"]}), tmp_path / "out").guarantees
+    assert "cohort hidden" in hidden.sampling and "cohort known" in known.sampling
+    assert (hidden.observer, known.observer, single.observer) == ("every aggregate", "every aggregate", "every single update")
+    assert hidden.epsilon < known.epsilon < single.epsilon
+
+
+def test_noise_for_a_target_epsilon_spends_that_and_no_more(tmp_path):
+    result = run(experiment(noise={"kind": "gaussian", "epsilon": 6.0, "delta": 1e-4}, privacy={"accountants": ["pld"]}), tmp_path / "out")
+    assert 5.97 < result.guarantees[0].epsilon <= 6.0
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_path):
+    """Variance of 3 rounds' noise on 7,850 coordinates; false-alarm rate below 1e-6."""
+    quiet = {"rounds": 1, "local": {"kind": "sgd", "steps": 1, "lr": 1e-6}, "server": {"kind": "sgd"}, "bounding": {"kind": "clip", "bound": 0.5}}
+    deviations = []
+    for seed in range(3):
+        noisy = experiment(**quiet, seed=seed, noise={"kind": "gaussian", "multiplier": 8.0, "placement": placement})
+        plan = Plan.make(noisy)
+        (tmp_path / str(seed)).mkdir()
+        coordinator = Coordinator(plan, str(tmp_path / str(seed)), 0)
+        before = coordinator.model.astype(float)
+        coordinator.round()
+        deviations.append((coordinator.model - before) * 20)  # the sum over the cohort of 20
+    std = plan.mechanism.queries[0].std * 0.5
+    assert std == pytest.approx(8.0 * 0.5)
+    n = 3 * 7850
+    assert np.concatenate(deviations).std() == pytest.approx(std, rel=5 / math.sqrt(2 * n) + 1e-3)
+
+
+def test_the_ledger_is_written_before_the_clients_are_asked(tmp_path, monkeypatch):
+    plan = Plan.make(experiment())
+    coordinator = Coordinator(plan, str(tmp_path), 0)
+    seen = []
+    collect = coordinator.collect
+    monkeypatch.setattr(coordinator, "collect", lambda t, cohort: seen.append((tmp_path / "ledger.jsonl").read_text().count("\n")) or collect(t, cohort))
+    for _ in range(3):
+        coordinator.round()
+    assert seen == [1, 2, 3]
+
+
+def test_a_budget_stops_the_run_before_the_round_that_would_overspend(tmp_path):
+    free = run(experiment(), tmp_path / "free")
+    spent = free.rounds["epsilon_rdp"].to_pylist()
+    budget = (spent[1] + spent[2]) / 2
+    result = run(experiment(privacy={"accountants": ["rdp"], "budget": budget}), tmp_path / "capped")
+    assert result.summary["status"] == "budget" and result.summary["rounds"] == 2
+    assert "budget" in result.summary["reason"]
+    assert result.guarantees[0].epsilon == pytest.approx(spent[1]) and result.guarantees[0].epsilon <= budget
+    assert len((result.out / "ledger.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_without_noise_says_that_it_is_not_private(tmp_path):
+    result = run(experiment(noise={"kind": "none"}), tmp_path / "out")
+    assert result.guarantees == [] and not any(name.startswith("epsilon") for name in result.rounds.column_names)
+
+
+def test_the_adaptive_bound_of_a_round_sets_its_noise(tmp_path):
+    result = run(experiment(bounding={"kind": "quantile_clip", "bound": 0.05, "lr": 1.0}, rounds=6), tmp_path / "out")
+    bounds, stds = result.rounds["bound"].to_numpy(), result.rounds["noise_std"].to_numpy()
+    assert len(set(bounds)) == 6
+    np.testing.assert_allclose(stds / bounds, 1.0 / math.sqrt(1 - 0.05), rtol=1e-12)
+    plain = privacy.epsilon(Plan.make(experiment()).mechanism, "replace_one", 1e-5, 4, "rdp")
+    assert result.rounds["epsilon_rdp"].to_pylist()[3] == pytest.approx(plain, rel=1e-9)  # the count's share is inside z
+
+
+def test_model_clipping_bounds_the_model_that_comes_out(tmp_path):
+    result = run(experiment(bounding={"kind": "model_clip", "bound": 0.7}, noise={"kind": "none"}, server={"kind": "sgd"}), tmp_path / "out")
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in result.model.parameters()])
+    assert float(flat.double().norm()) <= 0.7 + 1e-6
+
+
+def test_both_scalings_of_001_agree_when_the_bound_is_scaled_too(tmp_path):
+    """Bounding -Delta/lr at c and multiplying by lr again is bounding Delta at lr c."""
+    base = {"noise": {"kind": "none"}, "server": {"kind": "sgd"}, "local": {"kind": "sgd", "steps": 5, "lr": 0.25}}
+    update = run(experiment(**base, bounding={"kind": "clip", "bound": 0.05}), tmp_path / "update")
+    gradient = run(experiment(**base, bounding={"kind": "clip", "bound": 0.2, "scaling": "gradient"}), tmp_path / "gradient")
+    for a, b in zip(update.model.parameters(), gradient.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
+    """One round against nn.Module and torch.optim.SGD on the same rows and batches, client by client."""
+    from raydpfl import local, models
+    from raydpfl.data import Shards
+
+    plain = experiment(rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"})
+    result = run(plain, tmp_path / "out")
+    plan = Plan.make(plain)
+    shards = Shards.open(plan.shards)
+    cohort = plain.selection.draw(plain.seed, 0, 50)
+    total = 0.0
+    for client in cohort.clients:
+        n = int(shards.sizes[client])
+        x, y, _ = shards.lane([client], n)
+        index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
+        module = models.build(plain.model, shards.shape, shards.classes, plain.seed)
+        start = models.flatten(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=plain.local.lr, weight_decay=plain.local.weight_decay)
+        for batch in index[0]:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(module(torch.from_numpy(x[0][batch])), torch.from_numpy(y[0][batch])).backward()
+            optimizer.step()
+        total = total + (models.flatten(module) - start).double()
+    expected = start + total / len(cohort)
+    torch.testing.assert_close(models.flatten(result.model).double(), expected, rtol=1e-4, atol=1e-6)
+
+
+class Fragile(torch.nn.Module):
+    """A softmax that raises on one client's rows and gives NaN on another's (both known by a pixel that the test marks)."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        if self.training and 90 < float(x.max()) < 100:
+            raise ValueError("this row is cursed")
+        return self.linear(x)
+
+
+def cursed(tmp_path, overflow: bool) -> Experiment:
+    """A table of 6 natural clients of 3 rows, of which client 2 makes `Fragile` raise and client 4 may overflow."""
+    import pyarrow as pa
+
+    x = np.random.default_rng(0).normal(size=(18, 4)).astype(np.float32)
+    client = np.repeat(np.arange(6), 3)
+    x[7, 1], x[13:15, 2] = 99.0, 1e30 if overflow else 0.5
+    columns = {f"x{j}": x[:, j] for j in range(4)}
+    pq.write_table(pa.table({**columns, "y": np.arange(18) % 2, "who": client}), tmp_path / "cursed.parquet")
+    source = {"kind": "table", "train": str(tmp_path / "cursed.parquet"), "test": str(tmp_path / "cursed.parquet"), "x": list(columns), "y": "y", "client": "who"}
+    return experiment(
+        data={**source, "partition": {"kind": "natural"}},
+        model={"kind": f"{__name__}:Fragile"},
+        selection={"kind": "full"},
+        local={"kind": "sgd", "steps": 2, "batch": 3},
+        rounds=2,
+        client={"lane": 4},
+    )
+
+
+def change(of: Experiment, **client) -> Experiment:
+    return Experiment.from_dict(of.to_dict() | {"client": of.to_dict()["client"] | client})
+
+
+@pytest.mark.parametrize("actors", [0, 2])
+def test_a_client_that_raises_is_named_with_its_own_traceback(actors, tmp_path, request):
+    if actors:
+        request.getfixturevalue("shared_ray")
+    with pytest.raises(ClientError, match="client 2: ") as caught:
+        run(change(cursed(tmp_path, overflow=False), actors=actors), tmp_path / "out")
+    assert "this row is cursed" in str(caught.value) and "in forward" in str(caught.value)
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_clients_that_fail_can_be_dropped_and_the_others_count_as_ever(tmp_path):
+    result = run(change(cursed(tmp_path, overflow=True), on_error="drop"), tmp_path / "out")
+    assert result.rounds["dropped"].to_pylist() == [2, 2]
+    assert result.summary["status"] == "completed"
+
+
+def test_a_nan_in_an_update_is_the_clients_error_and_never_passes(tmp_path):
+    healthy = cursed(tmp_path, overflow=True).to_dict() | {"model": {"kind": "softmax"}}
+    with pytest.raises(ClientError, match=r"client 4: its update has norm nan in round 0"):
+        run(Experiment.from_dict(healthy), tmp_path / "out")
+
+
+def test_a_members_import_path_needs_no_fork(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import math\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\n"
+        "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n"
+        "    def factor(self, norm, bound):\n        return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run(experiment(bounding={"kind": "mine:Tanh", "bound": 0.5}, measure={"clients": True}), tmp_path / "out")
+    clients = pq.read_table(result.out / "clients.parquet")
+    np.testing.assert_allclose(clients["norm"].to_numpy() * clients["factor"].to_numpy(), 0.5 * np.tanh(clients["norm"].to_numpy() / 0.5), rtol=1e-12)
+    sys.modules.pop("mine")
+
+
+def test_a_finished_run_is_resumed_at_no_cost(tmp_path):
+    first = run(experiment(), tmp_path / "out")
+    again = run(experiment(), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == first.summary["model_sha256"] and again.rounds.num_rows == 4
+
+
+def test_overrides_change_one_field_and_a_new_kind_keeps_what_it_knows():
+    tree = Experiment.from_dict(SMALL, ["bounding.kind=normalize", "local.lr=1e-2", "noise.placement=server"])
+    assert (tree.bounding.kind, tree.bounding.bound) == ("normalize", 1.0)
+    assert tree.local.lr == 0.01 and tree.noise.placement == "server"
+    assert Experiment.from_dict(SMALL, ["server.kind=sgd"]).server.kind == "sgd"
+
+
+def test_a_shown_config_is_the_experiment(tmp_path):
+    first = experiment()
+    (tmp_path / "shown.yaml").write_text(first.to_yaml())
+    assert Experiment.from_yaml(tmp_path / "shown.yaml") == first
+    assert yaml.safe_load(first.to_yaml())["noise"]["multiplier"] == 1.0
+
+
+def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
+    from raydpfl.tracking import Checkpoint, load, save
+
+    for t in (1, 2, 3):
+        save(tmp_path, Checkpoint(t, np.full(4, t, np.float32), {"v": np.ones(4)}, 0.5, 1.0, np.zeros((0, 2), np.int64)))
+    assert len(list(tmp_path.glob("round-*.npz"))) == 2
+    newest = tmp_path / "round-00000003.npz"
+    newest.write_bytes(newest.read_bytes()[:-40])
+    assert load(tmp_path).round == 2
+
+
+def test_diverging_training_ends_in_one_sentence(tmp_path):
+    wild = experiment(local={"kind": "sgd", "steps": 50, "lr": 1e6}, bounding={"kind": "none"}, noise={"kind": "none"})
+    with pytest.raises(RunError, match="diverged|norm"):
+        run(wild, tmp_path / "out")

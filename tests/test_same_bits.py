@@ -1,0 +1,194 @@
+"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes, wherever and however it ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import experiment
+
+from raydpfl import run
+
+METHODS = {
+    "fedavg": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
+    "clip": {},
+    "normalize": {"bounding": {"kind": "normalize", "bound": 0.5}},
+    "normalize gradients": {"bounding": {"kind": "normalize", "bound": 0.5, "scaling": "gradient"}},
+    "smooth normalize": {"bounding": {"kind": "smooth_normalize", "bound": 0.5}},
+    "adaptive clipping": {"bounding": {"kind": "quantile_clip", "bound": 0.1}, "noise": {"kind": "gaussian", "multiplier": 0.3, "placement": "server"}},
+    "model clipping": {"bounding": {"kind": "model_clip", "bound": 3.0}, "noise": {"kind": "none"}},
+    "poisson, server noise": {
+        "selection": {"kind": "poisson", "cohort": 20},
+        "noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
+    },
+    "data weights, adam": {"weights": {"kind": "data"}, "server": {"kind": "adam", "lr": 0.01}, "data": {"kind": "fashion_mnist_mini", "clients": 50, "partition": {"kind": "iid"}, "sizes": {"kind": "spread"}}},
+    "full gradient, fused": {"selection": {"kind": "full"}, "local": {"kind": "sgd", "steps": 2, "batch": "full", "momentum": 0.5}, "client": {"way": "fused"}},
+    "mlp in sample space": {"model": {"kind": "mlp", "hidden": [16]}, "client": {"way": "sample_space"}},
+    "cnn, loop": {"model": {"kind": "cnn"}, "local": {"kind": "sgd", "steps": 1, "batch": 4}, "selection": {"kind": "uniform", "cohort": 6}, "rounds": 2, "client": {"lane": 2}},
+}
+
+
+def sha(of, out, **options) -> str:
+    return run(of, out, **options).summary["model_sha256"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_number_of_actors_gives_the_bits_of_the_inline_run(method, tmp_path, shared_ray):
+    changes = METHODS[method]
+    bits = set()
+    for actors in (0, 1, 2, 4):
+        client = {**changes.get("client", {}), "actors": actors}
+        bits.add(sha(experiment(**{**changes, "client": client}), tmp_path / str(actors)))
+    assert len(bits) == 1
+
+
+@pytest.mark.parametrize("method", ["fedavg", "clip", "normalize", "adaptive clipping"])
+def test_an_actor_per_client_gives_the_bits_of_the_inline_run(method, tmp_path, shared_ray):
+    inline = sha(experiment(**{**METHODS[method], "client": {"actors": 0}}), tmp_path / "inline")
+    each = sha(experiment(**{**METHODS[method], "client": {"actors": "per-client"}}), tmp_path / "each")
+    assert each == inline
+
+
+def test_another_seed_gives_other_bits(tmp_path):
+    assert sha(experiment(), tmp_path / "a") != sha(experiment(seed=4), tmp_path / "b")
+
+
+def test_the_torch_generator_of_the_process_is_neither_read_nor_moved(tmp_path):
+    import torch
+
+    torch.manual_seed(1)
+    first = sha(experiment(), tmp_path / "a")
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert sha(experiment(), tmp_path / "b") == first
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _kill_client_actors(ray, stop: threading.Event, killed: list[int]) -> None:
+    """Kills a busy client actor every now and then, as soon as one has started."""
+    import psutil
+
+    while not stop.wait(0.3):
+        for process in psutil.process_iter(["name", "cmdline"]):
+            title = " ".join(process.info["cmdline"] or [])
+            if title.startswith("ray::ClientActor.train"):
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(process.pid)
+                break
+        if len(killed) >= 2:
+            return
+
+
+def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
+    heavy = {"rounds": 6, "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1}, "selection": {"kind": "uniform", "cohort": 48}}
+    quiet = sha(experiment(**heavy, client={"actors": 0, "way": "fused"}), tmp_path / "quiet")
+    stop, killed = threading.Event(), []
+    killer = threading.Thread(target=_kill_client_actors, args=(shared_ray, stop, killed))
+    killer.start()
+    try:
+        result = run(experiment(**heavy, client={"actors": 2, "way": "fused"}), tmp_path / "killed")
+    finally:
+        stop.set()
+        killer.join()
+    assert killed, "no client actor was caught at work"
+    assert result.summary["model_sha256"] == quiet
+    assert result.summary["replaced_actors"] == len(killed)
+
+
+RUN = "import sys; from raydpfl.cli import main; sys.argv = ['raydpfl', *sys.argv[1:]]; main()"
+
+
+def start(config, out, *more) -> subprocess.Popen:
+    command = [sys.executable, "-c", RUN, "run", str(config), "--out", str(out), "--quiet", *more]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL to the run and to all it started, at once."""
+    import psutil
+
+    parent = psutil.Process(process.pid)
+    for each in [parent, *parent.children(recursive=True)]:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+
+
+@pytest.mark.parametrize("actors", [0, 2])
+def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_one(actors, tmp_path):
+    long = experiment(rounds=300, client={"actors": actors, "num_cpus": 1}, evaluate={"every": 100}, bounding={"kind": "quantile_clip", "bound": 0.1})
+    config = tmp_path / "long.yaml"
+    config.write_text(yaml.safe_dump(long.to_dict()))
+    whole = run(experiment(**{**long.to_dict(), "client": {**long.to_dict()["client"], "actors": 0}}), tmp_path / "whole")
+
+    out = tmp_path / "killed"
+    process = start(config, out)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:  # until it has a checkpoint and is some rounds further
+        ledger = out / "ledger.jsonl"
+        if list((out / "checkpoints").glob("round-*.npz")) and ledger.exists() and len(ledger.read_text().splitlines()) > 20:
+            break
+        time.sleep(0.02)
+    assert process.poll() is None, process.stdout.read().decode()
+    kill_tree(process)
+    recorded = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    assert len(recorded) < 300
+
+    process = start(config, out, "--resume")
+    said = process.communicate(timeout=180)[0].decode()
+    assert process.returncode == 0, said
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["model_sha256"] == whole.summary["model_sha256"]
+    assert [g["epsilon"] for g in summary["guarantees"]] >= [g.epsilon for g in whole.guarantees]
+    rows, expected = pq.read_table(out / "rounds.parquet"), whole.rounds
+    assert rows["round"].to_pylist() == list(range(300))
+    for name in ("train_loss", "test_accuracy", "bound", "epsilon_rdp", "norm_p50"):
+        assert rows[name].to_pylist() == expected[name].to_pylist()
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
+    import psutil
+
+    config = tmp_path / "long.yaml"
+    config.write_text(yaml.safe_dump(experiment(rounds=100_000, client={"actors": 2, "num_cpus": 1}).to_dict()))
+    process = start(config, tmp_path / "out")
+    deadline = time.monotonic() + 120
+    ledger = tmp_path / "out" / "ledger.jsonl"
+    while time.monotonic() < deadline and not (ledger.exists() and len(ledger.read_text().splitlines()) > 5):
+        assert process.poll() is None, process.stdout.read().decode()
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    said = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, said
+    assert "--resume" in said and "Traceback" not in said
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert list((tmp_path / "out" / "checkpoints").glob("round-*.npz"))
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_lane_sums_are_exact_in_any_order_and_grouping():
+    from raydpfl.server import grid, snap
+
+    generator = np.random.default_rng(0)
+    step = grid(400, 1.0, 2.0)
+    lanes = [snap(generator.normal(size=50) * 10, step) for _ in range(25)]
+    total = np.sum(lanes, axis=0)
+    for _ in range(20):
+        order = generator.permutation(25)
+        cut = generator.integers(1, 24)
+        grouped = np.sum([lanes[i] for i in order[:cut]], axis=0) + np.sum([lanes[i] for i in order[cut:]], axis=0)
+        assert np.array_equal(grouped, total)
