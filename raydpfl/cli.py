@@ -135,8 +135,10 @@ def _report(console: Console, result) -> None:
     if summary["status"] == "budget":
         console.print(f"[yellow]Stopped:[/] {summary['reason']}")
     if summary["test_accuracy"] is not None:
-        console.print(f"Test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, after {summary['rounds']} rounds in {summary['seconds']:.1f} s "
-                      f"({summary['clients_per_second']:,.0f} clients/s)")
+        console.print(
+            f"Test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
+            f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({summary['clients_per_second']:,.0f} clients/s)"
+        )
     if not result.guarantees:
         console.print("No privacy guarantee: the run had no noise that an accountant was asked to account for.")
     for guarantee in result.guarantees:
@@ -151,7 +153,8 @@ def main() -> None:
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app(standalone_mode=False)
+        if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
+            raise KeyboardInterrupt
     except ConfigError as error:
         _fail(str(error), 2)
     except RunError as error:
@@ -159,9 +162,9 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; the run directory holds a checkpoint, go on with --resume", 130)
     except Exception as error:
-        if type(error).__name__ == "UsageError" or hasattr(error, "format_message"):
-            _fail(error.format_message(), 2)
-        raise
+        if not hasattr(error, "format_message"):  # what typer says of an unusable command line
+            raise
+        _fail(error.format_message(), 2)
 
 
 def _fail(message: str, code: int) -> None:

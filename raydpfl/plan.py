@@ -20,7 +20,7 @@ from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, Mechanism, Query
 
-LANE = 16  # clients, for the ways that train a whole lane at once
+LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Plan:
         population, sizes = shards.clients, np.asarray(shards.sizes)
         experiment.selection.check(population)
         module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
-        experiment = _resolve(experiment, local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way))
+        way = local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way)
+        experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
         unit = _mechanism(experiment, population, 1.0)
         z = _multiplier(experiment, unit, experiment.weights.largest(sizes))
         mechanism = _mechanism(experiment, population, z) if unit else None
@@ -100,10 +101,19 @@ class Plan:
         return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, rounds, e.privacy.accountants, participations=most, v=e.noise.v)
 
 
-def _resolve(experiment: Experiment, way: str) -> Experiment:
+def lane_width(cohort: int) -> int:
+    """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at most `LANE`.
+
+    >>> lane_width(150), lane_width(80), lane_width(10)
+    (25, 20, 5)
+    """
+    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * LANE))))
+
+
+def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     lane = experiment.client.lane
     if lane == "auto":
-        lane = 1 if way == "loop" else LANE
+        lane = 1 if way == "loop" else lane_width(cohort)
     return experiment.model_copy(update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})})
 
 
@@ -146,5 +156,6 @@ def _multiplier(experiment: Experiment, mechanism: Mechanism | None, weight: flo
         return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, experiment.rounds, noise.delta, noise.v)
     accountant = next((name for name in experiment.privacy.accountants if name != "paper"), None)
     if accountant is None:
-        raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper")
+        accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
+        raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), accepted)
     return privacy.noise_for(noise.epsilon, mechanism, experiment.relation, noise.delta, accountant, experiment.rounds)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+import tempfile
 
 import pytest
 
-os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0")
+# The caches of data and calibrations are the tests' own, and shared by the processes they start.
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0", RAYDPFL_CACHE=tempfile.mkdtemp(prefix="raydpfl-tests-"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMALL = {
@@ -48,3 +51,7 @@ def shared_ray():
     ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield ray
     ray.shutdown()
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)

@@ -125,7 +125,7 @@ def test_a_uniform_cohort_has_distinct_ascending_clients_and_depends_on_its_roun
     for t in range(20):
         drawn = member.draw(5, t, population)
         assert len(drawn) == cohort and np.all(np.diff(drawn.clients) > 0)
-        assert 0 <= drawn.clients[0] and drawn.clients[-1] < population
+        assert drawn.clients[0] >= 0 and drawn.clients[-1] < population
         assert np.array_equal(drawn.clients, member.draw(5, t, population).clients)
 
 

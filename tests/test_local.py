@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from itertools import combinations
 
 import numpy as np
@@ -16,11 +18,11 @@ from torch import nn
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, torch_stream
-from raydpfl.local import Sgd, Trainer, batches, resolve
-from raydpfl.local.linear import SampleSpace
+from raydpfl.local import FAMILY, Local, Sgd, Trainer, batches, linear, resolve
+from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
-from raydpfl.member import choose, validate
-from raydpfl.local.sgd import FAMILY, Local
+from raydpfl.local.vmap import Vmap
+from raydpfl.member import choose
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ MODULES = {
 }
 STACKS = ["softmax", "softmax without bias", "mlp", "deep mlp", "functional"]
 PAIRS = [
-    *((way, name) for way in ("sample_space", "fused") for name in STACKS),
+    *((way, name) for way in ("sample_space", "sample_space, picking rows", "fused") for name in STACKS),
     *(("vmap", name) for name in ("softmax", "deep mlp", "residual", "tied")),
     *(("loop", name) for name in MODULES),
 ]
@@ -130,8 +132,13 @@ def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int
 
 
 def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, round=2, seed=4):
-    trainer = Trainer(module, local, way=way, seed=seed)
-    return {slot: (delta, loss) for slot, delta, loss in trainer.lane(models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws)}
+    way, _, picking = way.partition(", ")
+    with pytest.MonkeyPatch.context() as patch:
+        if picking:  # as in a lane too large to be worth taking whole, its updates formed one by one
+            patch.setattr(linear, "PICK", -1)
+            patch.setattr(linear, "CHUNK", 1)
+        lane = Trainer(module, local, way=way, seed=seed).lane(models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws)
+        return {slot: (delta, loss) for slot, delta, loss in lane}
 
 
 @pytest.mark.parametrize("method", LOCALS)
@@ -280,9 +287,10 @@ def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
         assert np.array_equal(index[slot, :, : batch_sizes[slot]], alone[0, :, : alone_size[0]])
         assert not index[slot, :, batch_sizes[slot] :].any()
         assert index[slot].max() < max(size, 1)
-    other = batches(7, 4, clients, draws, sizes, local, rows=100)[0]
-    assert index.shape == other.shape == (5, 6, 100 if batch == "full" else batch)
-    assert batch == "full" or not np.array_equal(index[1], other[1])
+    assert index.shape == (5, 6, 100 if batch == "full" else batch)
+    if batch != "full":
+        for name in ((8, 3, [4], [0]), (7, 4, [4], [0]), (7, 3, [5], [0]), (7, 3, [4], [1])):
+            assert not np.array_equal(index[1], batches(*name, [80], local, rows=100)[0][0])
 
 
 @pytest.mark.parametrize("n,b", [(6, 3), (40, 2)])  # the two ways of drawing: by rank and row by row
@@ -336,3 +344,160 @@ def test_a_wrong_value_is_refused_by_name(values, field):
     with pytest.raises(ConfigError) as refused:
         choose("local", {"kind": "sgd", **values}, FAMILY, Local)
     assert refused.value.field.startswith(field) and "\n" not in str(refused.value)
+
+
+def by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The layers that `stack` found, one after another on the flat parameters."""
+    a, flat = x.flatten(1), models.flatten(module)
+    for layer in stack(module):
+        weight, *bias = layer.views(flat)
+        a = a @ weight.mT + (bias[0] if bias else 0)
+        a = layer.activation.forward(a) if layer.activation else a
+    return a
+
+
+def hooked() -> nn.Module:
+    module = made("mlp")
+    module[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
+def frozen() -> nn.Module:
+    module = made("mlp")
+    module[1].weight.requires_grad_(False)
+    return module
+
+
+def tied_weights() -> nn.Module:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.ReLU(), nn.Linear(36, 36))
+    module[3].weight = module[1].weight
+    return module
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_linear_layers_is_found_however_it_is_written(name):
+    module, x = made(name), torch.randn(3, *SHAPE)
+    torch.testing.assert_close(by_hand(module, x), module(x))
+
+
+def test_what_changes_nothing_does_not_hide_a_stack():
+    for module in (nn.Linear(36, 4), nn.Sequential(nn.Flatten(), nn.Identity(), nn.Linear(36, 5), nn.Dropout(0.0), nn.LeakyReLU(), nn.Linear(5, 4))):
+        x = torch.randn(3, 36)
+        torch.testing.assert_close(by_hand(module, x), module(x))
+
+
+OTHERS = {
+    "tied": lambda: made("tied"),
+    "tied weights": tied_weights,
+    "residual": lambda: made("residual"),
+    "convolution": lambda: made("cnn"),
+    "hook": hooked,
+    "frozen": frozen,
+    "dropout": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.1), nn.Linear(8, 4)),
+    "batch norm": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+    "normalised weights": lambda: nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(36, 4))),
+    "activation first": lambda: nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(36, 4)),
+    "two activations": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, 4)),
+    "softplus": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Softplus(), nn.Linear(8, 4)),
+    "negative slope": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.LeakyReLU(-0.1), nn.Linear(8, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of weight_norm
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
+    module = OTHERS[kind]()
+    with pytest.raises(NoStack):
+        stack(module)
+    local = LOCALS["both"]
+    x, y = rows(sizes=[13] * 5)
+    way = resolve(module, local, 13, SHAPE)
+    got = train(way, module, local, x, y, [13] * 5, range(5), [0] * 5)
+    index, _ = batches(4, 2, range(5), [0] * 5, [13] * 5, local)
+    if kind != "dropout":
+        for slot, (delta, _) in got.items():
+            expected, _ = reference(module, local, x[slot], y[slot], index[slot], 2)
+            assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(expected)
+
+
+class Mixing(nn.Module):
+    """Looks like a flatten and a linear layer, but its view cuts each sample in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(18, 2)
+
+    def forward(self, x):
+        return self.linear(x.view(-1, 18)).view(-1, 4)
+
+
+@pytest.mark.parametrize("module,way", [(Mixing(), "fused"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")])
+def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_says_so(module, way, caplog):
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        assert resolve(module, Sgd(steps=1), 20, SHAPE) == "loop"
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"clients are trained by the loop; {way}")
+    with pytest.raises(ConfigError, match=rf"client\.way = '{way}': auto or loop"):
+        resolve(module, Sgd(), 20, SHAPE, way)
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual"])
+def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
+    def skewed(self, parameters, lane):
+        yield from ((slot, delta * 1.01, loss) for slot, delta, loss in self.straight(parameters, lane))
+
+    for way in (Fused, SampleSpace, Vmap):
+        monkeypatch.setattr(way, "straight", way.run, raising=False)
+        monkeypatch.setattr(way, "run", skewed)
+    assert resolve(made(name), Sgd(), 20, SHAPE) == "loop"
+
+
+@pytest.mark.parametrize(
+    "kind,shape,rows,local,way",
+    [
+        ("softmax", (1, 28, 28), 20, Sgd(steps=20, batch=10), "sample_space"),
+        ("softmax", (1, 28, 28), 600, Sgd(steps=300, batch=10), "fused"),
+        ("softmax", (1, 28, 28), 20, Sgd(steps=1, batch=10), "fused"),
+        ("softmax", (60,), 20, Sgd(steps=20, batch=10), "sample_space"),
+        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch=16), "sample_space"),
+        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch="full"), "sample_space"),
+        ("mlp", (1, 28, 28), 600, Sgd(steps=10, batch=64), "fused"),
+        ("cnn", (1, 28, 28), 64, Sgd(), "loop"),
+    ],
+)
+def test_the_way_follows_from_the_architecture_and_the_shapes(kind, shape, rows, local, way):
+    module = models.build(models.parse({"kind": kind}), shape, 10, seed=0)
+    assert resolve(module, local, rows, shape) == way
+    assert resolve(module, local, rows, shape, "loop") == "loop"
+
+
+def test_an_unknown_way_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"client\.way = 'lopo': auto or one of sample_space, fused, vmap, loop, noop"):
+        resolve(made("mlp"), Sgd(), 20, SHAPE, "lopo")
+
+
+HASHES = """
+import sys, hashlib, numpy as np, torch
+from raydpfl import models
+from raydpfl.local import Sgd, Trainer, single_thread, tune_allocator
+single_thread()
+if sys.argv[1] == "tuned":
+    tune_allocator()
+    waste = [torch.rand(100_003) for _ in range(7)]
+torch.manual_seed(int(sys.argv[2]))
+for kind, ways in (("softmax", ("sample_space", "fused", "vmap")), ("mlp", ("sample_space", "fused", "vmap")), ("cnn", ("loop",))):
+    module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
+    generator = np.random.default_rng(0)
+    x, y = generator.random((3, 13, 1, 28, 28), dtype=np.float32), generator.integers(0, 10, (3, 13))
+    for way in ways:
+        trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), way=way, seed=1)
+        lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], round=0, clients=[1, 2, 3], draws=[0, 0, 0])
+        print(way, hashlib.sha256(b"".join(delta.numpy().tobytes() for _, delta, _ in lane)).hexdigest())
+"""
+
+
+def test_two_processes_give_the_same_bits():
+    said = [
+        subprocess.run([sys.executable, "-c", HASHES, *arguments], capture_output=True, text=True, check=True).stdout
+        for arguments in (("plain", "1"), ("tuned", "2"))
+    ]
+    assert said[0] == said[1] and len(set(said[0].splitlines())) == 7

@@ -187,7 +187,8 @@ def cursed(tmp_path, overflow: bool) -> Experiment:
     x[7, 1], x[13:15, 2] = 99.0, 1e30 if overflow else 0.5
     columns = {f"x{j}": x[:, j] for j in range(4)}
     pq.write_table(pa.table({**columns, "y": np.arange(18) % 2, "who": client}), tmp_path / "cursed.parquet")
-    source = {"kind": "table", "train": str(tmp_path / "cursed.parquet"), "test": str(tmp_path / "cursed.parquet"), "x": list(columns), "y": "y", "client": "who"}
+    path = str(tmp_path / "cursed.parquet")
+    source = {"kind": "table", "train": path, "test": path, "x": list(columns), "y": "y", "client": "who"}
     return experiment(
         data={**source, "partition": {"kind": "natural"}},
         model={"kind": f"{__name__}:Fragile"},
@@ -270,5 +271,5 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
 
 def test_diverging_training_ends_in_one_sentence(tmp_path):
     wild = experiment(local={"kind": "sgd", "steps": 50, "lr": 1e6}, bounding={"kind": "none"}, noise={"kind": "none"})
-    with pytest.raises(RunError, match="diverged|norm"):
+    with pytest.raises(RunError, match=r"diverged|norm"):
         run(wild, tmp_path / "out")

@@ -50,6 +50,8 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
     step is compared with the loop's on made-up rows. Where it fails or differs, `auto` takes the loop and logs why, and a way asked for
     by name raises `ConfigError`.
     """
+    if not isinstance(local, Sgd):
+        raise ConfigError("local.kind", local.kind, "sgd, or the import path of a class that derives from raydpfl.local.Sgd")
     chosen = way
     if way == "auto":
         try:
@@ -62,9 +64,9 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
         return chosen
     reason = _mismatch(module, local, shape, chosen)
     if reason and way != "auto":
-        raise ConfigError("client.way", way, f"auto, or loop, which trains any model; not this one: {reason}")
+        raise ConfigError("client.way", way, f"auto or loop; this way does not fit the model: {reason}")
     if reason:
-        log.warning("the clients are trained by the loop, for %s does not fit this model: %s", chosen, reason)
+        log.warning("clients are trained by the loop; %s does not fit the model: %s", chosen, reason)
     return "loop" if reason else chosen
 
 
@@ -83,7 +85,7 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str) -
             trained = Trainer(module, local, way=name, seed=0).lane(parameters, x, y, sizes, round=0, clients=range(3), draws=[0] * 3)
             steps.append([delta for _, delta, _ in trained])
     except Exception as error:  # a module may do anything when it is traced or vmapped
-        return str(error) if isinstance(error, NoStack) else f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, NoStack) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     far = max(float((a - b).norm() / (b.norm() + ROUNDING / TOLERANCE * parameters.norm())) for a, b in zip(*steps, strict=True))
     return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"
 
@@ -116,21 +118,21 @@ class Trainer:
         drawn. A client's bits depend on its rows, key, slot and the shapes C and n, not on what is in the other slots. A client without
         rows gives zeros and the loss NaN; a diverged update comes back as it is.
         """
-        sizes = np.asarray(sizes, dtype=np.int64)
-        slots = np.flatnonzero(np.asarray(clients) >= 0).tolist()
-        index, batch_sizes = batches(self.seed, round, clients, draws, np.where(np.asarray(clients) >= 0, sizes, 0), self.local, rows=y.shape[1])
+        members = np.asarray(clients) >= 0
+        present = np.where(members, sizes, 0)
+        index, batch_sizes = batches(self.seed, round, clients, draws, present, self.local, rows=y.shape[1])
         lane = LaneData(
             x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
             y=torch.as_tensor(y, dtype=torch.int64, device=self.device),
-            sizes=torch.as_tensor(sizes, device=self.device),
-            index=torch.as_tensor(index, device=self.device),
-            batch_sizes=torch.as_tensor(batch_sizes, device=self.device),
-            slots=[slot for slot in slots if sizes[slot]],
+            sizes=present,
+            index=index,
+            batch_sizes=batch_sizes,
+            slots=np.flatnonzero(present).tolist(),
             lr=self.local.learning_rate(round),
             generator=lambda slot: torch_stream(self.seed, Purpose.MODULE, round=round, client=int(clients[slot]), draw=int(draws[slot])),
         )
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
         trained = self._way.run(parameters, lane)
-        for slot in slots:
-            yield next(trained) if sizes[slot] else (slot, torch.zeros_like(parameters), float("nan"))
+        for slot in np.flatnonzero(members).tolist():
+            yield next(trained) if present[slot] else (slot, torch.zeros_like(parameters), float("nan"))

@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.stack import Layer, NoStack, stack
+from raydpfl.local.stack import Layer, stack
 from raydpfl.local.way import LaneData, take
 
 CHUNK = 1 << 18  # numbers of updates that are formed at once
-MEMORY = 8  # products that take as long as reading and writing one weight
+PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
+MEMORY = 24  # products that take as long as reading and writing one weight
 
 
 class _Weights:
@@ -140,25 +140,41 @@ def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
 class _Stack:
     first: type[_Inputs] | type[_Span]
 
+    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
+        self.local, self.layers = local, stack(module)
+
     def whole(self, lane: LaneData) -> bool:
         """Whether a step takes all rows, those outside of the batch with share 0, rather than picking some out."""
         return False
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
-        self.local, self.layers = local, stack(module)
-
-    @torch.inference_mode()
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
-        clients, steps = lane.index.shape[:2]
+        with torch.inference_mode():
+            chain, losses = self._train(parameters, lane)
+        clients, d = len(lane.sizes), len(parameters)
+        together = max(1, CHUNK // d)
+        for first in range(0, clients, together):
+            slots = slice(first, min(first + together, clients))
+            wanted = [slot for slot in lane.slots if slots.start <= slot < slots.stop]
+            if not wanted:
+                continue
+            deltas = torch.empty(slots.stop - first, d, device=parameters.device)
+            with torch.inference_mode():
+                for place in chain:
+                    place.delta(slots, deltas)
+            for slot in wanted:
+                yield slot, deltas[slot - first], losses[slot]
+
+    def _train(self, parameters: torch.Tensor, lane: LaneData) -> tuple[list[_Weights | _Span], list[float]]:
+        """The layers after the last step, and the mean losses [C]."""
         x, y = lane.rows()
         batches = lane.batches(self.whole(lane))
         whole = batches[0][0] is None
         one_hot = x.new_zeros(*y.shape, self.layers[-1].outputs).scatter_(2, y[:, :, None], 1.0)
         one_hot = one_hot.mT.contiguous().mT if whole else one_hot
-        chain = [self.first(self.layers[0], parameters, x.flatten(2), steps, self.local, lane.lr, whole)]
-        chain += [_Weights(layer, parameters, clients, self.local, lane.lr) for layer in self.layers[1:]]
-        losses: torch.Tensor | None = None
+        chain = [self.first(self.layers[0], parameters, x.flatten(2), len(batches), self.local, lane.lr, whole)]
+        chain += [_Weights(layer, parameters, len(x), self.local, lane.lr) for layer in self.layers[1:]]
+        losses = x.new_zeros(len(x), one_hot.shape[2], batches[0][1].shape[2])
         for rows, shares in batches:
             a, outputs = rows, []
             for place in chain:
@@ -169,38 +185,32 @@ class _Stack:
             # [C, classes, B] from here: over a last axis of few classes torch's softmax is slow
             target = take(one_hot, rows).mT * shares
             log_p = torch.log_softmax(a.mT, 1)
-            losses = torch.zeros_like(log_p) if losses is None else losses
-            losses.addcmul_(target, log_p, value=-1)
+            losses.addcmul_(target, log_p)
             g = log_p.exp_().mul_(shares).sub_(target).mT
             for place, a in zip(reversed(chain), reversed(outputs), strict=True):
                 if place.layer.activation:
                     g = place.layer.activation.backward(g, a)
                 g = place.backward(g, wanted=place is not chain[0])
-        means = (losses.sum((1, 2)) / steps).tolist()
-        together = max(1, CHUNK // len(parameters))
-        for first in range(0, clients, together):
-            slots = slice(first, first + together)
-            with torch.inference_mode(False):
-                deltas = torch.empty(len(means[slots]), len(parameters), device=x.device)
-            for place in chain:
-                place.delta(slots, deltas)
-            yield from ((slot, deltas[slot - first], means[slot]) for slot in lane.slots if first <= slot < first + together)
+        return chain, (losses.sum((1, 2)) / -len(batches)).tolist()
 
 
 class Fused(_Stack):
-    """The first layer by its weights, [C, out, in]. Momentum and weight decay as in the loop; any `local`."""
+    """Every layer by its weights. Raises `NoStack` for a module that is no stack of linear layers."""
 
     first = _Inputs
 
 
 class SampleSpace(_Stack):
-    """The first layer in the span of each client's rows: n coefficients an output."""
+    """The first layer in the span of each client's rows. Raises `NoStack` as `Fused` does.
+
+    A row that is not finite makes its client's update so, whether or not a batch holds it.
+    """
 
     first = _Span
 
     def whole(self, lane: LaneData) -> bool:
-        import os
-        return bool(int(os.environ.get("WHOLE","1")))
+        clients, n = lane.y.shape
+        return clients * n * (n - lane.index.shape[2]) * self.layers[0].outputs <= PICK
 
     @staticmethod
     def pays(layers: tuple[Layer, ...], rows: int, local: Sgd) -> bool:

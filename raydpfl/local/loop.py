@@ -18,8 +18,6 @@ from raydpfl import models
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import LaneData
 
-POOLS = (nn.MaxPool2d, nn.AdaptiveMaxPool2d)
-
 
 class Loop:
     """Trains each client with autograd. What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts
@@ -28,9 +26,8 @@ class Loop:
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local, self.device = local, device
         self.module = copy.deepcopy(module).to(device).train()
-        kinds = [type(layer) for layer in self.module.modules()]
-        pooled = any(issubclass(kind, POOLS) for kind in kinds) and not any(issubclass(kind, nn.GroupNorm) for kind in kinds)
-        self.layout = torch.channels_last if pooled else torch.contiguous_format
+        has = [any(isinstance(layer, kind) for layer in self.module.modules()) for kind in (nn.MaxPool2d, nn.GroupNorm)]
+        self.layout = torch.channels_last if has == [True, False] else torch.contiguous_format
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.flat = torch.empty(models.parameter_count(module), device=device)
         self.gradient, self.velocity = torch.empty_like(self.flat), torch.empty_like(self.flat)
@@ -48,13 +45,14 @@ class Loop:
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         batch_sizes = lane.batch_sizes.tolist()
+        index = torch.from_numpy(lane.index).to(self.device)
         for slot in lane.slots:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 generator = lane.generator(slot)
                 torch.set_rng_state(generator.get_state())
                 if self.device.type == "cuda":
                     torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-                loss = self._train(parameters, lane.x[slot], lane.y[slot], lane.index[slot, :, : batch_sizes[slot]], lane.lr)
+                loss = self._train(parameters, lane.x[slot], lane.y[slot], index[slot, :, : batch_sizes[slot]], lane.lr)
             yield slot, models.flatten(self.module) - parameters, loss
 
     def _train(self, parameters: torch.Tensor, x: torch.Tensor, y: torch.Tensor, batches: torch.Tensor, lr: float) -> float:

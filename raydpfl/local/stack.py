@@ -11,6 +11,7 @@ raydpfl.local.stack.NoStack: Dropout is none of its layers
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ TANH = Activation("tanh", torch.tanh_, aten.tanh_backward)
 SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward)
 
 
-def _leaky(slope: float = 0.01) -> Activation:
+def _leaky(slope: float) -> Activation:
     if slope <= 0:
         raise NoStack(f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input")
     return Activation("leaky_relu", lambda z: F.leaky_relu_(z, slope), lambda g, a: aten.leaky_relu_backward(g, a, slope, True))
@@ -78,7 +79,7 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     try:
         traced = fx.symbolic_trace(nn.Sequential(module))  # wrapped, so that a lone Linear is seen as a layer
     except Exception as error:  # whatever the module's own code does when it runs on proxies
-        raise NoStack(f"torch.fx cannot follow it: {type(error).__name__}: {error}") from None
+        raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
     places, place = {}, 0
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -121,16 +122,16 @@ def _step(traced: fx.GraphModule, node: fx.Node) -> Activation | tuple[nn.Parame
             return None
         raise NoStack(f"{type(module).__name__}{' with hooks' if hooked else ''} is none of its layers")
     arguments = node.args[1:]
-    if node.target in ACTIVATIONS:
+    if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
         return ACTIVATIONS[node.target]
     if node.target is F.leaky_relu:
-        return _leaky(*arguments[:1], **{"slope": node.kwargs["negative_slope"]} if "negative_slope" in node.kwargs else {})
+        return _leaky(arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01))
     if node.target is F.linear:
         sources = [*arguments, *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs)]
-        tensors = [None if source is None else fx.graph_module._get_attr(traced, source.target) for source in sources]
+        tensors = [None if source is None else operator.attrgetter(source.target)(traced) for source in sources]
         return tensors[0], tensors[1] if len(tensors) > 1 else None
     if node.target in (torch.flatten, "flatten") and (arguments == (1,) or node.kwargs.get("start_dim") == 1):
         return None
-    if node.target in ("view", "reshape") and len(sizes := arguments[0] if isinstance(arguments[0], tuple) else arguments) == 2:
+    if node.target in ("view", "reshape") and len(arguments[0] if isinstance(arguments[0], tuple) else arguments) == 2:
         return None
     raise NoStack(f"{getattr(node.target, '__name__', node.target)} is none of its layers")

@@ -1,7 +1,6 @@
 """A whole lane by torch.func: vmap over clients of the gradient of one client's loss.
 
-It pays for small modules of many operations that are no stack of linear layers, and loses on convolutions and recurrent nets, which the
-choice of `raydpfl.local.engine.resolve` takes into account.
+It pays for small modules that are no stack of linear layers, and loses to the loop on convolutions and recurrent layers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from raydpfl.local.way import LaneData, take
 
 
 class Vmap:
-    """Trains the lane at once, each parameter [C, *its shape]. Raises RuntimeError for a module that draws or that changes its buffers."""
+    """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers raises RuntimeError when it is run."""
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local = local

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,9 +23,9 @@ class LaneData:
 
     x: torch.Tensor  # float32 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
     y: torch.Tensor  # int64 [C, n]
-    sizes: torch.Tensor  # int64 [C]; 0: an empty slot
-    index: torch.Tensor  # int64 [C, Q, B], rows of each batch
-    batch_sizes: torch.Tensor  # int64 [C], how many of the B are real
+    sizes: np.ndarray  # int64 [C]; 0: an empty slot
+    index: np.ndarray  # int64 [C, Q, B], rows of each batch
+    batch_sizes: np.ndarray  # int64 [C], how many of the B are real
     slots: Sequence[int]  # the slots to train, none of them empty
     lr: float
     generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
@@ -46,21 +47,24 @@ class LaneData:
         With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their order, and the shares are [C, 1, n]:
         what a row outside of the batch has is 0, as has a place that a smaller batch leaves empty.
         """
-        clients, n = self.y.shape
-        steps, width = self.index.shape[1:]
-        share = 1 / self.batch_sizes.clamp(min=1)[:, None]
-        shares = ((torch.arange(width, device=self.y.device) < self.batch_sizes[:, None]) * share)[:, None]
+        (clients, n), (steps, width) = self.y.shape, self.index.shape[1:]
+        real = np.arange(width) < self.batch_sizes[:, None]
+        shares = torch.from_numpy((real / np.maximum(self.batch_sizes, 1)[:, None]).astype(np.float32))[:, None]
+        index = torch.from_numpy(self.index)
         if whole or width == n:
-            placed = shares.new_zeros(clients, steps, n).scatter_add_(2, self.index, shares.expand(-1, steps, -1))
-            return [(None, each) for each in placed[:, :, None].unbind(1)]
-        firsts = torch.arange(0, clients * n, n, device=self.index.device)[:, None, None]
-        return [(rows, shares) for rows in (self.index + firsts).transpose(0, 1).flatten(1).unbind()]
+            placed = torch.zeros(clients, steps, n).scatter_add_(2, index, shares.expand(index.shape))
+            return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind(1)]
+        rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
+        shares = shares.to(self.y.device)
+        return [(each, shares) for each in rows.to(self.y.device).unbind()]
 
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """`source` [C, n, ...] at `rows` (see `LaneData.batches`) as [C, B, ...]; without rows, itself."""
+    if rows is None:
+        return source
     clients, _, *rest = source.shape
-    return source if rows is None else source.flatten(0, 1).index_select(0, rows).view(clients, -1, *rest)
+    return source.flatten(0, 1).index_select(0, rows).view(clients, -1, *rest)
 
 
 class Way(Protocol):
