@@ -5,24 +5,24 @@ Give two of noise, epsilon and rounds; the third is found by every accountant, a
 >>> found = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
 >>> for answer in found.answers:
 ...     print(f"{answer.guarantee.accountant:5} {answer.guarantee.observer}: {answer.guarantee.epsilon:.4g}")
-pld   every aggregate: 0.9835
-pld   every aggregate: 33.2
-pld   every single update: 1298
+pld   every aggregate: 0.9837
+pld   every aggregate: 33.1
+pld   every single update: 1190
 rdp   every aggregate: 2.044
-rdp   every aggregate: 34.11
-rdp   every single update: 1306
-paper every aggregate: 0.707
->>> found.answers[-1].true_epsilon.__round__(4)  # what the formula's 0.707 is worth
-0.9835
+rdp   every aggregate: 35.08
+rdp   every single update: 1212
+paper every aggregate: 0.7069
+>>> round(found.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
+0.98
 >>> print(found.sentence())
-Epsilon 0.9835 at delta 1e-05 means: at a false-alarm rate of 5 %, whoever sees every aggregate, but not who was in the cohorts, can \
-detect that one client was replaced by another at most 13.37 % of the time; blind guessing detects 5 %.
+Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, whoever sees every aggregate, but not who was in the cohorts, can \
+detect that one client was replaced by another at most 13.37% of the time; blind guessing detects 5%.
 
 One client's local steps (002, 003), where a sample is protected and every update is seen:
 
 >>> found = of_samples(samples=600, batch=10, steps=300, participations=1, epsilon=0.3, delta=1e-2)
 >>> {answer.guarantee.accountant: round(answer.noise_multiplier / 10, 3) for answer in found.answers}  # std of the mean gradient / bound
-{'pld': 0.343, 'rdp': 0.514, 'paper 002 tCDP': 2.138, 'paper 002 Theorem 5': 0.107, 'paper 003': 0.571}
+{'pld': 0.343, 'rdp': 0.667, 'paper 002 tCDP': 2.14, 'paper 002 Theorem 5': 0.106, 'paper 003': 2.277}
 
 `of_config` answers for an experiment; `from_options` is the command line. What is given and found is the noise multiplier
 z = std of the sum / bound, so every answer carries its mechanism with it: sampling, bound, std and relation.
@@ -36,7 +36,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 Unknown = Literal["epsilon", "noise", "rounds"]
 MOST_ROUNDS = 1 << 20  # where `privacy.rounds_for` stops looking
+_COUNTS = range(1, MOST_ROUNDS + 1)
 FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
 
 
@@ -60,8 +61,8 @@ FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
 class Answer:
     """What one accountant says against one observer.
 
-    `noise_multiplier`: std of the sum / bound, of the mechanism itself and not of what the observer makes of it; infinite when no noise will
-    do. `rounds`: of the run, or at the sample level those the client takes part in; 0 when one spends too much. `guarantee`: what
+    `noise_multiplier`: std of the sum / bound, of the mechanism itself and not of what the observer makes of it; infinite when no noise
+    will do. `rounds`: of the run, or at the sample level those the client takes part in; 0 when one spends too much. `guarantee`: what
     the accountant says of that noise and those rounds (of one round, when there is none to spend). `true_epsilon`: for a paper's
     formula, the epsilon that holds there, at the formula's own delta, by the first rigorous accountant that can tell; otherwise None.
     """
@@ -109,20 +110,20 @@ class Budget:
         }
 
     def sentence(self) -> str:
-        """What the first guarantee's epsilon means, as a bound on the power of any test at a false-alarm rate of 5 %."""
+        """What the first guarantee's epsilon means, as a bound on the power of any test at a false-alarm rate of 5%."""
         guarantee, mechanism = self.guarantees[0], self.mechanism
         if not math.isfinite(guarantee.epsilon):
             return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
         likelier = math.exp(min(guarantee.epsilon, 700.0))
         power = min(likelier * FALSE_ALARMS + self.delta, 1 - (1 - FALSE_ALARMS - self.delta) / likelier, 1.0)
-        event = {"replace_one": "was replaced by another", "add_remove": "took part at all", "zero_out": "contributed at all"}[guarantee.relation]
+        events = {"replace_one": "was replaced by another", "add_remove": "took part at all", "zero_out": "contributed at all"}
         hidden = "which samples were in the batches" if mechanism.placement == "step" else "who was in the cohorts"
         secret = "" if mechanism.sampling.everyone else f", but not {hidden},"
         return (
             f"Epsilon {guarantee.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of {FALSE_ALARMS:.0%}, whoever sees "
-            f"{guarantee.observer}{secret} can detect that one {guarantee.unit} {event} at most {100 * power:.4g} % of the time; "
+            f"{guarantee.observer}{secret} can detect that one {guarantee.unit} {events[guarantee.relation]} at most {100 * power:.4g}% of the time; "
             f"blind guessing detects {FALSE_ALARMS:.0%}."
-        ).replace("%", " %").replace("  %", " %")
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
@@ -177,13 +178,16 @@ def of_clients(
 
     Raises `ConfigError`, by option, for what is not covered.
     """
+    if placement not in ("auto", "client", "server"):
+        raise ConfigError("--placement", placement, "client or server")
     poisson = sampling == "poisson"
     placement = ("server" if poisson else "client") if placement == "auto" else placement
     with _by_option({"data.clients": "--population", "selection.cohort": "--cohort", "rounds": "--rounds"}):
         who = Sampling(sampling, population, population if cohort is None and sampling == "full" else cohort)
         z = _multiplier(noise_multiplier, std, bound, {"client": math.sqrt(who.cohort)}.get(placement, 1.0))
         unknown = _unknown(z, epsilon, rounds, "rounds")
-        mechanism = Mechanism(who, (Query("updates", bound or 1.0, 0.0),), 1 if rounds is None else rounds, placement=placement).with_noise(z or 1.0)
+        query = Query("updates", bound or 1.0, 0.0)
+        mechanism = Mechanism(who, (query,), 1 if rounds is None else rounds, placement=placement).with_noise(z or 1.0)
         relation = ("add_remove" if poisson else "replace_one") if relation == "auto" else relation
         most = math.inf if rounds is None else rounds * (who.cohort if sampling == "with_replacement" else 1)
         if participations is not None and not 1 <= participations <= most:
@@ -212,11 +216,12 @@ def of_samples(
     is the std of the noise on the sum over a batch / `bound`, the per-sample clip norm; `std`, which needs `bound`, that of the noise
     on the mean gradient. Each of the `steps` of a round draws a fresh batch, by `sampling`.
     """
-    with _by_option({"data.clients": "--samples", "selection.cohort": "--batch", "rounds": "--participations"}):
+    with _by_option({"data.clients": "--samples", "selection.cohort": "--batch"}):
         if sampling == "epochs":
             raise ConfigError("--sampling", sampling, "shuffled epochs have no accountant; nearest: fixed, a fresh batch at each step")
-        if not steps >= 1:
-            raise ConfigError("--steps", steps, "an integer, at least 1")
+        for name, value in (("steps", steps), ("participations", participations)):
+            if value is not None and value < 1:
+                raise ConfigError(_flag(name), value, "an integer, at least 1")
         z = _multiplier(noise_multiplier, std, bound, batch)
         unknown = _unknown(z, epsilon, participations, "participations")
         rounds = steps if participations is None else steps * participations
@@ -230,36 +235,29 @@ def of_samples(
 def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget:
     """What a run of `experiment` would guarantee, cohorts drawn as it would draw them, and the noise that each accountant would ask for.
 
-    The data are prepared, for the sizes of the population, but nothing is trained. Raises `ConfigError` for all that a run would refuse, and
-    for a run without noise.
+    The data are prepared, for the sizes of the population, but nothing is trained. Raises `ConfigError` for all that a run would
+    refuse, and for a run without noise.
     """
     from raydpfl.plan import Plan
 
     if not experiment.private:
         raise ConfigError("noise.kind", experiment.noise.kind, "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}")
     plan = Plan.make(experiment, data_root)
-    e, scale = plan.experiment, (plan.experiment.bounding.initial_bound or 1.0) * plan.weight
-    queries = [replace(query, bound=query.bound * scale, std=query.std * scale) if query.name == "updates" else query for query in plan.mechanism.queries]
+    e, name = plan.experiment, plan.accountant
+    scale = e.bounding.initial_bound * plan.weight
+    queries = [replace(each, bound=each.bound * scale, std=each.std * scale) if each.name == "updates" else each for each in plan.mechanism.queries]
+    mechanism = replace(plan.mechanism, queries=tuple(queries))
     seen: Counter[int] = Counter()
     for t in range(e.rounds):
         seen.update(e.selection.draw(e.seed, t, plan.population).clients.tolist())
-    epsilon = getattr(e.noise, "epsilon", None)
-    question = _Question(
-        replace(plan.mechanism, queries=tuple(queries)),
-        e.relation,
-        e.noise.delta,
-        "epsilon" if epsilon is None else "noise",
-        epsilon,
-        participations=max(seen.values(), default=1),
-        v=e.noise.v,
-        decided=True,
-    )
-    found = question.budget()
+    unknown: Unknown = "epsilon" if e.noise.epsilon is None else "noise"
+    most = max(seen.values(), default=1)
+    question = _Question(mechanism, e.relation, e.noise.delta, unknown, e.noise.epsilon, participations=most, v=e.noise.v)
+    found = question.budget(mechanism)
     if e.privacy.budget is None:
         return found
-    name = plan.accountant
-    lasts = privacy.rounds_for(e.privacy.budget, plan.mechanism, e.relation, e.noise.delta, name, v=e.noise.v)
-    return replace(found, notes=(*found.notes, f"privacy.budget {e.privacy.budget:g} lasts for {min(lasts, e.rounds)} of the {e.rounds} rounds, by {name}"))
+    lasts = min(e.rounds, privacy.rounds_for(e.privacy.budget, mechanism, e.relation, e.noise.delta, name, v=e.noise.v))
+    return replace(found, notes=(*found.notes, f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {name}"))
 
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
@@ -279,7 +277,7 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
 
 @dataclass(frozen=True)
 class _Question:
-    """A mechanism in which one of noise and rounds may be a mere 1 in place of the unknown; `decided`: it is not, whatever is unknown."""
+    """What is asked of a mechanism, in which a 1 stands in for the noise, or the rounds, that are unknown."""
 
     mechanism: Mechanism
     relation: Relation
@@ -289,100 +287,84 @@ class _Question:
     steps: int = 1
     participations: int | None = None
     v: float = 4.0
-    decided: bool = False
 
-    def budget(self) -> Budget:
-        answers = [*self._counted("pld"), *self._counted("rdp"), *self._printed()]
-        first, question = answers[0], self
+    def budget(self, mechanism: Mechanism | None = None) -> Budget:
+        """`mechanism` is the one whose guarantees are wanted, where it is not that of the first answer."""
+        answers = self._answers()
+        first = answers[0]
         if first.rounds == 0:
-            least = f"{first.guarantee.epsilon:.4g}, which one round spends"
-            raise ConfigError("--epsilon", self.epsilon, f"at least {least}; or more noise")
-        if self.unknown != "epsilon":
-            mechanism = self.mechanism if self.decided else self._at(first.noise_multiplier, first.rounds)
-            question = replace(self, mechanism=mechanism, unknown="epsilon")
-        at_hand = answers if question is self else [*question._counted("pld"), *question._counted("rdp"), *question._printed()]
+            raise ConfigError("--epsilon", self.epsilon, f"at least {first.guarantee.epsilon:.4g}, which one round spends; or more noise")
+        mechanism = mechanism or self._at(first.noise_multiplier, first.rounds)
+        held = answers if self.unknown == "epsilon" else replace(self, mechanism=mechanism, unknown="epsilon")._answers()
         return Budget(
-            self.unknown,
-            question.mechanism,
-            self.relation,
-            self.delta,
-            tuple(answers),
-            tuple(answer.guarantee for answer in at_hand),
-            self.epsilon,
-            self.steps,
-            tuple(_notes(question.mechanism, self.delta)),
+            unknown=self.unknown,
+            mechanism=mechanism,
+            relation=self.relation,
+            delta=self.delta,
+            answers=tuple(answers),
+            guarantees=tuple(answer.guarantee for answer in held),
+            epsilon=self.epsilon,
+            steps=self.steps,
+            notes=tuple(_notes(mechanism, self.delta)),
         )
 
-    @property
-    def _z(self) -> float:
-        return self.mechanism.noise_multiplier
-
-    @property
-    def _rounds(self) -> int:
-        return self.mechanism.rounds // self.steps
+    def _answers(self) -> list[Answer]:
+        printed = self._printed() if self.mechanism.placement == "step" else self._counted("paper")
+        return [*self._counted("pld"), *self._counted("rdp"), *printed]
 
     def _at(self, z: float, rounds: int) -> Mechanism:
         return replace(self.mechanism.with_noise(z), rounds=rounds * self.steps)
 
-    def _seen(self, rounds: int) -> list[tuple]:
+    def _seen(self, rounds: int) -> list[tuple[str, str, Mechanism, Relation, int]]:
         return list(_views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
-    def _guarantees(self, name: str, z: float, rounds: int, delta: float | None = None) -> list[Guarantee]:
-        delta = self.delta if delta is None else delta
-        return privacy.guarantees(self._at(z, rounds), self.relation, delta, accountants=[name], participations=self.participations, v=self.v)
+    def _guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
+        mechanism = self._at(z, max(rounds, 1))
+        return privacy.guarantees(mechanism, self.relation, delta, accountants=[name], participations=self.participations, v=self.v)
 
     def _counted(self, name: str) -> Iterator[Answer]:
-        """One answer against each observer, by an accountant of `raydpfl.privacy`; `paper` knows one observer only."""
-        for place, (_, _, observed, under, times) in enumerate(self._seen(self._rounds)):
-            z, rounds = self._z, self._rounds
-            covered = privacy.covers(name, observed, under) is None
-            if covered and self.unknown == "noise":
-                if name == "paper":
-                    z = privacy.paper_multiplier(self.epsilon, observed.sampling, times, self.delta, self.v)
-                else:  # what this observer meets is a fixed multiple of the mechanism's own noise
-                    z *= privacy.noise_for(self.epsilon, observed, under, self.delta, name, times) / observed.noise_multiplier
-            if covered and self.unknown == "rounds":
-                most = privacy.rounds_for(self.epsilon, observed, under, self.delta, name, self.v)
-                rounds = bisect_right(range(1, MOST_ROUNDS + 1), most, key=lambda t, place=place: self._seen(t)[place][-1])
-            guarantee = self._guarantees(name, z, max(rounds, 1))[place]
-            if name == "paper":
-                yield Answer(guarantee, z, rounds, self._truth(z, max(rounds, 1), self.delta))
-                return
-            yield Answer(guarantee, z, rounds)
+        """By an accountant of `raydpfl.privacy`, one answer against each observer; `paper` knows the first alone."""
+        z, rounds = self.mechanism.noise_multiplier, self.mechanism.rounds // self.steps
+        for place, (_, _, observed, under, times) in enumerate(self._seen(rounds)[: 1 if name == "paper" else None]):
+            found_z, found_rounds = z, rounds
+            if self.unknown != "epsilon" and not privacy.covers(name, observed, under):
+                if self.unknown == "rounds":
+                    most = privacy.rounds_for(self.epsilon, observed, under, self.delta, name, self.v)
+                    found_rounds = bisect_right(_COUNTS, most, key=lambda t, place=place: self._seen(t)[place][-1])
+                elif name == "paper":
+                    found_z = privacy.paper_multiplier(self.epsilon, observed.sampling, times, self.delta, self.v)
+                else:  # what an observer meets is a fixed multiple of the mechanism's own noise
+                    found_z *= privacy.noise_for(self.epsilon, observed, under, self.delta, name, times) / observed.noise_multiplier
+            guarantee = self._guarantees(name, found_z, found_rounds, self.delta)[place]
+            truth = self._truth(found_z, found_rounds, self.delta) if name == "paper" else None
+            yield Answer(guarantee, found_z, found_rounds, truth)
 
     def _printed(self) -> Iterator[Answer]:
-        """The papers' formulas for this kind of mechanism, each with what it is worth."""
-        if self.mechanism.placement != "step":
-            yield from self._counted("paper")
-            return
-        query, sampling = self.mechanism.queries[0], self.mechanism.sampling
-        batches = () if sampling.kind in ("fixed", "full") else (f"batches of one fixed size, drawn without replacement (here: {sampling})",)
+        """By the papers' formulas for local steps."""
+        query, batches, rounds = self.mechanism.queries[0], self.mechanism.sampling, self.mechanism.rounds // self.steps
+        client = {"bound": query.bound, "batch": batches.cohort, "samples": batches.population}
+        (seen,) = self._guarantees("pld", self.mechanism.noise_multiplier, 1, self.delta)
         for formula in _FORMULAS:
-            std, rounds, claim = query.std / sampling.cohort, self._rounds, None
-            step = {"bound": query.bound, "batch": sampling.cohort, "samples": sampling.population}
+
+            def claim(std: float, rounds: int, formula: _Formula = formula) -> tuple[Printed, float]:
+                return formula.epsilon(std, self.delta, **client, steps=max(rounds, 1) * self.steps)
+
+            std, found, failed = query.std / batches.cohort, rounds, ()
             if self.unknown == "noise":
-                claim = formula.noise(self.epsilon, self.delta, **step, steps=rounds * self.steps)
-                std = claim.value
-            if self.unknown == "rounds":
-
-                def claims(t: int, formula=formula, std=std, step=step) -> float:
-                    return formula.epsilon(std, self.delta, **step, steps=t * self.steps)[0].value
-
-                rounds = bisect_right(range(1, MOST_ROUNDS + 1), self.epsilon, key=claims)
-            z, delta, truth = sampling.cohort * std / query.bound, self.delta, None
+                std, failed = astuple(formula.noise(self.epsilon, self.delta, **client, steps=rounds * self.steps))
+            elif self.unknown == "rounds":
+                found = bisect_right(_COUNTS, self.epsilon, key=lambda t, std=std, claim=claim: claim(std, t)[0].value)
+            z, epsilon, delta, truth = batches.cohort * std / query.bound, math.inf, self.delta, None
             if math.isfinite(std):
-                printed, delta = formula.epsilon(std, self.delta, **step, steps=max(rounds, 1) * self.steps)
-                truth = self._truth(z, max(rounds, 1), delta)
-                claim = Printed(self.epsilon, claim.conditions_failed) if claim else printed
-            failed = (*batches, *claim.conditions_failed)
+                printed, delta = claim(std, found)
+                truth = self._truth(z, found, delta)
+                epsilon, failed = (self.epsilon, failed) if self.unknown == "noise" else astuple(printed)
+            if batches.kind not in ("fixed", "full"):
+                failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
             if delta != self.delta:
-                failed = (*failed, f"delta = {self.delta:g} (the formula gives its epsilon at delta {delta:.3g} alone)")
-            where = self._guarantees("pld", self._z, 1)[0]
-            epsilon = claim.value if math.isfinite(std) else math.inf
-            guarantee = replace(
-                where, kind="paper", accountant=formula.name, relation=formula.relation, epsilon=epsilon, delta=delta, conditions_failed=failed
-            )
-            yield Answer(guarantee, z, rounds, truth)
+                failed += (f"delta = {self.delta:g} (the formula gives its epsilon at delta {delta:.3g} alone)",)
+            says = {"kind": "paper", "accountant": formula.name, "relation": formula.relation, "epsilon": epsilon, "delta": delta}
+            yield Answer(replace(seen, **says, conditions_failed=failed), z, found, truth)
 
     def _truth(self, z: float, rounds: int, delta: float) -> float:
         """Epsilon by pld, or by rdp where `delta` is too small for pld to tell."""
@@ -475,12 +457,12 @@ def _multiplier(z: float | None, std: float | None, bound: float | None, count: 
 
 
 def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
-    given = {"noise (--noise-multiplier or --std)": z, "--epsilon": epsilon, f"--{repeated}": rounds}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) != 1:
-        names = ", ".join(name.split(" (")[0] for name in given if name not in missing) or None
-        raise ConfigError("given", names, f"two of {', '.join(given)}; the third is computed")
-    return {"--epsilon": "epsilon", f"--{repeated}": "rounds"}.get(missing[0], "noise")
+    given = [name for name, value in (("noise", z), ("epsilon", epsilon), ("rounds", rounds)) if value is not None]
+    if len(given) != 2:
+        accepted = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; the third is computed"
+        raise ConfigError("given", given or None, accepted)
+    (missing,) = {"noise", "epsilon", "rounds"}.difference(given)
+    return missing
 
 
 def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
@@ -498,7 +480,8 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     for kind in ("fixed", "poisson", "with_replacement") if sampling.cohort <= sampling.population else ():
         if not privacy.covers("pld", replace(mechanism, sampling=replace(sampling, kind=kind)), relation):
             nearest.append(f"--sampling {kind}")
-    raise ConfigError(_flag(field), relation if field == "relation" else mechanism.placement, f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}")
+    value = relation if field == "relation" else mechanism.placement
+    raise ConfigError(_flag(field), value, f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}")
 
 
 def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
@@ -515,57 +498,64 @@ def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
 def render(budget: Budget) -> RenderableType:
     """For a terminal: what is released, the answers side by side, the formulas with their conditions, and the sentence."""
     from rich.console import Group
-    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    noise, sampling, at = budget.noise, budget.mechanism.sampling, f"epsilon {budget.epsilon or 0:.4g} at delta {budget.delta:g}"
-    local, rounds = budget.mechanism.placement == "step", budget.mechanism.rounds // budget.steps
-    drawn = [f"{noise[name]:.4g} of {what}" for name, what in (("std_of_one_client", "one client's"), ("std_of_the_mean_gradient", "the mean gradient's")) if name in noise]
-    released = f"{rounds} participations x {budget.steps} local steps, each a sum over a batch" if local else f"{rounds} rounds, each a sum over a cohort"
+    mechanism, noise = budget.mechanism, budget.noise
+    local, rounds, sampling = mechanism.placement == "step", mechanism.rounds // budget.steps, mechanism.sampling
     head = Table.grid(padding=(0, 2))
-    head.add_row("released", f"{released}: {sampling} {'samples' if local else 'clients'}")
-    head.add_row("bound", f"{noise['bound']:.4g} for each {budget.mechanism.unit}; sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}")
-    stds = ", ".join([f"std {noise['std_of_the_sum']:.4g} of the sum", *drawn])
-    head.add_row("noise", f"{stds}; noise multiplier {noise['noise_multiplier']:.4g} (std of the sum / bound)")
+    if local:
+        head.add_row("released", f"{mechanism.rounds} local steps ({rounds} x {budget.steps}), each a sum over a batch of samples: {sampling}")
+    else:
+        head.add_row("released", f"{rounds} rounds, each a sum over a cohort of clients: {sampling}")
+    sensitivity = f"sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}"
+    head.add_row("bound", f"{noise['bound']:.4g} for each {mechanism.unit}; {sensitivity}")
+    stds = [f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}" for name, value in noise.items() if name.startswith("std_")]
+    together = f", the {len(mechanism.queries)} queries of a round together" if len(mechanism.queries) > 1 else ""
+    head.add_row("noise", f"std {', '.join(stds)}; noise multiplier {noise['noise_multiplier']:.4g} (std of the sum / bound{together})")
 
     def table(title: str, cells: list[tuple[Guarantee, str]]) -> Table:
-        names = list(dict.fromkeys(guarantee.accountant for guarantee, _ in cells))
-        columns = {name: [(guarantee, cell) for guarantee, cell in cells if guarantee.accountant == name] for name in names}
+        columns: dict[str, list[tuple[Guarantee, str]]] = {}
+        for guarantee, cell in cells:
+            columns.setdefault(_label(guarantee), []).append((guarantee, cell))
         made = Table(title=title, title_justify="left", title_style="bold")
-        for name in ("against whoever sees", "", "relation"):
-            made.add_column(name)
-        for name in names:
+        told_apart = len({guarantee.relation for guarantee, _ in columns["pld"]}) > 1
+        made.add_column("against whoever sees", no_wrap=True)
+        if told_apart:
+            made.add_column("relation", no_wrap=True)
+        for name in columns:
             made.add_column(name, justify="right")
         for place, (guarantee, _) in enumerate(columns["pld"]):
-            knows = guarantee.sampling.removeprefix("batches: ").removeprefix(str(sampling)).removeprefix(", ").split(",")[0]
+            knows = guarantee.sampling.removeprefix("batches: ").removeprefix(str(sampling)).split(", ")[1:2]
             row = [column[place][1] if place < len(column) else "" for column in columns.values()]
-            made.add_row(guarantee.observer, knows or "all take part", guarantee.relation, *row)
+            made.add_row(", ".join([guarantee.observer, *knows]), *[guarantee.relation] * told_apart, *row)
         return made
 
+    at = f"epsilon {budget.epsilon or 0:.4g} at delta {budget.delta:g}"
+    repeated = "participations" if local else "rounds"
     titles = {
         "epsilon": f"Epsilon at delta {budget.delta:g}",
         "noise": f"Noise multiplier that {at} needs",
-        "rounds": f"{'Participations' if local else 'Rounds'} that {at} allows",
+        "rounds": f"{repeated.capitalize()} that {at} allows",
     }
-    parts: list[Any] = [head, "", table(titles[budget.unknown], [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers])]
+    cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
+    parts: list[Any] = [head, "", table(titles[budget.unknown], cells), ""]
     if budget.unknown != "epsilon":
-        which = f"noise multiplier {noise['noise_multiplier']:.4g}" if budget.unknown == "noise" else f"{rounds} {'participations' if local else 'rounds'}"
-        parts += ["", table(f"Epsilon at delta {budget.delta:g} with {which}", [(each, _spent(each)) for each in budget.guarantees])]
-    known = next((each.sampling.split("cohort known, ")[1] for each in budget.guarantees if "cohort known, " in each.sampling), None)
-    notes = [f"cohort known: {known}"] if known else []
-    notes += [f"{name}: {reason}" for name, reason in _uncovered(budget)]
-    parts.append("")
+        which = f"{rounds} {repeated}" if budget.unknown == "rounds" else f"noise multiplier {noise['noise_multiplier']:.4g}"
+        parts += [table(f"Epsilon at delta {budget.delta:g} with {which}", [(each, _spent(each)) for each in budget.guarantees]), ""]
     for answer in budget.answers:
         if answer.guarantee.kind == "paper":
-            parts.append(Padding(Text(_worth(budget, answer), style="red" if answer.overclaims else ""), (0, 0, 0, 0)))
+            parts.append(Text(_worth(budget, answer, repeated), style="red" if answer.overclaims else ""))
+    known = [each.sampling.partition("cohort known, ")[2] for each in budget.guarantees]
+    notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
+    rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind == "rigorous"]
+    notes += dict.fromkeys(f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed)
     parts += [Text(f"- {note}") for note in [*notes, *budget.notes]]
     return Group(*parts, "", Text(budget.sentence(), style="bold"))
 
 
-def _uncovered(budget: Budget) -> list[tuple[str, str]]:
-    rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind == "rigorous"]
-    return list(dict.fromkeys((each.accountant, reason) for each in rigorous for reason in each.conditions_failed))
+def _label(guarantee: Guarantee) -> str:
+    return "paper 000, 001" if guarantee.accountant == "paper" else guarantee.accountant
 
 
 def _spent(guarantee: Guarantee) -> str:
@@ -584,16 +574,16 @@ def _cell(budget: Budget, answer: Answer) -> str:
     return f"{'>= ' if (answer.rounds + 1) * budget.steps > MOST_ROUNDS else ''}{answer.rounds}{mark}"
 
 
-def _worth(budget: Budget, answer: Answer) -> str:
+def _worth(budget: Budget, answer: Answer, repeated: str) -> str:
     """A formula's claim beside what it is worth, and the conditions that fail."""
     guarantee = answer.guarantee
     says = {
         "epsilon": f"claims epsilon {guarantee.epsilon:.4g}",
         "noise": f"asks for noise multiplier {answer.noise_multiplier:.4g}",
-        "rounds": f"allows {answer.rounds}",
+        "rounds": f"allows {answer.rounds} {repeated}",
     }[budget.unknown]
-    text = f"{guarantee.accountant}, as printed, {says}"
+    text = f"{_label(guarantee)}, as printed, {says}"
     if answer.true_epsilon is not None:
         text += f"; the epsilon there is {answer.true_epsilon:.4g}{', more than it claims' if answer.overclaims else ''}"
-    failed = f" * Conditions that fail: {'; '.join(guarantee.conditions_failed)}." if guarantee.conditions_failed else ""
+    failed = f" Conditions that fail (*): {'; '.join(guarantee.conditions_failed)}." if guarantee.conditions_failed else ""
     return f"{text}.{failed}"

@@ -96,6 +96,7 @@ class ClientActor:
         began = time.perf_counter()
         parameters = torch.tensor(model, device=self.device)  # a copy: what Ray hands out may not be written to
         partial = Partial(np.zeros(len(model)))
+        self.shards.prefetch(np.concatenate([lane.clients if lane.slot is None else lane.clients[[lane.slot]] for lane in lanes]))
         for lane in lanes:
             total = torch.zeros(len(model), dtype=torch.float64, device=self.device)
             for contribution in self._contributions(parameters, work, lane, partial):

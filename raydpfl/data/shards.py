@@ -119,6 +119,8 @@ class _Mapped:
 
     def __init__(self, path: Path):
         self.file = path.open("rb", buffering=0)
+        if hasattr(os, "posix_fadvise"):  # cohorts are spread over the file: reading on beyond a client is a waste
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.map = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
         batches = [reader.get_batch(index).columns for index in range(reader.num_record_batches)]
@@ -195,6 +197,18 @@ class Shards:
                 if raw.dtype == np.uint8:
                     self._scaled(stored, x[lane, :count])
         return x, y, n
+
+    def prefetch(self, clients: np.ndarray) -> None:
+        """Asks the system to have the rows of these clients (int64, -1 for a dummy) in memory soon; returns at once."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        members = np.asarray(clients, np.int64)
+        members = members[members >= 0]
+        batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
+        rows_before = self._first[members] - self._starts[batches]
+        for batch, before, count in zip(batches.tolist(), rows_before.tolist(), self.sizes[members].tolist(), strict=True):
+            for at, width in zip(self._places[batch], (self._row_bytes, 8), strict=True):
+                os.posix_fadvise(self._train.file.fileno(), at + before * width, count * width, os.POSIX_FADV_WILLNEED)
 
     def test(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The test samples in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<= batch]."""

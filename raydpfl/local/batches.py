@@ -24,13 +24,14 @@ def batches(
     """(rows of every batch, int64 [C, Q, B]; rows in each batch of a client, int64 [C]).
 
     `clients`, `draws` and `sizes` have length C, a dummy has size 0. B is the batch size of a client with `rows` rows (default: the
-    largest here), and a smaller batch ends in zeros. In `epochs` a batch may straddle two, so that all have one size and each row comes up once in every n_i.
+    largest here), and a smaller batch ends in zeros. In `epochs` a batch may straddle two of them, so that all have one size and each
+    row comes up once in every n_i.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     width = local.batch_size(int(sizes.max(initial=1)) if rows is None else rows)
-    batch_sizes = np.array([local.batch_size(n) for n in sizes.tolist()], dtype=np.int64)
+    batch_sizes = sizes if local.batch == "full" else np.minimum(sizes, local.batch)
     index = np.zeros((len(sizes), local.steps, width), dtype=np.int64)
-    raw: dict[int, np.ndarray] = {}
+    ranked, raw = [], []
     for slot, (n, b) in enumerate(zip(sizes.tolist(), batch_sizes.tolist(), strict=True)):
         if b == n:
             index[slot, :, :n] = np.arange(n)
@@ -40,14 +41,15 @@ def batches(
             epochs = _shuffled(keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n))
             index[slot, :, :b] = epochs.ravel()[: local.steps * b].reshape(local.steps, b)
         elif n <= FEW * b:
-            raw[slot] = keyed.bit_generator.random_raw(local.steps * n).reshape(local.steps, n)
+            ranked.append(slot)
+            raw.append(keyed.bit_generator.random_raw(local.steps * n))
         else:
             index[slot, :, :b] = _floyd(keyed.random((local.steps, b)), n)
-    if raw:  # all of these have batches of the full width
-        words = np.full((len(raw), local.steps, max(each.shape[1] for each in raw.values())), np.iinfo(np.uint64).max)
-        for place, each in enumerate(raw.values()):
-            words[place, :, : each.shape[1]] = each
-        index[list(raw)] = _shuffled(words)[:, :, :width]
+    if ranked:  # all of these have batches of the full width
+        words = np.full((len(raw), local.steps, max(map(len, raw)) // local.steps), np.iinfo(np.uint64).max)
+        for lines, each in zip(words, raw, strict=True):
+            lines[:, : len(each) // local.steps] = each.reshape(local.steps, -1)
+        index[ranked] = _shuffled(words)[:, :, :width]
     return index, batch_sizes
 
 

@@ -50,7 +50,7 @@ class _Weights:
         return (torch.baddbmm(bias[0].mT, weight, inputs.mT) if bias else torch.bmm(weight, inputs.mT)).mT
 
     def backward(self, g: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        """Makes the step from the gradient `g` by the outputs, [C, B, out]; returns that by the inputs, laid out as they are, if it is wanted."""
+        """Makes the step from the gradient `g` by the outputs, [C, B, out]; if `wanted`, returns that by the inputs, laid out as they are."""
         weight, before = self.now[0], None
         if wanted:
             before = torch.bmm(g, weight) if self.inputs.is_contiguous() else torch.bmm(weight.mT, g.mT).mT
@@ -183,15 +183,15 @@ class _Stack:
                     a = place.layer.activation.forward(a)
                 outputs.append(a)
             # [C, classes, B] from here: over a last axis of few classes torch's softmax is slow
-            target = take(one_hot, rows).mT * shares
+            label = take(one_hot, rows).mT
             log_p = torch.log_softmax(a.mT, 1)
-            losses.addcmul_(target, log_p)
-            g = log_p.exp_().mul_(shares).sub_(target).mT
+            losses.addcmul_(log_p, shares if whole else label)  # of the two the one that changes; the other at the end
+            g = log_p.exp_().sub_(label).mul_(shares).mT
             for place, a in zip(reversed(chain), reversed(outputs), strict=True):
                 if place.layer.activation:
                     g = place.layer.activation.backward(g, a)
                 g = place.backward(g, wanted=place is not chain[0])
-        return chain, (losses.sum((1, 2)) / -len(batches)).tolist()
+        return chain, (losses.mul_(label if whole else shares).sum((1, 2)) / -len(batches)).tolist()
 
 
 class Fused(_Stack):
