@@ -121,8 +121,8 @@ class Budget:
         secret = "" if mechanism.sampling.everyone else f", but not {hidden},"
         return (
             f"Epsilon {guarantee.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of {FALSE_ALARMS:.0%}, whoever sees "
-            f"{guarantee.observer}{secret} can detect that one {guarantee.unit} {events[guarantee.relation]} at most {100 * power:.4g}% of the time; "
-            f"blind guessing detects {FALSE_ALARMS:.0%}."
+            f"{guarantee.observer}{secret} can detect that one {guarantee.unit} {events[guarantee.relation]} "
+            f"at most {100 * power:.4g}% of the time; blind guessing detects {FALSE_ALARMS:.0%}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget:
     plan = Plan.make(experiment, data_root)
     e, name = plan.experiment, plan.accountant
     scale = e.bounding.initial_bound * plan.weight
-    queries = [replace(each, bound=each.bound * scale, std=each.std * scale) if each.name == "updates" else each for each in plan.mechanism.queries]
-    mechanism = replace(plan.mechanism, queries=tuple(queries))
+    updates, *others = plan.mechanism.queries
+    mechanism = replace(plan.mechanism, queries=(replace(updates, bound=updates.bound * scale, std=updates.std * scale), *others))
     seen: Counter[int] = Counter()
     for t in range(e.rounds):
         seen.update(e.selection.draw(e.seed, t, plan.population).clients.tolist())
@@ -257,7 +257,8 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget:
     if e.privacy.budget is None:
         return found
     lasts = min(e.rounds, privacy.rounds_for(e.privacy.budget, mechanism, e.relation, e.noise.delta, name, v=e.noise.v))
-    return replace(found, notes=(*found.notes, f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {name}"))
+    note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {name}"
+    return replace(found, notes=(*found.notes, note))
 
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
@@ -447,13 +448,14 @@ def _multiplier(z: float | None, std: float | None, bound: float | None, count: 
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(_flag(name), value, "a positive finite number")
-    if std is None:
-        return z
-    if z is not None:
+    if std is not None and z is not None:
         raise ConfigError("--std", std, "--noise-multiplier or --std, not both")
-    if bound is None:
+    if std is not None and bound is None:
         raise ConfigError("--bound", None, "the L2 bound that --std is to be compared with")
-    return std * count / bound
+    field, z = ("--noise-multiplier", z) if std is None else ("--std", std * count / bound)
+    if z is not None and not 1e-6 <= z <= 1e6:  # squares of what lies far outside leave the range of float64
+        raise ConfigError(field, std or z, f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}")
+    return z
 
 
 def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
@@ -491,7 +493,7 @@ def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
     if mechanism.placement == "client":
         yield "k clients who pool what they know of their own noise, or k that drop out, leave sqrt((r - k) / r) of the noise on a sum of r"
     if mechanism.placement == "step":
-        yield "it holds for a fresh batch at each step, not for shuffled epochs; the participations are those that occur, or a cap that is kept"
+        yield "it holds for a fresh batch at each step, not for shuffled epochs; participations are those that occur, or a cap that is kept"
     yield from (f"not accounted for: {exclusion}" for exclusion in mechanism.exclusions)
 
 
@@ -505,14 +507,16 @@ def render(budget: Budget) -> RenderableType:
     local, rounds, sampling = mechanism.placement == "step", mechanism.rounds // budget.steps, mechanism.sampling
     head = Table.grid(padding=(0, 2))
     if local:
-        head.add_row("released", f"{mechanism.rounds} local steps ({rounds} x {budget.steps}), each a sum over a batch of samples: {sampling}")
+        steps = f"{mechanism.rounds} local steps ({rounds} x {budget.steps})"
+        head.add_row("released", f"{steps}, each a sum over a batch of samples: {sampling}")
     else:
         head.add_row("released", f"{rounds} rounds, each a sum over a cohort of clients: {sampling}")
     sensitivity = f"sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}"
     head.add_row("bound", f"{noise['bound']:.4g} for each {mechanism.unit}; {sensitivity}")
     stds = [f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}" for name, value in noise.items() if name.startswith("std_")]
     together = f", the {len(mechanism.queries)} queries of a round together" if len(mechanism.queries) > 1 else ""
-    head.add_row("noise", f"std {', '.join(stds)}; noise multiplier {noise['noise_multiplier']:.4g} (std of the sum / bound{together})")
+    head.add_row("noise", f"std {', '.join(stds)}")
+    head.add_row("noise multiplier", f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})")
 
     def table(title: str, cells: list[tuple[Guarantee, str]]) -> Table:
         columns: dict[str, list[tuple[Guarantee, str]]] = {}

@@ -5,12 +5,13 @@ Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that c
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raydpfl.errors import ConfigError, RunError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Differentially private federated learning, simulated on Ray.")
 Config = Annotated[str, typer.Argument(help="A YAML file, or the directory of a run.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Fields to change, such as rounds=50 or bounding.bound=0.5.", metavar="[section.key=value ...]")]
 DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie; default: $RAYDPFL_DATA.")]
@@ -53,6 +54,56 @@ def run(
 def show(config: Config, overrides: Overrides = None) -> None:
     """Print a config complete, with defaults."""
     print(_read(config, overrides)[0].to_yaml(), end="")
+
+
+GIVE, CLIENT, SAMPLE = "Two of noise, epsilon and rounds; the third is computed", "With --unit client", "With --unit sample"
+
+
+def _option(panel: str, text: str = "") -> Any:
+    return typer.Option(help=text, rich_help_panel=panel)
+
+
+@app.command()
+def budget(
+    context: typer.Context,
+    config: Annotated[str | None, typer.Argument(help="A config, or the directory of a run, to answer for.", metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    epsilon: Annotated[float | None, _option(GIVE)] = None,
+    noise_multiplier: Annotated[float | None, _option(GIVE, "Std of the noise on the sum / --bound.")] = None,
+    std: Annotated[float | None, _option(GIVE, "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
+                                               "with --unit sample, of the mean gradient.")] = None,
+    rounds: Annotated[int | None, _option(GIVE, "Rounds T; with --unit sample, --participations.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
+    bound: Annotated[float | None, typer.Option(help="L2 norm of what a client sends, or of a sample's gradient. Default: 1.")] = None,
+    sampling: Annotated[str | None, typer.Option(help="fixed (size; the default), poisson, full or with-replacement.")] = None,
+    relation: Annotated[str | None, typer.Option(help="replace_one (the default), add_remove (for poisson) or zero_out.")] = None,
+    participations: Annotated[int | None, typer.Option(help="Rounds K that any one client takes part in. Default: all.")] = None,
+    unit: Annotated[str | None, typer.Option(help="What is protected: client (the default) or sample.")] = None,
+    population: Annotated[int | None, _option(CLIENT, "Clients N.")] = None,
+    cohort: Annotated[int | None, _option(CLIENT, "Clients r of a round.")] = None,
+    placement: Annotated[str | None, _option(CLIENT, "Who draws the noise: client (the default) or server (for poisson).")] = None,
+    v: Annotated[float | None, _option(CLIENT, "The constant that the formula of 000 and 001 leaves open. Default: 4.")] = None,
+    samples: Annotated[int | None, _option(SAMPLE, "Samples n of the client.")] = None,
+    batch: Annotated[int | None, _option(SAMPLE, "Samples B of a batch.")] = None,
+    steps: Annotated[int | None, _option(SAMPLE, "Local steps Q of a round.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
+    from raydpfl import budget as calculator
+
+    apart = ("config", "overrides", "as_json")
+    options = {name: value for name, value in context.params.items() if value is not None and name not in apart}
+    if config:
+        for name in (name for name in options if name != "data_root"):
+            raise ConfigError(f"--{name.replace('_', '-')}", options[name], "not with a CONFIG; change its fields, as in noise.epsilon=3")
+        found = calculator.of_config(_read(config, overrides)[0], data_root)
+    else:
+        found = calculator.from_options(**options)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        Console(highlight=False).print(calculator.render(found))
 
 
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
@@ -164,7 +215,7 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # what typer says of an unusable command line
             raise
-        _fail(error.format_message(), 2)
+        _fail(error.format_message() or "a command is missing", 2)
 
 
 def _fail(message: str, code: int) -> None:

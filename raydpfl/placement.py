@@ -103,7 +103,8 @@ class Actors:
         self._evaluator_class = ray.remote(Evaluator).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self._actors: dict[int, Any] = {}
         self._evaluator = self._evaluator_class.remote(*self._arguments)
-        wave = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))  # many more at once, and Ray gives up on the slowest
+        # Starting takes a core some seconds: with many more at once than cores, Ray gives up on the slowest.
+        wave = 2 * max(1, min(int(ray.cluster_resources().get("CPU", 1)), cores() * len(ray.nodes())))
         for start in range(0, count, wave):
             self._actors |= {index: self._class.remote(*self._arguments) for index in range(start, min(start + wave, count))}
             self._await([actor.ready.remote() for actor in self._actors.values()])
@@ -248,8 +249,9 @@ def wanted(client: Client, population: int, most_lanes: int, nodes: Sequence[dic
         return max(1, min(slots, most_lanes))
     count = population if client.actors == "per-client" else int(client.actors)
     if elastic:
-        # An actor imports what this process has imported, so its memory is about this one's own, and some copies of the model.
-        each = psutil.Process().memory_full_info().uss / 1e6 + 6 * 4 * d / 1e6
+        # An actor imports what this process has imported and shares its libraries, so it takes about this one's own memory, and some models.
+        memory = psutil.Process().memory_info()
+        each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
         held = min(held, int(psutil.virtual_memory().available / 1e6 / each))
         if count > held:
             raise ConfigError(field, client.actors, f"at most {held} actors fit here ({each:.0f} MB of memory each); {count} are asked for")

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from raydpfl import models
 from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.plan import lane_width
 
 SHAPE, CLASSES, SEED = (1, 28, 28), 10, 0
 BLOCK = 3  # rounds of one side before the other's turn
@@ -78,7 +79,7 @@ class Engine(Worker):
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
             for _, delta, _ in self.trainer.lane(self.model, x, y, sizes, round=round, clients=clients, draws=self.draws):
-                total += delta.double().mul_(1 / self.work.cohort)
+                total.add_(delta.double(), alpha=1 / self.work.cohort)
         return total
 
 
@@ -97,7 +98,7 @@ class Reference(Worker):
                     optimizer.zero_grad()
                     F.cross_entropy(self.module(x[batch]), y[batch]).backward()
                     optimizer.step()
-                total += (models.flatten(self.module) - self.model).double().mul_(1 / self.work.cohort)
+                total.add_((models.flatten(self.module) - self.model).double(), alpha=1 / self.work.cohort)
         return total
 
 
@@ -154,11 +155,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=WORK, help="one of the three workloads")
     parser.add_argument("--rounds", type=int, default=9, help="of each side, counted in blocks of 3")
-    parser.add_argument("--lane", type=int, help="clients in a lane (default: 16; 1 for the CNN, which the loop trains)")
+    parser.add_argument("--lane", type=int, help="clients in a lane (default: what a run would take; 1 for the CNN, which the loop trains)")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     for name in [options.only] if options.only else WORK:
-        compare(name, options.rounds, options.lane or (1 if name == "cnn" else 16), options.processes)
+        compare(name, options.rounds, options.lane or (1 if name == "cnn" else lane_width(WORK[name].cohort)), options.processes)
 
 
 if __name__ == "__main__":

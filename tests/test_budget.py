@@ -1,0 +1,312 @@
+"""The budget calculator: its three unknowns agree with one another and with the accountants, and it refuses in one line what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+from conftest import SMALL, experiment
+from rich.console import Console
+from scipy.special import ndtr, ndtri
+
+from raydpfl import budget, cli, privacy
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Mechanism, Query, Sampling, paper
+
+CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
+SMALLER = {"population": 200, "cohort": 20}
+SCHEMES = {
+    "fixed": SMALLER,
+    "fixed, server": {**SMALLER, "placement": "server"},
+    "Poisson": {**SMALLER, "sampling": "poisson"},
+    "Poisson, zero out": {**SMALLER, "sampling": "poisson", "relation": "zero_out"},
+    "with replacement": {**SMALLER, "sampling": "with_replacement"},
+    "full": {"population": 50, "sampling": "full"},
+    "full, add or remove": {"population": 50, "sampling": "full", "relation": "add_remove", "placement": "server"},
+}
+MNIST = {"samples": 600, "batch": 10, "steps": 300}  # 002, PRIVACY.md sec. 4
+SHORT = {"samples": 100, "batch": 10, "steps": 20}
+LOCAL = {"fixed": SHORT, "Poisson": {**SHORT, "sampling": "poisson"}, "with replacement": {**SHORT, "sampling": "with_replacement"}}
+ALL = {f"clients, {name}": ("client", given) for name, given in SCHEMES.items()}
+ALL |= {f"samples, {name}": ("sample", given) for name, given in LOCAL.items()}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def ask(unit, given, rounds=None, **options) -> budget.Budget:
+    repeated = "rounds" if unit == "client" else "participations"
+    return budget.from_options(unit, **given, **options, **({repeated: rounds} if rounds else {}))
+
+
+def shown(found) -> str:
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    console.print(budget.render(found))
+    return console.file.getvalue()
+
+
+def by_accountant(found) -> dict[str, budget.Answer]:
+    """The answer of each accountant against whoever sees least."""
+    return {answer.guarantee.accountant: answer for answer in reversed(found.answers)}
+
+
+@pytest.mark.parametrize("scheme", ALL)
+def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_would_not(scheme):
+    """Against every observer, by every rigorous accountant; the slow reference is `privacy.guarantees` of the whole mechanism."""
+    unit, given = ALL[scheme]
+
+    def spent(z, rounds):
+        run = replace(found.mechanism.with_noise(z), rounds=rounds * (1 if unit == "client" else 20))
+        return privacy.guarantees(run, found.relation, 1e-5, accountants=[name])[place].epsilon
+
+    found = ask(unit, given, rounds=4, epsilon=2.0)
+    lasting = ask(unit, given, noise_multiplier=found.answers[1 if unit == "client" else 0].noise_multiplier, epsilon=2.0)
+    views = len(found.answers) // 2 if unit == "client" else 1
+    for index, answer in enumerate(found.answers):
+        name, place = answer.guarantee.accountant, index % views
+        if answer.guarantee.kind == "paper" or answer.guarantee.conditions_failed:
+            continue
+        z, rounds = answer.noise_multiplier, lasting.answers[index].rounds
+        assert spent(z, 4) <= 2.0 < spent(z * (1 - 3e-4), 4)
+        z = lasting.mechanism.noise_multiplier
+        assert rounds == 0 or spent(z, rounds) <= 2.0
+        assert spent(z, rounds + 1) > 2.0
+
+
+def test_every_scheme_and_observer_of_the_privacy_notes_gives_its_number():
+    """PRIVACY.md sec. 2, N = 1920, r = 80, T = 100, delta 1e-5: Poisson 0.900, fixed size 0.984 by pld and 2.044 by rdp at std / sensitivity 2."""
+    fixed = by_accountant(ask("client", CLIENTS, 100, noise_multiplier=4.0))
+    poisson = by_accountant(ask("client", {**CLIENTS, "sampling": "poisson"}, 100, noise_multiplier=2.0))
+    assert [fixed[name].guarantee.epsilon for name in ("pld", "rdp")] == pytest.approx([0.984, 2.044], abs=1e-3)
+    assert poisson["pld"].guarantee.epsilon == pytest.approx(0.900, abs=1e-3)
+    hidden, known, update = (g.epsilon for g in ask("client", CLIENTS, 100, epsilon=1.5).guarantees if g.accountant == "pld")
+    assert (hidden, known, update) == pytest.approx((1.5, 49.4, 2006), rel=2e-3)
+
+
+def test_the_guarantees_are_those_of_the_mechanism():
+    found = ask("client", CLIENTS, 100, std=0.4, bound=0.5, participations=7)
+    mechanism = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 0.5, 0.4 * math.sqrt(80)),), 100, placement="client")
+    assert found.noise["std_of_one_client"] == pytest.approx(0.4) and found.noise["sensitivity"] == 1.0
+    for ours, theirs in zip(found.guarantees, privacy.guarantees(mechanism, "replace_one", 1e-5, participations=7), strict=True):
+        assert ours.epsilon == pytest.approx(theirs.epsilon, rel=1e-9) and ours.sampling == theirs.sampling
+
+
+@pytest.mark.parametrize(
+    ("unit", "given", "z"),
+    [
+        ("client", {**CLIENTS, "std": 2.0, "bound": 0.5}, 4 * math.sqrt(80)),
+        ("client", {**CLIENTS, "std": 2.0, "bound": 0.5, "placement": "server"}, 4.0),
+        ("sample", {**MNIST, "std": 0.343, "bound": 1.0}, 3.43),
+    ],
+)
+def test_a_std_is_of_what_the_placement_draws(unit, given, z):
+    found = ask(unit, given, 1)
+    assert found.noise["noise_multiplier"] == pytest.approx(z)
+    assert given["std"] in [pytest.approx(value) for name, value in found.noise.items() if name.startswith("std_")]
+
+
+def test_a_participation_cap_counts_only_where_the_cohort_is_known():
+    few, all_of_them = (ask("client", CLIENTS, 100, noise_multiplier=4.0, participations=most).answers for most in (12, None))
+    assert few[0].guarantee.epsilon == all_of_them[0].guarantee.epsilon
+    assert few[1].guarantee.epsilon < all_of_them[1].guarantee.epsilon
+    capped = ask("client", CLIENTS, noise_multiplier=60.0, epsilon=2.0, participations=3)
+    assert capped.answers[1].rounds == budget.MOST_ROUNDS and ">= 1048576" in shown(capped)
+
+
+def test_002_asks_for_what_is_printed_and_is_worth_what_is_true():
+    """PRIVACY.md sec. 4: the usable form needs 2.14 G where 0.343 G would do, and truly gives 0.0025."""
+    found = by_accountant(ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2))
+    assert found["pld"].noise_multiplier / 10 == pytest.approx(0.343, abs=1e-3)
+    tcdp = found["paper 002 tCDP"]
+    assert tcdp.noise_multiplier / 10 == pytest.approx(2.14, abs=5e-3) and tcdp.true_epsilon == pytest.approx(0.0025, abs=2e-4)
+    assert not tcdp.overclaims and tcdp.guarantee.conditions_failed == ()
+    back = by_accountant(ask("sample", MNIST, 1, noise_multiplier=tcdp.noise_multiplier, delta=1e-2))["paper 002 tCDP"]
+    assert back.guarantee.epsilon == pytest.approx(0.3)
+
+
+def test_002_theorem_5_is_solved_and_its_forced_delta_is_a_condition_that_fails():
+        found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["paper 002 Theorem 5"]
+    printed, forced = paper.tcdp_theorem5(found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300)
+    assert printed.value == pytest.approx(1.5) and found.guarantee.delta == pytest.approx(forced)
+    assert any("alone" in reason for reason in found.guarantee.conditions_failed)
+    out_of_reach = by_accountant(ask("sample", MNIST, 1, epsilon=9.0))["paper 002 Theorem 5"]
+    assert out_of_reach.noise_multiplier == math.inf and "as the noise grows" in out_of_reach.guarantee.conditions_failed[0]
+
+
+@pytest.mark.parametrize(("claim", "client", "truth"), [(1.0, (500, 128, 50), 0.395), (20.0, (500, 250, 1), 22.5)])
+def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(claim, client, truth):
+    """PRIVACY.md sec. 5: claimed 1, truth 0.395; claimed 20, truth 22.5."""
+    given = dict(zip(("samples", "batch", "steps"), client, strict=True))
+    noise = ask("sample", given, 1, epsilon=claim)
+    answer = by_accountant(noise)["paper 003"]
+    assert answer.true_epsilon == pytest.approx(truth, rel=5e-3) and answer.overclaims == (truth > claim)
+    said = f"paper 003, as printed, asks for noise multiplier {answer.noise_multiplier:.4g}; the epsilon there is {answer.true_epsilon:.4g}"
+    assert said + (", more than it claims." if truth > claim else ".") in " ".join(shown(noise).split())
+    back = by_accountant(ask("sample", given, 1, noise_multiplier=answer.noise_multiplier))["paper 003"]
+    assert back.guarantee.epsilon == pytest.approx(claim, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["paper 002 tCDP", "paper 003"])
+def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
+    allowed = by_accountant(ask("sample", MNIST, noise_multiplier=60.0, epsilon=1.0))[name].rounds
+    claims = [by_accountant(ask("sample", MNIST, t, noise_multiplier=60.0))[name].guarantee.epsilon for t in (allowed, allowed + 1)]
+    assert claims[0] <= 1.0 < claims[1]
+
+
+def test_the_formula_of_000_and_001_is_exact_and_inverts():
+    found = by_accountant(ask("client", CLIENTS, 100, epsilon=1.5, v=2.0))["paper"]
+    assert found.noise_multiplier == privacy.paper_multiplier(1.5, Sampling("fixed", 1920, 80), 100, 1e-5, 2.0)
+    assert found.true_epsilon > 1.5 and found.overclaims and "q^2 T" in found.guarantee.conditions_failed[0]
+
+
+def test_a_formula_is_told_when_the_sampling_is_not_its_own():
+    found = ask("sample", LOCAL["Poisson"], 1, epsilon=1.0)
+    printed = [answer for answer in found.answers if answer.guarantee.kind == "paper"]
+    assert len(printed) == 3 and all("one fixed size" in " ".join(answer.guarantee.conditions_failed) for answer in printed)
+
+
+def test_what_an_accountant_does_not_cover_is_shown_with_the_reason_and_no_number():
+    found = ask("client", SCHEMES["with replacement"], 10, noise_multiplier=20.0)
+    assert by_accountant(found)["rdp"].guarantee.epsilon == math.inf
+    assert "rdp: draws with replacement are not covered by rdp; nearest: pld" in shown(found) and "inf" not in shown(found)
+
+
+@pytest.mark.parametrize("mu", [0.2, 1.0, 3.0])
+def test_the_sentence_bounds_what_the_best_test_detects(mu):
+    """Full participation, one round: the best test of N(0, 1) against N(mu, 1) at 5% false alarms detects Phi(Phi^-1(0.05) + mu)."""
+    found = ask("client", {"population": 50, "sampling": "full"}, 1, noise_multiplier=2 / mu)
+    claimed = float(found.sentence().split("at most ")[1].split("%")[0]) / 100
+    assert ndtr(ndtri(0.05) + mu) < claimed <= 1
+
+
+@pytest.mark.parametrize("scheme", ["clients, fixed", "clients, Poisson", "clients, with replacement", "samples, fixed"])
+@pytest.mark.parametrize("unknown", ["epsilon", "noise", "rounds"])
+def test_the_table_fits_a_hundred_columns_and_the_json_is_strict(scheme, unknown):
+    unit, given = ALL[scheme]
+    asked = {"noise_multiplier": 20.0, "epsilon": 3.0, "rounds": 3}
+    asked.pop({"noise": "noise_multiplier"}.get(unknown, unknown))
+    found = ask(unit, given, **asked)
+    lines = shown(found).splitlines()
+    assert max(map(len, lines)) <= 100 and not any("…" in line for line in lines)
+    tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert tree["unknown"] == found.unknown == unknown and len(tree["answers"]) == len(found.answers)
+    assert {"noise_multiplier", "bound", "sensitivity", "std_of_the_sum"} <= tree["noise"].keys()
+    assert tree["relation"] and tree["sampling"]["cohort"] and tree["sentence"].startswith("Epsilon")
+
+
+def test_every_combination_is_answered_or_refused_with_one_that_is_answered():
+    """The nearest combination named is one option away, and taken up it is accepted."""
+    refused = 0
+    for sampling in ("fixed", "poisson", "with_replacement", "full"):
+        for relation in ("replace_one", "add_remove", "zero_out"):
+            for placement in ("client", "server"):
+                asked = {"population": 10, "cohort": 10 if sampling == "full" else 5, "rounds": 1, "noise_multiplier": 5.0}
+                asked |= {"sampling": sampling, "relation": relation, "placement": placement}
+                try:
+                    budget.of_clients(**asked)
+                except ConfigError as error:
+                    refused += 1
+                    for change in error.accepted.split("nearest: ")[1].split(" or "):
+                        name, value = change.removeprefix("--").split(" ")
+                        assert math.isfinite(budget.of_clients(**asked | {name: value}).guarantees[0].epsilon)
+    assert refused == 13
+
+
+def test_a_config_is_answered_as_its_run_reports(tmp_path):
+    from raydpfl import run
+
+    asked = experiment(noise={"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]})
+    found, reported = budget.of_config(asked), run(asked, tmp_path / "out").guarantees
+    assert list(found.guarantees) == reported
+    assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
+    assert by_accountant(found)["pld"].noise_multiplier == pytest.approx(found.noise["noise_multiplier"], rel=1e-9)
+
+
+def test_a_config_says_how_long_its_own_budget_lasts():
+    asked = experiment(rounds=50, noise={"multiplier": 8.0}, privacy={"budget": 2.0})
+    found = budget.of_config(asked)
+    (note,) = (note for note in found.notes if note.startswith("privacy.budget"))
+    lasts = privacy.rounds_for(2.0, found.mechanism, "replace_one", 1e-5, "rdp")
+    assert 0 < lasts < 50 and note == f"privacy.budget 2 lasts for {lasts} of the 50 rounds, by rdp"
+
+
+def test_a_delta_above_one_over_the_population_is_noted():
+    assert any("above 1/600" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2).notes)
+    assert not any("above 1/" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-3).notes)
+
+
+def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "budget", *map(str, arguments)])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_command_prints_a_table_or_json(monkeypatch, capsys, tmp_path):
+    options = ["--population", 1920, "--cohort", 80, "--sampling", "with-replacement", "--rounds", 100, "--epsilon", 5]
+    code, table, _ = command(monkeypatch, capsys, *options)
+    assert code == 0 and "against whoever sees" in table and "blind guessing" in table
+    code, text, _ = command(monkeypatch, capsys, *options, "--json")
+    assert code == 0 and json.loads(text)["sampling"]["kind"] == "with_replacement"
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    code, text, _ = command(monkeypatch, capsys, tmp_path / "small.yaml", "rounds=2", "--json")
+    assert code == 0 and json.loads(text)["rounds"] == 2
+
+
+GIVEN = "--population 100 --cohort 20 --rounds 10"
+BAD = {
+    "": "--population = None: required with --unit client",
+    "--population 100 --epsilon 1 --rounds 10": "--cohort = None: an integer from 1 to the population of 100",
+    GIVEN: "given = ['rounds']: two of noise (--noise-multiplier or --std), --epsilon and --rounds; the third is computed",
+    f"{GIVEN} --epsilon 1 --noise-multiplier 1": "given = ['noise', 'epsilon', 'rounds']: two of",
+    f"{GIVEN} --epsilon 0": "--epsilon = 0.0: a positive finite number",
+    f"{GIVEN} --epsilon nan": "--epsilon = nan: a positive finite number",
+    f"{GIVEN} --noise-multiplier 0": "--noise-multiplier = 0.0: a positive finite number",
+    f"{GIVEN} --noise-multiplier 1 --std 1": "--std = 1.0: --noise-multiplier or --std, not both",
+    f"{GIVEN} --std 1e9 --bound 1": "--std = 1000000000.0: a noise multiplier from 1e-06 to 1e+06; this one is 4.472e+09",
+    f"{GIVEN} --std 1": "--bound = None: the L2 bound that --std is to be compared with",
+    f"{GIVEN} --epsilon 1 --delta 0": "--delta = 0.0: a number between 0 and 1",
+    f"{GIVEN} --epsilon 1 --relation swap": "--relation = 'swap': one of add_remove, zero_out, replace_one",
+    f"{GIVEN} --epsilon 1 --sampling lottery": "--sampling = 'lottery': one of fixed, poisson, full, with_replacement",
+    f"{GIVEN} --epsilon 1 --placement step": "--placement = 'step': client or server",
+    f"{GIVEN} --epsilon 1 --participations 11": "--participations = 11: an integer from 1 to 10",
+    f"{GIVEN} --epsilon 1 --steps 3": "--steps = 3: not with --unit client, which takes --population,",
+    f"{GIVEN} --epsilon 1 --relation add-remove": "--relation = 'add_remove': noise drawn by the clients comes and goes with a client "
+    "under add_remove; nearest: --relation replace_one",
+    f"{GIVEN} --epsilon 1 --sampling poisson --placement client": "--placement = 'client': noise drawn by the clients has a std that depends "
+    "on the secret Poisson cohort; nearest: --placement server",
+    "--population 100 --cohort 20 --noise-multiplier 1 --epsilon 0.1": "--epsilon = 0.1: at least 7.62, which one round spends; or more noise",
+    "--population 100 --cohort 20 --noise-multiplier 1 --rounds 0": "--rounds = 0: an integer, at least 1",
+    "--population ten": "Invalid value for '--population'",
+    "--unit house": "--unit = 'house': client or sample",
+    "--unit sample --samples 600 --batch 601 --steps 1 --participations 1 --epsilon 1": "--batch = 601: an integer from 1 to the population of 600",
+    "--unit sample --samples 600 --batch 10 --steps 0 --participations 1 --epsilon 1": "--steps = 0: an integer, at least 1",
+    "--unit sample --samples 600 --batch 10 --steps 1 --participations 0 --epsilon 1": "--participations = 0: an integer, at least 1",
+    "--unit sample --samples 600 --batch 10 --steps 1 --participations 1 --epsilon 1 --sampling epochs": "--sampling = 'epochs': shuffled "
+    "epochs have no accountant; nearest: fixed, a fresh batch at each step",
+    "small.yaml --epsilon 3": "--epsilon = 3.0: not with a CONFIG; change its fields, as in noise.epsilon=3",
+    "small.yaml noise={kind:\u00a0none}": "noise.kind = 'none': a noise with a budget",
+    "small.yaml selection.kind=poisson": "privacy.accountants = 'rdp': ",
+    "nothing.yaml": "config = 'nothing.yaml': a file that can be read",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    arguments = [each.replace("\u00a0", " ") for each in options.split(" ") if each]
+    code, said, complaint = command(monkeypatch, capsys, *arguments)
+    assert code == 2 and not said and complaint.count("\n") == 1
+    assert complaint.removeprefix("raydpfl: ").startswith(BAD[options])
