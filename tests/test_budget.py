@@ -1,4 +1,4 @@
-"""The budget calculator: its three unknowns agree with one another and with the accountants, and it refuses in one line what they refuse."""
+"""The budget calculator: its three unknowns agree with one another and with the accountants, and what they refuse it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
 SMALLER = {"population": 200, "cohort": 20}
 SCHEMES = {
     "fixed": SMALLER,
-    "fixed, server": {**SMALLER, "placement": "server"},
     "Poisson": {**SMALLER, "sampling": "poisson"},
     "Poisson, zero out": {**SMALLER, "sampling": "poisson", "relation": "zero_out"},
     "with replacement": {**SMALLER, "sampling": "with_replacement"},
@@ -62,26 +61,26 @@ def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_woul
     """Against every observer, by every rigorous accountant; the slow reference is `privacy.guarantees` of the whole mechanism."""
     unit, given = ALL[scheme]
 
-    def spent(z, rounds):
-        run = replace(found.mechanism.with_noise(z), rounds=rounds * (1 if unit == "client" else 20))
+    found = ask(unit, given, rounds=4, epsilon=2.0)
+    views = sum(answer.guarantee.accountant == "pld" for answer in found.answers)
+    enough = found.answers[views - 1].noise_multiplier
+    lasting = ask(unit, given, noise_multiplier=enough, epsilon=2.0)
+
+    def spent(name, place, z, rounds):
+        run = replace(found.mechanism.with_noise(z), rounds=rounds * lasting.steps)
         return privacy.guarantees(run, found.relation, 1e-5, accountants=[name])[place].epsilon
 
-    found = ask(unit, given, rounds=4, epsilon=2.0)
-    lasting = ask(unit, given, noise_multiplier=found.answers[1 if unit == "client" else 0].noise_multiplier, epsilon=2.0)
-    views = len(found.answers) // 2 if unit == "client" else 1
-    for index, answer in enumerate(found.answers):
-        name, place = answer.guarantee.accountant, index % views
+    for place, answer in enumerate(found.answers):
         if answer.guarantee.kind == "paper" or answer.guarantee.conditions_failed:
             continue
-        z, rounds = answer.noise_multiplier, lasting.answers[index].rounds
-        assert spent(z, 4) <= 2.0 < spent(z * (1 - 3e-4), 4)
-        z = lasting.mechanism.noise_multiplier
-        assert rounds == 0 or spent(z, rounds) <= 2.0
-        assert spent(z, rounds + 1) > 2.0
+        where, z, rounds = (answer.guarantee.accountant, place % views), answer.noise_multiplier, lasting.answers[place].rounds
+        assert spent(*where, z, 4) <= 2.0 < spent(*where, z * (1 - 3e-4), 4)
+        assert rounds == 0 or spent(*where, enough, rounds) <= 2.0
+        assert spent(*where, enough, rounds + 1) > 2.0
 
 
 def test_every_scheme_and_observer_of_the_privacy_notes_gives_its_number():
-    """PRIVACY.md sec. 2, N = 1920, r = 80, T = 100, delta 1e-5: Poisson 0.900, fixed size 0.984 by pld and 2.044 by rdp at std / sensitivity 2."""
+    """PRIVACY.md sec. 2, N = 1920, r = 80, T = 100, delta 1e-5, std / sensitivity 2: Poisson 0.900, fixed size 0.984, and 2.044 by rdp."""
     fixed = by_accountant(ask("client", CLIENTS, 100, noise_multiplier=4.0))
     poisson = by_accountant(ask("client", {**CLIENTS, "sampling": "poisson"}, 100, noise_multiplier=2.0))
     assert [fixed[name].guarantee.epsilon for name in ("pld", "rdp")] == pytest.approx([0.984, 2.044], abs=1e-3)
@@ -132,7 +131,7 @@ def test_002_asks_for_what_is_printed_and_is_worth_what_is_true():
 
 
 def test_002_theorem_5_is_solved_and_its_forced_delta_is_a_condition_that_fails():
-        found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["paper 002 Theorem 5"]
+    found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["paper 002 Theorem 5"]
     printed, forced = paper.tcdp_theorem5(found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300)
     assert printed.value == pytest.approx(1.5) and found.guarantee.delta == pytest.approx(forced)
     assert any("alone" in reason for reason in found.guarantee.conditions_failed)
@@ -155,9 +154,10 @@ def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(c
 
 @pytest.mark.parametrize("name", ["paper 002 tCDP", "paper 003"])
 def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
-    allowed = by_accountant(ask("sample", MNIST, noise_multiplier=60.0, epsilon=1.0))[name].rounds
-    claims = [by_accountant(ask("sample", MNIST, t, noise_multiplier=60.0))[name].guarantee.epsilon for t in (allowed, allowed + 1)]
-    assert claims[0] <= 1.0 < claims[1]
+    client = {"samples": 600, "batch": 10, "steps": 20}
+    allowed = by_accountant(ask("sample", client, noise_multiplier=20.0, epsilon=0.4))[name].rounds
+    claims = [by_accountant(ask("sample", client, t, noise_multiplier=20.0))[name].guarantee.epsilon for t in (allowed, allowed + 1)]
+    assert claims[0] <= 0.4 < claims[1]
 
 
 def test_the_formula_of_000_and_001_is_exact_and_inverts():
@@ -222,7 +222,8 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered():
 def test_a_config_is_answered_as_its_run_reports(tmp_path):
     from raydpfl import run
 
-    asked = experiment(noise={"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]})
+    noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}
+    asked = experiment(noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]})
     found, reported = budget.of_config(asked), run(asked, tmp_path / "out").guarantees
     assert list(found.guarantees) == reported
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
@@ -265,6 +266,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys, tmp_path):
 
 
 GIVEN = "--population 100 --cohort 20 --rounds 10"
+LOCALLY = "--unit sample --samples 600 --batch 10"
 BAD = {
     "": "--population = None: required with --unit client",
     "--population 100 --epsilon 1 --rounds 10": "--cohort = None: an integer from 1 to the population of 100",
@@ -284,17 +286,19 @@ BAD = {
     f"{GIVEN} --epsilon 1 --steps 3": "--steps = 3: not with --unit client, which takes --population,",
     f"{GIVEN} --epsilon 1 --relation add-remove": "--relation = 'add_remove': noise drawn by the clients comes and goes with a client "
     "under add_remove; nearest: --relation replace_one",
-    f"{GIVEN} --epsilon 1 --sampling poisson --placement client": "--placement = 'client': noise drawn by the clients has a std that depends "
-    "on the secret Poisson cohort; nearest: --placement server",
-    "--population 100 --cohort 20 --noise-multiplier 1 --epsilon 0.1": "--epsilon = 0.1: at least 7.62, which one round spends; or more noise",
+    f"{GIVEN} --epsilon 1 --sampling poisson --placement client": "--placement = 'client': noise drawn by the clients has a std that "
+    "depends on the secret Poisson cohort; nearest: --placement server",
+    "--population 100 --cohort 20 --noise-multiplier 1 --epsilon 0.1": "--epsilon = 0.1: at least 7.62, which one round spends; "
+    "or more noise",
     "--population 100 --cohort 20 --noise-multiplier 1 --rounds 0": "--rounds = 0: an integer, at least 1",
     "--population ten": "Invalid value for '--population'",
     "--unit house": "--unit = 'house': client or sample",
-    "--unit sample --samples 600 --batch 601 --steps 1 --participations 1 --epsilon 1": "--batch = 601: an integer from 1 to the population of 600",
-    "--unit sample --samples 600 --batch 10 --steps 0 --participations 1 --epsilon 1": "--steps = 0: an integer, at least 1",
-    "--unit sample --samples 600 --batch 10 --steps 1 --participations 0 --epsilon 1": "--participations = 0: an integer, at least 1",
-    "--unit sample --samples 600 --batch 10 --steps 1 --participations 1 --epsilon 1 --sampling epochs": "--sampling = 'epochs': shuffled "
-    "epochs have no accountant; nearest: fixed, a fresh batch at each step",
+    "--unit sample --samples 600 --batch 601 --steps 1 --participations 1 --epsilon 1": "--batch = 601: an integer from 1 "
+    "to the population of 600",
+    f"{LOCALLY} --steps 0 --participations 1 --epsilon 1": "--steps = 0: an integer, at least 1",
+    f"{LOCALLY} --steps 1 --participations 0 --epsilon 1": "--participations = 0: an integer, at least 1",
+    f"{LOCALLY} --steps 1 --participations 1 --epsilon 1 --sampling epochs": "--sampling = 'epochs': shuffled epochs "
+    "have no accountant; nearest: fixed, a fresh batch at each step",
     "small.yaml --epsilon 3": "--epsilon = 3.0: not with a CONFIG; change its fields, as in noise.epsilon=3",
     "small.yaml noise={kind:\u00a0none}": "noise.kind = 'none': a noise with a budget",
     "small.yaml selection.kind=poisson": "privacy.accountants = 'rdp': ",
