@@ -5,7 +5,7 @@ alone; its clients come in ascending order, one drawn twice standing twice; and 
 accountants exactly the law that `draw` follows, so that sampler and accountant cannot disagree.
 
 >>> Uniform(cohort=3).draw(seed=0, round=5, population=10).clients
-array([0, 1, 8])
+array([1, 2, 5])
 >>> Uniform(cohort=3).sampling(10)
 Sampling(kind='fixed', population=10, cohort=3)
 
