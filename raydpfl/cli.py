@@ -19,11 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raydpfl.errors import ConfigError, RunError
 
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Differentially private federated learning, simulated on Ray."
+)
+Config = Annotated[str, typer.Argument(help="A YAML file, or the directory of a run.", metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Fields to change, such as rounds=50 or bounding.bound=0.5.", metavar="[section.key=value ...]")
 ]
-Config = Annotated[str, typer.Argument(help="A YAML file, or the directory of a run.", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Fields to change, such as rounds=50 or bounding.bound=0.5.", metavar="[section.key=value ...]")]
 DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie; default: $RAYDPFL_DATA.")]
 
 
