@@ -65,7 +65,7 @@ class Clip(Bounding):
     """u min(1, c / ||u||) (000 eq. 3, 001 eq. 4)."""
 
     kind: Literal["clip"] = "clip"
-    bound: float = Field(gt=0)
+    bound: float = Field(gt=0, le=1e15)
 
     def factor(self, norm: float, bound: float) -> float:
         return 1.0 if norm <= bound else bound / norm
@@ -83,7 +83,7 @@ class Normalize(Bounding):
     """c u / ||u||, and 0 for u = 0 (001 eq. 12)."""
 
     kind: Literal["normalize"] = "normalize"
-    bound: float = Field(gt=0)
+    bound: float = Field(gt=0, le=1e15)
 
     def factor(self, norm: float, bound: float) -> float:
         return bound / norm if norm > 0 else 0.0
@@ -93,7 +93,7 @@ class SmoothNormalize(Bounding):
     """c u / (a + ||u||): normalisation without its jump at 0 (alpha-NormEC, 2025)."""
 
     kind: Literal["smooth_normalize"] = "smooth_normalize"
-    bound: float = Field(gt=0)
+    bound: float = Field(gt=0, le=1e15)
     a: float = Field(default=0.01, gt=0)
 
     def factor(self, norm: float, bound: float) -> float:

@@ -11,6 +11,7 @@ whoever runs it:
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -25,7 +26,7 @@ import torch
 from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import ClientError
+from raydpfl.errors import ClientError, RunError
 from raydpfl.local import Trainer, single_thread, tune_allocator
 from raydpfl.noise import client_noise
 from raydpfl.server import snap
@@ -114,16 +115,16 @@ class ClientActor:
         lr = self.experiment.local.learning_rate(work.round)
         for slot, delta, loss in self._updates(parameters, work, lane, partial):
             client = int(lane.clients[slot])
-            vector = delta.double()
-            if bounding.sends == "model":
-                vector += parameters
-            elif bounding.scaling == "gradient":
-                vector /= lr
-            norm = float(torch.linalg.vector_norm(vector))
-            factor = bounding.factor(norm, work.bound) if np.isfinite(norm) else 0.0
-            if not np.isfinite(norm):
-                self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
-                vector.zero_()
+            vector = self._sent(parameters, delta, lr)
+            norm = sent = float(torch.linalg.vector_norm(vector)) if delta is not None else math.nan
+            if not math.isfinite(norm):  # the client's error: it counts as one that has not moved
+                if delta is not None:
+                    self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
+                vector = self._sent(parameters, None, lr)
+                norm, sent = math.nan, float(torch.linalg.vector_norm(vector))
+            factor = bounding.factor(sent, work.bound)
+            if work.bound is not None and not 0 <= factor * sent <= work.bound * (1 + 1e-12):
+                raise RunError(f"bounding.kind {bounding.kind} lets norm {sent:g} times factor {factor:g} pass its bound of {work.bound:g}")
             vector *= factor * float(lane.weights[slot])
             if work.client_std > 0:
                 noise = client_noise(self.experiment.seed, work.round, client, int(lane.draws[slot]), work.client_std, len(vector))
@@ -134,7 +135,16 @@ class ClientActor:
             partial.losses.append(loss)
             yield vector
 
-    def _updates(self, parameters: torch.Tensor, work: Work, lane: Lane, partial: Partial) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def _sent(self, parameters: torch.Tensor, delta: torch.Tensor | None, lr: float) -> torch.Tensor:
+        """What a client with this update would send unbounded, float64 [d]; None: it has not moved."""
+        vector = torch.zeros(len(parameters), dtype=torch.float64, device=self.device) if delta is None else delta.double()
+        if self.experiment.bounding.sends == "model":
+            vector += parameters
+        elif self.experiment.bounding.scaling == "gradient":
+            vector /= lr
+        return vector
+
+    def _updates(self, parameters: torch.Tensor, work: Work, lane: Lane, partial: Partial) -> Iterator[tuple[int, torch.Tensor | None, float]]:
         """(slot, update float32 [d], loss) in client order. A client that raises is found by training each alone."""
         members = lane.clients.copy()
         if lane.slot is not None:
@@ -158,13 +168,13 @@ class ClientActor:
             if slot >= done:
                 yield slot, delta, loss
 
-    def _every_member(self, parameters, work, lane, members, survivors) -> Iterator[tuple[int, torch.Tensor, float]]:
-        """The survivors' updates, and 0 for those who failed, in client order."""
+    def _every_member(self, parameters, work, lane, members, survivors) -> Iterator[tuple[int, torch.Tensor | None, float]]:
+        """The survivors' updates, and None for those who failed, in client order."""
         pending = iter(self._train(parameters, work, lane, survivors))
         for slot in np.flatnonzero(members >= 0):
-            yield next(pending) if survivors[slot] >= 0 else (int(slot), torch.zeros_like(parameters), float("nan"))
+            yield next(pending) if survivors[slot] >= 0 else (int(slot), None, math.nan)
 
-    def _train(self, parameters: torch.Tensor, work: Work, lane: Lane, members: np.ndarray) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def _train(self, parameters: torch.Tensor, work: Work, lane: Lane, members: np.ndarray) -> Iterator[tuple[int, torch.Tensor | None, float]]:
         x, y, sizes = self.shards.lane(members, lane.rows)
         yield from self.trainer.lane(parameters, x, y, sizes, round=work.round, clients=members, draws=lane.draws)
 

@@ -15,12 +15,13 @@ depends on the data or on the machine is checked by `raydpfl.plan` and `raydpfl.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, StrictInt, field_validator
 
 from raydpfl import bounding, data, local, models, noise, selection, server
 from raydpfl.errors import ConfigError
@@ -42,10 +43,10 @@ class Privacy(Section):
 class Client(Section):
     """How clients become actors, and how they train."""
 
-    actors: int | Literal["auto", "per-client"] = "auto"
+    actors: StrictInt | Literal["auto", "per-client"] = "auto"
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
-    lane: int | Literal["auto"] = "auto"  # clients trained and summed at once; part of the run's bits
+    lane: StrictInt | Literal["auto"] = "auto"  # clients trained and summed at once; part of the run's bits
     way: Literal["auto", "sample_space", "fused", "vmap", "loop", "noop"] = "auto"
     on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0, and its noise
 
@@ -101,7 +102,7 @@ class Experiment(Section):
         """Raises `ConfigError` naming the first field that is wrong. `overrides` are `section.key=value`, the value in YAML."""
         if not isinstance(values, Mapping):
             raise ConfigError("config", values, "a mapping of sections")
-        tree = {key: dict(part) if isinstance(part, Mapping) else part for key, part in values.items()}
+        tree = copy.deepcopy(dict(values))
         overrides = list(overrides)
         for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # kinds first: they decide which keys there are
             _override(tree, override)
@@ -152,6 +153,8 @@ class Experiment(Section):
     def _combinations(self) -> None:
         """What no single section can refuse."""
         size = self.noise.model_dump(exclude_none=True)
+        if self.private and not isinstance(self.noise, noise.Gaussian):
+            raise ConfigError("noise.kind", self.noise.kind, "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise")
         if self.private and self.bounding.initial_bound is None:
             raise ConfigError("noise.kind", self.noise.kind, "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound")
         if "std" in size and self.bounding.adaptive:
@@ -198,6 +201,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 def _keep_known(tree: dict[str, Any], section: str, kind: Any) -> None:
     """Another kind of a family: of the old member's keys, those that the new one has too are kept."""
-    member = FAMILIES.get(section, ({}, None))[0].get(kind)
+    families = {name: family for name, (family, _) in FAMILIES.items()} | {"data": data.FAMILY, "model": models.FAMILY}
+    member = families.get(section, {}).get(kind)
     if member:
         tree[section] = {key: value for key, value in tree[section].items() if key in member.model_fields}

@@ -8,9 +8,12 @@ record. The model after round t is a function of (experiment, seed, t) alone.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import numpy as np
 from raydpfl import models
 from raydpfl.client import Partial, Work, peak_rss_mb
 from raydpfl.data import Shards
+from raydpfl.errors import RunError
 from raydpfl.noise import query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
@@ -37,22 +41,33 @@ class Coordinator:
     def __init__(self, plan: Plan, out: str, actors: int, resume: bool = False, path: tuple[str, ...] = ()):
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self.plan, self.experiment, self.out = plan, plan.experiment, Path(out)
+        self._actors, self._resume = actors, resume
+
+    def start(self) -> None:
+        """Takes up the run where it stands and starts its clients. Raises `RunError` for a run directory that contradicts itself."""
+        plan, shards = self.plan, str(self.plan.shards)
         self.shards = Shards.open(plan.shards)
-        self.ledger = Ledger(self.out / "ledger.jsonl", resume=resume)
+        self.ledger = Ledger(self.out / "ledger.jsonl", resume=self._resume)
         self.table, self.client_table = Table(self.out / "rounds.parquet"), Table(self.out / "clients.parquet")
         self.curves = plan.curves()
-        self._start(load(self.out / "checkpoints") if resume else None)
+        self._begin(load(self.out / "checkpoints") if self._resume else None)
         per_client = self.experiment.client.actors == "per-client"
-        self.pool = Actors(self.experiment, str(plan.shards), actors, per_client) if actors else Inline(self.experiment, str(plan.shards))
+        self.pool = Actors(self.experiment, shards, self._actors, per_client) if self._actors else Inline(self.experiment, shards)
         self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
         self._pace, self._client_rss = Pace(), 0.0
 
-    def _start(self, checkpoint: Checkpoint | None) -> None:
+    def _begin(self, checkpoint: Checkpoint | None) -> None:
         experiment = self.experiment
         if checkpoint:
             self.next, self.model, self.state, self.bound = checkpoint.round, checkpoint.model, checkpoint.server, checkpoint.bound
             self.seconds, self.participations = checkpoint.seconds, Counter(dict(checkpoint.participations.tolist()))
+            if checkpoint.origin != self.plan.origin():
+                raise RunError(f"the run was started with {checkpoint.origin} and cannot go on with {self.plan.origin()}: its bits would differ")
+            if self.plan.mechanism and self.ledger.spent().rounds < self.next:
+                raise RunError(f"the ledger has {self.ledger.spent().rounds} rounds and the checkpoint {self.next}: what this run has spent is unknown")
             self.table.resume(self.next)
+            if len(self.table.rows) < self.next:
+                raise RunError(f"{self.table.path} does not hold all rounds below {self.next}, which the checkpoint counts on")
             if experiment.measure.clients:
                 self.client_table.resume(self.next)
             return
@@ -70,7 +85,7 @@ class Coordinator:
         update = self.aggregate(t, total)
         self.model = self.experiment.server.step(self.model.astype(np.float64), update, self.state, t)
         row = self.measure(t, cohort, partials, update)
-        self.bound = self.next_bound(t, partials)
+        self.bound = self.next_bound(t, cohort, partials)
         self.participations.update(cohort.clients.tolist())
         self.next = t + 1
         return self.record(row, began)
@@ -122,15 +137,21 @@ class Coordinator:
             return mean - self.model
         return mean * self.experiment.local.learning_rate(t) if self.experiment.bounding.scaling == "gradient" else mean
 
-    def next_bound(self, t: int, partials: list[Partial]) -> float | None:
+    def next_bound(self, t: int, cohort: Cohort, partials: list[Partial]) -> float | None:
         """The bound of the coming round; an adaptive one moves by the noised share of clients below the present one."""
         if not self.experiment.bounding.adaptive:
             return self.bound
+        seed, std = self.experiment.seed, self.plan.count_std
         r = self.experiment.selection.divisor(self.plan.population)
         norms = [norm for partial in partials for norm in partial.norms]
         # Each client gives its indicator minus 1/2; a client that failed has a NaN norm and gives 0.
         count = sum(0.5 if norm <= self.bound else -0.5 for norm in norms if np.isfinite(norm))
-        return self.experiment.bounding.next_bound(self.bound, (count + query_noise(self.experiment.seed, t, self.plan.count_std)) / r + 0.5)
+        if self.experiment.noise.placement == "server":
+            count += query_noise(seed, t, std)
+        else:  # in client order, whoever trained them
+            drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
+            count += sum(query_noise(seed, t, std / math.sqrt(r), client, draw) for client, draw in drawn)
+        return self.experiment.bounding.next_bound(self.bound, min(max(count / r + 0.5, 0.0), 1.0))
 
     def measure(self, t: int, cohort: Cohort, partials: list[Partial], update: np.ndarray) -> dict:
         """The row of this round, and the rows of its clients when they are asked for."""
@@ -145,6 +166,9 @@ class Coordinator:
         row |= {"bound": self.bound, "noise_std": self.plan.sum_std(self.bound), "clipped": _mean(factors < 1.0)}
         row |= {f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None for q in (10, 50, 90)}
         row |= {"update_norm": float(np.linalg.norm(update)), "lr": self.experiment.local.learning_rate(t)}
+        with open(self.out / "dropped.jsonl", "a") if any(partial.dropped for partial in partials) else nullcontext() as file:
+            for client, detail in (each for partial in partials for each in partial.dropped):
+                file.write(json.dumps({"round": t, "client": client, "detail": detail}) + "\n")
         row |= {"dropped": sum(len(partial.dropped) for partial in partials), "actors": self.pool.healthy, "replaced": self.pool.replaced}
         row["seconds_clients"] = sum(partial.seconds for partial in partials)
         self._client_rss = max([self._client_rss, *(partial.peak_rss_mb for partial in partials)])
@@ -183,13 +207,13 @@ class Coordinator:
         if self.experiment.measure.clients:
             self.client_table.flush()
         seen = np.array(sorted(self.participations.items()), np.int64).reshape(-1, 2)
-        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen))
+        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen, self.plan.origin()))
         self._pace.took(time.monotonic() - began)
         return complete
 
-    def finish(self, status: str) -> dict:
-        """Saves, stops the clients, and sums up the run."""
-        if status != "failed":
+    def finish(self, status: str, save: bool) -> dict:
+        """Stops the clients and sums up the run, having saved it if asked to (a round that was broken off must not be)."""
+        if save:
             self.save()
         self.pool.close()
         evaluated = next((row for row in reversed(self.table.rows) if row["test_accuracy"] is not None), {})

@@ -60,7 +60,7 @@ def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[
     if not isinstance(kind, str) or not (kind in family or ":" in kind or "." in kind):
         raise ConfigError(f"{section}.kind", kind, accepted)
     cls = family.get(kind) or load(kind, f"{section}.kind")
-    if not (isinstance(cls, type) and issubclass(cls, base)):
+    if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
         raise ConfigError(f"{section}.kind", kind, f"a subclass of {base.__module__}.{base.__qualname__}")
     return validate(cls, section, values)
 

@@ -51,8 +51,8 @@ class Gaussian(Noise):
 
     kind: Literal["gaussian"] = "gaussian"
     epsilon: float | None = Field(default=None, gt=0)
-    multiplier: float | None = Field(default=None, gt=0)
-    std: float | None = Field(default=None, gt=0)
+    multiplier: float | None = Field(default=None, ge=1e-9, le=1e15)
+    std: float | None = Field(default=None, ge=1e-9, le=1e15)
     calibration: Literal["rigorous", "paper"] = "rigorous"
     v: float = Field(default=4.0, gt=0)
 
@@ -78,9 +78,9 @@ def server_noise(seed: int, round: int, std: float, d: int) -> np.ndarray:
     return noise
 
 
-def query_noise(seed: int, round: int, std: float) -> float:
-    """Noise on the count of a round's side query; `std` is of the sum."""
-    return float(stream(seed, Purpose.QUERY_NOISE, round=round).standard_normal() * std)
+def query_noise(seed: int, round: int, std: float, client: int = 0, draw: int = 0) -> float:
+    """Noise on the count of a round's side query: that of one client on its own indicator, or of the server on the sum (client 0)."""
+    return float(stream(seed, Purpose.QUERY_NOISE, round=round, client=client, draw=draw).standard_normal() * std)
 
 
 FAMILY: dict[str, type[Noise]] = {"none": NoNoise, "gaussian": Gaussian}

@@ -243,6 +243,8 @@ def wanted(client: Client, population: int, most_lanes: int, nodes: Sequence[dic
         raise ConfigError("client.num_cpus", client.num_cpus, f"at most the {max(node.get('CPU', 0) for node in nodes):g} CPUs of one node")
     held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
     if client.actors == "auto":
+        if client.num_cpus == 0:
+            raise ConfigError("client.num_cpus", 0, "above 0 with client.actors auto, which fills the CPUs")
         slots = capacity(client.num_cpus, client.num_gpus, nodes)
         if slots == 0:
             raise ConfigError(field, "auto", f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU, which no node has free")

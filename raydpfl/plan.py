@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from raydpfl import data, local, models, privacy
 from raydpfl.config import Experiment
@@ -65,6 +66,10 @@ class Plan:
             count_std=stds.get("count", 0.0) / 2,
             mechanism=mechanism,
         )
+
+    def origin(self) -> dict[str, str]:
+        """What a run's bits depend on beside the experiment, by name."""
+        return {"data": self.shards.name, "torch": str(torch.__version__), "numpy": np.__version__}
 
     @property
     def accountant(self) -> str | None:

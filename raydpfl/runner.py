@@ -6,12 +6,16 @@ coordinator takes over, and this process only shows progress. Ctrl-C leaves a ch
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +34,10 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.placement import cores, wanted
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee
-from raydpfl.tracking import TensorBoard, write_json
+from raydpfl.tracking import TensorBoard, replace_file, write_json
 
 # What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
-FREE = {"client": {"actors", "num_cpus", "num_gpus"}, "measure": {"tensorboard"}}
+FREE = {"client": {"actors", "num_cpus"}, "measure": {"tensorboard"}}
 START_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -76,17 +80,52 @@ def run(
         if resume:
             _same_run(plan.experiment, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(plan.experiment.to_yaml())
-        cluster.start(plan, actors)
-        on_start(plan)
-        try:
-            summary = _drive(cluster, plan, folder, actors, resume, on_rows)
-        finally:
-            torch.set_num_threads(threads)
+        with _alone(folder):
+            replace_file(folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode()))
+            cluster.start(plan, actors)
+            on_start(plan)
+            try:
+                summary = _drive(cluster, plan, folder, actors, resume, on_rows)
+            finally:
+                torch.set_num_threads(threads)
     module = models.build(plan.experiment.model, (shards := Shards.open(plan.shards)).shape, shards.classes, plan.experiment.seed)
     models.load(module, torch.from_numpy(summary.pop("model").copy()))
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     return Result(folder, pq.read_table(folder / "rounds.parquet"), summary, guarantees, module)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError("--out", str(folder), "a directory that no other run is writing to") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM end a run between rounds; a second one ends it at once, and what the round has done is not saved."""
+
+    def __enter__(self) -> _Interrupts:
+        self.asked, self._before = False, {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, on_rows: Callable[[list[dict]], None]) -> dict:
@@ -94,20 +133,23 @@ def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, o
     began = time.monotonic()
     call = cluster.coordinator(plan, str(folder), actors, resume)
     board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
-    status, failure = "completed", None
+    status, failure, whole = "completed", None, True
     try:
-        while call("position") < plan.experiment.rounds:
-            rows = call("round")
-            if board:
-                board.write(rows)
-            on_rows(rows)
+        with _Interrupts() as interrupts:
+            while call("position") < plan.experiment.rounds and not interrupts.asked:
+                rows = call("round")
+                if board:
+                    board.write(rows)
+                on_rows(rows)
+        if interrupts.asked:
+            status, failure = "interrupted", KeyboardInterrupt()
     except BudgetError as error:
         status, failure = "budget", error
     except KeyboardInterrupt as error:
-        status, failure = "interrupted", error
+        status, failure, whole = "interrupted", error, False
     except Exception as error:
-        status, failure = "failed", error
-    summary = _finish(call, status, failure)
+        status, failure, whole = "failed", error, False
+    summary = _finish(call, status, failure, whole)
     if board:
         board.close()
     summary["peak_rss_mb"] = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
@@ -121,9 +163,9 @@ def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, o
     return summary | {"model": model}
 
 
-def _finish(call: Callable, status: str, failure: BaseException | None) -> dict:
+def _finish(call: Callable, status: str, failure: BaseException | None, whole: bool) -> dict:
     try:
-        return call("finish", status) | {"model": call("parameters")}
+        return call("finish", status, whole) | {"model": call("parameters")}
     except Exception:
         if failure and not isinstance(failure, (KeyboardInterrupt, BudgetError)):
             raise failure from None  # the coordinator itself is gone: its end is the news, not ours
@@ -136,6 +178,8 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
     if not path.exists():
         raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
     stored, asked = yaml.safe_load(path.read_text()), experiment.to_dict()
+    if not isinstance(stored, dict):
+        raise ConfigError("--resume", str(folder), "the directory of a run; its config.yaml is empty")
     for section, value in asked.items():
         before = stored.get(section)
         if isinstance(value, dict) and isinstance(before, dict):
@@ -172,12 +216,16 @@ class _Ray:
         self.client = experiment.client
 
     def __enter__(self) -> _Ray:
+        if self.inline and self.client.num_gpus > 0 and not torch.cuda.is_available():
+            raise ConfigError("client.num_gpus", self.client.num_gpus, "0; this machine has no GPU")
         if not self.inline:
             for name, value in START_RAY.items():
                 os.environ.setdefault(name, value)
             import ray
 
-            if self.address and not ray.is_initialized():
+            if self.address and ray.is_initialized():
+                raise ConfigError("--address", self.address, "none: this process is connected to a Ray cluster already")
+            if self.address:
                 self._init(address=self.address)
             self.elastic = not ray.is_initialized()
             if self.elastic:  # what this machine alone can refuse, before the data are touched
@@ -226,6 +274,7 @@ class _Ray:
         path = tuple(entry for entry in sys.path if entry)
         if self.inline:
             plain = Coordinator(plan, out, 0, resume)
+            plain.start()
             return lambda method, *arguments: getattr(plain, method)(*arguments)
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -243,4 +292,5 @@ class _Ray:
             except ray.exceptions.RayActorError as error:
                 raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None
 
+        call("start")
         return call

@@ -20,8 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.errors import RunError
-
 KEEP = 2  # checkpoints
 SHARE = 0.05  # of a run's time that snapshots may take
 
@@ -36,17 +34,18 @@ class Checkpoint:
     bound: float | None  # in force in the coming round
     seconds: float  # spent so far, over all resumes
     participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
+    origin: dict[str, str]  # what else the bits depend on: data, versions
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
     """Writes it whole or not at all, and drops all but the last `KEEP`."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds}
+    facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds, "origin": checkpoint.origin}
     arrays = {"model": checkpoint.model, "participations": checkpoint.participations}
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
     path = folder / f"round-{checkpoint.round:08d}.npz"
-    _replace(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
-    for old in sorted(folder.glob("round-*.npz"))[:-KEEP]:
+    replace_file(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
+    for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:  # and what a kill left half written
         old.unlink()
 
 
@@ -57,8 +56,8 @@ def load(folder: Path) -> Checkpoint | None:
             with np.load(path, allow_pickle=False) as stored:
                 facts = json.loads(stored["facts"].tobytes())
                 server = {name.removeprefix("server."): stored[name] for name in stored.files if name.startswith("server.")}
-                return Checkpoint(facts["round"], stored["model"], server, facts["bound"], facts["seconds"], stored["participations"])
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+                return Checkpoint(facts["round"], stored["model"], server, facts["bound"], facts["seconds"], stored["participations"], facts["origin"])
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
             continue
     return None
 
@@ -70,15 +69,13 @@ class Table:
         self.path, self.rows = path, list[dict[str, Any]]()
 
     def resume(self, before: int) -> None:
-        """Takes up the rows of rounds below `before`; raises `RunError` when some are not there."""
+        """Takes up the rows of rounds below `before`."""
         stored = pq.read_table(self.path).to_pylist() if self.path.exists() else []
         self.rows = [row for row in stored if row["round"] < before]
-        if len({row["round"] for row in self.rows}) < before:
-            raise RunError(f"{self.path} does not hold all rounds below {before}, which the checkpoint counts on")
 
     def flush(self) -> None:
         table = self.arrow()
-        _replace(self.path, lambda part: pq.write_table(table, part))
+        replace_file(self.path, lambda part: pq.write_table(table, part))
 
     def arrow(self) -> pa.Table:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
@@ -118,11 +115,14 @@ class TensorBoard:
 
 def write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    _replace(path, lambda part: part.write(text.encode()))
+    replace_file(path, lambda part: part.write(text.encode()))
 
 
-def _replace(path: Path, write: Any) -> None:
+def replace_file(path: Path, write: Any) -> None:
+    """What `write` puts into a file that it is given, at `path` whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with open(part, "wb") as file:
         write(file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)

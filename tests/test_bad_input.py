@@ -60,7 +60,7 @@ BAD = {
     "data that is not there": (["data={kind: mnist, clients: 50}"], "data.kind = 'mnist': "),
     "table that is not there": (["data={kind: table, clients: 50, train: nowhere.parquet}"], "data.train = 'nowhere.parquet': "),
     "negative actors": (["client.actors=-1"], "client.actors = -1: should be at least 0"),
-    "actors in words": (["client.actors=many"], "client.actors = 'many': should be a valid integer, unable to parse string as an integer or should be 'auto' or 'per-client'"),
+    "actors in words": (["client.actors=many"], "client.actors = 'many': should be a valid integer or should be 'auto' or 'per-client'"),
     "more actors than the machine can hold": (["client.actors=1000000"], "client.actors = 1000000: at most "),
     "more CPUs than a node has": (["client.actors=1", "client.num_cpus=4096"], "client.num_cpus = 4096.0: at most the "),
     "a GPU and a half": (["client.actors=1", "client.num_gpus=1.5"], "client.num_gpus = 1.5: a fraction of one GPU, or a whole number"),

@@ -14,9 +14,9 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, privacy, run
+from raydpfl import Experiment, bounding, privacy, run
 from raydpfl.coordinator import Coordinator
-from raydpfl.errors import ClientError, RunError
+from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.plan import Plan
 
 SUMMARY = {"status", "rounds", "test_accuracy", "test_loss", "model_sha256", "seconds", "clients_per_second", "peak_rss_mb", "seed", "versions", "guarantees"}
@@ -78,6 +78,7 @@ def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_p
         plan = Plan.make(noisy)
         (tmp_path / str(seed)).mkdir()
         coordinator = Coordinator(plan, str(tmp_path / str(seed)), 0)
+        coordinator.start()
         before = coordinator.model.astype(float)
         coordinator.round()
         deviations.append((coordinator.model - before) * 20)  # the sum over the cohort of 20
@@ -90,6 +91,7 @@ def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_p
 def test_the_ledger_is_written_before_the_clients_are_asked(tmp_path, monkeypatch):
     plan = Plan.make(experiment())
     coordinator = Coordinator(plan, str(tmp_path), 0)
+    coordinator.start()
     seen = []
     collect = coordinator.collect
     monkeypatch.setattr(coordinator, "collect", lambda t, cohort: seen.append((tmp_path / "ledger.jsonl").read_text().count("\n")) or collect(t, cohort))
@@ -262,7 +264,7 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
     from raydpfl.tracking import Checkpoint, load, save
 
     for t in (1, 2, 3):
-        save(tmp_path, Checkpoint(t, np.full(4, t, np.float32), {"v": np.ones(4)}, 0.5, 1.0, np.zeros((0, 2), np.int64)))
+        save(tmp_path, Checkpoint(t, np.full(4, t, np.float32), {"v": np.ones(4)}, 0.5, 1.0, np.zeros((0, 2), np.int64), {}))
     assert len(list(tmp_path.glob("round-*.npz"))) == 2
     newest = tmp_path / "round-00000003.npz"
     newest.write_bytes(newest.read_bytes()[:-40])
@@ -273,3 +275,66 @@ def test_diverging_training_ends_in_one_sentence(tmp_path):
     wild = experiment(local={"kind": "sgd", "steps": 50, "lr": 1e6}, bounding={"kind": "none"}, noise={"kind": "none"})
     with pytest.raises(RunError, match=r"diverged|norm"):
         run(wild, tmp_path / "out")
+
+
+def test_two_runs_cannot_write_to_one_directory(tmp_path):
+    import fcntl
+    import os
+
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ConfigError, match="no other run is writing to"):
+            run(experiment(), tmp_path)
+    finally:
+        os.close(held)
+    assert run(experiment(), tmp_path).summary["status"] == "completed"
+
+
+class Loose(bounding.Clip):
+    """A member that breaks its promise."""
+
+    kind: str = "loose"
+
+    def factor(self, norm: float, bound: float) -> float:
+        return 1.0
+
+
+def test_a_member_that_breaks_its_bound_stops_the_run(tmp_path):
+    loose = experiment(bounding={"kind": f"{__name__}:Loose", "bound": 0.01})
+    with pytest.raises(RunError, match=r"pass its bound of 0\.01"):
+        run(loose, tmp_path / "out")
+
+
+def test_a_run_whose_ledger_is_lost_is_not_resumed(tmp_path):
+    run(experiment(), tmp_path / "out")
+    (tmp_path / "out" / "ledger.jsonl").unlink()
+    with pytest.raises(RunError, match="what this run has spent is unknown"):
+        run(experiment(), tmp_path / "out", resume=True)
+
+
+def test_a_run_is_not_resumed_on_other_data_or_another_torch(tmp_path, monkeypatch):
+    run(experiment(), tmp_path / "out")
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    with pytest.raises(RunError, match="its bits would differ"):
+        run(experiment(), tmp_path / "out", resume=True)
+
+
+def test_rounds_without_clients_are_rounds_all_the_same(tmp_path):
+    """Poisson cohorts of 1 expected: some are empty, and the run still resumes."""
+    lonely = experiment(
+        selection={"kind": "poisson", "cohort": 1},
+        noise={"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
+        measure={"clients": True},
+        rounds=8,
+    )
+    first = run(lonely, tmp_path / "out")
+    assert 0 in first.rounds["cohort"].to_pylist()
+    assert run(lonely, tmp_path / "out", resume=True).summary["model_sha256"] == first.summary["model_sha256"]
+
+
+def test_what_was_dropped_is_written_down(tmp_path):
+    run(change(cursed(tmp_path, overflow=True), on_error="drop"), tmp_path / "out")
+    dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert {(each["round"], each["client"]) for each in dropped} == {(0, 2), (0, 4), (1, 2), (1, 4)}
+    assert any("this row is cursed" in each["detail"] for each in dropped)

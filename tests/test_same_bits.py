@@ -24,7 +24,7 @@ METHODS = {
     "normalize": {"bounding": {"kind": "normalize", "bound": 0.5}},
     "normalize gradients": {"bounding": {"kind": "normalize", "bound": 0.5, "scaling": "gradient"}},
     "smooth normalize": {"bounding": {"kind": "smooth_normalize", "bound": 0.5}},
-    "adaptive clipping": {"bounding": {"kind": "quantile_clip", "bound": 0.1}, "noise": {"kind": "gaussian", "multiplier": 0.3, "placement": "server"}},
+    "adaptive clipping": {"bounding": {"kind": "quantile_clip", "bound": 0.1}, "noise": {"kind": "gaussian", "multiplier": 0.3}},
     "model clipping": {"bounding": {"kind": "model_clip", "bound": 3.0}, "noise": {"kind": "none"}},
     "poisson, server noise": {
         "selection": {"kind": "poisson", "cohort": 20},

@@ -85,7 +85,7 @@ class Ledger:
         """The rounds recorded and the epsilons after the last."""
         if not self._entries:
             return Spent(0)
-        return Spent(len(self._entries), {name: float(value) for name, value in self._entries[-1]["epsilon"].items()})
+        return Spent(self._entries[-1]["round"] + 1, {name: float(value) for name, value in self._entries[-1]["epsilon"].items()})
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.
