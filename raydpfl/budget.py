@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, Mechanism, Query, Relation, Sampling, paper
-from raydpfl.privacy.accountants import _views
+from raydpfl.privacy.accountants import views
 from raydpfl.privacy.paper import Printed
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class _Question:
         return replace(self.mechanism.with_noise(z), rounds=rounds * self.steps)
 
     def _seen(self, rounds: int) -> list[tuple[str, str, Mechanism, Relation, int]]:
-        return list(_views(self.mechanism, self.relation, rounds * self.steps, self.participations))
+        return list(views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
     def _guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
         mechanism = self._at(z, max(rounds, 1))

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 import time
@@ -193,16 +194,8 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
 def versions() -> dict[str, str]:
     """What the bits of a run depend on beside the experiment."""
     packages = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
-    found = {name: importlib.metadata.version(name) for name in packages if _installed(name)}
-    return {"python": platform.python_version(), "machine": platform.machine(), **found}
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-        return True
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    return {"python": platform.python_version(), "machine": platform.machine()} | {name: installed[name] for name in packages if name in installed}
 
 
 class _Ray:
@@ -239,14 +232,20 @@ class _Ray:
             ray.shutdown()
 
     def _init(self, **options: Any) -> None:
+        """Starts Ray (address local: a cluster of this run's own, whatever else runs here) or joins one."""
         import ray
 
+        address = options["address"]
+        host, _, port = address.rpartition(":")
         try:
+            if host and port.isdigit():  # Ray itself would try for minutes
+                socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5).close()
             ray.init(logging_level="ERROR", log_to_driver=False, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if "address" in options:
-                raise ConfigError("--address", options["address"], f"the address of a running Ray cluster ({error})") from None
-            raise RunError(f"Ray could not be started: {error}") from None
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            if address == "local":
+                raise RunError(f"Ray could not be started: {error}") from None
+            entry = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
+            raise ConfigError("--address", address, f"the address of {entry}: {error}") from None
         self.started = True
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -267,7 +266,7 @@ class _Ray:
     def start(self, plan: Plan, actors: int) -> None:
         if not self.inline and self.elastic:
             logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
-            self._init(num_cpus=logical, include_dashboard=False)
+            self._init(address="local", num_cpus=logical, include_dashboard=False)
 
     def coordinator(self, plan: Plan, out: str, actors: int, resume: bool) -> Callable:
         """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain object in it."""

@@ -48,7 +48,7 @@ def shared_ray():
     """One Ray with room for an actor per client, however few cores there are."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -141,5 +141,12 @@ def test_an_address_for_a_run_without_ray(tmp_path, monkeypatch, capsys):
     assert said == "--address = 'auto': client.actors above 0; 0 runs in this process, without Ray"
 
 
+def test_an_address_where_nothing_answers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    said = complain(["run", tmp_path / "small.yaml", "client.actors=1", "--address", "127.0.0.1:1"], monkeypatch, capsys)
+    assert said.startswith("--address = '127.0.0.1:1': the address of a running Ray cluster (if it asks for a token,")
+
+
 def test_an_unknown_option_of_the_command(monkeypatch, capsys):
     assert "No such option" in complain(["run", "a.yaml", "--fast"], monkeypatch, capsys)

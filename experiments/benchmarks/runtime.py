@@ -26,7 +26,7 @@ def main() -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     tree = {
         "rounds": options.rounds,
         "data": {"kind": "fashion_mnist_mini", "clients": 300},

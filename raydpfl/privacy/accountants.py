@@ -131,7 +131,7 @@ def guarantees(
         if name == "paper":
             found.append(_as_printed(mechanism, delta, rounds, v))
             continue
-        for observer, sampling, observed, under, times in _views(mechanism, relation, rounds, participations):
+        for observer, sampling, observed, under, times in views(mechanism, relation, rounds, participations):
             reason = covers(name, observed, under) if mechanism.private else NOISELESS
             spent = math.inf if reason else epsilon(observed, under, delta, times, name) if times else 0.0
             failed = (reason,) if reason else ()
@@ -139,7 +139,7 @@ def guarantees(
     return found
 
 
-def _views(mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None):
+def views(mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None):
     """(observer, sampling in words, the mechanism as that observer meets it, relation, rounds it composes over)."""
     sampling, r = mechanism.sampling, mechanism.sampling.cohort
     if mechanism.placement == "step":

@@ -60,11 +60,18 @@ def _distinct(generator: np.random.Generator, population: int, cohort: int) -> C
     return Cohort(clients, np.zeros_like(clients))
 
 
-class Uniform(Selection):
+class _Sized(Selection):
+    cohort: int = Field(ge=1)
+
+    def check(self, population: int) -> None:
+        if self.cohort > population:
+            raise ConfigError("selection.cohort", self.cohort, f"at most the population of {population} clients")
+
+
+class Uniform(_Sized):
     """`cohort` clients uniformly without replacement (000 Alg. 1, 001 Alg. 1-3, 002 Alg. 1)."""
 
     kind: Literal["uniform"] = "uniform"
-    cohort: int = Field(ge=1)
 
     def draw(self, seed: int, round: int, population: int) -> Cohort:
         return _distinct(stream(seed, Purpose.COHORT, round=round), population, self.cohort)
@@ -72,16 +79,11 @@ class Uniform(Selection):
     def sampling(self, population: int) -> Sampling:
         return Sampling("fixed", population, self.cohort)
 
-    def check(self, population: int) -> None:
-        if self.cohort > population:
-            raise ConfigError("selection.cohort", self.cohort, f"at most the population of {population} clients")
 
-
-class Poisson(Selection):
+class Poisson(_Sized):
     """Each client on its own with probability cohort / population; the divisor stays `cohort`, so it tells nothing."""
 
     kind: Literal["poisson"] = "poisson"
-    cohort: int = Field(ge=1)
 
     def draw(self, seed: int, round: int, population: int) -> Cohort:
         generator = stream(seed, Purpose.COHORT, round=round)
@@ -90,10 +92,6 @@ class Poisson(Selection):
 
     def sampling(self, population: int) -> Sampling:
         return Sampling("poisson", population, self.cohort)
-
-    def check(self, population: int) -> None:
-        if self.cohort > population:
-            raise ConfigError("selection.cohort", self.cohort, f"at most the population of {population} clients")
 
 
 class Full(Selection):
