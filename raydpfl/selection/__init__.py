@@ -26,6 +26,9 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member
 from raydpfl.privacy import Sampling
+from raydpfl.selection.privacy_aware import Solution, kkt_residual, solve, solve_cvxpy
+
+__all__ = ["FAMILY", "Cohort", "Full", "Poisson", "Selection", "Solution", "Uniform", "kkt_residual", "solve", "solve_cvxpy"]
 
 
 @dataclass(frozen=True)
