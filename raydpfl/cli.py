@@ -215,7 +215,7 @@ def main() -> None:
     except RunError as error:
         _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; the run directory holds a checkpoint, go on with --resume", 130)
+        _fail("interrupted; a run that had begun goes on with --resume", 130)
     except Exception as error:
         if not hasattr(error, "format_message"):  # what typer says of an unusable command line
             raise

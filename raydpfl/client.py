@@ -77,9 +77,8 @@ class ClientActor:
     """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave a non-finite update."""
 
     def __init__(self, experiment: Experiment, shards: str, path: Sequence[str] = ()):
-        for entry in path:  # where a user's own module was found by the process that started the run
-            if entry not in sys.path:
-                sys.path.append(entry)
+        # Where a user's own module was found by the process that started the run.
+        sys.path.extend(entry for entry in path if entry not in sys.path)
         single_thread()
         tune_allocator()
         self.experiment = experiment
@@ -198,9 +197,7 @@ class Evaluator:
     """Loss and accuracy of a model on the test set, in an actor of its own so that it hides behind the next round."""
 
     def __init__(self, experiment: Experiment, shards: str, path: Sequence[str] = ()):
-        for entry in path:
-            if entry not in sys.path:
-                sys.path.append(entry)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
         single_thread()
         self.batch = experiment.evaluate.batch
         self.shards = Shards.open(shards)

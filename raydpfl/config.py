@@ -163,6 +163,8 @@ class Experiment(Section):
             raise ConfigError("privacy.accountants", [], "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp")
         if self.privacy.budget is not None and not (self.private and self.privacy.accountants):
             raise ConfigError("privacy.budget", self.privacy.budget, "a budget needs noise and an accountant; this run spends without bound")
+        if self.bounding.sends == "model" and (self.selection.kind == "poisson" or self.weights.kind != "uniform"):
+            raise ConfigError("bounding.kind", self.bounding.kind, "a cohort of fixed size and uniform weights: the new model is the mean of those sent")
         if self.bounding.scaling == "gradient" and self.bounding.kind == "model_clip":
             raise ConfigError("bounding.scaling", "gradient", "update, for a model that is sent whole")
 

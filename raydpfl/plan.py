@@ -51,8 +51,8 @@ class Plan:
         module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
         way = local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way)
         experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
-        unit = _mechanism(experiment, population, 1.0)
-        z = _multiplier(experiment, unit, experiment.weights.largest(sizes))
+        unit, weight = _mechanism(experiment, population, 1.0), experiment.weights.largest(sizes)
+        z = _multiplier(experiment, unit, weight)
         mechanism = _mechanism(experiment, population, z) if unit else None
         stds = {query.name: query.std / query.bound for query in mechanism.queries} if mechanism else {}
         return cls(
@@ -61,7 +61,7 @@ class Plan:
             population=population,
             samples=int(sizes.sum()),
             d=models.parameter_count(module),
-            weight=experiment.weights.largest(sizes),
+            weight=weight,
             ratio=stds.get("updates", 0.0),
             count_std=stds.get("count", 0.0) / 2,
             mechanism=mechanism,
@@ -74,8 +74,7 @@ class Plan:
     @property
     def accountant(self) -> str | None:
         """The accountant that calibrates the noise and holds the budget: the first rigorous one asked for, or paper if there is no other."""
-        names = self.experiment.privacy.accountants
-        return next((name for name in names if name != "paper"), names[0] if names else None)
+        return _rigorous(self.experiment) or next(iter(self.experiment.privacy.accountants), None)
 
     def sum_std(self, bound: float | None) -> float:
         """Std of the noise on the sum of the contributions of a round with this bound."""
@@ -122,6 +121,10 @@ def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     return experiment.model_copy(update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})})
 
 
+def _rigorous(experiment: Experiment) -> str | None:
+    return next((name for name in experiment.privacy.accountants if name != "paper"), None)
+
+
 def _mechanism(experiment: Experiment, population: int, z: float) -> Mechanism | None:
     """The mechanism at noise multiplier `z` per unit of bound; None when there is no noise.
 
@@ -134,11 +137,9 @@ def _mechanism(experiment: Experiment, population: int, z: float) -> Mechanism |
         queries = (Query("updates", 1.0, z / math.sqrt(1 - bounding.share)), Query("count", 0.5, 0.5 * z / math.sqrt(bounding.share)))
     else:
         queries = (Query("updates", 1.0, z),)
-    exclusions = [*experiment.data.exclusions, "the tables and figures of this run show exact norms, losses and accuracies, which are not noised"]
-    if bounding.adaptive:
-        exclusions.append("the quantile and the learning rate of the adaptive bound were chosen, not learned")
+    shown = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised"
     sampling = experiment.selection.sampling(population)
-    mechanism = Mechanism(sampling, queries, experiment.rounds, placement=noise.placement, exclusions=tuple(exclusions))
+    mechanism = Mechanism(sampling, queries, experiment.rounds, placement=noise.placement, exclusions=(*experiment.data.exclusions, shown))
     for name in experiment.privacy.accountants:
         reason = privacy.covers(name, mechanism, experiment.relation)
         if reason:
@@ -159,7 +160,7 @@ def _multiplier(experiment: Experiment, mechanism: Mechanism | None, weight: flo
         return total / (bounding.initial_bound * weight)
     if noise.calibration == "paper":
         return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, experiment.rounds, noise.delta, noise.v)
-    accountant = next((name for name in experiment.privacy.accountants if name != "paper"), None)
+    accountant = _rigorous(experiment)
     if accountant is None:
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
         raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), accepted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import logging
 import os
 import platform
 import signal
@@ -39,6 +40,7 @@ from raydpfl.tracking import TensorBoard, replace_file, write_json
 
 # What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
 FREE = {"client": {"actors", "num_cpus"}, "measure": {"tensorboard"}}
+log = logging.getLogger("raydpfl")
 START_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
@@ -111,7 +113,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 class _Interrupts:
-    """Ctrl-C and SIGTERM end a run between rounds; a second one ends it at once, and what the round has done is not saved."""
+    """Ctrl-C and SIGTERM end a run after the round that is under way; a second one ends it at once, with nothing more saved."""
 
     def __enter__(self) -> _Interrupts:
         self.asked, self._before = False, {}
@@ -123,6 +125,7 @@ class _Interrupts:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        log.warning("stopping after this round; Ctrl-C again stops at once")
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
@@ -146,8 +149,6 @@ def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, o
             status, failure = "interrupted", KeyboardInterrupt()
     except BudgetError as error:
         status, failure = "budget", error
-    except KeyboardInterrupt as error:
-        status, failure, whole = "interrupted", error, False
     except Exception as error:
         status, failure, whole = "failed", error, False
     summary = _finish(call, status, failure, whole)

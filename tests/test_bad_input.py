@@ -41,6 +41,10 @@ BAD = {
     "no cohort": (["selection.cohort=0"], "selection.cohort = 0: should be greater than or equal to 1"),
     "noise without a bound": (["bounding.kind=none"], "noise.kind = 'gaussian': noise needs a bound; set bounding.kind to clip"),
     "no bound": (["bounding={kind: clip}"], "bounding.bound = None: required"),
+    "models sent by a cohort of no fixed size": (
+        ["bounding.kind=model_clip", "selection.kind=poisson", "noise.placement=server"],
+        "bounding.kind = 'model_clip': a cohort of fixed size and uniform weights",
+    ),
     "bound of nothing": (["bounding.bound=0"], "bounding.bound = 0: should be greater than 0"),
     "noise of two sizes": (["noise.epsilon=1"], "noise = ['epsilon', 'multiplier']: exactly one of epsilon, multiplier and std"),
     "noise of no size": (["noise={kind: gaussian}"], "noise = None: exactly one of epsilon, multiplier and std"),

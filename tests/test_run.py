@@ -221,6 +221,12 @@ def test_clients_that_fail_can_be_dropped_and_the_others_count_as_ever(tmp_path)
     assert result.summary["status"] == "completed"
 
 
+def test_a_dropped_client_leaves_the_same_bits_on_any_number_of_actors(tmp_path, shared_ray):
+    dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
+    bits = {run(change(dropping, actors=actors), tmp_path / str(actors)).summary["model_sha256"] for actors in (0, 2, "per-client")}
+    assert len(bits) == 1
+
+
 def test_a_nan_in_an_update_is_the_clients_error_and_never_passes(tmp_path):
     healthy = cursed(tmp_path, overflow=True).to_dict() | {"model": {"kind": "softmax"}}
     with pytest.raises(ClientError, match=r"client 4: its update has norm nan in round 0"):

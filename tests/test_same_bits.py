@@ -40,6 +40,7 @@ METHODS = {
         "local": {"kind": "sgd", "steps": 2, "batch": "full", "momentum": 0.5},
         "client": {"way": "fused"},
     },
+    "vmap": {"client": {"way": "vmap"}},
     "mlp in sample space": {"model": {"kind": "mlp", "hidden": [16]}, "client": {"way": "sample_space"}},
     "cnn, loop": {
         "model": {"kind": "cnn"},

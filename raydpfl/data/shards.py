@@ -185,10 +185,8 @@ class Shards:
         n = np.where(members < 0, 0, self.sizes[members])
         if n.max(initial=0) > rows:
             raise ValueError(f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane")
-        batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
-        rows_before = self._first[members] - self._starts[batches]
         raw = np.empty((rows, *self.shape), self._test_x.dtype)
-        for lane, (batch, before, count) in enumerate(zip(batches.tolist(), rows_before.tolist(), n.tolist(), strict=True)):
+        for lane, (batch, before, count) in enumerate(zip(*self._rows_of(members), n.tolist(), strict=True)):
             if count:
                 x_at, y_at = self._places[batch]
                 stored = raw[:count] if raw.dtype == np.uint8 else x[lane, :count]
@@ -198,15 +196,18 @@ class Shards:
                     self._scaled(stored, x[lane, :count])
         return x, y, n
 
+    def _rows_of(self, members: np.ndarray) -> tuple[list[int], list[int]]:
+        """Of each client, the batch of the file that holds its rows, and how many rows of others stand before them there."""
+        batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
+        return batches.tolist(), (self._first[members] - self._starts[batches]).tolist()
+
     def prefetch(self, clients: np.ndarray) -> None:
         """Asks the system to have the rows of these clients (int64, -1 for a dummy) in memory soon; returns at once."""
         if not hasattr(os, "posix_fadvise"):
             return
         members = np.asarray(clients, np.int64)
         members = members[members >= 0]
-        batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
-        rows_before = self._first[members] - self._starts[batches]
-        for batch, before, count in zip(batches.tolist(), rows_before.tolist(), self.sizes[members].tolist(), strict=True):
+        for batch, before, count in zip(*self._rows_of(members), self.sizes[members].tolist(), strict=True):
             for at, width in zip(self._places[batch], (self._row_bytes, 8), strict=True):
                 os.posix_fadvise(self._train.file.fileno(), at + before * width, count * width, os.POSIX_FADV_WILLNEED)
 
