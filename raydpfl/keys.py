@@ -10,11 +10,22 @@ within a stream (2^64 of them).
 >>> float(stream(7, Purpose.BATCH, round=3, client=13).random())
 0.5441855385880319
 
+`normals` draws noise: one flat vector of standard normals a name, by the Box-Muller transform over the same streams.
+
+>>> normals(7, Purpose.STEP_NOISE, 3, round=3, client=12, step=1)
+tensor([-1.2855,  0.5160, -1.0663])
+
 The generator is for simulation: reproducible and statistically sound, not cryptographic.
+
+Design note. numpy's ziggurat takes 11 ns a normal and torch's generator 3, but the latter stops at 5.77 standard deviations
+and its seed at 32 bits. Box-Muller in numpy's vectorised float32 functions takes 3 (torch's own take 5 to 8, for their
+cost per call), half of it for Philox. Filling the state of SFC64 from Philox instead would save another half nanosecond,
+and that two names never share a block would no longer be exact.
 """
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import numpy as np
@@ -65,6 +76,36 @@ def stream(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw
     `draw` tells apart the several times a client was drawn into the cohort of one round.
     """
     return np.random.Generator(_philox(seed, purpose, round, client, draw, step))
+
+
+_BLOCK = 32768  # words at a time, so that what is computed between stays in the cache
+_ANGLE, _UNIT = np.float32(math.pi / 2**23), np.float32(2.0**-40)
+
+
+def normals(seed: int, purpose: Purpose, n: int, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> torch.Tensor:
+    """Standard normals of one named stream, float32 [n], by Box and Muller (1958): two from every 64-bit word.
+
+    40 bits of a word give the radius and 24 the angle. The uniform under the logarithm lies in [2^-41, 1] in steps that
+    shrink towards 0, as float32 does, so values reach 7.53 standard deviations (beyond are 5e-14 of the law).
+    The vector is a function of its name and of n as a whole (two draws of 1000 are not one of 2000), with the same bits on
+    the same hardware; numpy picks its vector instructions by the processor.
+    """
+    words = _philox(seed, purpose, round, client, draw, step).random_raw((n + 1) // 2).view(np.int64)
+    out = np.empty((2, len(words)), np.float32)
+    for start in range(0, len(words), _BLOCK):
+        word, (cos, sin) = words[start : start + _BLOCK], out[:, start : start + _BLOCK]
+        angle = (word >> 40).astype(np.float32)  # signed: in [-2^23, 2^23)
+        angle *= _ANGLE
+        word &= (1 << 40) - 1
+        radius = word.astype(np.float32)
+        radius += np.float32(0.5)  # log(0) cannot be; the largest words round to 1, whose radius is 0
+        radius *= _UNIT
+        np.log(radius, out=radius)
+        radius *= np.float32(-2)
+        np.sqrt(radius, out=radius)
+        np.multiply(np.cos(angle), radius, out=cos)
+        np.multiply(np.sin(angle, out=angle), radius, out=sin)
+    return torch.from_numpy(out.reshape(-1)[:n])
 
 
 def torch_stream(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> torch.Generator:

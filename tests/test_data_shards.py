@@ -36,7 +36,7 @@ def synthetic(**keys):
 def slow_lane(described, seed, clients, rows):
     """The reference: row by row from the split, in float64."""
     split = described.split(seed, None)
-    x, y, n = np.zeros((len(clients), rows, *split.shape)), np.zeros((len(clients), rows), np.int64), np.zeros(len(clients), np.int64)
+    x, y, n = np.zeros((len(clients), rows, *split.shape)), np.zeros((len(clients), rows)), np.zeros(len(clients), np.int64)
     for lane, client in enumerate(clients):
         if client >= 0:
             own_x, own_y = split.rows(client, client + 1)
@@ -52,16 +52,19 @@ def slow_lane(described, seed, clients, rows):
 
 @pytest.mark.parametrize(
     "described",
-    [mini(), mini(normalize=True), mini(pca=7), synthetic(sizes={"kind": "spread"})],
-    ids=["scaled", "normalized", "principal", "synthetic"],
-)
+    [
+        mini(), mini(normalize=True), mini(features={"kind": "pca", "components": 7}), synthetic(sizes={"kind": "spread"}),
+        data.parse({"kind": "quadratics", "clients": 40, "dimension": 30, "rank": 4}),
+    ],
+    ids=["scaled", "normalized", "principal", "synthetic", "regression"],
+)  # fmt: skip
 def test_a_lane_is_the_clients_rows_padded_with_zeros(described):
     opened = Shards.open(prepare(described, seed=5))
     rows = int(opened.sizes.max()) + 1
     clients = [3, -1, 39, 0, 3, 17]
     x, y, n = opened.lane(clients, rows)
     slow_x, slow_y, slow_n = slow_lane(described, 5, clients, rows)
-    assert x.dtype == np.float32 and y.dtype == n.dtype == np.int64
+    assert x.dtype == np.float32 and n.dtype == np.int64 and y.dtype == (np.int64 if opened.classes else np.float32)
     np.testing.assert_allclose(x, slow_x, atol=2e-6)
     assert np.array_equal(y, slow_y) and np.array_equal(n, slow_n)
 
@@ -142,6 +145,23 @@ def test_what_was_done_is_written_down():
     }  # fmt: skip
     overlapping = data.describe(mini(clients=3, sizes={"kind": "balanced"}, partition={"kind": "overlapping", "per_client": 1000}))
     assert overlapping["samples"] == 3000 and 6000 < overlapping["unused"] < 8000 and overlapping["classes_per_client"]["min"] == 10
+
+
+def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
+    x, y, who = np.arange(40.0).reshape(20, 2), np.linspace(-1, 1, 20), np.arange(20) % 3
+    np.savez(tmp_path / "t.npz", v=x, cost=y, who=who)
+    keys = {"kind": "table", "train": str(tmp_path / "t.npz"), "test": str(tmp_path / "t.npz"), "x": "v", "y": "cost", "regression": True}
+    opened = Shards.open(prepare(data.parse(keys | {"client": "who", "partition": {"kind": "natural"}}), 0))
+    opened.prefetch(np.array([0, -1, 2]))
+    _, lane_y, n = opened.lane([2, 0], 8)
+    assert opened.classes == 0 and "classes_per_client" not in opened.describe()
+    for slot, client in enumerate((2, 0)):
+        assert np.array_equal(lane_y[slot, : n[slot]], y[who == client].astype(np.float32)) and not lane_y[slot, n[slot] :].any()
+    assert np.array_equal(np.concatenate([part for _, part in opened.test(7)]), y.astype(np.float32))
+    iid = data.describe(data.parse(keys | {"clients": 4}))
+    assert iid["samples_per_client"] == {"min": 5, "median": 5.0, "max": 5}
+    with pytest.raises(ConfigError, match=r"data.partition.kind = 'dirichlet': iid or natural for regression"):
+        data.describe(data.parse(keys | {"clients": 4, "partition": {"kind": "dirichlet", "psi": 1.0}}))
 
 
 def test_shards_are_pickled_by_their_path():

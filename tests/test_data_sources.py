@@ -74,7 +74,9 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
         write_idx(tmp_path / "MNIST" / "raw", prefix, images, labels)
     for prefix in ("emnist-digits-train", "emnist-digits-test"):
         write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
-    mnist = data.parse({"kind": "mnist", "clients": 2}).samples(0, tmp_path)
+    described = data.parse({"kind": "mnist", "clients": 2})
+    assert [name for name, *_ in described.identity(tmp_path)] == list(Mnist.files) and data.describe(described, 0, tmp_path)["samples"] == 30
+    mnist = described.samples(0, tmp_path)
     assert np.array_equal(mnist.x[:, 0], images) and np.array_equal(mnist.test_y, labels)
     emnist = data.parse({"kind": "emnist_digits", "clients": 2}).samples(0, tmp_path)
     assert np.array_equal(emnist.x[:, 0], images.transpose(0, 2, 1))  # upright: the files hold them transposed
@@ -161,17 +163,6 @@ def test_a_column_of_ids_makes_natural_clients(tmp_path):
         described.model_copy(update={"clients": 4}).split(0, tmp_path)
 
 
-def test_principal_components_are_those_of_the_training_rows(tmp_path):
-    x = np.random.default_rng(0).normal(size=(300, 6)) @ np.random.default_rng(1).normal(size=(6, 6))
-    np.savez(tmp_path / "t.npz", v=x, label=np.zeros(300, int))
-    described = table(train="t.npz", test="t.npz", x="v", pca=2)
-    split = described.split(0, tmp_path)
-    rows = split.rows(0, 2)[0]
-    _, singular, _ = np.linalg.svd(x - x.mean(0))
-    np.testing.assert_allclose(np.linalg.norm(rows, axis=0), singular[:2], rtol=1e-4)
-    assert split.shape == (2,) and rows.dtype == np.float32 and len(described.exclusions) == 1 and not table(train="t").exclusions
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -193,7 +184,14 @@ def test_principal_components_are_those_of_the_training_rows(tmp_path):
         ({"sizes": {"kind": "spread", "high": 0.1}}, "data.sizes.high = 0.1: at least data.sizes.low"),
         ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi = 0: "),
         ({"partition": {"kind": "pie"}}, "data.partition.kind = 'pie': one of iid, shards,"),
-        ({"pca": 2}, "data.pca = 2: at most the 1 numbers of a sample"),
+        ({"y": "text", "regression": True}, "data.y = 'text': finite numbers, for regression"),
+        ({"y": "nan", "regression": True}, "data.y = 'nan': finite numbers, for regression"),
+        ({"features": {"kind": "ica"}}, "data.features.kind = 'ica': one of pca, resnet18, or the import path"),
+        ({"features": {"kind": "pca", "components": 2}}, "data.features.components = 2: at most the 1 numbers of a sample"),
+        ({"features": {"kind": "pca", "file": "none.npz"}, "x": ["a", "half"]}, "data.features.components = 60: at most the 2 numbers"),
+        ({"features": {"kind": "pca", "components": 1, "file": "none.npz"}}, "data.features.file = 'none.npz': a file, absolute or under"),
+        ({"features": {"kind": "resnet18"}}, "data.features.kind = 'resnet18': grey or colour images; the samples are float32 (1,)"),
+        ({"features": {"kind": "pca"}, "mean": [0.5], "std": [0.5]}, "data.features.kind = 'pca': none with constants to normalise"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path):
@@ -212,7 +210,7 @@ def test_a_config_read_back_is_the_same_config():
     for keys in (
         {"kind": "synthetic", "clients": 3, "sizes": {"kind": "power-law", "exponent": 2.0}},
         {"kind": "table", "train": "t", "x": ["a", "b"], "partition": {"kind": "similarity", "s": 30}, "clients": 5},
-        {"kind": "cifar10", "clients": 5, "pca": 60, "partition": {"kind": "dominant-labels"}},
+        {"kind": "cifar10", "clients": 5, "features": {"kind": "pca"}, "partition": {"kind": "dominant-labels"}},
     ):
         described = data.parse(keys)
         assert data.parse(described.model_dump(mode="json")) == described and type(data.parse(described.model_dump())) is type(described)

@@ -83,6 +83,7 @@ def user_module(monkeypatch):
     [
         ("softmax", GREY, 7_850),
         ("softmax", (60,), 610),
+        ("linear", (200,), 2_000),
         ("mlp", GREY, 159_010),
         ("cnn", GREY, 833_322),
         ("cnn", COLOUR, 1_079_882),
@@ -113,6 +114,24 @@ def test_initial_parameters_are_drawn_as_torch_draws_them():
     weight = models.flatten(build(kind="softmax"))
     assert weight.abs().max() <= 1 / 28  # U(-1/sqrt(784), 1/sqrt(784)), of std 1/sqrt(3 * 784)
     assert weight.std().item() == pytest.approx(1 / (3 * 784) ** 0.5, rel=0.03)  # 7850 draws: std of this ratio 0.005, 6 std
+
+
+def test_a_linear_model_starts_where_it_is_told():
+    start = models.flatten(build((300,), 1, kind="linear", start=-2, spread=0.2, seed=5))
+    # The least and greatest of 300 draws of U(0, 1) are within 0.05 of its ends but for a probability below 5e-7.
+    assert start.min() >= -2 and start.max() <= -1.8 and start.min() < -1.99 and start.max() > -1.81
+    assert torch.equal(start, models.flatten(build((300,), 1, kind="linear", start=-2, spread=0.2, seed=5)))
+    assert (models.flatten(build((7,), 1, kind="linear", start=0.3, bias=True)) == 0.3).all()
+    assert (models.flatten(build((7,), 1, kind="linear")) == 0).all()
+
+
+def test_models_for_regression_have_one_output_and_a_classifier_is_refused():
+    for keys in ({"kind": "linear"}, {"kind": "mlp", "hidden": 3}, {"kind": "user_nets:OwnModel"}):
+        assert build((6,), 0, **keys)(torch.rand(5, 6)).shape == (5, 1)
+    with pytest.raises(ConfigError, match=r"model.kind = 'softmax': linear, mlp or another that is no classifier"):
+        build((6,), 0, kind="softmax")
+    with pytest.raises(ConfigError, match=r"a module that returns \[batch, 1\] for"):
+        build((6,), 0, kind="user_nets:Tied")
 
 
 def test_flatten_and_load_are_inverses_and_copies():
@@ -208,7 +227,7 @@ def test_a_config_read_back_is_the_same_config():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "perceptron"}, "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, resnet18, or"),
+        ({"kind": "perceptron"}, "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, resnet18, linear"),
         ({"kind": "user_nets:Missing"}, "model.kind = 'user_nets:Missing': an import path package.module:Name that can be imported (Attr"),
         ({"kind": "nowhere:Net"}, "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported (ModuleNotFound"),
         ({"kind": "user_nets:number"}, "model.kind = 'user_nets:number': a class or a function that makes a torch.nn.Module"),

@@ -7,9 +7,10 @@
 >>> done["samples_per_client"], done["classes_per_client"]
 ({'min': 30, 'median': 30.0, 'max': 30}, {'min': 2, 'median': 4.0, 'max': 5})
 
-A source (`sources`, `table`, `synthetic`) gives samples, a partition (`partitions`) says whose they are, `prepare` writes them once in
-client order, and `Shards` reads them (`shards`). Public to the run: shapes, the numbers of clients, of samples per client and of
-classes. Everything random is keyed by (seed, PARTITION) or (seed, DATA, client).
+A source (`sources`, `table`, `synthetic`, `quadratics`) gives samples, a front end may make columns of them (`features`), a partition
+(`partitions`) says whose they are, `prepare` writes them once in client order, and `Shards` reads them (`shards`). Public to the
+run: shapes, the numbers of clients, of samples per client and of classes. Everything random is keyed by (seed, PARTITION) or
+(seed, DATA, client).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raydpfl.data.files import data_root
 from raydpfl.data.partitions import Partition, Sizes
+from raydpfl.data.quadratics import Quadratics, ScalarQuadratics
 from raydpfl.data.shards import Shards, prepare
 from raydpfl.data.sources import (
     Cifar10,
@@ -33,7 +36,6 @@ from raydpfl.data.sources import (
     Split,
     Svhn,
     TorchvisionImages,
-    data_root,
 )
 from raydpfl.data.synthetic import Synthetic
 from raydpfl.data.table import Table
@@ -54,6 +56,8 @@ FAMILY: dict[str, type[Data]] = {
     "svhn": Svhn,
     "table": Table,
     "synthetic": Synthetic,
+    "quadratics": Quadratics,
+    "scalar_quadratics": ScalarQuadratics,
 }
 
 

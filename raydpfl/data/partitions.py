@@ -83,15 +83,15 @@ SIZES: dict[str, type[Sizes]] = {"balanced": Balanced, "power-law": PowerLaw, "s
 
 
 class Partition(Member):
-    """Base of the family; `sized` says whether it follows `data.sizes`, `by` which column it deals by."""
+    """Base of the family; `sized` says whether it follows `data.sizes`, `by` which column it deals by: row, none but their number."""
 
     sized: ClassVar[bool] = True
-    by: ClassVar[Literal["label", "client"]] = "label"
+    by: ClassVar[Literal["label", "client", "row"]] = "label"
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Which samples each client holds: rows of the data set in client order, int64 [samples], and sizes, int64 [clients].
 
-        `labels` is the int64 column [n] that `by` names. Raises `ConfigError` naming the `data.partition` key, or
+        `labels` is the int64 column [n] that `by` names, or float32 targets for a partition by row. Raises `ConfigError` naming the `data.partition` key, or
         `data.clients`, that the data cannot give.
         """
         raise NotImplementedError
@@ -100,6 +100,7 @@ class Partition(Member):
 class Iid(Partition):
     """Every client an equally likely subset of its size."""
 
+    by: ClassVar[Literal["label", "client", "row"]] = "row"
     kind: Literal["iid"] = "iid"
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -236,7 +237,7 @@ class Natural(Partition):
     """The column of a table that `data.client` names is the client; clients are numbered in the order of its sorted values."""
 
     sized: ClassVar[bool] = False
-    by: ClassVar[Literal["label", "client"]] = "client"
+    by: ClassVar[Literal["label", "client", "row"]] = "client"
     kind: Literal["natural"] = "natural"
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

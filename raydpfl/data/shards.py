@@ -12,10 +12,11 @@ A prepared folder is named by a digest of (format, data config, seed, identity o
 
 | file          | rows        | columns                                                                            |
 |---------------|-------------|------------------------------------------------------------------------------------|
-| train.arrow   | sample      | x: uint8 or float32 [prod(shape)], y: int64; in batches that end where a client ends |
+| train.arrow   | sample      | x: uint8 or float32 [prod(shape)], y: int64 (its class) or float32 (its target, for  |
+|               |             | regression); in batches that end where a client ends                               |
 | clients.arrow | client      | first: int64, its first row in train.arrow; size: int64, how many rows              |
 | test.arrow    | sample      | as train.arrow, in one batch                                                        |
-| data.json     |             | shape, classes, mean and std per channel, and what the partition did                |
+| data.json     |             | shape, classes (0: regression), mean and std per channel, what the partition did    |
 
 It is written beside its place under another name and renamed, so a half-written one is never used, and of two runs that
 prepare the same data the later takes the earlier's.
@@ -40,7 +41,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl.data.sources import Data, Split, cache_root
+from raydpfl.data.files import cache_root
+from raydpfl.data.sources import Data, Split
 from raydpfl.errors import ConfigError
 
 FORMAT = 1
@@ -83,14 +85,15 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     while first < len(ends):
         start = ends[first] - split.sizes[first]
         last = max(first + 1, int(np.searchsorted(ends, start + BATCH_BYTES // row_bytes, side="right")))
-        batch = _batch(*(part := split.rows(first, last)))
+        batch = _batch(*(part := split.rows(first, last)), split.classes)
         writer = writer or pa.ipc.new_file(str(folder / "train.arrow"), batch.schema)
         writer.write_batch(batch)
         owner = np.repeat(np.arange(last - first), split.sizes[first:last])
-        held[first:last] = np.bincount(np.unique(owner * split.classes + part[1]) // split.classes, minlength=last - first)
+        if split.classes:
+            held[first:last] = np.bincount(np.unique(owner * split.classes + part[1]) // split.classes, minlength=last - first)
         first = last
     writer.close()
-    test = _batch(*split.test())
+    test = _batch(*split.test(), split.classes)
     clients = pa.record_batch({"first": ends - split.sizes, "size": split.sizes})
     for name, batch in (("test.arrow", test), ("clients.arrow", clients)):
         with pa.ipc.new_file(str(folder / name), batch.schema) as writer:
@@ -99,15 +102,15 @@ def _write(split: Split, config: dict, folder: Path) -> None:
         "shape": list(split.shape), "classes": split.classes, "mean": list(split.mean), "std": list(split.std), "config": config,
         "description": {
             "clients": len(split.sizes), "samples": int(split.sizes.sum()), "test_samples": test.num_rows, "unused": split.unused,
-            "samples_per_client": _spread(split.sizes), "classes_per_client": _spread(held),
-        },
+            "samples_per_client": _spread(split.sizes),
+        } | ({"classes_per_client": _spread(held)} if split.classes else {}) | ({} if split.optimum is None else {"optimum": split.optimum}),
     }  # fmt: skip
     (folder / "data.json").write_text(json.dumps(about, indent=1))
 
 
-def _batch(x: np.ndarray, y: np.ndarray) -> pa.RecordBatch:
+def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
     flat = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(x).reshape(-1)), int(np.prod(x.shape[1:])))
-    return pa.record_batch({"x": flat, "y": y})
+    return pa.record_batch({"x": flat, "y": y.astype(np.int64 if classes else np.float32, copy=False)})
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -137,8 +140,8 @@ class _Mapped:
 class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
 
-    `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes`; `test_size`. What `lane` and `test` return
-    is the caller's to write to.
+    `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0: regression); `test_size`. What `lane`
+    and `test` return is the caller's to write to. Where y is said to be int64, it is float32 for regression.
     """
 
     def __init__(self, folder: Path):
@@ -181,7 +184,7 @@ class Shards:
         """
         members = np.asarray(clients, np.int64)
         x = np.zeros((len(members), rows, *self.shape), np.float32)
-        y = np.zeros((len(members), rows), np.int64)
+        y = np.zeros((len(members), rows), self._test_y.dtype)
         n = np.where(members < 0, 0, self.sizes[members])
         if n.max(initial=0) > rows:
             raise ValueError(f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane")
@@ -191,7 +194,7 @@ class Shards:
                 x_at, y_at = self._places[batch]
                 stored = raw[:count] if raw.dtype == np.uint8 else x[lane, :count]
                 self._train.read(stored, x_at + before * self._row_bytes)
-                self._train.read(y[lane, :count], y_at + before * 8)
+                self._train.read(y[lane, :count], y_at + before * y.itemsize)
                 if raw.dtype == np.uint8:
                     self._scaled(stored, x[lane, :count])
         return x, y, n
@@ -208,7 +211,7 @@ class Shards:
         members = np.asarray(clients, np.int64)
         members = members[members >= 0]
         for batch, before, count in zip(*self._rows_of(members), self.sizes[members].tolist(), strict=True):
-            for at, width in zip(self._places[batch], (self._row_bytes, 8), strict=True):
+            for at, width in zip(self._places[batch], (self._row_bytes, self._test_y.itemsize), strict=True):
                 os.posix_fadvise(self._train.file.fileno(), at + before * width, count * width, os.POSIX_FADV_WILLNEED)
 
     def test(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -230,5 +233,8 @@ class Shards:
             file.map.madvise(mmap.MADV_DONTNEED)
 
     def describe(self) -> dict:
-        """What the partition did: clients, samples, test samples, unused samples, and samples and classes per client (min, median, max)."""
+        """What the partition did: clients, samples, test samples, unused samples, and samples and classes per client (min, median, max).
+
+        For regression no classes; and `optimum` where the least loss on the test set that a linear model can reach is known.
+        """
         return dict(self._description)

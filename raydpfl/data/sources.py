@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,6 +24,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from raydpfl.data.features import FEATURES, Features
+from raydpfl.data.files import data_root, file_identity, impatient
 from raydpfl.data.partitions import PARTITIONS, SIZES, Balanced, Iid, Partition, Sizes
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
@@ -33,7 +34,10 @@ from raydpfl.member import Member, choose
 
 @dataclass(frozen=True)
 class Split:
-    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or float32, y int64 [rows])."""
+    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or float32, y [rows]).
+
+    y is int64, the class from 0 to `classes` - 1; or for regression, where `classes` is 0, the target in float32.
+    """
 
     sizes: np.ndarray  # int64 [clients]
     shape: tuple[int, ...]  # of one sample
@@ -43,11 +47,13 @@ class Split:
     mean: tuple[float, ...] = ()  # per channel, of samples scaled to [0, 1]; empty: not normalised
     std: tuple[float, ...] = ()
     unused: int = 0  # training samples that no client holds
+    optimum: float | None = None  # the least loss on the test set that any model of `kind: linear` can reach, where it is known
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y int64 [rows], and int64 [rows] of clients if the rows tell."""
+    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y [rows] in int64 (classes) or float32 (regression), and
+    int64 [rows] of clients if the rows tell."""
 
     x: np.ndarray
     y: np.ndarray
@@ -60,12 +66,6 @@ class Data(Member):
     """Base of the family; a user's own source derives from it, or from `Dealt`."""
 
     clients: int | None = Field(default=None, ge=1)
-    sizes: SerializeAsAny[Sizes] = Balanced()
-
-    @field_validator("sizes", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any) -> Sizes:
-        return choose("data.sizes", value, SIZES, Sizes)
 
     def split(self, seed: int, root: Path | None) -> Split:
         """The samples and who holds them. Raises `ConfigError` for what the data cannot give; writes nothing."""
@@ -81,26 +81,52 @@ class Data(Member):
         return ()
 
 
-class Dealt(Data):
-    """A data set in memory, dealt to clients by a partition."""
+class Sized(Data):
+    """Data of which each client may hold another number of samples."""
+
+    sizes: SerializeAsAny[Sizes] = Balanced()
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any) -> Sizes:
+        return choose("data.sizes", value, SIZES, Sizes)
+
+
+class Dealt(Sized):
+    """A data set in memory, its samples made columns by `features` if asked for, dealt to clients by a partition."""
 
     partition: SerializeAsAny[Partition] = Iid()
-    pca: int | None = Field(default=None, ge=1)  # components; a fixed projection of centred rows (002 sec. VI: 60)
+    features: SerializeAsAny[Features] | None = None
 
     @field_validator("partition", mode="before")
     @classmethod
     def _partition(cls, value: Any) -> Partition:
         return choose("data.partition", value, PARTITIONS, Partition)
 
+    @field_validator("features", mode="before")
+    @classmethod
+    def _features(cls, value: Any) -> Features | None:
+        return None if value is None else choose("data.features", value, FEATURES, Features)
+
     @model_validator(mode="after")
-    def _sized(self) -> Dealt:
+    def _consistent(self) -> Dealt:
         if not self.partition.sized and self.sizes.kind != "balanced":
             accepted = f"balanced with partition {self.partition.kind}, which itself decides the sizes"
             raise ConfigError("data.sizes.kind", self.sizes.kind, accepted)
+        if self.features and self.constants() != ((), ()):
+            accepted = "none with constants to normalise pixels by (data.normalize, data.mean): it scales them itself"
+            raise ConfigError("data.features.kind", self.features.kind, accepted)
         return self
 
     def samples(self, seed: int, root: Path | None) -> Samples:
         raise NotImplementedError
+
+    def sources(self, root: Path | None) -> list:
+        """What `samples` reads, as `identity` has it."""
+        return []
+
+    def identity(self, root: Path | None) -> list:
+        return [*self.sources(root), *(self.features.identity(root) if self.features else [])]
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not normalised."""
@@ -108,30 +134,29 @@ class Dealt(Data):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        return ("the principal components are computed from the training data without noise",) if self.pca else ()
+        return self.features.exclusions if self.features else ()
 
     def split(self, seed: int, root: Path | None) -> Split:
         found = self.samples(seed, root)
         order, sizes = self._deal(found, stream(seed, Purpose.PARTITION))
         mean, std = self.constants()
-        x, test_x, shape = found.x, found.test_x, found.x.shape[1:]
-        if self.pca:
-            x, test_x = _principal(self.pca, x, test_x)
-            mean, std, shape = (), (), (self.pca,)
+        x, test_x = self.features.columns(found.x, found.test_x, root) if self.features else (found.x, found.test_x)
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
         def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
             chosen = order[ends[first] : ends[last]]
             return x[chosen], found.y[chosen]
 
-        classes = 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
+        classes = 0 if found.y.dtype.kind == "f" else 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
         unused = len(found.y) - len(np.unique(order))
-        return Split(sizes, shape, classes, rows, lambda: (test_x, found.test_y), mean, std, unused)
+        return Split(sizes, x.shape[1:], classes, rows, lambda: (test_x, found.test_y), mean, std, unused)
 
     def _deal(self, found: Samples, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        if self.partition.by == "label":
+        if self.partition.by != "client":
             if self.clients is None:
                 raise ConfigError("data.clients", None, "a number of clients (only partition natural finds it in the data)")
+            if self.partition.by == "label" and found.y.dtype.kind == "f":
+                raise ConfigError("data.partition.kind", self.partition.kind, "iid or natural for regression, which has no classes to deal by")
             return self.partition.deal(found.y, self.clients, self.sizes, generator)
         if found.client is None:
             raise ConfigError("data.partition.kind", self.partition.kind, "a table whose column of client ids data.client names")
@@ -178,7 +203,7 @@ class FashionMnistMini(Images):
         self.check(found.x)
         return found
 
-    def identity(self, root: Path | None) -> list:
+    def sources(self, root: Path | None) -> list:
         from raydpfl.data import embedded
 
         return [hashlib.sha256(embedded.path(part).read_bytes()).hexdigest() for part in ("train", "test")]
@@ -200,7 +225,7 @@ class TorchvisionImages(Images):
         self.check(found.x)
         return found
 
-    def identity(self, root: Path | None) -> list:
+    def sources(self, root: Path | None) -> list:
         folder = self.ensure(root)
         return [file_identity(folder / name, name) for name in self.files]
 
@@ -223,20 +248,17 @@ class TorchvisionImages(Images):
         folder = data_root(root)
         if self.present(folder):
             return folder
-        timeout = socket.getdefaulttimeout()
         try:
-            socket.setdefaulttimeout(30)
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError("the folder is read-only")
-            for train in (True, False):
-                self._part(folder, train, download=True)
+            with impatient():
+                for train in (True, False):
+                    self._part(folder, train, download=True)
         except Exception as error:  # no network, no space, a mirror's own error page: all end the same way
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             accepted = f"a data set that is under {folder} (--data-root, RAYDPFL_DATA); it is not, and was not downloaded ({reason})"
             raise ConfigError("data.kind", self.kind, accepted) from None
-        finally:
-            socket.setdefaulttimeout(timeout)
         return folder
 
 
@@ -322,42 +344,6 @@ class Svhn(TorchvisionImages):
         return part.data, part.labels.astype(np.int64)
 
 
-def cache_root() -> Path:
-    """RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME, or ~/.cache/raydpfl."""
-    if found := os.environ.get("RAYDPFL_CACHE"):
-        return Path(found)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
-
-
-def data_root(root: Path | None) -> Path:
-    """`root`, or RAYDPFL_DATA, or a folder of downloads in the cache."""
-    return Path(root or os.environ.get("RAYDPFL_DATA") or cache_root() / "downloads")
-
-
 def _histograms(x: np.ndarray) -> np.ndarray:
     """How often each level 0 to 255 occurs in each channel of uint8 images, [channels, 256]."""
     return np.stack([np.bincount(x[:, channel].ravel(), minlength=256) for channel in range(x.shape[1])])
-
-
-def file_identity(path: Path, name: str) -> list:
-    """What tells a changed file apart without reading it."""
-    stat = path.stat()
-    return [name, stat.st_size, stat.st_mtime_ns]
-
-
-def _principal(components: int, x: np.ndarray, test_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both sets [rows, components] float32: centred at the training mean, on the training set's principal components."""
-    wide, test = x.reshape(len(x), -1), test_x.reshape(len(test_x), -1)
-    if components > wide.shape[1]:
-        raise ConfigError("data.pca", components, f"at most the {wide.shape[1]} numbers of a sample")
-    scale = 255.0 if x.dtype == np.uint8 else 1.0
-    mean = wide.mean(0, dtype=np.float64) / scale
-
-    def centred(rows: np.ndarray) -> Iterator[np.ndarray]:
-        return ((rows[at : at + 4096] / scale - mean).astype(np.float32) for at in range(0, len(rows), 4096))
-
-    axes = np.linalg.eigh(sum((part.T @ part).astype(np.float64) for part in centred(wide)))[1][:, ::-1][:, :components]
-    axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])  # eigenvectors have no sign of their own
-    empty = np.zeros((0, components), np.float32)
-    projected, test_projected = (np.concatenate([empty, *(part @ axes for part in centred(rows))]) for rows in (wide, test))
-    return projected.astype(np.float32), test_projected.astype(np.float32)

@@ -24,14 +24,14 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from raydpfl.data.sources import Data, Split
+from raydpfl.data.sources import Sized, Split
 from raydpfl.keys import Purpose, stream
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form (of client 0).
 _TRAIN, _TEST, _SHARED = range(3)
 
 
-class Synthetic(Data):
+class Synthetic(Sized):
     """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in all, spread evenly over clients."""
 
     kind: Literal["synthetic"] = "synthetic"

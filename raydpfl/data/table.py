@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, field_validator, model_validator
 
-from raydpfl.data.sources import Dealt, Samples, data_root, file_identity
+from raydpfl.data.files import file_identity, find_file
+from raydpfl.data.sources import Dealt, Samples
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 
@@ -30,8 +31,8 @@ class Table(Dealt):
 
     `train`, `test`: files (.parquet, .arrow, .feather, .npz), absolute, or relative to the data root or the working folder.
     `test_fraction`: of the training rows, held out when there is no `test`. `y`: whole numbers from 0, or names, which are
-    numbered in sorted order. `client`: column of client ids, for partition natural. `mean`, `std`: per channel, public constants
-    to normalise images by, after scaling to [0, 1].
+    numbered in sorted order; with `regression`, any numbers, the targets. `client`: column of client ids, for partition natural.
+    `mean`, `std`: per channel, public constants to normalise images by, after scaling to [0, 1].
     """
 
     kind: Literal["table"] = "table"
@@ -40,6 +41,7 @@ class Table(Dealt):
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
     x: tuple[str, ...] = ("image",)
     y: str = "label"
+    regression: bool = False
     client: str | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -60,9 +62,9 @@ class Table(Dealt):
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return self.mean, self.std
 
-    def identity(self, root: Path | None) -> list:
+    def sources(self, root: Path | None) -> list:
         files = {"train": self.train} | ({"test": self.test} if self.test else {})
-        return [file_identity(_find(key, name, root), name) for key, name in files.items()]
+        return [file_identity(find_file(f"data.{key}", name, root), name) for key, name in files.items()]
 
     def samples(self, seed: int, root: Path | None) -> Samples:
         x, y, client = self._read("train", self.train, root)
@@ -81,14 +83,14 @@ class Table(Dealt):
                 raise ConfigError(f"data.{key}", getattr(self, key), f"a table that leaves at least one row to {key}")
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
             raise ConfigError("data.mean", self.mean, f"one number per channel of an image; the samples are {x.dtype} {x.shape[1:]}")
-        y, test_y = _numbered(self.y, y, test_y)
+        y, test_y = _targets(self.y, y, test_y) if self.regression else _numbered(self.y, y, test_y)
         return Samples(x, y, test_x, test_y, None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64))
 
     def _read(self, key: str, name: str, root: Path | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        path = _find(key, name, root)
+        path = find_file(f"data.{key}", name, root)
         wanted = [*self.x, self.y, *([self.client] if self.client and key == "train" else [])]
         try:
-            columns = _columns(path)
+            columns = read_columns(path)
         except Exception as error:  # whatever a broken file makes its reader raise
             raise ConfigError(f"data.{key}", name, f"a Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
         for column in wanted:
@@ -101,21 +103,15 @@ class Table(Dealt):
         x = parts[0] if parts[0].ndim > 1 else np.stack([part.astype(np.float32) for part in parts], 1)
         if x.dtype == np.float32 and not np.isfinite(x).all():
             raise ConfigError("data.x", self.x, f"finite numbers; row {int(np.argwhere(~np.isfinite(x))[0, 0])} of {path.name} has another")
-        y = _plain(columns[self.y], self.y, "data.y")
-        client = _plain(columns[self.client], self.client, "data.client") if self.client and key == "train" else None
+        y = plain(columns[self.y], self.y, "data.y")
+        client = plain(columns[self.client], self.client, "data.client") if self.client and key == "train" else None
         if len({len(x), len(y), *([len(client)] if client is not None else [])}) > 1:
             raise ConfigError(f"data.{key}", name, "columns of one length")
         return x, y, client
 
 
-def _find(key: str, name: str, root: Path | None) -> Path:
-    for path in (data_root(root) / name, Path(name)):
-        if path.is_file():
-            return path
-    raise ConfigError(f"data.{key}", name, f"a file, absolute or under {data_root(root)} (--data-root) or {Path.cwd()}")
-
-
-def _columns(path: Path) -> dict[str, Any]:
+def read_columns(path: Path) -> dict[str, Any]:
+    """The columns of a Parquet, Arrow or NPZ file by name; raises whatever its reader does."""
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
@@ -128,7 +124,7 @@ def _columns(path: Path) -> dict[str, Any]:
     return dict(zip(table.column_names, table.columns, strict=True))
 
 
-def _plain(column: Any, name: str, field: str) -> np.ndarray:
+def plain(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
     if isinstance(column, np.ndarray):
         return column
@@ -185,6 +181,12 @@ def _decoded(column: pa.Array, name: str) -> np.ndarray:
             raise ConfigError("data.x", name, f"images of one size and mode; row {row} is {pixels.shape}, row 0 is {images.shape[1:]}")
         images[row] = pixels
     return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
+
+
+def _targets(name: str, *columns: np.ndarray) -> list[np.ndarray]:
+    if not all(column.dtype.kind in "iuf" and np.isfinite(column).all() for column in columns):
+        raise ConfigError("data.y", name, "finite numbers, for regression")
+    return [column.astype(np.float32) for column in columns]
 
 
 def _numbered(name: str, y: np.ndarray, test_y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -51,17 +51,21 @@ def parse(values: Mapping[str, Any]) -> Model:
 def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """A float32 module on the CPU whose initial parameters (torch's default ones) are a function of (model, shape, classes, seed).
 
-    The global random state is left as it was. Raises `ConfigError` for a module that does not take [batch, *shape] to [batch, classes],
-    has nothing to train, is not float32 throughout, or changes its buffers in training, as BatchNorm does.
+    With `classes` 0, for regression, it has one output. The global random state is left as it was. Raises `ConfigError` for a classifier
+    on regression data, and for a module that does not take [batch, *shape] to [batch, classes or 1], has nothing to train, is not float32
+    throughout, or changes its buffers in training, as BatchNorm does.
     """
+    outputs = classes or 1
+    if not classes and not model.regression:
+        raise ConfigError("model.kind", model.kind, "linear, mlp or another that is no classifier: the targets of the data are numbers, not classes")
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
-        module = model.module(tuple(shape), classes)
-        _check(module, model, tuple(shape), classes)
+        module = model.module(tuple(shape), outputs)
+        _check(module, model, tuple(shape), outputs)
     return module.train()
 
 
-def _check(module: nn.Module, model: Model, shape: tuple[int, ...], classes: int) -> None:
+def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int) -> None:
     def refuse(accepted: str) -> ConfigError:
         return ConfigError("model.kind", model.kind, accepted)
 
@@ -77,9 +81,9 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], classes: int
             scores = module(torch.rand(2, *shape))
     except Exception as error:  # a user's module may raise anything
         raise refuse(f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})") from None
-    if not isinstance(scores, torch.Tensor) or scores.shape != (2, classes):
+    if not isinstance(scores, torch.Tensor) or scores.shape != (2, outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise refuse(f"a module that returns [batch, {classes}] for {['batch', *shape]}; for a batch of 2 it returns {got}")
+        raise refuse(f"a module that returns [batch, {outputs}] for {['batch', *shape]}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise refuse(f"a module that changes no buffer in training; {name} changes (raydpfl.models.group_norm converts BatchNorm)")

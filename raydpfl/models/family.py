@@ -6,6 +6,7 @@ monotone (they commute, and the activation then works on a quarter of the number
 | kind         | parameters                                            | source                                       |
 |--------------|-------------------------------------------------------|----------------------------------------------|
 | softmax      | 7,850 (1 x 28 x 28)                                    | 001 sec. 6, 002 sec. VI                       |
+| linear       | 200 (200 features, regression)                         | 000 sec. 2.1, 001 sec. 5.3                    |
 | mlp          | 159,010 (1 x 28 x 28)                                  | 000 Table 3: 159K                             |
 | cnn          | 833,322 (1 x 28 x 28), 1,079,882 (3 x 32 x 32)         | 003 sec. VI-C                                 |
 | dp_cnn       | 550,570 (3 x 32 x 32)                                  | Tramer and Boneh 2021, Table 9                |
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from torch import nn
@@ -32,12 +33,15 @@ Shape = tuple[int, ...]
 
 
 class Model(Member):
-    """Base of the family: `module` gives a fresh module that takes [batch, *shape] and returns scores [batch, classes].
+    """Base of the family: `module` gives a fresh module that takes [batch, *shape] and returns [batch, outputs]: a score for each class, or
+    the one number of a regression.
 
     It draws its initial parameters from torch's default generator, which `raydpfl.models.build` sets.
     """
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    regression: ClassVar[bool] = True  # whether it takes regression data too
+
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         raise NotImplementedError
 
     def image(self, shape: Shape, least: int) -> Shape:
@@ -49,12 +53,31 @@ class Model(Member):
 
 
 class Softmax(Model):
-    """Softmax regression: one linear layer with bias."""
+    """Softmax regression: one linear layer with bias. For targets that are numbers, see `linear`."""
 
+    regression: ClassVar[bool] = False
     kind: Literal["softmax"] = "softmax"
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), outputs))
+
+
+class Linear(Model):
+    """One linear layer, every parameter of which starts at `start` + U(0, `spread`), for regression and classification.
+
+    With the quadratics of 001 sec. 5.3, whose optimum is the origin, `spread` 0.2 and 1 are its starts w* + z/5 and w* + z, z ~ U(0,1)^d.
+    """
+
+    kind: Literal["linear"] = "linear"
+    bias: bool = False
+    start: float = 0.0
+    spread: float = Field(default=0.0, ge=0)
+
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
+        layer = nn.Linear(prod(shape), outputs, self.bias)
+        for parameter in layer.parameters():
+            nn.init.uniform_(parameter, self.start, self.start + self.spread)
+        return nn.Sequential(nn.Flatten(), layer)
 
 
 class Mlp(Model):
@@ -79,9 +102,9 @@ class Mlp(Model):
             raise ValueError("at least one hidden layer, each of at least 1 unit")
         return value
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         hidden = _dense([prod(shape), *self.hidden], ACTIVATIONS[self.activation])
-        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(self.hidden[-1], classes))
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(self.hidden[-1], outputs))
 
 
 class Cnn(Model):
@@ -100,12 +123,12 @@ class Cnn(Model):
             raise ValueError("an odd number, so that padding can keep the size")
         return value
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, height, width = self.image(shape, 4)
         layers: list[nn.Module] = []
         for width_in, width_out in ((channels, 16), (16, 32)):
             layers += [nn.Conv2d(width_in, width_out, self.kernel, padding=self.kernel // 2), nn.MaxPool2d(2), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Flatten(), *_dense([32 * (height // 4) * (width // 4), 512, 32], nn.ReLU), nn.Linear(32, classes))
+        return nn.Sequential(*layers, nn.Flatten(), *_dense([32 * (height // 4) * (width // 4), 512, 32], nn.ReLU), nn.Linear(32, outputs))
 
 
 class DpCnn(Model):
@@ -114,13 +137,13 @@ class DpCnn(Model):
 
     kind: Literal["dp_cnn"] = "dp_cnn"
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, height, width = self.image(shape, 8)
         layers: list[nn.Module] = []
         for width_in, width_out in ((channels, 32), (32, 64), (64, 128)):
             layers += [nn.Conv2d(width_in, width_out, 3, padding=1), nn.Tanh()]
             layers += [nn.Conv2d(width_out, width_out, 3, padding=1), nn.MaxPool2d(2), nn.Tanh()]
-        return nn.Sequential(*layers, nn.Flatten(), *_dense([128 * (height // 8) * (width // 8), 128], nn.Tanh), nn.Linear(128, classes))
+        return nn.Sequential(*layers, nn.Flatten(), *_dense([128 * (height // 8) * (width // 8), 128], nn.Tanh), nn.Linear(128, outputs))
 
 
 class AlexNet(Model):
@@ -132,13 +155,13 @@ class AlexNet(Model):
 
     kind: Literal["alexnet"] = "alexnet"
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, height, width = self.image(shape, 12)
         layers: list[nn.Module] = []
         for width_in, width_out, pool in ((channels, 32, 2), (32, 64, 2), (64, 128, 0), (128, 256, 0), (256, 256, 3)):
             layers += [nn.Conv2d(width_in, width_out, 3, padding=1), *([nn.MaxPool2d(pool, 2)] if pool else []), nn.ReLU()]
         last = 256 * prod((side // 4 - 3) // 2 + 1 for side in (height, width))
-        return nn.Sequential(*layers, nn.Flatten(), *_dense([last, 1024], nn.ReLU), nn.Linear(1024, classes))
+        return nn.Sequential(*layers, nn.Flatten(), *_dense([last, 1024], nn.ReLU), nn.Linear(1024, outputs))
 
 
 class MobileNetV2(Model):
@@ -148,11 +171,11 @@ class MobileNetV2(Model):
     stem: Literal["small", "imagenet"] = "small"
     groups: int = Field(default=32, ge=1)  # at most; a layer uses the largest number that divides both this and its channels
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         from torchvision.models import mobilenet_v2
 
         channels, *_ = self.image(shape, 8)
-        net = mobilenet_v2(num_classes=classes, dropout=0.0)
+        net = mobilenet_v2(num_classes=outputs, dropout=0.0)
         net.features[0][0] = nn.Conv2d(channels, 32, 3, stride=1 if self.stem == "small" else 2, padding=1, bias=False)
         nn.init.kaiming_normal_(net.features[0][0].weight, mode="fan_out")
         if self.stem == "small":
@@ -167,11 +190,11 @@ class ResNet18(Model):
     stem: Literal["small", "imagenet"] = "small"
     groups: int = Field(default=32, ge=1)  # as in mobilenet_v2
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         from torchvision.models import resnet18
 
         channels, *_ = self.image(shape, 8)
-        net = resnet18(num_classes=classes)
+        net = resnet18(num_classes=outputs)
         small = self.stem == "small"
         net.conv1 = nn.Conv2d(channels, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -186,7 +209,7 @@ class Module(Model):
     kind: str
     args: dict[str, Any] = Field(default_factory=dict)
 
-    def module(self, shape: Shape, classes: int) -> nn.Module:
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
         try:
             return load(self.kind, "model.kind")(**self.args)
         except ConfigError:
@@ -203,6 +226,7 @@ FAMILY: dict[str, type[Model]] = {
     "alexnet": AlexNet,
     "mobilenet_v2": MobileNetV2,
     "resnet18": ResNet18,
+    "linear": Linear,
 }
 
 
