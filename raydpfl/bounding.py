@@ -20,6 +20,9 @@ replaced. The norm is taken and the factor applied in float64, so the bound hold
 rounded once per lane to a grid below 1e-9 of the bound (see `raydpfl.server`), which leaves the sensitivity as it is
 to every printed digit.
 
+`per_sample_clip` bounds inside the local steps instead: every sample's gradient is clipped, the update is sent as it is, and
+what is protected is a sample (002, 003). `alpha_norm_ec` bounds the difference from what the client remembers having sent.
+
 What is sent: the update Delta = x^Q - x, the sum of gradients -Delta / lr (`scaling: gradient`; 001 Alg. 1-2 bound
 that, and the server multiplies by the local learning rate again), or the model x^Q itself (`model_clip`). In every
 form the server moves along +Delta.
@@ -40,12 +43,18 @@ class Bounding(Member):
 
     sends: ClassVar[Literal["update", "model"]] = "update"
     adaptive: ClassVar[bool] = False
+    stateful: ClassVar[bool] = False  # whether a client keeps a vector from one of its rounds to the next
     scaling: Literal["update", "gradient"] = "update"
 
     @property
     def initial_bound(self) -> float | None:
         """The bound in force in the first round, the field `bound` of every member that has one; None: nothing is bounded."""
         return getattr(self, "bound", None)
+
+    @property
+    def sample_bound(self) -> float | None:
+        """The bound on each sample's gradient within a local step; None: gradients are not bounded."""
+        return None
 
     def factor(self, norm: float, bound: float) -> float:
         """What a vector of this norm is multiplied by, given the bound in force in this round."""
@@ -100,6 +109,39 @@ class SmoothNormalize(Bounding):
         return bound / (self.a + norm)
 
 
+class PerSampleClip(Unbounded):
+    """clip(g_j, G) for the gradient of every sample of a local batch, the norm over all parameters (002 sec. III, 003 Alg. 1).
+
+    The sum over a batch moves by at most G when a sample is added and 2 G when it is replaced; the mean over B by 2 G / B. What
+    the client sends after its steps is not bounded again. 002 assumes gradients bounded by G and never clips them.
+    """
+
+    kind: Literal["per_sample_clip"] = "per_sample_clip"
+    bound: float = Field(gt=0, le=1e15)
+
+    @property
+    def initial_bound(self) -> float | None:
+        return None
+
+    @property
+    def sample_bound(self) -> float | None:
+        return self.bound
+
+
+class AlphaNormEC(SmoothNormalize):
+    """Smoothed normalisation with error compensation (alpha-NormEC, Shulgin, Khirirat, Richtarik 2025).
+
+    A client remembers g_i, from 0, and sends s = c v / (a + ||v||) of v = u_i - g_i, u_i being what it would have sent;
+    g_i grows by `beta` s, without the noise on s. The server keeps h, from 0: h grows by beta (r/N) mean(s), noise
+    included, and is what the server steps along. Without noise h is the mean of all g_i, which follow the u_i, so that bounding
+    leaves no bias. Only s is released, so the sensitivity is that of `smooth_normalize`.
+    """
+
+    stateful: ClassVar[bool] = True
+    kind: Literal["alpha_norm_ec"] = "alpha_norm_ec"
+    beta: float = Field(default=0.1, gt=0, le=1)
+
+
 class QuantileClip(Clip):
     """Clipping at a bound that follows a quantile of the norms (Andrew, Thakkar, McMahan, Ramaswamy 2021, Alg. 1).
 
@@ -128,4 +170,6 @@ FAMILY: dict[str, type[Bounding]] = {
     "normalize": Normalize,
     "smooth_normalize": SmoothNormalize,
     "quantile_clip": QuantileClip,
+    "per_sample_clip": PerSampleClip,
+    "alpha_norm_ec": AlphaNormEC,
 }

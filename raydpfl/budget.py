@@ -24,8 +24,9 @@ One client's local steps (002, 003), where a sample is protected and every updat
 >>> {answer.guarantee.accountant: round(answer.noise_multiplier / 10, 3) for answer in found.answers}  # std of the mean gradient / bound
 {'pld': 0.343, 'rdp': 0.667, 'paper 002 tCDP': 2.14, 'paper 002 Theorem 5': 0.106, 'paper 003': 2.277}
 
-`of_config` answers for an experiment; `from_options` is the command line. What is given and found is the noise multiplier
-z = std of the sum / bound, so every answer carries its mechanism with it: sampling, bound, std and relation.
+`of_config` answers for an experiment, with noise at local steps client by client (`of_personal`); `from_options` is the command line.
+What is given and found is the noise multiplier z = std of the sum / bound, so every answer carries its mechanism with it: sampling,
+bound, std and relation.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ import inspect
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from raydpfl import privacy
-from raydpfl.errors import ConfigError
-from raydpfl.privacy import Guarantee, Mechanism, Query, Relation, Sampling, paper
+from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Relation, Sampling, paper
 from raydpfl.privacy.accountants import views
 from raydpfl.privacy.paper import Printed
+from raydpfl.privacy.personal import SHARES, Participations
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 Unknown = Literal["epsilon", "noise", "rounds"]
 MOST_ROUNDS = 1 << 20  # where `privacy.rounds_for` stops looking
 _COUNTS = range(1, MOST_ROUNDS + 1)
+MOST_ROWS = 5  # clients that `render` shows
 FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
 
 
@@ -111,19 +114,8 @@ class Budget:
 
     def sentence(self) -> str:
         """What the first guarantee's epsilon means, as a bound on the power of any test at a false-alarm rate of 5%."""
-        guarantee, mechanism = self.guarantees[0], self.mechanism
-        if not math.isfinite(guarantee.epsilon):
-            return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
-        likelier = math.exp(min(guarantee.epsilon, 700.0))
-        power = min(likelier * FALSE_ALARMS + self.delta, 1 - (1 - FALSE_ALARMS - self.delta) / likelier, 1.0)
-        events = {"replace_one": "was replaced by another", "add_remove": "took part at all", "zero_out": "contributed at all"}
-        hidden = "which samples were in the batches" if mechanism.placement == "step" else "who was in the cohorts"
-        secret = "" if mechanism.sampling.everyone else f", but not {hidden},"
-        return (
-            f"Epsilon {guarantee.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of {FALSE_ALARMS:.0%}, whoever sees "
-            f"{guarantee.observer}{secret} can detect that one {guarantee.unit} {events[guarantee.relation]} "
-            f"at most {100 * power:.4g}% of the time; blind guessing detects {FALSE_ALARMS:.0%}."
-        )
+        hidden = "which samples were in the batches" if self.mechanism.placement == "step" else "who was in the cohorts"
+        return _means(self.guarantees[0], "" if self.mechanism.sampling.everyone else hidden)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
@@ -232,32 +224,33 @@ def of_samples(
         return _Question(mechanism, relation, delta, unknown, epsilon, steps=steps).budget()
 
 
-def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget:
+def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget | PersonalBudget:
     """What a run of `experiment` would guarantee, cohorts drawn as it would draw them, and the noise that each accountant would ask for.
 
-    The data are prepared, for the sizes of the population, but nothing is trained. Raises `ConfigError` for all that a run would
-    refuse, and for a run without noise.
+    With noise at local steps, what each client's samples have. The data are prepared, for the sizes of the population, but nothing is
+    trained. Raises `ConfigError` for all that a run would refuse, and for a run without noise.
     """
     from raydpfl.plan import Plan
 
     if not experiment.private:
         raise ConfigError("noise.kind", experiment.noise.kind, "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}")
     plan = Plan.make(experiment, data_root)
-    e, name = plan.experiment, plan.accountant
-    scale = e.bounding.initial_bound * plan.weight
-    updates, *others = plan.mechanism.queries
-    mechanism = replace(plan.mechanism, queries=(replace(updates, bound=updates.bound * scale, std=updates.std * scale), *others))
-    seen: Counter[int] = Counter()
-    for t in range(e.rounds):
-        seen.update(e.selection.draw(e.seed, t, plan.population).clients.tolist())
-    unknown: Unknown = "epsilon" if e.noise.epsilon is None else "noise"
-    most = max(seen.values(), default=1)
-    question = _Question(mechanism, e.relation, e.noise.delta, unknown, e.noise.epsilon, participations=most, v=e.noise.v)
-    found = question.budget(mechanism)
+    e = plan.experiment
+    seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
+    if isinstance(plan.mechanism, LocalSteps):
+        found = of_personal(plan.mechanism, seen, e.privacy.accountants)
+    else:
+        scale = e.bounding.initial_bound * plan.weight
+        updates, *others = plan.mechanism.queries
+        mechanism = replace(plan.mechanism, queries=(replace(updates, bound=updates.bound * scale, std=updates.std * scale), *others))
+        unknown: Unknown = "epsilon" if e.noise.epsilon is None else "noise"
+        most = None if e.noise.virtual_cohort else max(seen.values(), default=1)
+        question = _Question(mechanism, e.relation, e.noise.delta, unknown, e.noise.epsilon, participations=most, v=e.noise.v)
+        found = question.budget(mechanism)
     if e.privacy.budget is None:
         return found
-    lasts = min(e.rounds, privacy.rounds_for(e.privacy.budget, mechanism, e.relation, e.noise.delta, name, v=e.noise.v))
-    note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {name}"
+    lasts = int((plan.curves()[plan.accountant] <= e.privacy.budget).sum())
+    note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {plan.accountant}"
     return replace(found, notes=(*found.notes, note))
 
 
@@ -274,6 +267,61 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
         if parameter.default is parameter.empty and name not in options:
             raise ConfigError(_flag(name), None, f"required with --unit {unit}; or give a CONFIG (see raydpfl budget --help)")
     return kinds[unit](**{name: value.replace("-", "_") if isinstance(value, str) else value for name, value in options.items()})
+
+
+@dataclass(frozen=True)
+class PersonalBudget:
+    """What noise at local steps guarantees each client's samples, and what was promised them.
+
+    `rows`: `LocalSteps.table`, a row for each client that takes part. `guarantees`: those of the client that spends most, by every
+    accountant. `broken`: which clients were promised more than holds, in words. `notes`: what a reader should know beside.
+    """
+
+    mechanism: LocalSteps
+    rows: tuple[dict[str, Any], ...]
+    guarantees: tuple[Guarantee, ...]
+    broken: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def quantiles(self, column: str) -> list[float | None]:
+        """Of a column of `rows`, at `SHARES` of the clients that are not public; None where there is nothing."""
+        values = sorted(row[column] for row in self.rows if row[column] is not None and row["epsilon_claimed"] != math.inf)
+        return [values[max(math.ceil(share * len(values)) - 1, 0)] if values else None for share in SHARES]
+
+    def sentence(self) -> str:
+        """What the first guarantee means for the client that spends most."""
+        return _means(self.guarantees[0], "which samples were in the batches" if self.mechanism.hidden.any() else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
+        columns = [name for name in (self.rows[0] if self.rows else ()) if name not in ("client", "conditions_failed")]
+        return {
+            "unit": "sample",
+            "relation": "replace_one",
+            "placement": "step",
+            "calibration": self.mechanism.calibration,
+            "delta": self.mechanism.delta,
+            "bound": self.mechanism.bound,
+            "steps": self.mechanism.steps,
+            "quantiles": {"at": list(SHARES)} | {name: [_to_json(value) for value in self.quantiles(name)] for name in columns},
+            "clients": [{name: _to_json(value) for name, value in row.items()} for row in self.rows],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "broken": self.broken,
+            "sentence": self.sentence(),
+            "notes": list(self.notes),
+        }
+
+
+def of_personal(mechanism: LocalSteps, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")) -> PersonalBudget:
+    """What `mechanism` guarantees after the clients' `participations`, by client and for the one that spends most."""
+    try:
+        mechanism.check_claims(participations)
+        broken = None
+    except BudgetError as error:
+        broken = str(error)
+    rows, guarantees = mechanism.table(participations, accountants), mechanism.guarantees(participations, accountants)
+    notes = [*mechanism.warnings(participations), *(f"not accounted for: {each}" for each in mechanism.exclusions)]
+    return PersonalBudget(mechanism, tuple(rows), tuple(guarantees), broken, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -351,12 +399,15 @@ class _Question:
                 return formula.epsilon(std, self.delta, **client, steps=max(rounds, 1) * self.steps)
 
             std, found, failed = query.std / batches.cohort, rounds, ()
-            if self.unknown == "noise":
+            if batches.cohort > batches.population:  # which draws with replacement alone allow
+                std, found = (math.inf if self.unknown == "noise" else std), (0 if self.unknown == "rounds" else rounds)
+                failed = (f"a batch of {batches.cohort} from at least as many samples (here: {batches.population})",)
+            elif self.unknown == "noise":
                 std, failed = astuple(formula.noise(self.epsilon, self.delta, **client, steps=rounds * self.steps))
             elif self.unknown == "rounds":
                 found = bisect_right(_COUNTS, self.epsilon, key=lambda t, std=std, claim=claim: claim(std, t)[0].value)
             z, epsilon, delta, truth = batches.cohort * std / query.bound, math.inf, self.delta, None
-            if math.isfinite(std):
+            if math.isfinite(std) and batches.cohort <= batches.population:
                 printed, delta = claim(std, found)
                 truth = self._truth(z, found, delta)
                 epsilon, failed = (self.epsilon, failed) if self.unknown == "noise" else astuple(printed)
@@ -385,27 +436,6 @@ class _Formula:
     noise: Callable[..., Printed]
 
 
-def _theorem5_noise(epsilon: float, delta: float, *, bound: float, batch: int, samples: int, steps: int) -> Printed:
-    """002 Theorem 5 solved for the std: rho omega does not depend on it, so rho = 2 rho omega - epsilon."""
-    rho, omega, _ = paper.tcdp(bound, bound=bound, batch=batch, samples=samples, steps=steps)
-    left = 2 * rho * omega - epsilon
-    if left <= 0:
-        return Printed(math.inf, (f"epsilon {epsilon:.4g} < {2 * rho * omega:.4g}, which the formula approaches as the noise grows",))
-    std = bound * math.sqrt(rho / left)
-    return Printed(std, paper.tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)[2])
-
-
-def _budget_epsilon(std: float, delta: float, **client: Any) -> tuple[Printed, float]:
-    """003 solved for the epsilon; sigma_k falls with it."""
-    from scipy.optimize import brentq
-
-    def excess(log_epsilon: float) -> float:
-        return math.log(paper.budget_noise(math.exp(log_epsilon), delta, **client).value / std)
-
-    epsilon = math.exp(brentq(excess, -60, 60, xtol=1e-13))
-    return Printed(epsilon, paper.budget_noise(epsilon, delta, **client).conditions_failed), delta
-
-
 _FORMULAS = (
     _Formula(
         "paper 002 tCDP",
@@ -413,16 +443,35 @@ _FORMULAS = (
         lambda std, delta, **client: (paper.tcdp_epsilon(std, delta=delta, **client), delta),
         lambda epsilon, delta, **client: paper.tcdp_noise(epsilon, delta=delta, **client),
     ),
-    _Formula("paper 002 Theorem 5", "replace_one", lambda std, delta, **client: paper.tcdp_theorem5(std, **client), _theorem5_noise),
-    _Formula("paper 003", "unstated", _budget_epsilon, lambda epsilon, delta, **client: paper.budget_noise(epsilon, delta, **client)),
+    _Formula(
+        "paper 002 Theorem 5",
+        "replace_one",
+        lambda std, delta, **client: paper.tcdp_theorem5(std, **client),
+        lambda epsilon, delta, **client: paper.tcdp_theorem5_noise(epsilon, **client),
+    ),
+    _Formula("paper 003", "unstated", lambda std, delta, **client: (paper.budget_epsilon(std, delta, **client), delta), paper.budget_noise),
 )
+
+
+def _means(guarantee: Guarantee, hidden: str) -> str:
+    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%; `hidden`: what its observer does not know."""
+    if not math.isfinite(guarantee.epsilon):
+        return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
+    likelier = math.exp(min(guarantee.epsilon, 700.0))
+    power = min(likelier * FALSE_ALARMS + guarantee.delta, 1 - (1 - FALSE_ALARMS - guarantee.delta) / likelier, 1.0)
+    events = {"replace_one": "was replaced by another", "add_remove": "took part at all", "zero_out": "contributed at all"}
+    return (
+        f"Epsilon {guarantee.epsilon:.4g} at delta {guarantee.delta:g} means: at a false-alarm rate of {FALSE_ALARMS:.0%}, whoever sees "
+        f"{guarantee.observer}{f', but not {hidden},' if hidden else ''} can detect that one {guarantee.unit} "
+        f"{events.get(guarantee.relation, 'differed')} at most {100 * power:.4g}% of the time; blind guessing detects {FALSE_ALARMS:.0%}."
+    )
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _to_json(value: float | None) -> float | str | None:
+def _to_json(value: Any) -> Any:
     return "infinity" if value == math.inf else value
 
 
@@ -497,12 +546,14 @@ def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
     yield from (f"not accounted for: {exclusion}" for exclusion in mechanism.exclusions)
 
 
-def render(budget: Budget) -> RenderableType:
+def render(budget: Budget | PersonalBudget) -> RenderableType:
     """For a terminal: what is released, the answers side by side, the formulas with their conditions, and the sentence."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    if isinstance(budget, PersonalBudget):
+        return _render_personal(budget)
     mechanism, noise = budget.mechanism, budget.noise
     local, rounds, sampling = mechanism.placement == "step", mechanism.rounds // budget.steps, mechanism.sampling
     head = Table.grid(padding=(0, 2))
@@ -555,6 +606,48 @@ def render(budget: Budget) -> RenderableType:
     rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind == "rigorous"]
     notes += dict.fromkeys(f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed)
     parts += [Text(f"- {note}") for note in [*notes, *budget.notes]]
+    return Group(*parts, "", Text(budget.sentence(), style="bold"))
+
+
+def _render_personal(budget: PersonalBudget) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    mechanism, rows = budget.mechanism, budget.rows
+    head = Table.grid(padding=(0, 2))
+    batch = "all samples" if mechanism.batch is None else f"{mechanism.batch} samples"
+    order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
+    head.add_row("released", f"every update of {len(rows)} clients: {mechanism.steps} local steps a participation, each on {batch}{order}")
+    head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; a replaced one moves the mean over n by {2 * mechanism.bound:.4g} / n")
+    promised = {"rigorous": "to meet each client's budget", "paper": "by the formula of 003", "tcdp": "by the formula of 002 (tCDP)"}
+    head.add_row("noise", f"at each step, {promised.get(mechanism.calibration, 'as given')}")
+    names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": "promised"}
+    names |= {name: name.removeprefix("epsilon_").removeprefix("paper_").replace("_", " ") for row in rows[:1] for name in row if "epsilon_" in name}
+    names["epsilon_claimed"] = "promised"
+
+    def table(title: str, first: str, lines: list[tuple[str, list[Any]]]) -> Table:
+        made = Table(title=title, title_justify="left", title_style="bold")
+        made.add_column(first, no_wrap=True)
+        for name in names.values():
+            made.add_column(name.replace("theorem", "thm"), justify="right")
+        for label, values in lines:
+            made.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
+        return made
+
+    quantiles = {name: budget.quantiles(name) for name in names} if rows else {}
+    spread = [(f"{share:.0%}", [quantiles[name][place] for name in quantiles]) for place, share in enumerate(SHARES)] if rows else []
+    title = f"Epsilon of a client's samples at delta {mechanism.delta:g}: quantiles over clients"
+    key = next((name for name in names if name.startswith("epsilon_") and name != "epsilon_claimed"), "noise_std")
+    worst = sorted((row for row in rows if row["epsilon_claimed"] != math.inf), key=lambda row: row[key], reverse=True)[:MOST_ROWS]
+    parts: list[Any] = [head, "", table(title, "share", spread), ""]
+    parts += [table(f"The {len(worst)} clients that spend most", "client", [(str(row["client"]), [row[name] for name in names]) for row in worst]), ""]
+    if budget.broken:
+        parts += [Text(f"{budget.broken[0].upper()}{budget.broken[1:]}.", style="red"), ""]
+    for guarantee in budget.guarantees:
+        if guarantee.kind == "paper" and guarantee.conditions_failed:
+            parts.append(Text(f"- {guarantee.accountant}: conditions that fail for the client it finds worst: {'; '.join(guarantee.conditions_failed)}"))
+    parts += [Text(f"- {note}") for note in budget.notes]
     return Group(*parts, "", Text(budget.sentence(), style="bold"))
 
 

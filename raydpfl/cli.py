@@ -160,7 +160,7 @@ class _Display:
     def __enter__(self) -> _Display:
         self.progress.start()
         self.task = self.progress.add_task("", total=self.total, state="starting")
-        self.accuracy = ""
+        self.score = ""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,20 +168,20 @@ class _Display:
 
     def start(self, plan) -> None:
         e = plan.experiment
-        noise = f"noise multiplier {plan.ratio:.4g}" if plan.mechanism else "no noise: not private"
+        noise = f"noise multiplier {plan.ratio:.4g}" if plan.ratio else "noise at each local step" if plan.mechanism else "no noise: not private"
         self.console.print(
-            f"{e.data.kind}, {plan.population:,} clients, {plan.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
+            f"{e.data.kind}, {len(plan.population):,} clients, {plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
             f"{e.bounding.kind}, {noise}; lanes of {e.client.lane}, trained by {e.client.way}"
         )
 
     def rows(self, rows: list[dict]) -> None:
         for row in rows:
             epsilon = next((f"epsilon {value:.3g}" for name, value in row.items() if name.startswith("epsilon_")), "")
-            if row["test_accuracy"] is not None:
-                self.accuracy = f"accuracy {row['test_accuracy']:.2%}"
+            if row["test_loss"] is not None:
+                self.score = f"loss {row['test_loss']:.4g}" if row["test_accuracy"] is None else f"accuracy {row['test_accuracy']:.2%}"
                 if not self.console.is_terminal:
-                    self.console.print(f"round {row['round'] + 1}/{self.total}  {self.accuracy}  {epsilon}  {row['clients_per_second']:,.0f} clients/s")
-            state = "  ".join(part for part in (self.accuracy, epsilon, f"{row['clients_per_second']:,.0f} clients/s") if part)
+                    self.console.print(f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {row['clients_per_second']:,.0f} clients/s")
+            state = "  ".join(part for part in (self.score, epsilon, f"{row['clients_per_second']:,.0f} clients/s") if part)
             self.progress.update(self.task, completed=row["round"] + 1, state=state)
 
 
@@ -189,9 +189,10 @@ def _report(console: Console, result) -> None:
     summary = result.summary
     if summary["status"] == "budget":
         console.print(f"[yellow]Stopped:[/] {summary['reason']}")
-    if summary["test_accuracy"] is not None:
+    if summary["test_loss"] is not None:
+        accuracy = "" if summary["test_accuracy"] is None else f"accuracy {summary['test_accuracy']:.2%}, "
         console.print(
-            f"Test accuracy {summary['test_accuracy']:.2%}, loss {summary['test_loss']:.4f}, "
+            f"Test {accuracy}loss {summary['test_loss']:.4g}, "
             f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({summary['clients_per_second']:,.0f} clients/s)"
         )
     if not result.guarantees:

@@ -11,13 +11,14 @@ whoever runs it:
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, RunError
 from raydpfl.local import Trainer, single_thread, tune_allocator
+from raydpfl.local.way import sample_loss
 from raydpfl.noise import client_noise
 from raydpfl.server import snap
 
@@ -41,6 +43,8 @@ class Lane:
     weights: np.ndarray  # float64 [C]
     rows: int  # rows of its largest client, which all others are padded to
     slot: int | None = None  # the one slot to train, when each client is its own actor
+    stds: np.ndarray | None = None  # float64 [C]: std of the noise on the mean gradient of each client's local steps
+    memory: Mapping[int, np.ndarray] = field(default_factory=dict)  # slot -> what its client remembers, float32 [d]; absent: zeros
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Work:
     bound: float | None  # of one client's vector, before its weight
     client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
     grid: float  # see raydpfl.server.grid
+    previous: np.ndarray | None = None  # the last global update, float32 [d], where angles to it are measured
 
 
 @dataclass
@@ -63,6 +68,8 @@ class Partial:
     factors: list[float] = field(default_factory=list)  # what bounding multiplied it by
     losses: list[float] = field(default_factory=list)  # mean local training loss
     dropped: list[tuple[int, str]] = field(default_factory=list)
+    memory: list[np.ndarray] = field(default_factory=list)  # what each client remembers from now on, float32 [d]; empty: nothing
+    measured: dict[str, list[float]] = field(default_factory=dict)  # a value per client, of what `measure.bounding` asks for
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
 
@@ -85,21 +92,24 @@ class ClientActor:
         self.shards = Shards.open(shards)
         self.device = torch.device("cuda" if experiment.client.num_gpus > 0 and torch.cuda.is_available() else "cpu")
         module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed)
-        self.trainer = Trainer(module, experiment.local, way=experiment.client.way, seed=experiment.seed, device=self.device)
+        local, clip = experiment.local, experiment.bounding.sample_bound
+        self.module = copy.deepcopy(module).to(self.device).eval()
+        self.trainer = Trainer(module, local, way=experiment.client.way, seed=experiment.seed, device=self.device, clip=clip)
 
     def ready(self) -> int:
         """The actor's process id, once it can work."""
         return os.getpid()
 
     def train(self, model: np.ndarray, work: Work, lanes: Sequence[Lane]) -> Partial:
-        """`model` is the flat float32 [d] broadcast. The sum comes back by value."""
+        """`model` is the flat broadcast: float32 [d], or [2, d] with the server's variate below it. The sum comes back by value."""
         began = time.perf_counter()
-        parameters = torch.tensor(model, device=self.device)  # a copy: what Ray hands out may not be written to
-        partial = Partial(np.zeros(len(model)))
+        broadcast = torch.tensor(model, device=self.device)  # a copy: what Ray hands out may not be written to
+        parameters, shared = broadcast if broadcast.dim() == 2 else (broadcast, None)
+        partial = Partial(np.zeros(len(parameters)))
         self.shards.prefetch(np.concatenate([lane.clients if lane.slot is None else lane.clients[[lane.slot]] for lane in lanes]))
         for lane in lanes:
-            total = torch.zeros(len(model), dtype=torch.float64, device=self.device)
-            for contribution in self._contributions(parameters, work, lane, partial):
+            total = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
+            for contribution in self._contributions(parameters, shared, work, lane, partial):
                 total += contribution
             # One client alone goes back as it is: the coordinator forms the lane's sum and rounds that.
             partial.total += total.cpu().numpy() if lane.slot is not None else snap(total.cpu().numpy(), work.grid)
@@ -108,80 +118,160 @@ class ClientActor:
         partial.peak_rss_mb = peak_rss_mb()
         return partial
 
-    def _contributions(self, parameters: torch.Tensor, work: Work, lane: Lane, partial: Partial) -> Iterator[torch.Tensor]:
+    def losses(self, model: np.ndarray, clients: Sequence[int]) -> list[float]:
+        """Mean loss of `model` (float32 [d]) over all rows of each of `clients`."""
+        models.load(self.module, torch.tensor(model, device=self.device))
+        found = []
+        with torch.inference_mode():
+            for client in clients:
+                x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
+                outputs = self.module(torch.from_numpy(x[0]).to(self.device))
+                found.append(float(sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "mean")))
+        return found
+
+    def _contributions(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, partial: Partial) -> Iterator[torch.Tensor]:
         """The weighted, bounded, noised vectors (float64 [d]) of the lane's clients, in client order."""
-        bounding = self.experiment.bounding
-        lr = self.experiment.local.learning_rate(work.round)
-        for slot, delta, loss in self._updates(parameters, work, lane, partial):
+        bounding, local = self.experiment.bounding, self.experiment.local
+        lr = local.learning_rate(work.round)
+        expected = self._expected_norms(parameters, shared, work, lane) if self.experiment.measure.repeats else {}
+        for slot, delta, loss in self._updates(parameters, shared, work, lane, partial):
             client = int(lane.clients[slot])
-            vector = self._sent(parameters, delta, lr)
+            own = self._memory(lane, slot, len(parameters))
+            vector = self._sent(parameters, delta, own, lr)
             norm = sent = float(torch.linalg.vector_norm(vector)) if delta is not None else math.nan
-            if not math.isfinite(norm):  # the client's error: it counts as one that has not moved
+            failed = not math.isfinite(norm)
+            if failed:  # the client's error: it counts as one that has not moved
                 if delta is not None:
                     self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
-                vector = self._sent(parameters, None, lr)
+                vector = self._sent(parameters, None, own, lr)
                 norm, sent = math.nan, float(torch.linalg.vector_norm(vector))
             factor = bounding.factor(sent, work.bound)
             if work.bound is not None and not 0 <= factor * sent <= work.bound * (1 + 1e-12):
                 raise RunError(f"bounding.kind {bounding.kind} lets norm {sent:g} times factor {factor:g} pass its bound of {work.bound:g}")
             vector *= factor * float(lane.weights[slot])
+            if self.experiment.measure.bounding:
+                self._measure(partial, vector, delta, work, {"expected_norm": expected[slot]} if expected else {})
+            if bounding.stateful:
+                partial.memory.append((own + bounding.beta * vector).float().cpu().numpy())
             if work.client_std > 0:
                 noise = client_noise(self.experiment.seed, work.round, client, int(lane.draws[slot]), work.client_std, len(vector))
                 vector += torch.from_numpy(noise).to(self.device)
+                if self.experiment.measure.bounding:
+                    partial.measured.setdefault("noise_norm", []).append(float(np.linalg.norm(noise)))
+            if local.stateful:
+                update = vector * lr if bounding.scaling == "gradient" else vector
+                kept = own if failed else local.next_own(own.double(), shared.double(), update, lr).float()
+                partial.memory.append(kept.cpu().numpy())
             partial.clients.append(client)
             partial.norms.append(norm)
             partial.factors.append(factor)
             partial.losses.append(loss)
             yield vector
 
-    def _sent(self, parameters: torch.Tensor, delta: torch.Tensor | None, lr: float) -> torch.Tensor:
+    def _measure(self, partial: Partial, vector: torch.Tensor, delta: torch.Tensor | None, work: Work, more: dict[str, float]) -> None:
+        """Norm of the bounded `vector`, weight included; angle of the update to the last global one, in degrees (000 Figs 1, 2, 5-11)."""
+        angle = math.nan
+        if delta is not None and work.previous is not None:
+            last = torch.tensor(work.previous, device=self.device)
+            length = float(torch.linalg.vector_norm(delta, dtype=torch.float64) * torch.linalg.vector_norm(last, dtype=torch.float64))
+            cosine = float(delta.double() @ last.double()) / length if length > 0 else math.nan
+            angle = math.degrees(math.acos(min(max(cosine, -1.0), 1.0))) if math.isfinite(cosine) else math.nan
+        values = {"bounded_norm": float(torch.linalg.vector_norm(vector)), "angle": angle, **more}
+        for name, value in values.items():
+            partial.measured.setdefault(name, []).append(value)
+
+    def _expected_norms(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane) -> dict[int, float]:
+        """||E Delta_i|| of each slot, from `measure.repeats` more trainings with batches and noise of their own (000 Theorem 3.1).
+
+        The variance of the mean, as the repeats show it, is taken off its squared norm.
+        """
+        members, repeats = self._members(lane), self.experiment.measure.repeats
+        scale = self.experiment.local.learning_rate(work.round) if self.experiment.bounding.scaling == "gradient" else 1.0
+        sums: dict[int, torch.Tensor] = {}
+        squares: dict[int, float] = {}
+        for k in range(1, repeats + 1):
+            again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
+            for slot, delta, _ in self._train(parameters, shared, work, again, members):
+                sums[slot] = sums.get(slot, 0.0) + delta.double()
+                squares[slot] = squares.get(slot, 0.0) + float(delta.double() @ delta.double())
+        found = {}
+        for slot, total in sums.items():
+            mean = float(total @ total) / repeats**2
+            spread = max(squares[slot] / repeats - mean, 0.0) / max(repeats - 1, 1)
+            found[slot] = math.sqrt(max(mean - spread, 0.0)) / scale
+        return found
+
+    @staticmethod
+    def _members(lane: Lane) -> np.ndarray:
+        """The clients of a lane that this actor trains, -1 for all others."""
+        if lane.slot is None:
+            return lane.clients.copy()
+        members = np.full_like(lane.clients, -1)
+        members[lane.slot] = lane.clients[lane.slot]
+        return members
+
+    def _memory(self, lane: Lane, slot: int, d: int) -> torch.Tensor | None:
+        """What a slot's client remembers, float32 [d]; None when clients remember nothing."""
+        if not self.experiment.stateful:
+            return None
+        stored = lane.memory.get(slot)
+        return torch.zeros(d, device=self.device) if stored is None else torch.tensor(stored, device=self.device)
+
+    def _sent(self, parameters: torch.Tensor, delta: torch.Tensor | None, own: torch.Tensor | None, lr: float) -> torch.Tensor:
         """What a client with this update would send unbounded, float64 [d]; None: it has not moved."""
         vector = torch.zeros(len(parameters), dtype=torch.float64, device=self.device) if delta is None else delta.double()
         if self.experiment.bounding.sends == "model":
             vector += parameters
         elif self.experiment.bounding.scaling == "gradient":
             vector /= lr
+        if self.experiment.bounding.stateful:
+            vector -= own
         return vector
 
-    def _updates(self, parameters: torch.Tensor, work: Work, lane: Lane, partial: Partial) -> Iterator[tuple[int, torch.Tensor | None, float]]:
+    def _updates(
+        self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, partial: Partial
+    ) -> Iterator[tuple[int, torch.Tensor | None, float]]:
         """(slot, update float32 [d], loss) in client order. A client that raises is found by training each alone."""
-        members = lane.clients.copy()
-        if lane.slot is not None:
-            members[:] = -1
-            members[lane.slot] = lane.clients[lane.slot]
+        members = self._members(lane)
         try:
             done = 0
-            for slot, delta, loss in self._train(parameters, work, lane, members):
+            for slot, delta, loss in self._train(parameters, shared, work, lane, members):
                 yield slot, delta, loss
                 done = slot + 1
             return
         except Exception:
-            failures = {slot: detail for slot in np.flatnonzero(members >= 0) if (detail := self._fails_alone(parameters, work, lane, slot))}
+            failures = {slot: detail for slot in np.flatnonzero(members >= 0) if (detail := self._fails_alone(parameters, shared, work, lane, slot))}
             if not failures:
                 raise
         for slot, detail in failures.items():
             self._fault(int(members[slot]), detail, partial)
         survivors = members.copy()
         survivors[list(failures)] = -1
-        for slot, delta, loss in self._every_member(parameters, work, lane, members, survivors):
+        for slot, delta, loss in self._every_member(parameters, shared, work, lane, members, survivors):
             if slot >= done:
                 yield slot, delta, loss
 
-    def _every_member(self, parameters, work, lane, members, survivors) -> Iterator[tuple[int, torch.Tensor | None, float]]:
+    def _every_member(self, parameters, shared, work, lane, members, survivors) -> Iterator[tuple[int, torch.Tensor | None, float]]:
         """The survivors' updates, and None for those who failed, in client order."""
-        pending = iter(self._train(parameters, work, lane, survivors))
+        pending = iter(self._train(parameters, shared, work, lane, survivors))
         for slot in np.flatnonzero(members >= 0):
             yield next(pending) if survivors[slot] >= 0 else (int(slot), None, math.nan)
 
-    def _train(self, parameters: torch.Tensor, work: Work, lane: Lane, members: np.ndarray) -> Iterator[tuple[int, torch.Tensor | None, float]]:
+    def _train(
+        self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, members: np.ndarray
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         x, y, sizes = self.shards.lane(members, lane.rows)
-        yield from self.trainer.lane(parameters, x, y, sizes, round=work.round, clients=members, draws=lane.draws)
+        corrections = None
+        if shared is not None:
+            own = [self._memory(lane, slot, len(parameters)) for slot in range(len(members))]
+            corrections = torch.stack([self.experiment.local.correction(shared, each) for each in own])
+        keyed = {"round": work.round, "clients": members, "draws": lane.draws}
+        yield from self.trainer.lane(parameters, x, y, sizes, **keyed, stds=lane.stds, corrections=corrections)
 
-    def _fails_alone(self, parameters: torch.Tensor, work: Work, lane: Lane, slot: int) -> str | None:
-        alone = np.full_like(lane.clients, -1)
-        alone[slot] = lane.clients[slot]
+    def _fails_alone(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, slot: int) -> str | None:
+        alone = replace(lane, slot=int(slot))
         try:
-            for _ in self._train(parameters, work, replace(lane, slot=int(slot)), alone):
+            for _ in self._train(parameters, shared, work, alone, self._members(alone)):
                 pass
         except Exception:
             return "its training raised\n" + traceback.format_exc()
@@ -203,13 +293,13 @@ class Evaluator:
         self.shards = Shards.open(shards)
         self.module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed).eval()
 
-    def evaluate(self, model: np.ndarray) -> tuple[float, float]:
-        """(mean cross-entropy, share of samples classified right) over the whole test set."""
+    def evaluate(self, model: np.ndarray) -> tuple[float, float | None]:
+        """(mean loss, share of samples classified right; None for a regression) over the whole test set."""
         models.load(self.module, torch.tensor(model))
         loss, right = 0.0, 0
         with torch.inference_mode():
             for x, y in self.shards.test(self.batch):
-                logits, labels = self.module(torch.from_numpy(x)), torch.from_numpy(y)
-                loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-                right += int((logits.argmax(1) == labels).sum())
-        return loss / self.shards.test_size, right / self.shards.test_size
+                outputs, targets = self.module(torch.from_numpy(x)), torch.from_numpy(y)
+                loss += float(sample_loss(outputs, targets, "sum"))
+                right += int((outputs.argmax(1) == targets).sum())
+        return loss / self.shards.test_size, right / self.shards.test_size if self.shards.classes else None

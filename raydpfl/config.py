@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, StrictInt, fi
 
 from raydpfl import bounding, data, local, models, noise, selection, server
 from raydpfl.errors import ConfigError
-from raydpfl.member import choose, validate
+from raydpfl.member import Member, choose, validate
 
 
 class Section(BaseModel):
@@ -65,8 +65,21 @@ class Evaluate(Section):
 
 
 class Measure(Section):
+    """What a run records beyond its rounds; all of it is off by default, as each costs more than 2 % of some round."""
+
     clients: bool = False  # a row per client and round in clients.parquet
+    bounding: bool = False  # signal to noise, angles to the last global update, the sums of clipping's bias (000, 001)
+    repeats: int = Field(default=0, ge=0)  # trainings more per client, for its expected update in those sums (000 Theorem 3.1)
+    trajectory: bool = False  # the model after every round, in trajectory.bin
+    heterogeneity: bool = False  # Gamma_s, Gamma_n (002) and f_i(w*) - f_i* (001), computed after the last round
     tensorboard: bool = True
+
+    @field_validator("repeats", mode="after")
+    @classmethod
+    def _repeats_of_something(cls, value: int, info: Any) -> int:
+        if value == 1 or (value and not info.data.get("bounding")):
+            raise ValueError("0, or at least 2 together with measure.bounding: true")
+        return value
 
 
 FAMILIES: dict[str, tuple[dict, type]] = {
@@ -117,6 +130,9 @@ class Experiment(Section):
             built[name] = choose(name, tree[name], family, base)
         for name, section in (("privacy", Privacy), ("client", Client), ("evaluate", Evaluate), ("measure", Measure)):
             built[name] = validate(section, name, tree.get(name, {}))
+        if built["noise"].placement == "auto":
+            placement = "client" if built["bounding"].sample_bound is None else "step"
+            built["noise"] = built["noise"].model_copy(update={"placement": placement})
         experiment = validate(cls, "", built)
         experiment._combinations()
         return experiment
@@ -145,28 +161,54 @@ class Experiment(Section):
         return self.noise.kind != "none"
 
     @property
+    def stateful(self) -> Member | None:
+        """The member by which clients keep something from one of their rounds to the next; at most one does."""
+        return next((member for member in (self.local, self.bounding) if member.stateful), None)
+
+    @property
     def relation(self) -> str:
+        if self.noise.placement == "step":
+            return "replace_one"
         if self.privacy.relation != "auto":
             return self.privacy.relation
-        return "add_remove" if self.selection.kind == "poisson" else "replace_one"
+        return "add_remove" if "poisson" in (self.selection.kind, getattr(self.selection, "law", None)) else "replace_one"
 
     def _combinations(self) -> None:
         """What no single section can refuse."""
         size = self.noise.model_dump(exclude_none=True)
         if self.private and not isinstance(self.noise, noise.Gaussian):
             raise ConfigError("noise.kind", self.noise.kind, "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise")
-        if self.private and self.bounding.initial_bound is None:
+        by_sample = self.bounding.sample_bound is not None
+        if self.private and self.bounding.initial_bound is None and not by_sample:
             raise ConfigError("noise.kind", self.noise.kind, "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound")
+        if self.private and by_sample != (self.noise.placement == "step"):
+            accepted = "step, with per_sample_clip" if by_sample else "client or server; noise at local steps needs bounding.kind per_sample_clip"
+            raise ConfigError("noise.placement", self.noise.placement, accepted)
+        if self.noise.placement == "step":
+            self._steps(size)
+        elif isinstance(size.get("epsilon"), dict):
+            raise ConfigError("noise.epsilon", size["epsilon"], "a number; budgets of clients' own need placement step, and bounding.kind per_sample_clip")
         if "std" in size and self.bounding.adaptive:
             raise ConfigError("noise.std", size["std"], "with an adaptive bound the noise moves with it; give noise.multiplier or noise.epsilon")
         if "epsilon" in size and not self.privacy.accountants:
             raise ConfigError("privacy.accountants", [], "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp")
         if self.privacy.budget is not None and not (self.private and self.privacy.accountants):
             raise ConfigError("privacy.budget", self.privacy.budget, "a budget needs noise and an accountant; this run spends without bound")
-        if self.bounding.sends == "model" and (self.selection.kind == "poisson" or self.weights.kind != "uniform"):
-            raise ConfigError("bounding.kind", self.bounding.kind, "a cohort of fixed size and uniform weights: the new model is the mean of those sent")
-        if self.bounding.scaling == "gradient" and self.bounding.kind == "model_clip":
-            raise ConfigError("bounding.scaling", "gradient", "update, for a model that is sent whole")
+        if self.bounding.sends == "model" and self.weights.kind != "uniform":
+            raise ConfigError("weights.kind", self.weights.kind, "uniform with model_clip: the new model is the mean of those sent")
+        if self.local.stateful and self.bounding.stateful:
+            raise ConfigError("bounding.kind", self.bounding.kind, f"a bounding without memory beside local.kind {self.local.kind}, which has one")
+        if self.stateful and self.weights.kind != "uniform":
+            raise ConfigError("weights.kind", self.weights.kind, f"uniform, as {self.stateful.kind} keeps the plain mean over all clients")
+        if self.local.stateful and self.bounding.sends == "model":
+            raise ConfigError("bounding.kind", self.bounding.kind, f"one that sends updates, for local.kind {self.local.kind}")
+
+    def _steps(self, size: dict) -> None:
+        """What noise at local steps refuses beside."""
+        if size.get("virtual_cohort"):
+            raise ConfigError("noise.virtual_cohort", size["virtual_cohort"], "none with placement step: each client's noise is its own")
+        if self.privacy.relation not in ("auto", "replace_one"):
+            raise ConfigError("privacy.relation", self.privacy.relation, "replace_one (of a sample), for noise at local steps")
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {

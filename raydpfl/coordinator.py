@@ -14,22 +14,25 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from raydpfl import models
-from raydpfl.client import Partial, Work, peak_rss_mb
+from raydpfl import heterogeneity, measures, models
+from raydpfl.client import Lane, Partial, Work, peak_rss_mb
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
-from raydpfl.noise import query_noise, server_noise
+from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, Ledger, check_budget
+from raydpfl.privacy import Guarantee, Ledger, LocalSteps, check_budget
+from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.server import grid, snap
-from raydpfl.tracking import Checkpoint, Pace, Table, load, save
+from raydpfl.tracking import Checkpoint, Pace, Table, Trajectory, load, save
 
 
 class Coordinator:
@@ -49,18 +52,25 @@ class Coordinator:
         self.shards = Shards.open(plan.shards)
         self.ledger = Ledger(self.out / "ledger.jsonl", resume=self._resume)
         self.table, self.client_table = Table(self.out / "rounds.parquet"), Table(self.out / "clients.parquet")
+        noise, seed, d = self.experiment.noise, self.experiment.seed, plan.d
+        correlated = Correlated(seed, noise.coefficients, d) if isinstance(noise, BandedGaussian) else None
+        self._noise = correlated.draw if correlated else lambda t, std: server_noise(seed, t, std, d)
+        self.trajectory = Trajectory(self.out / "trajectory.bin", plan.d) if self.experiment.measure.trajectory else None
         self.curves = plan.curves()
         self._begin(load(self.out / "checkpoints") if self._resume else None)
+        if self.trajectory:
+            self.trajectory.write(self.next, self.model)
         per_client = self.experiment.client.actors == "per-client"
         self.pool = Actors(self.experiment, shards, self._actors, per_client) if self._actors else Inline(self.experiment, shards)
         self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
-        self._pace, self._client_rss = Pace(), 0.0
+        self._pace, self._client_rss, self._snr = Pace(), 0.0, None
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         experiment = self.experiment
         if checkpoint:
             self.next, self.model, self.state, self.bound = checkpoint.round, checkpoint.model, checkpoint.server, checkpoint.bound
             self.seconds, self.participations = checkpoint.seconds, Counter(dict(checkpoint.participations.tolist()))
+            self.memory = dict(zip(checkpoint.members.tolist(), checkpoint.memory, strict=True))
             if checkpoint.origin != self.plan.origin():
                 raise RunError(f"the run was started with {checkpoint.origin} and cannot go on with {self.plan.origin()}: its bits would differ")
             if self.plan.mechanism and self.ledger.spent().rounds < self.next:
@@ -71,16 +81,21 @@ class Coordinator:
             if experiment.measure.clients:
                 self.client_table.resume(self.next)
             return
-        module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed)
-        self.next, self.model = 0, models.flatten(module).numpy()
+        self.next, self.model = 0, models.flatten(self._module()).numpy()
         self.state, self.bound = experiment.server.start(self.plan.d), experiment.bounding.initial_bound
         self.seconds, self.participations = 0.0, Counter()
+        self.memory: dict[int, np.ndarray] = {}  # what clients keep from one of their rounds to the next, float32 [d] each
+        if experiment.stateful:
+            self.state["shared"] = np.zeros(self.plan.d)
+
+    def _module(self) -> torch.nn.Module:
+        return models.build(self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed)
 
     def round(self) -> list[dict]:
         """Does the next round and returns the rows of the rounds table that are now complete."""
         began, t = time.perf_counter(), self.next
-        cohort = self.experiment.selection.draw(self.experiment.seed, t, self.plan.population)
         self.account(t)
+        cohort = self.select(t)
         total, partials = self.collect(t, cohort)
         update = self.aggregate(t, total)
         self.model = self.experiment.server.step(self.model.astype(np.float64), update, self.state, t)
@@ -89,6 +104,14 @@ class Coordinator:
         self.participations.update(cohort.clients.tolist())
         self.next = t + 1
         return self.record(row, began)
+
+    def select(self, t: int) -> Cohort:
+        """The cohort of the round; where the largest losses are wanted, clients are asked for them first."""
+        selection, seed = self.experiment.selection, self.experiment.seed
+        if not selection.needs_losses:
+            return selection.draw(seed, t, self.plan.population)
+        candidates = selection.candidates(seed, t, self.plan.population)
+        return selection.choose(seed, t, candidates, self.pool.losses(self.model, candidates.clients))
 
     def account(self, t: int) -> None:
         """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may not spend that."""
@@ -108,15 +131,17 @@ class Coordinator:
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[Partial]]:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each actor's account of them."""
-        sizes = np.asarray(self.shards.sizes[cohort.clients])
-        weights = self.experiment.weights.of(sizes, self.plan.samples, self.plan.population)
-        cut = lanes(cohort.clients, cohort.draws, weights, sizes, self.experiment.client.lane)
+        clients, shared = cohort.clients, self.state.get("shared") if self.experiment.local.stateful else None
+        cut = lanes(cohort, self.plan.weights(clients), self.plan.population.sizes[clients], self.experiment.client.lane, self.plan.step_stds(clients))
+        cut = [replace(lane, memory=self._remembered(lane)) for lane in cut] if self.memory else cut
+        broadcast = self.model if shared is None else np.stack([self.model, shared.astype(np.float32)])
         shares = self.pool.shares(cut)
         std, bound = self.plan.client_std(self.bound), self.bound
-        work = Work(t, bound, std, grid(len(cohort), None if bound is None else bound * self.plan.weight, std))
+        reach = grid(len(cohort), None if bound is None else bound * self.plan.weight, std)
+        work = Work(t, bound, std, reach, self.state.get("previous"))
         partials: list[Partial] = [None] * len(shares)  # by share: nothing depends on the order of arrival
         total = np.zeros(self.plan.d)
-        for index, partial in self.pool.run(self.model, work, shares):
+        for index, partial in self.pool.run(broadcast, work, shares):
             partials[index] = partial
             if not self.pool.per_client:
                 total += partial.total
@@ -126,23 +151,46 @@ class Coordinator:
                 for partial in partials[start : start + self.experiment.client.lane]:
                     lane += partial.total
                 total += snap(lane, work.grid)
+        self._remember(partials)
         return total, partials
+
+    def _remembered(self, lane: Lane) -> dict[int, np.ndarray]:
+        return {slot: self.memory[client] for slot, client in enumerate(lane.clients.tolist()) if client in self.memory}
+
+    def _remember(self, partials: list[Partial]) -> None:
+        """Keeps what the clients will know in their next round; one that was drawn several times, the mean of it."""
+        kept: dict[int, list[np.ndarray]] = {}
+        for partial in partials:
+            for client, memory in zip(partial.clients, partial.memory, strict=False):  # no memory at all, where clients keep none
+                kept.setdefault(client, []).append(memory)
+        self.memory |= {client: each[0] if len(each) == 1 else np.mean(each, axis=0, dtype=np.float64).astype(np.float32) for client, each in kept.items()}
 
     def aggregate(self, t: int, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the sum of the contributions."""
-        if self.experiment.noise.placement == "server" and self.plan.ratio:
-            total = total + server_noise(self.experiment.seed, t, self.plan.sum_std(self.bound), len(total))
-        mean = total / self.experiment.selection.divisor(self.plan.population)
-        if self.experiment.bounding.sends == "model":
+        experiment, lr = self.experiment, self.experiment.local.learning_rate(t)
+        if experiment.noise.placement == "server" and self.plan.ratio:
+            noise = self._noise(t, self.plan.sum_std(self.bound))
+            self._snr = float(np.linalg.norm(total) / np.linalg.norm(noise)) if experiment.measure.bounding else None
+            total = total + noise
+        mean = total / self.plan.divisor
+        if experiment.bounding.stateful:  # the mean of what all clients remember, followed by what was sent of it
+            self.state["shared"] += experiment.bounding.beta / len(self.plan.population) * total
+            mean = self.state["shared"]
+        if experiment.bounding.sends == "model":
             return mean - self.model
-        return mean * self.experiment.local.learning_rate(t) if self.experiment.bounding.scaling == "gradient" else mean
+        mean = mean * lr if experiment.bounding.scaling == "gradient" else mean
+        if experiment.local.stateful:
+            sent = self.plan.cohort * (1 - experiment.selection.dropout)  # by so many clients, in the mean over rounds
+            share = sent / len(self.plan.population)
+            self.state["shared"] = experiment.local.next_shared(self.state["shared"], mean * (self.plan.divisor / sent), lr, share)
+        return mean
 
     def next_bound(self, t: int, cohort: Cohort, partials: list[Partial]) -> float | None:
         """The bound of the coming round; an adaptive one moves by the noised share of clients below the present one."""
         if not self.experiment.bounding.adaptive:
             return self.bound
         seed, std = self.experiment.seed, self.plan.count_std
-        r = self.experiment.selection.divisor(self.plan.population)
+        r = self.plan.cohort
         norms = [norm for partial in partials for norm in partial.norms]
         # Each client gives its indicator minus 1/2; a client that failed has a NaN norm and gives 0.
         count = sum(0.5 if norm <= self.bound else -0.5 for norm in norms if np.isfinite(norm))
@@ -150,7 +198,7 @@ class Coordinator:
             count += query_noise(seed, t, std)
         else:  # in client order, whoever trained them
             drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
-            count += sum(query_noise(seed, t, std / math.sqrt(r), client, draw) for client, draw in drawn)
+            count += sum(query_noise(seed, t, std / math.sqrt(self.plan.survivors), client, draw) for client, draw in drawn)
         return self.experiment.bounding.next_bound(self.bound, min(max(count / r + 0.5, 0.0), 1.0))
 
     def measure(self, t: int, cohort: Cohort, partials: list[Partial], update: np.ndarray) -> dict:
@@ -169,13 +217,19 @@ class Coordinator:
         with open(self.out / "dropped.jsonl", "a") if any(partial.dropped for partial in partials) else nullcontext() as file:
             for client, detail in (each for partial in partials for each in partial.dropped):
                 file.write(json.dumps({"round": t, "client": client, "detail": detail}) + "\n")
-        row |= {"dropped": sum(len(partial.dropped) for partial in partials), "actors": self.pool.healthy, "replaced": self.pool.replaced}
+        row |= {"lost": cohort.lost, "dropped": sum(len(partial.dropped) for partial in partials), "actors": self.pool.healthy, "replaced": self.pool.replaced}
         row["seconds_clients"] = sum(partial.seconds for partial in partials)
         self._client_rss = max([self._client_rss, *(partial.peak_rss_mb for partial in partials)])
+        measured: dict[str, np.ndarray] = {}
+        if self.experiment.measure.bounding:
+            for name in dict.fromkeys(name for partial in partials for name in partial.measured):
+                measured[name] = np.array([value for partial in partials for value in partial.measured[name]])
+            row |= measures.of_bounding(norms, self.bound, measured) | ({"snr": self._snr} if self._snr else {})
+            self.state["previous"] = update.astype(np.float32)
         if self.experiment.measure.clients:
-            who = [client for partial in partials for client in partial.clients]
-            columns = zip(who, norms.tolist(), factors.tolist(), losses.tolist(), strict=True)
-            self.client_table.rows += [{"round": t, "client": c, "norm": n, "factor": f, "train_loss": loss} for c, n, f, loss in columns]
+            columns = {"client": gather("clients").astype(int), "norm": norms, "factor": factors, "train_loss": losses, **measured}
+            names, lists = list(columns), [column.tolist() for column in columns.values()]
+            self.client_table.rows += [{"round": t, **dict(zip(names, values, strict=True))} for values in zip(*lists, strict=True)]
         return row
 
     def record(self, row: dict, began: float) -> list[dict]:
@@ -188,6 +242,8 @@ class Coordinator:
         row["clients_per_second"] = row["cohort"] / row["seconds"]
         self.seconds += row["seconds"]
         self.table.rows.append(row)
+        if self.trajectory:
+            self.trajectory.write(self.next, self.model)
         complete += [] if self._pending else [row]
         return complete + (self.save() if last or self._pace.due() else [])
 
@@ -207,7 +263,10 @@ class Coordinator:
         if self.experiment.measure.clients:
             self.client_table.flush()
         seen = np.array(sorted(self.participations.items()), np.int64).reshape(-1, 2)
-        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen, self.plan.origin()))
+        members = np.array(sorted(self.memory), np.int64)
+        memory = np.stack([self.memory[client] for client in members.tolist()]) if len(members) else np.zeros((0, self.plan.d), np.float32)
+        origin = self.plan.origin()
+        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory, origin))
         self._pace.took(time.monotonic() - began)
         return complete
 
@@ -216,16 +275,22 @@ class Coordinator:
         if save:
             self.save()
         self.pool.close()
-        evaluated = next((row for row in reversed(self.table.rows) if row["test_accuracy"] is not None), {})
+        found = {}
+        if self.experiment.measure.heterogeneity and status == "completed":
+            decay = self.experiment.local.weight_decay
+            found["heterogeneity"] = heterogeneity.of_clients(self._module(), self.shards, self.model, decay)
+        evaluated = next((row for row in reversed(self.table.rows) if row["test_loss"] is not None), {})
         clients = sum(row["cohort"] for row in self.table.rows)
-        return {
+        if isinstance(self.plan.mechanism, LocalSteps):
+            found["epsilon_quantiles"] = self._per_client()
+        return found | {
             "status": status,
             "rounds": self.next,
             "test_accuracy": evaluated.get("test_accuracy"),
             "test_loss": evaluated.get("test_loss"),
             "model_sha256": hashlib.sha256(self.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,
-            "population": self.plan.population,
+            "population": len(self.plan.population),
             "seconds": self.seconds,
             "clients_per_second": clients / self.seconds if self.seconds else 0.0,
             "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
@@ -237,10 +302,22 @@ class Coordinator:
 
     def guarantees(self) -> list[Guarantee]:
         """What holds for all that the ledger has recorded, rounds that a crash cut off and that were not done again included."""
+        return self.plan.guarantees(*self._recorded())
+
+    def _recorded(self) -> tuple[int, Counter]:
         rounds, seen = max(self.next, self.ledger.spent().rounds), self.participations.copy()
-        for t in range(self.next, rounds):
-            seen.update(self.experiment.selection.draw(self.experiment.seed, t, self.plan.population).clients.tolist())
-        return self.plan.guarantees(rounds, seen)
+        for clients in self.plan.draws(rounds)[self.next :] if rounds > self.next else []:
+            seen.update(clients.tolist())
+        return rounds, seen
+
+    def _per_client(self) -> dict[str, list[float]]:
+        """Writes every client's own guarantee to guarantees.parquet; quantiles of epsilon over the clients by accountant, for the summary."""
+        accountants, (_, seen) = self.experiment.privacy.accountants, self._recorded()
+        table = Table(self.out / "guarantees.parquet")
+        table.rows = self.plan.mechanism.table(seen, accountants)
+        table.flush()
+        quantiles = {name: self.plan.mechanism.quantiles(name, seen).tolist() for name in accountants if name != "paper"}
+        return {"at": list(SHARES)} | {name: [value if np.isfinite(value) else "infinity" for value in values] for name, values in quantiles.items()}
 
     def parameters(self) -> np.ndarray:
         """The model, flat float32 [d]."""

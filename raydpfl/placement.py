@@ -22,27 +22,30 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from raydpfl.client import ClientActor, Evaluator, Lane, Partial, Work
 from raydpfl.config import Client, Experiment
 from raydpfl.errors import ClientError, ConfigError, RunError
+from raydpfl.selection import Cohort
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # replacements within one round before the run gives up
 IN_FLIGHT = 64  # calls at once when each client is its own actor
 
 
-def lanes(clients: np.ndarray, draws: np.ndarray, weights: np.ndarray, sizes: np.ndarray, width: int) -> list[Lane]:
+def lanes(cohort: Cohort, weights: np.ndarray, sizes: np.ndarray, width: int, stds: np.ndarray | None = None) -> list[Lane]:
     """The cohort cut into lanes of `width`, in client order, the last one filled up with empty slots.
 
-    `sizes` int64 [r] are the samples of the cohort's clients; a lane's rows are those of its largest.
+    `weights` float64 [r], `sizes` int64 [r] (samples) and `stds` float64 [r] (noise of local steps) are those of the cohort's clients;
+    a lane's rows are those of its largest.
     """
     cut = []
-    for start in range(0, len(clients), width):
+    for start in range(0, len(cohort), width):
         part = slice(start, start + width)
-        missing = (0, width - len(clients[part]))
+        missing = (0, max(0, start + width - len(cohort)))
         cut.append(
             Lane(
-                np.pad(clients[part], missing, constant_values=-1),
-                np.pad(draws[part], missing),
+                np.pad(cohort.clients[part], missing, constant_values=-1),
+                np.pad(cohort.draws[part], missing),
                 np.pad(weights[part], missing),
                 rows=max(1, int(sizes[part].max())),
+                stds=None if stds is None else np.pad(stds[part], missing),
             )
         )
     return cut
@@ -61,7 +64,11 @@ def shares(lanes: Sequence[Lane], actors: int) -> list[list[Lane]]:
 
 def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
     """A share for every client of the cohort, in client order."""
-    return [[replace(lane, slot=int(slot))] for lane in lanes for slot in np.flatnonzero(lane.clients >= 0)]
+    return [
+        [replace(lane, slot=slot, memory={slot: lane.memory[slot]} if slot in lane.memory else {})]
+        for lane in lanes
+        for slot in np.flatnonzero(lane.clients >= 0).tolist()
+    ]
 
 
 class Inline:
@@ -80,6 +87,9 @@ class Inline:
     def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
         for index, share in enumerate(shares):
             yield index, self.client.train(model, work, share)
+
+    def losses(self, model: np.ndarray, clients: np.ndarray) -> np.ndarray:
+        return np.array(self.client.losses(model, clients.tolist()))
 
     def evaluate(self, model: np.ndarray) -> Any:
         return self.evaluator.evaluate(model)
@@ -137,17 +147,29 @@ class Actors:
         Raises `ClientError` when a client failed, `RunError` when actors keep dying.
         """
         reference = ray.put(model)
-        waiting = deque(enumerate(shares))
-        flying: dict[Any, tuple[int, int]] = {}  # call -> (share, actor)
+        homes = [int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares]
+        yield from self._results("train", [(reference, work, list(share)) for share in shares], homes)
+
+    def losses(self, model: np.ndarray, clients: np.ndarray) -> np.ndarray:
+        """The clients' local losses under `model`, float64 [len(clients)]."""
+        reference = ray.put(model)
+        parts = np.array_split(clients, len(clients) if self.per_client else min(len(clients), len(self._actors)))
+        homes = [int(part[0]) if self.per_client else None for part in parts]
+        found = dict(self._results("losses", [(reference, part.tolist()) for part in parts], homes))
+        return np.concatenate([found[index] for index in range(len(parts))])
+
+    def _results(self, method: str, calls: Sequence[tuple], homes: Sequence[int | None]) -> Iterator[tuple[int, Any]]:
+        """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of `homes`, or on any that is free (None)."""
+        waiting = deque(range(len(calls)))
+        flying: dict[Any, tuple[int, int]] = {}  # call -> (its index, actor)
         deaths = 0
         while waiting or flying:
             while waiting and len(flying) < IN_FLIGHT:
-                index = waiting[0][0]
-                actor = self._actor_of(index, shares[index], {busy for _, busy in flying.values()})
+                actor = self._free(homes[waiting[0]], {busy for _, busy in flying.values()})
                 if actor is None:
                     break
-                waiting.popleft()
-                flying[self._actors[actor].train.remote(reference, work, list(shares[index]))] = (index, actor)
+                index = waiting.popleft()
+                flying[getattr(self._actors[actor], method).remote(*calls[index])] = (index, actor)
             call = ray.wait(list(flying), num_returns=1)[0][0]
             index, actor = flying.pop(call)
             try:
@@ -155,20 +177,18 @@ class Actors:
             except (RayActorError, OutOfMemoryError) as error:
                 deaths += 1
                 if deaths > DEATHS:
-                    raise RunError(f"client actors keep dying in round {work.round}: {_cause(error)}") from None
+                    raise RunError(f"client actors keep dying in one round: {_cause(error)}") from None
                 self._replace(actor)
-                waiting.appendleft((index, shares[index]))
+                waiting.appendleft(index)
                 continue
             except RayTaskError as error:
                 cause = getattr(error, "cause", None)
                 raise cause if isinstance(cause, (ClientError, RunError)) else RunError(f"a client actor failed\n{error}") from None
             yield index, result
 
-    def _actor_of(self, index: int, share: Sequence[Lane], busy: set[int]) -> int | None:
-        if self.per_client:
-            lane = share[0]
-            client = int(lane.clients[lane.slot])
-            return None if client in busy else client
+    def _free(self, home: int | None, busy: set[int]) -> int | None:
+        if home is not None:
+            return None if home in busy else home
         return next((actor for actor in self._actors if actor not in busy), None)
 
     def _replace(self, actor: int) -> None:

@@ -7,9 +7,11 @@ accountant covers is refused here.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,13 @@ from raydpfl import data, local, models, privacy
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Guarantee, Mechanism, Query
+from raydpfl.noise import BandedGaussian
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, paper
+from raydpfl.privacy.factorization import check as check_bands
+from raydpfl.selection import Population, Selection
 
+log = logging.getLogger("raydpfl")
+SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised"
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 
@@ -30,79 +37,125 @@ class Plan:
 
     experiment: Experiment  # nothing left at auto but client.actors
     shards: Path
-    population: int
-    samples: int  # training samples of all clients together
+    population: Population
     d: int  # model parameters
     weight: float  # the largest weight of any client's contribution
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
     count_std: float  # std of the noise on the count of clients below the bound; 0: no such query
-    mechanism: Mechanism | None  # None: not private
+    survivors: int  # clients that the round with most dropouts keeps
+    mechanism: Mechanism | LocalSteps | None  # None: not private
+    exposures: np.ndarray  # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
 
     @classmethod
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
         """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the accountants cannot give."""
         if experiment.data.clients is not None:  # what can be said before the data are touched
             experiment.selection.check(experiment.data.clients)
-            _mechanism(experiment, experiment.data.clients, 1.0)
+            _mechanism(experiment, Population.balanced(experiment.data.clients), 1.0)
         folder = data.prepare(experiment.data, experiment.seed, data_root)
         shards = Shards.open(folder)
-        population, sizes = shards.clients, np.asarray(shards.sizes)
-        experiment.selection.check(population)
+        sizes = np.array(shards.sizes)
+        experiment.selection.check(len(sizes))
         module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
-        way = local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way)
+        d = models.parameter_count(module)
+        clip, regression = experiment.bounding.sample_bound, shards.classes == 0
+        way = local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way, clip=clip, regression=regression)
+        population = Population(sizes, _costs(experiment, sizes, d, data_root))
         experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
-        unit, weight = _mechanism(experiment, population, 1.0), experiment.weights.largest(sizes)
-        z = _multiplier(experiment, unit, weight)
-        mechanism = _mechanism(experiment, population, z) if unit else None
-        stds = {query.name: query.std / query.bound for query in mechanism.queries} if mechanism else {}
-        return cls(
-            experiment=experiment,
-            shards=folder,
-            population=population,
-            samples=int(sizes.sum()),
-            d=models.parameter_count(module),
-            weight=weight,
-            ratio=stds.get("updates", 0.0),
-            count_std=stds.get("count", 0.0) / 2,
-            mechanism=mechanism,
-        )
+        seed, rounds, selection = experiment.seed, experiment.rounds, experiment.selection
+        if experiment.bounding.sends == "model" and not _means(selection, population):
+            accepted = "one whose cohorts all have the size that the sum is divided by, without weights or dropouts: the new model is the mean of those sent"
+            raise ConfigError("selection.kind", selection.kind, accepted)
+        if experiment.stateful and selection.corrections(population) is not None:
+            accepted = f"one without weights of its own, as {experiment.stateful.kind} keeps the plain mean over all clients"
+            raise ConfigError("selection.kind", selection.kind, accepted)
+        weight = float(_weights(experiment, population, np.arange(len(sizes))).max())
+        survivors = selection.survivors(seed, rounds, population)
+        plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, selection.exposures(seed, rounds, population))
+        if not experiment.private:
+            return plan
+        if experiment.noise.placement == "step":
+            return replace(plan, mechanism=_local_steps(experiment, population, data_root))
+        if isinstance(experiment.noise, BandedGaussian):
+            check_bands(experiment.noise.bands, selection.sampling(population), selection.separation)
+            noise = experiment.noise.resolve(rounds, getattr(experiment.server, "momentum", 0.0))
+            experiment = experiment.model_copy(update={"noise": noise})
+            plan = replace(plan, experiment=experiment)
+        unit = _mechanism(experiment, population, 1.0, int(plan.exposures[-1]))
+        z = _multiplier(experiment, unit, weight, survivors)
+        mechanism = _mechanism(experiment, population, z, int(plan.exposures[-1]))
+        stds = {query.name: query.std / query.bound for query in mechanism.queries}
+        # A virtual cohort's noise, scaled down to the sum of those who are simulated.
+        share = selection.sampling(population).cohort / mechanism.sampling.cohort
+        return replace(plan, mechanism=mechanism, ratio=stds["updates"] * share, count_std=stds.get("count", 0.0) / 2 * share)
 
     def origin(self) -> dict[str, str]:
         """What a run's bits depend on beside the experiment, by name."""
-        return {"data": self.shards.name, "torch": str(torch.__version__), "numpy": np.__version__}
+        known = [self.population.privacy_cost, self.experiment.selection.corrections(self.population)]
+        known += [self.mechanism.stds] if isinstance(self.mechanism, LocalSteps) else []
+        digest = hashlib.sha256(b"".join(each.tobytes() for each in known if each is not None)).hexdigest()[:16]
+        return {"data": self.shards.name, "clients": digest, "torch": str(torch.__version__), "numpy": np.__version__}
 
     @property
     def accountant(self) -> str | None:
         """The accountant that calibrates the noise and holds the budget: the first rigorous one asked for, or paper if there is no other."""
         return _rigorous(self.experiment) or next(iter(self.experiment.privacy.accountants), None)
 
+    @property
+    def cohort(self) -> int:
+        """The nominal size of a cohort."""
+        return self.experiment.selection.sampling(self.population).cohort
+
+    @property
+    def divisor(self) -> float:
+        """What the server divides the sum of the contributions by."""
+        return self.experiment.selection.divisor(self.population)
+
+    def weights(self, clients: np.ndarray) -> np.ndarray:
+        """The factors float64 [r] of these clients' contributions."""
+        return _weights(self.experiment, self.population, clients)
+
     def sum_std(self, bound: float | None) -> float:
-        """Std of the noise on the sum of the contributions of a round with this bound."""
+        """Std of the noise on the sum of the contributions of a round with this bound; 0 when it is drawn at local steps."""
         return self.ratio * bound * self.weight if self.ratio else 0.0
 
     def client_std(self, bound: float | None) -> float:
-        """Std of the noise that one client draws; 0 when the server draws it."""
-        if self.experiment.noise.placement == "server":
+        """Std of the noise that one client draws on what it sends; 0 when it draws none. The round with most dropouts still has the sum's."""
+        if self.experiment.noise.placement != "client":
             return 0.0
-        return self.sum_std(bound) / math.sqrt(self.experiment.selection.divisor(self.population))
+        return self.sum_std(bound) / math.sqrt(self.survivors)
+
+    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
+        """Stds float64 [r] of the noise of these clients on the mean gradient of each local step; None when there is none."""
+        return self.mechanism.stds[clients] if isinstance(self.mechanism, LocalSteps) else None
 
     def curves(self) -> dict[str, np.ndarray]:
-        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each."""
+        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client, or of the sample that has spent most."""
         if not self.mechanism:
             return {}
         e = self.experiment
-        return {
-            name: privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, e.rounds, name, v=e.noise.v)
-            for name in e.privacy.accountants
-        }
+        if isinstance(self.mechanism, LocalSteps):
+            return self.mechanism.curves(e.privacy.accountants, self.draws(e.rounds))
+        found = {}
+        for name in e.privacy.accountants:
+            curve = privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, self.mechanism.rounds, name, v=e.noise.v)
+            found[name] = np.concatenate([[0.0], curve])[self.exposures]
+        return found
+
+    def draws(self, rounds: int) -> list[np.ndarray]:
+        """The clients of each of the first rounds, with repeats: known before the first, as they depend on the seed alone."""
+        return _draws(self.experiment, self.population, rounds)
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
         """What holds after `rounds` rounds, `participations` counting how often each client was drawn."""
         if not self.mechanism or rounds == 0:
             return []
         e = self.experiment
-        most = max(participations.values(), default=0)
-        return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, rounds, e.privacy.accountants, participations=most, v=e.noise.v)
+        if isinstance(self.mechanism, LocalSteps):
+            return self.mechanism.guarantees(participations, e.privacy.accountants)
+        most = None if e.noise.virtual_cohort else max(participations.values(), default=0)
+        composed = int(self.exposures[rounds - 1])
+        return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, composed, e.privacy.accountants, participations=most, v=e.noise.v)
 
 
 def lane_width(cohort: int) -> int:
@@ -125,21 +178,95 @@ def _rigorous(experiment: Experiment) -> str | None:
     return next((name for name in experiment.privacy.accountants if name != "paper"), None)
 
 
-def _mechanism(experiment: Experiment, population: int, z: float) -> Mechanism | None:
-    """The mechanism at noise multiplier `z` per unit of bound; None when there is no noise.
+def _weights(experiment: Experiment, population: Population, clients: np.ndarray) -> np.ndarray:
+    weights = experiment.weights.of(population.sizes[clients], population.samples, len(population))
+    corrections = experiment.selection.corrections(population)
+    return weights if corrections is None else weights * corrections[clients]
+
+
+def _means(selection: Selection, population: Population) -> bool:
+    """Whether the server's quotient is the plain mean of what was sent, in every round."""
+    law = selection.sampling(population)
+    fixed = law.kind != "poisson" and not selection.dropout and selection.corrections(population) is None
+    return fixed and selection.divisor(population) == law.cohort
+
+
+def _costs(experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None) -> np.ndarray | None:
+    """What 003 Problem 1 weighs a client's selection with: d V_k, float64 [N]; None for a selection that does not."""
+    if not experiment.selection.needs_costs:
+        return None
+    if experiment.noise.placement != "step" or experiment.noise.epsilon is None:
+        raise ConfigError("selection.kind", experiment.selection.kind, "noise at local steps, with noise.epsilon for the clients' budgets")
+    batches = np.minimum(sizes, experiment.local.batch_size(int(sizes.max())))
+    budgets = zip(_budgets(experiment, len(sizes), data_root).tolist(), batches.tolist(), sizes.tolist(), strict=True)
+    return np.array([d * paper.budget_variance(epsilon, experiment.noise.delta, batch=b, samples=n) for epsilon, b, n in budgets])
+
+
+def _budgets(experiment: Experiment, clients: int, data_root: Path | None) -> np.ndarray:
+    """The epsilon of every client's samples, float64 [N]; infinite for a public client."""
+    epsilon = experiment.noise.epsilon
+    return np.full(clients, float(epsilon)) if isinstance(epsilon, (int, float)) else epsilon.draw(experiment.seed, clients, data_root)
+
+
+def _local_steps(experiment: Experiment, population: Population, data_root: Path | None) -> LocalSteps:
+    """What the clients release at their local steps, each with noise of its own for the rounds that it will take part in.
+
+    Raises `BudgetError` when a paper's noise protects some client less than the paper claims.
+    """
+    e, noise = experiment, experiment.noise
+    counts = np.zeros(len(population), np.int64)
+    for clients in _draws(e, population, e.rounds):
+        np.add.at(counts, clients, 1)
+    release = {
+        "samples": population.sizes, "batch": None if e.local.batch == "full" else e.local.batch, "steps": e.local.steps,
+        "bound": e.bounding.sample_bound, "delta": noise.delta, "sampling": e.local.sampling,
+        "exclusions": (*e.data.exclusions, *e.selection.exclusions, SHOWN),
+    }  # fmt: skip
+    if noise.epsilon is None:
+        silent = LocalSteps(stds=np.zeros(len(population)), **release)
+        std = noise.multiplier * silent.bound / np.maximum(silent.batches, 1) if noise.std is None else noise.std
+        return replace(silent, stds=std)
+    accountant = _rigorous(e)
+    if accountant is None and noise.calibration == "rigorous":
+        accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper or tcdp"
+        raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
+    budgets = _budgets(e, len(population), data_root)
+    steps = LocalSteps.calibrated(participations=counts, budgets=budgets, calibration=noise.calibration, accountant=accountant or "pld", **release)
+    steps.check_claims(counts)
+    for warning in steps.warnings(counts):
+        log.warning(warning)
+    return steps
+
+
+def _draws(experiment: Experiment, population: Population, rounds: int) -> list[np.ndarray]:
+    selection = experiment.selection
+    draw = selection.candidates if selection.needs_losses else selection.draw
+    return [draw(experiment.seed, t, population).clients for t in range(rounds)]
+
+
+def _mechanism(experiment: Experiment, population: Population, z: float, rounds: int | None = None) -> Mechanism | None:
+    """The mechanism at noise multiplier `z` per unit of bound, `rounds` being those that compose; None when there is no noise on updates.
 
     Raises `ConfigError` when one of the accountants asked for does not cover it.
     """
-    if not experiment.private:
+    if not experiment.private or experiment.noise.placement == "step":
         return None
-    bounding, noise = experiment.bounding, experiment.noise
+    bounding, noise, selection = experiment.bounding, experiment.noise, experiment.selection
     if bounding.adaptive:
         queries = (Query("updates", 1.0, z / math.sqrt(1 - bounding.share)), Query("count", 0.5, 0.5 * z / math.sqrt(bounding.share)))
     else:
         queries = (Query("updates", 1.0, z),)
-    shown = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised"
-    sampling = experiment.selection.sampling(population)
-    mechanism = Mechanism(sampling, queries, experiment.rounds, placement=noise.placement, exclusions=(*experiment.data.exclusions, shown))
+    exclusions = [*experiment.data.exclusions, *selection.exclusions, SHOWN]
+    sampling = selection.sampling(population)
+    if noise.virtual_cohort:
+        if sampling.kind == "public" or sampling.rule or sampling.p_max:
+            raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"none with selection.kind {selection.kind}; uniform, poisson or full scale to it")
+        virtual = noise.virtual_population or round(sampling.population * noise.virtual_cohort / sampling.cohort)
+        if noise.virtual_cohort < sampling.cohort:
+            raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"at least the simulated cohort of {sampling.cohort}")
+        exclusions.append(f"the {sampling.cohort} clients simulated in a round stand for {noise.virtual_cohort} of {virtual}, whose guarantee this is")
+        sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
+    mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, exclusions=tuple(exclusions))
     for name in experiment.privacy.accountants:
         reason = privacy.covers(name, mechanism, experiment.relation)
         if reason:
@@ -147,21 +274,22 @@ def _mechanism(experiment: Experiment, population: int, z: float) -> Mechanism |
     return mechanism
 
 
-def _multiplier(experiment: Experiment, mechanism: Mechanism | None, weight: float) -> float:
+def _multiplier(experiment: Experiment, mechanism: Mechanism, weight: float, survivors: int) -> float:
     """The noise multiplier z: std of the noise on the sum over (bound x weight), the round's queries taken together."""
     noise, bounding = experiment.noise, experiment.bounding
-    if mechanism is None:
-        return 0.0
+    if noise.placement == "client" and survivors == 0:
+        raise ConfigError("selection.dropout", experiment.selection.dropout, "one that leaves some client, and its noise, in every round of the run")
     if noise.multiplier is not None:
         return noise.multiplier
-    r = mechanism.sampling.cohort
     if noise.std is not None:
-        total = noise.std * (math.sqrt(r) if noise.placement == "client" else 1.0)
+        total = noise.std * (math.sqrt(survivors) if noise.placement == "client" else 1.0)
         return total / (bounding.initial_bound * weight)
+    if noise.calibration == "tcdp":
+        raise ConfigError("noise.calibration", "tcdp", "rigorous or paper; tcdp (002) is for noise at local steps")
     if noise.calibration == "paper":
         return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, experiment.rounds, noise.delta, noise.v)
     accountant = _rigorous(experiment)
     if accountant is None:
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
         raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), accepted)
-    return privacy.noise_for(noise.epsilon, mechanism, experiment.relation, noise.delta, accountant, experiment.rounds)
+    return privacy.noise_for(noise.epsilon, mechanism, experiment.relation, noise.delta, accountant, mechanism.rounds)

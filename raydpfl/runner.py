@@ -261,8 +261,8 @@ class _Ray:
         if self.inline:
             return 0
         experiment = plan.experiment
-        cohort = experiment.selection.divisor(plan.population)
-        return wanted(experiment.client, plan.population, max(1, round(cohort / experiment.client.lane)), self._nodes(), self.elastic, plan.d)
+        most = max(1, round(plan.cohort / experiment.client.lane))
+        return wanted(experiment.client, len(plan.population), most, self._nodes(), self.elastic, plan.d)
 
     def start(self, plan: Plan, actors: int) -> None:
         if not self.inline and self.elastic:

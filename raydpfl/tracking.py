@@ -34,6 +34,8 @@ class Checkpoint:
     bound: float | None  # in force in the coming round
     seconds: float  # spent so far, over all resumes
     participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
+    members: np.ndarray  # int64 [m]: the clients that remember something
+    memory: np.ndarray  # float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
 
 
@@ -41,7 +43,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     """Writes it whole or not at all, and drops all but the last `KEEP`."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds, "origin": checkpoint.origin}
-    arrays = {"model": checkpoint.model, "participations": checkpoint.participations}
+    arrays = {name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")}
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
     path = folder / f"round-{checkpoint.round:08d}.npz"
     replace_file(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
@@ -56,7 +58,8 @@ def load(folder: Path) -> Checkpoint | None:
             with np.load(path, allow_pickle=False) as stored:
                 facts = json.loads(stored["facts"].tobytes())
                 server = {name.removeprefix("server."): stored[name] for name in stored.files if name.startswith("server.")}
-                return Checkpoint(facts["round"], stored["model"], server, facts["bound"], facts["seconds"], stored["participations"], facts["origin"])
+                arrays = {name: stored[name] for name in ("model", "participations", "members", "memory")}
+                return Checkpoint(**facts, **arrays, server=server)
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
             continue
     return None
@@ -80,6 +83,24 @@ class Table:
     def arrow(self) -> pa.Table:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         return pa.table({name: [row.get(name) for row in self.rows] for name in names})
+
+
+class Trajectory:
+    """The model before the first round and after each, float32 [d] one after another in one file; a round done again is written over."""
+
+    def __init__(self, path: Path, d: int):
+        self.path, self.bytes = path, 4 * d
+        path.touch()
+
+    def write(self, round: int, model: np.ndarray) -> None:
+        with open(self.path, "r+b") as file:
+            file.seek(round * self.bytes)
+            file.write(model.astype("<f4").tobytes())
+
+    @staticmethod
+    def read(path: Path, d: int) -> np.ndarray:
+        """Float32 [rounds + 1, d]."""
+        return np.fromfile(path, "<f4").reshape(-1, d)
 
 
 class Pace:

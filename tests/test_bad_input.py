@@ -27,7 +27,7 @@ BAD = {
     "no steps": (["local.steps=0"], "local.steps = 0: "),
     "no batch": (["local.batch=0"], "local.batch = 0: should be greater than or equal to 1 or should be 'full'"),
     "section that is no mapping": (["local=3"], "local = 3: a mapping with a kind"),
-    "unknown kind": (["bounding.kind=clp"], "bounding.kind = 'clp': one of none, clip, model_clip, normalize, smooth_normalize, quantile_clip, or the import path"),
+    "unknown kind": (["bounding.kind=clp"], "bounding.kind = 'clp': one of none, clip, model_clip, normalize, smooth_normalize, quantile_clip, per_sample_clip, alpha_norm_ec, or the import path"),
     "unknown server": (["server.kind=adan"], "server.kind = 'adan': one of sgd, momentum, adam, yogi, adagrad, or"),
     "unknown selection": (["selection.kind=lottery"], "selection.kind = 'lottery': one of uniform, poisson, full"),
     "unknown model": (["model.kind=perceptron"], "model.kind = 'perceptron': one of softmax, mlp, cnn,"),
@@ -43,7 +43,7 @@ BAD = {
     "no bound": (["bounding={kind: clip}"], "bounding.bound = None: required"),
     "models sent by a cohort of no fixed size": (
         ["bounding.kind=model_clip", "selection.kind=poisson", "noise.placement=server"],
-        "bounding.kind = 'model_clip': a cohort of fixed size and uniform weights",
+        "selection.kind = 'poisson': one whose cohorts all have the size that the sum is divided by",
     ),
     "bound of nothing": (["bounding.bound=0"], "bounding.bound = 0: should be greater than 0"),
     "noise of two sizes": (["noise.epsilon=1"], "noise = ['epsilon', 'multiplier']: exactly one of epsilon, multiplier and std"),

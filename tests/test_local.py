@@ -6,7 +6,9 @@ import copy
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, torch_stream
-from raydpfl.local import FAMILY, Local, Sgd, Trainer, batches, linear, resolve
+from raydpfl.local import FAMILY, Local, Scaffold, Sgd, Trainer, batches, linear, resolve
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
@@ -39,9 +41,9 @@ SHAPE, CLASSES = (1, 6, 6), 4
 class Residual(nn.Module):
     """No stack of linear layers: a branch, LayerNorm, a parameter of its own."""
 
-    def __init__(self):
+    def __init__(self, outputs):
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(36, 12), nn.LayerNorm(12), nn.Linear(12, CLASSES)
+        self.first, self.norm, self.last = nn.Linear(36, 12), nn.LayerNorm(12), nn.Linear(12, outputs)
         self.scale = nn.Parameter(torch.ones(12))
 
     def forward(self, x):
@@ -52,9 +54,9 @@ class Residual(nn.Module):
 class Functional(nn.Module):
     """A stack of linear layers written in functions."""
 
-    def __init__(self):
+    def __init__(self, outputs):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(36, 9), nn.Linear(9, 7, bias=False), nn.Linear(7, CLASSES)
+        self.a, self.b, self.c = nn.Linear(36, 9), nn.Linear(9, 7, bias=False), nn.Linear(7, outputs)
 
     def forward(self, x):
         x = F.leaky_relu(self.a(x.view(x.size(0), -1)), 0.2)
@@ -62,26 +64,26 @@ class Functional(nn.Module):
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    def __init__(self, outputs):
         super().__init__()
-        self.enter, self.square, self.leave = nn.Linear(36, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.enter, self.square, self.leave = nn.Linear(36, 8), nn.Linear(8, 8), nn.Linear(8, outputs)
 
     def forward(self, x):
         return self.leave(torch.relu(self.square(torch.relu(self.square(self.enter(x.flatten(1)))))))
 
 
 MODULES = {
-    "softmax": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)),
-    "softmax without bias": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES, bias=False)),
-    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, CLASSES)),
-    "deep mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 11, bias=False), nn.Sigmoid(), nn.Linear(11, CLASSES)),
+    "softmax": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, outputs)),
+    "softmax without bias": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, outputs, bias=False)),
+    "mlp": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, outputs)),
+    "deep mlp": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 11, bias=False), nn.Sigmoid(), nn.Linear(11, outputs)),
     "functional": Functional,
     "residual": Residual,
     "tied": Tied,
-    "cnn": lambda: nn.Sequential(
-        nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(54, CLASSES)
+    "cnn": lambda outputs: nn.Sequential(
+        nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(54, outputs)
     ),
-    "group norm": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)),
+    "group norm": lambda outputs: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, outputs)),
 }
 STACKS = ["softmax", "softmax without bias", "mlp", "deep mlp", "functional"]
 PAIRS = [
@@ -96,86 +98,145 @@ LOCALS = {
     "both": Sgd(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, lr_decay=0.9),
     "full gradient": Sgd(steps=3, batch="full", lr=0.3, momentum=0.5, weight_decay=0.02),
     "epochs": Sgd(steps=7, batch=6, lr=0.2, sampling="epochs"),
+    "proximal": Sgd(steps=5, batch=6, lr=0.3, proximal=0.8),
+    "proximal and all": Sgd(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8),
+}
+
+
+class Corrected(Sgd):
+    stateful: ClassVar[bool] = True
+
+
+CORRECTED = {
+    "scaffold": Scaffold(steps=5, batch=6, lr=0.3, weight_decay=0.1),
+    "all": Corrected(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8),
 }
 SIZES = [13, 4, 9, 0, 6]  # one with fewer rows than a batch, one empty slot, one with exactly a batch
 CLIENTS, DRAWS = [2, 5, 5, -1, 30], [0, 0, 1, 0, 0]
 
 
-def made(name: str) -> nn.Module:
+def made(name: str, outputs: int = CLASSES) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        return MODULES[name]()
+        return MODULES[name](outputs)
 
 
-def rows(sizes=SIZES, n=13, seed=1, shape=SHAPE):
+def rows(sizes=SIZES, n=13, seed=1, shape=SHAPE, regression=False):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(sizes), n, *shape, generator=generator)
-    y = torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
+    y = torch.randn(len(sizes), n, generator=generator) if regression else torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
     for slot, size in enumerate(sizes):  # whoever looks at padding will show it
-        x[slot, size:], y[slot, size:] = float("nan"), -7
+        x[slot, size:], y[slot, size:] = float("nan"), float("nan") if regression else -7
     return x, y
 
 
-def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int):
+def corrected(sizes, d: int, seed=3) -> torch.Tensor:
+    """A correction of norm about 1 for each client; whoever looks at an empty slot's will show it."""
+    corrections = torch.randn(len(sizes), d, generator=torch.Generator().manual_seed(seed)) / d**0.5
+    corrections[np.equal(sizes, 0)] = float("nan")
+    return corrections
+
+
+def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int, correction=None):
     """One client by the book: its update, flat, and its mean loss."""
     module = copy.deepcopy(module).train()
     start = models.flatten(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    starts = [parameter.detach().clone() for parameter in trained]
+    corrections = (torch.zeros_like(start) if correction is None else correction).split([part.numel() for part in starts])
     optimizer = torch.optim.SGD(module.parameters(), lr=local.learning_rate(round), momentum=local.momentum, weight_decay=local.weight_decay)
     losses = []
     for batch in batches_of_client:
         optimizer.zero_grad()
-        loss = F.cross_entropy(module(x[batch]), y[batch])
+        outputs = module(x[batch])
+        loss = ((outputs[:, 0] - y[batch]) ** 2 / 2).mean() if y.is_floating_point() else F.cross_entropy(outputs, y[batch])
         loss.backward()
+        for parameter, began, added in zip(trained, starts, corrections, strict=True):
+            parameter.grad += local.proximal * (parameter.detach() - began) + added.view_as(began)
         optimizer.step()
         losses.append(loss.item())
     return models.flatten(module) - start, float(np.mean(losses))
 
 
-def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, round=2, seed=4):
+def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, round=2, seed=4, **more):
     way, _, picking = way.partition(", ")
     with pytest.MonkeyPatch.context() as patch:
         if picking:  # as in a lane too large to be worth taking whole, its updates formed one by one
             patch.setattr(linear, "PICK", -1)
             patch.setattr(linear, "CHUNK", 1)
-        lane = Trainer(module, local, way=way, seed=seed).lane(models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws)
+        trainer = Trainer(module, local, way=way, seed=seed)
+        lane = trainer.lane(models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws, **more)
         return {slot: (delta, loss) for slot, delta, loss in lane}
+
+
+def check_against_the_plain_loop(way, module, local, x, y, corrections=None):
+    before = models.flatten(module)
+    got = train(way, module, local, x, y, corrections=corrections)
+    assert torch.equal(models.flatten(module), before)
+    assert list(got) == [0, 1, 2, 4]
+    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
+    for slot, (delta, loss) in got.items():
+        correction = None if corrections is None else corrections[slot]
+        expected, expected_loss = reference(module, local, x[slot], y[slot], index[slot, :, : batch_sizes[slot]], 2, correction)
+        assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(expected)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", LOCALS)
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_every_way_does_what_the_plain_loop_with_an_optimizer_does(way, name, method):
-    module, local = made(name), LOCALS[method]
-    x, y = rows()
-    before = models.flatten(module)
-    got = train(way, module, local, x, y)
-    assert torch.equal(models.flatten(module), before)
-    assert list(got) == [0, 1, 2, 4]
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
-    for slot, (delta, loss) in got.items():
-        expected, expected_loss = reference(module, local, x[slot], y[slot], index[slot, :, : batch_sizes[slot]], 2)
-        assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(expected)
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
+    check_against_the_plain_loop(way, made(name), LOCALS[method], *rows())
+
+
+@pytest.mark.parametrize("way,name", PAIRS)
+def test_every_way_does_regression_as_the_plain_loop_does(way, name):
+    for method in ("plain", "full gradient", "proximal and all"):
+        check_against_the_plain_loop(way, made(name, outputs=1), LOCALS[method], *rows(regression=True))
+
+
+@pytest.mark.parametrize("method", CORRECTED)
+@pytest.mark.parametrize("way,name", [(way, name) for way, name in PAIRS if not way.startswith("sample_space")])
+def test_every_way_that_takes_corrections_adds_them_to_every_gradient(way, name, method):
+    module = made(name)
+    check_against_the_plain_loop(way, module, CORRECTED[method], *rows(), corrections=corrected(SIZES, models.parameter_count(module)))
+
+
+def check_bits_in_and_out_of_company(way, module, local, corrects=False, regression=False):
+    x, y = rows(regression=regression)
+    d = models.parameter_count(module)
+    corrections = corrected(SIZES, d) if corrects else None
+    together = train(way, module, local, x, y, corrections=corrections)
+    again = train(way, module, local, x, y, corrections=corrections)
+    for slot, (delta, loss) in together.items():
+        assert torch.equal(delta, again[slot][0])
+        alone_x, alone_y, alone_c = torch.zeros_like(x), torch.zeros_like(y), torch.zeros(5, d)
+        others_x, others_y = rows(sizes=[13] * 5, seed=9, regression=regression)
+        others_c = corrected([13] * 5, d, seed=9)
+        for into, source in ((alone_x, x), (alone_y, y), (others_x, x), (others_y, y)):
+            into[slot] = source[slot]
+        if corrects:
+            alone_c[slot], others_c[slot] = corrections[slot], corrections[slot]
+        alone_c, others_c = (alone_c, others_c) if corrects else (None, None)
+        keep = np.arange(5) == slot
+        alone = train(way, module, local, alone_x, alone_y, np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1), corrections=alone_c)
+        members = np.where(keep, CLIENTS, np.arange(40, 45))
+        among = train(way, module, local, others_x, others_y, np.where(keep, SIZES, 13), members, DRAWS, corrections=others_c)
+        assert list(alone) == [slot]
+        for other_delta, other_loss in (alone[slot], among[slot]):
+            assert torch.equal(delta, other_delta) and loss == other_loss
 
 
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
-    for local in (LOCALS["both"], LOCALS["epochs"], LOCALS["full gradient"]):
-        module = made(name)
-        x, y = rows()
-        together = train(way, module, local, x, y)
-        again = train(way, module, local, x, y)
-        for slot, (delta, loss) in together.items():
-            assert torch.equal(delta, again[slot][0])
-            alone_x, alone_y = torch.zeros_like(x), torch.zeros_like(y)
-            alone_x[slot], alone_y[slot] = x[slot], y[slot]
-            others_x, others_y = rows(sizes=[13] * 5, seed=9)
-            others_x[slot], others_y[slot] = x[slot], y[slot]
-            keep = np.arange(5) == slot
-            alone = train(way, module, local, alone_x, alone_y, np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1))
-            among = train(way, module, local, others_x, others_y, np.where(keep, SIZES, 13), np.where(keep, CLIENTS, np.arange(40, 45)), DRAWS)
-            assert list(alone) == [slot]
-            for other_delta, other_loss in (alone[slot], among[slot]):
-                assert torch.equal(delta, other_delta) and loss == other_loss
+    for method in ("both", "epochs", "full gradient", "proximal and all"):
+        check_bits_in_and_out_of_company(way, made(name), LOCALS[method])
+
+
+@pytest.mark.parametrize("way,name", PAIRS)
+def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_corrections(way, name):
+    check_bits_in_and_out_of_company(way, made(name, outputs=1), LOCALS["both"], regression=True)
+    if not way.startswith("sample_space"):
+        check_bits_in_and_out_of_company(way, made(name), CORRECTED["all"], corrects=True)
 
 
 @pytest.mark.parametrize("kind,n,batch,steps", [("softmax", 20, 10, 20), ("mlp", 31, 16, 6), ("mlp", 37, 16, 3)])
@@ -338,6 +399,9 @@ def test_the_learning_rate_follows_its_schedule():
         ({"weight_decay": -0.1}, "local.weight_decay"),
         ({"lr_decay": 0.9, "schedule": "inverse_sqrt"}, "local.lr_decay"),
         ({"lr_deacy": 0.9}, "local.lr_deacy"),
+        ({"proximal": -0.1}, "local.proximal"),
+        ({"kind": "scaffold", "momentum": 0.5}, "local.momentum"),
+        ({"kind": "scaffold", "proximal": 0.5}, "local.proximal"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values, field):
@@ -470,9 +534,135 @@ def test_the_way_follows_from_the_architecture_and_the_shapes(kind, shape, rows,
     assert resolve(module, local, rows, shape, "loop") == "loop"
 
 
+@pytest.mark.parametrize("way", [Fused, SampleSpace, Vmap])
+def test_a_way_that_leaves_out_the_proximal_term_is_noticed(way, monkeypatch):
+    def without(self, parameters, lane):
+        self.local = self.local.model_copy(update={"proximal": 0.0})
+        return straight(self, parameters, lane)
+
+    straight = way.run
+    module = made("residual" if way is Vmap else "mlp")
+    local = Sgd(steps=20 if way is SampleSpace else 1, proximal=0.1)
+    assert resolve(module, local, 20, SHAPE) == {Fused: "fused", SampleSpace: "sample_space", Vmap: "vmap"}[way]
+    monkeypatch.setattr(way, "run", without)
+    assert resolve(module, local, 20, SHAPE) == "loop"
+
+
+@pytest.mark.parametrize("way", [Fused, Vmap])
+def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
+    straight = way.run
+    module = made("residual" if way is Vmap else "mlp")
+    assert resolve(module, Scaffold(), 20, SHAPE) == {Fused: "fused", Vmap: "vmap"}[way]
+    monkeypatch.setattr(way, "run", lambda self, parameters, lane: straight(self, parameters, replace(lane, corrections=None)))
+    assert resolve(module, Scaffold(), 20, SHAPE) == "loop"
+
+
+@pytest.mark.parametrize("way", [Fused, Vmap])
+def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch):
+    straight = way.run
+    module = made("residual" if way is Vmap else "mlp", outputs=1)
+    assert resolve(module, Sgd(steps=1), 20, SHAPE, regression=True) == {Fused: "fused", Vmap: "vmap"}[way]
+    monkeypatch.setattr(way, "run", lambda self, parameters, lane: straight(self, parameters, replace(lane, y=lane.y * 1.01)))
+    assert resolve(module, Sgd(steps=1), 20, SHAPE, regression=True) == "loop"
+
+
+def test_corrections_are_never_trained_in_sample_space():
+    module = made("softmax")
+    assert resolve(module, Sgd(steps=20), 20, SHAPE) == "sample_space" and resolve(module, Scaffold(steps=20), 20, SHAPE) == "fused"
+    for refused in (lambda: resolve(module, Scaffold(), 20, SHAPE, "sample_space"), lambda: Trainer(module, Scaffold(), way="sample_space", seed=0)):
+        with pytest.raises(ConfigError, match=r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop"):
+            refused()
+    with pytest.raises(ValueError, match="this way adds no corrections"):
+        train("sample_space", module, Sgd(), *rows(), corrections=torch.zeros(5, models.parameter_count(module)))
+    with pytest.raises(ValueError, match="scaffold needs corrections"):
+        train("fused", module, Scaffold(), *rows())
+
+
+@pytest.mark.parametrize("way", ["sample_space"])
+def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way):
+    with pytest.raises(ConfigError, match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd, with clipping of each sample\)"):
+        Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
+    with pytest.raises(ConfigError, match=rf"client\.way = '{way}'"):
+        resolve(made("softmax"), Sgd(), 20, SHAPE, way, clip=1.0)
+
+
+@pytest.mark.parametrize("way", ["fused", "loop"])
+def test_noise_on_gradients_that_nothing_bounds_is_refused(way):
+    with pytest.raises(ValueError, match="clipped per sample"):
+        train(way, made("softmax"), Sgd(), *rows(), stds=np.ones(5))
+
+
+@pytest.mark.parametrize("way", ["auto", "sample_space", "fused", "vmap", "loop"])
+def test_regression_needs_a_module_with_a_single_output(way):
+    for name in ("mlp", "residual"):
+        with pytest.raises(ConfigError, match=r"model = '\w+': a module with a single output, for regression; 2 samples give it shape \(2, 4\)"):
+            resolve(made(name), Sgd(), 20, SHAPE, way, regression=True)
+    if way != "auto":
+        with pytest.raises(RuntimeError):
+            train(way, made("mlp"), Sgd(), *rows(regression=True))
+
+
 def test_an_unknown_way_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"client\.way = 'lopo': auto or one of sample_space, fused, vmap, loop, noop"):
         resolve(made("mlp"), Sgd(), 20, SHAPE, "lopo")
+
+
+# ----------------------------------------------------------------------------------------------------- scaffold
+
+
+def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
+    local, generator = Scaffold(steps=7), np.random.default_rng(0)
+    own, shared = np.zeros((12, 5)), np.zeros(5)
+    for round in range(30):
+        cohort = generator.choice(12, size=generator.integers(1, 13), replace=False)
+        sent, lr, share = generator.normal(size=(len(cohort), 5)), 0.1 / (round + 1), len(cohort) / 12
+        after = local.next_own(own[cohort], shared, sent, lr)
+        by_change = shared + share * (after - own[cohort]).mean(axis=0)
+        shared = local.next_shared(shared, sent.mean(axis=0), lr, share)
+        own[cohort] = after
+        np.testing.assert_allclose(shared, by_change, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(shared, own.mean(axis=0), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
+def test_a_clients_variate_is_the_mean_of_its_gradients(way):
+    module, local = made("mlp"), Scaffold(steps=1, batch="full", lr=0.2)
+    x, y = rows()
+    d = models.parameter_count(module)
+    own, shared = corrected([1] * 5, d, seed=1).double(), corrected([1], d, seed=2)[0].double()
+    got = train(way, module, local, x, y, corrections=local.correction(shared, own))
+    for slot, (delta, _) in got.items():
+        loss = F.cross_entropy(module(x[slot, : SIZES[slot]]), y[slot, : SIZES[slot]])
+        gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
+        variate = local.next_own(own[slot], shared, delta.double(), local.learning_rate(2))
+        torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["fused", "loop"])
+def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not(way):
+    """Linear regression on rows of another law at each client, full gradients, full participation, many local steps."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([[0.2, 1.0, 2.0], [2.0, 0.2, 1.0], [1.0, 2.0, 0.2], [1.5, 1.5, 0.5]])
+    x = torch.randn(4, 8, 3, generator=generator) * scales[:, None]
+    y = (x * torch.randn(4, 1, 3, generator=generator) * 2).sum(2)
+    optimum = torch.linalg.lstsq(x.flatten(0, 1).double(), y.flatten()[:, None].double()).solution[:, 0]
+    module = nn.Linear(3, 1, bias=False)
+    everyone = dict(clients=range(4), draws=[0] * 4)
+
+    def trained(local: Sgd) -> torch.Tensor:
+        trainer, model = Trainer(module, local, way=way, seed=0), torch.zeros(3, dtype=torch.float64)
+        own, shared = torch.zeros(4, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        for round in range(60):
+            more = {"corrections": local.correction(shared, own)} if local.stateful else {}
+            sent = torch.stack([delta for _, delta, _ in trainer.lane(model, x, y, [8] * 4, round=round, **everyone, **more)]).double()
+            if local.stateful:
+                lr = local.learning_rate(round)
+                own, shared = local.next_own(own, shared, sent, lr), local.next_shared(shared, sent.mean(0), lr, 1.0)
+            model = model + sent.mean(0)
+        return (model - optimum).norm() / optimum.norm()
+
+    assert trained(Scaffold(steps=10, batch="full", lr=0.05)) < 1e-5
+    assert trained(Sgd(steps=10, batch="full", lr=0.05)) > 0.02
 
 
 HASHES = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,12 +11,13 @@ from raydpfl.client import Lane
 from raydpfl.config import Client
 from raydpfl.errors import ConfigError
 from raydpfl.placement import capacity, lanes, shares, singles, wanted
+from raydpfl.selection import Cohort
 
 
 def cut(sizes, width) -> list[Lane]:
     sizes = np.asarray(sizes)
     clients = np.arange(len(sizes)) * 3
-    return lanes(clients, np.zeros_like(clients), np.ones(len(sizes)), sizes, width)
+    return lanes(Cohort.of(clients), np.ones(len(sizes)), sizes, width, stds=sizes / 10)
 
 
 def test_lanes_hold_every_client_once_in_order_and_are_padded_to_one_width():
@@ -22,6 +25,7 @@ def test_lanes_hold_every_client_once_in_order_and_are_padded_to_one_width():
     assert [lane.clients.tolist() for lane in made] == [[0, 3], [6, 9], [12, -1]]
     assert [lane.rows for lane in made] == [9, 7, 5]
     assert all(len(lane.weights) == len(lane.draws) == 2 for lane in made)
+    assert [lane.stds.tolist() for lane in made] == [[0.4, 0.9], [0.2, 0.7], [0.5, 0.0]]
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
@@ -44,6 +48,11 @@ def test_an_empty_cohort_has_no_shares():
 def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
     made = cut([4, 9, 2], 2)
     assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [([0, 3], 0), ([0, 3], 1), ([6, -1], 0)]
+
+
+def test_a_single_client_is_handed_what_it_remembers_and_nobody_elses():
+    lane = replace(cut([4, 9], 2)[0], memory={0: np.ones(3), 1: np.zeros(3)})
+    assert [list(share[0].memory) for share in singles([lane])] == [[0], [1]]
 
 
 @pytest.mark.parametrize(

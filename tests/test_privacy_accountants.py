@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -272,6 +273,69 @@ def test_a_client_drawn_several_times_counts_with_its_multiplicity_when_the_coho
     _, known = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=6)
     worst = 4 * 6  # at least 4^2 + 2^2, six draws over two rounds of four
     assert known.epsilon == pytest.approx(float(gaussian_epsilon(0.5 * math.sqrt(worst), 1e-5)))
+
+
+def unequal(p_max: float, draws: int, mu: float, rounds: int = 1) -> Mechanism:
+    return Mechanism(Sampling("with_replacement", 3, draws, p_max=p_max), (Query("update", 1.0, 2 / mu),), rounds)
+
+
+@pytest.mark.parametrize("others", [(0.0, 0.0), (-1.0, -1.0), (1.0, -1.0)])
+@pytest.mark.parametrize("mu", [0.4, 1.5, 4.0])
+def test_draws_of_unequal_probabilities_stay_below_the_curve_of_the_likeliest_client(others, mu):
+    """Exact, over all sequences of three draws, for each client at +1 or -1 and the others anywhere; at 1/n the curve would be too low."""
+    p, draws, std = np.array([0.7, 0.2, 0.1]), 3, 2 / mu
+    x = np.linspace(-3 - 12 * std, 3 + 12 * std, 20_001)
+
+    def density(values):
+        sums: dict[float, float] = {}
+        for sequence in itertools.product(range(3), repeat=draws):
+            total = sum(values[k] for k in sequence)
+            sums[total] = sums.get(total, 0.0) + math.prod(p[k] for k in sequence)
+        return sum(chance * norm.pdf(x, total, std) for total, chance in sums.items())
+
+    below_uniform = []
+    for client in range(3):
+        here, there = (density(np.insert(np.array(others), client, sign)) for sign in (1.0, -1.0))
+        for eps in (0.0, 0.3, 1.0, 3.0):
+            true = max(np.maximum(a - math.exp(eps) * b, 0).sum() for a, b in ((here, there), (there, here))) * (x[1] - x[0])
+            assert true <= delta(unequal(0.7, draws, mu), "replace_one", eps) * (1 + 1e-6)
+            below_uniform.append(true <= delta(unequal(1 / 3, draws, mu), "replace_one", eps))
+    assert not all(below_uniform)
+
+
+def test_the_curve_of_the_likeliest_client_is_the_printed_formula_and_grows_with_its_probability():
+    for mu, draws in ((0.1, 40), (0.8, 5), (3.0, 2)):
+        found = [epsilon(unequal(p, draws, mu), "replace_one", 1e-5) for p in (1 / 3, 0.34, 0.5, 0.8, 0.99, 1.0)]
+        assert (np.diff(found) > 0).all()
+        assert found[-1] == pytest.approx(float(gaussian_epsilon(draws * mu, 1e-5)), rel=1e-3)  # always drawn: nothing hidden
+        assert found[0] == pytest.approx(epsilon(at_mu("with_replacement", mu, 3, draws, 1), "replace_one", 1e-5), rel=1e-9)
+        assert found[2] == pytest.approx(solve(formula("with_replacement", 2, draws, mu), 1e-5), rel=1e-3)
+
+
+def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost():
+    for relation, k in (("replace_one", 2), ("zero_out", 1)):
+        run = mechanism("public", 50, 5, std=3.0, rounds=12)
+        for t, found in enumerate(epsilon_curve(run, relation, 1e-5), 1):
+            assert found == pytest.approx(float(gaussian_epsilon(k / 3 * math.sqrt(t), 1e-5)), rel=1e-9)
+        assert delta(run, relation, 0.7) == pytest.approx(float(gaussian_delta(0.7, k / 3 * math.sqrt(12))), rel=1e-9)
+        renyi = epsilon(run, relation, 1e-5, accountant="rdp")
+        assert renyi == pytest.approx(epsilon(mechanism("full", 50, 50, std=3.0, rounds=12), relation, 1e-5, accountant="rdp"), rel=1e-12)
+        assert noise_for(2.0, run, relation, 1e-5) == pytest.approx(noise_for(2.0, mechanism("full", 5, 5, std=3.0, rounds=12), relation, 1e-5), rel=1e-3)
+
+
+def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():
+    run = Mechanism(Sampling("public", 50, 5, rule="taking turns"), (Query("update", 1.0, 3.0),), 12, placement="client")
+    known, seen = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=7)
+    assert known.sampling == seen.sampling == "public cohorts of 5 of 50 (taking turns), cohort known, a client in at most 7 rounds"
+    assert (known.observer, seen.observer) == ("every aggregate", "every single update")
+    assert known.epsilon == pytest.approx(float(gaussian_epsilon(2 / 3 * math.sqrt(7), 1e-5)), rel=1e-6)
+    assert seen.epsilon == pytest.approx(float(gaussian_epsilon(2 / 3 * math.sqrt(7 * 5), 1e-5)), rel=1e-6)
+    assert "zero_out or replace_one" in covers("pld", mechanism("public"), "add_remove") and covers("rdp", run, "zero_out") is None
+    assert {found.relation for found in guarantees(run, "add_remove", 1e-5, accountants=["pld"])} == {"zero_out"}
+    (unknown,) = guarantees(mechanism("public", 50, 5, std=3.0, rounds=12), "replace_one", 1e-5, accountants=["pld"])
+    assert unknown.epsilon == pytest.approx(float(gaussian_epsilon(2 / 3 * math.sqrt(12), 1e-5)), rel=1e-6)
+    (printed,) = guarantees(run, "replace_one", 1e-5, accountants=["paper"])
+    assert "hidden" not in printed.sampling and printed.conditions_failed
 
 
 def test_without_noise_nothing_is_guaranteed_and_the_sentence_says_so():

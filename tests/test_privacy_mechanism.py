@@ -26,6 +26,10 @@ def test_any_change_changes_the_digest():
     changed = [
         replace(MECHANISM, sampling=Sampling("poisson", 1920, 80)),
         replace(MECHANISM, sampling=Sampling("fixed", 1921, 80)),
+        replace(MECHANISM, sampling=Sampling("fixed", 1920, 80, rule="those awake")),
+        replace(MECHANISM, sampling=Sampling("public", 1920, 80)),
+        replace(MECHANISM, sampling=Sampling("with_replacement", 1920, 80)),
+        replace(MECHANISM, sampling=Sampling("with_replacement", 1920, 80, p_max=0.001)),
         replace(MECHANISM, queries=(Query("update", 0.5, 2.0000001),)),
         replace(MECHANISM, queries=MECHANISM.queries * 2),
         replace(MECHANISM, rounds=101),
@@ -49,6 +53,10 @@ def test_any_change_changes_the_digest():
         (lambda: Sampling("fixed", 0, 1), "data.clients"),
         (lambda: Sampling("full", 10, 9), "selection.cohort"),
         (lambda: Sampling("cyclic", 10, 5), "selection.kind"),
+        (lambda: Sampling("public", 10, 11), "selection.cohort"),
+        (lambda: Sampling("with_replacement", 10, 5, p_max=0.09), "p_max"),
+        (lambda: Sampling("with_replacement", 10, 5, p_max=1.1), "p_max"),
+        (lambda: Sampling("fixed", 10, 5, p_max=0.5), "p_max"),
         (lambda: replace(MECHANISM, rounds=0), "rounds"),
         (lambda: replace(MECHANISM, rounds=True), "rounds"),
         (lambda: replace(MECHANISM, queries=()), "queries"),
@@ -65,6 +73,20 @@ def test_nonsense_is_refused_by_name(make, field):
 
 def test_with_replacement_may_draw_more_than_there_are():
     assert Sampling("with_replacement", 3, 10).q == pytest.approx(10 / 3)
+
+
+def test_a_sampling_says_in_words_who_takes_part_and_whether_that_is_secret():
+    words = {
+        Sampling("fixed", 20, 5, rule="those awake"): ("fixed size 5 of 20 (those awake)", True),
+        Sampling("fixed", 20, 20): ("all 20", False),
+        Sampling("poisson", 20, 5): ("Poisson, 5 of 20 expected", True),
+        Sampling("with_replacement", 20, 5, p_max=0.25): ("5 draws with replacement from 20, no client likelier than 0.25", True),
+        Sampling("with_replacement", 20, 20): ("20 draws with replacement from 20", True),
+        Sampling("public", 20, 5): ("public cohorts of 5 of 20", False),
+        Sampling("public", 20, 20): ("public cohorts of 20 of 20", False),
+    }
+    for sampling, (text, hidden) in words.items():
+        assert (str(sampling), sampling.hidden) == (text, hidden)
 
 
 @pytest.mark.parametrize("start", [0.0, 1.0])

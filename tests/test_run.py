@@ -149,7 +149,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
     result = run(plain, tmp_path / "out")
     plan = Plan.make(plain)
     shards = Shards.open(plan.shards)
-    cohort = plain.selection.draw(plain.seed, 0, 50)
+    cohort = plain.selection.draw(plain.seed, 0, plan.population)
     total = 0.0
     for client in cohort.clients:
         n = int(shards.sizes[client])
@@ -270,11 +270,13 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
     from raydpfl.tracking import Checkpoint, load, save
 
     for t in (1, 2, 3):
-        save(tmp_path, Checkpoint(t, np.full(4, t, np.float32), {"v": np.ones(4)}, 0.5, 1.0, np.zeros((0, 2), np.int64), {}))
+        remembered = np.array([7]), np.full((1, 4), t, np.float32)
+        save(tmp_path, Checkpoint(t, np.full(4, t, np.float32), {"v": np.ones(4)}, 0.5, 1.0, np.zeros((0, 2), np.int64), *remembered, {}))
     assert len(list(tmp_path.glob("round-*.npz"))) == 2
     newest = tmp_path / "round-00000003.npz"
     newest.write_bytes(newest.read_bytes()[:-40])
-    assert load(tmp_path).round == 2
+    found = load(tmp_path)
+    assert found.round == 2 and found.members.tolist() == [7] and np.array_equal(found.memory, np.full((1, 4), 2.0))
 
 
 def test_diverging_training_ends_in_one_sentence(tmp_path):

@@ -17,6 +17,11 @@ import yaml
 from conftest import experiment
 
 from raydpfl import run
+from raydpfl.coordinator import Coordinator
+from raydpfl.plan import Plan
+
+SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
+STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
 
 METHODS = {
     "fedavg": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
@@ -41,6 +46,41 @@ METHODS = {
         "client": {"way": "fused"},
     },
     "vmap": {"client": {"way": "vmap"}},
+    "fedprox, multinomial": {"local": {"proximal": 0.1}, "selection": {"kind": "multinomial", "cohort": 30}, "noise": {"kind": "none"}},
+    "first responders, dropouts": {"selection": {"kind": "first_responders", "cohort": 20, "contacted": 40, "spread": 0.5, "dropout": 0.2}},
+    "cyclic": {"selection": {"kind": "cyclic", "period": 5}},
+    "availability": {"selection": {"kind": "availability", "cohort": 10, "period": 5, "window": 2}},
+    "fedavg-stale, data weights": {"selection": {"kind": "fedavg_stale", "cohort": 20}, "weights": {"kind": "data"}, "noise": {"kind": "none"}},
+    "importance": {"selection": {"kind": "importance", "cohort": 20, "power": 0.5}, "noise": {"kind": "none"}},
+    "power of choice": {"selection": {"kind": "power_of_choice", "cohort": 10, "pool": 30}, "noise": {"kind": "none"}},
+    "virtual cohort": {"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 400}},
+    "scaffold": {"local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}, "noise": {"kind": "none"}, "bounding": {"kind": "none"}},
+    "scaffold, clipped and noised": {"local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}},
+    "alpha-NormEC": {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
+    "banded noise": {"selection": {"kind": "cyclic", "period": 2}, "noise": {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 2}},
+    "DPNFL": {"bounding": SAMPLE, "noise": STEPS, "weights": {"kind": "data"}, "data": {"sizes": {"kind": "spread"}}},
+    "AdDPNFL": {"bounding": SAMPLE, "noise": STEPS, "weights": {"kind": "data"}, "server": {"kind": "adam", "lr": 0.01}},
+    "DPFedAvg, tanh network": {"bounding": SAMPLE, "noise": STEPS, "model": {"kind": "mlp", "hidden": [16]}},
+    "DPSCAFFOLD": {"bounding": SAMPLE, "noise": STEPS, "local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}},
+    "personal budgets, privacy-aware": {
+        "selection": {"kind": "privacy_aware", "cohort": 10, "scale": 1.0},
+        "bounding": SAMPLE,
+        "noise": {"kind": "gaussian", "placement": "step", "epsilon": {"kind": "uniform", "low": 1.0, "high": 20.0}, "delta": 1e-5},
+    },
+    "per-sample clipping, cnn": {
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "model": {"kind": "cnn"},
+        "local": {"kind": "sgd", "steps": 1, "batch": 4},
+        "selection": {"kind": "uniform", "cohort": 6},
+        "rounds": 2,
+    },
+    "quadratics": {
+        "data": {"kind": "quadratics", "clients": 20, "dimension": 10, "rank": 3},
+        "model": {"kind": "linear"},
+        "local": {"kind": "sgd", "steps": 5, "batch": "full", "lr": 0.1},
+        "selection": {"kind": "full"},
+    },
     "mlp in sample space": {"model": {"kind": "mlp", "hidden": [16]}, "client": {"way": "sample_space"}},
     "cnn, loop": {
         "model": {"kind": "cnn"},
@@ -66,8 +106,24 @@ def test_any_number_of_actors_gives_the_bits_of_the_inline_run(method, tmp_path,
     assert len(bits) == 1
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_through(method, tmp_path):
+    plan = Plan.make(experiment(**METHODS[method]))
+    models = []
+    for pauses in (0, 1):
+        for resume in range(pauses + 1):
+            coordinator = Coordinator(plan, str(tmp_path / str(pauses)), 0, resume=bool(resume))
+            (tmp_path / str(pauses)).mkdir(exist_ok=True)
+            coordinator.start()
+            while coordinator.position() < (plan.experiment.rounds if resume == pauses else 2):
+                coordinator.round()
+            coordinator.save()
+        models.append(coordinator.parameters())
+    assert np.array_equal(*models)
+
+
 # An actor takes seconds of a core to start, so one method has all 50 and the others fewer.
-@pytest.mark.parametrize("method,clients", [("fedavg", 6), ("clip", 6), ("normalize", 6), ("adaptive clipping", 50)])
+@pytest.mark.parametrize("method,clients", [("fedavg", 6), ("clip", 6), ("normalize", 6), ("DPSCAFFOLD", 6), ("adaptive clipping", 50)])
 def test_an_actor_per_client_gives_the_bits_of_the_inline_run(method, clients, tmp_path, shared_ray):
     changes = {**METHODS[method], "data": {"clients": clients}, "selection": {"cohort": min(clients - 1, 20)}}
     inline = sha(experiment(**{**changes, "client": {"actors": 0, "lane": 4}}), tmp_path / "inline")

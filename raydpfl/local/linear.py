@@ -9,8 +9,9 @@ K = X X^T + 1 (the 1 is the bias), the step along a batch's gradient G by the ou
 
     Z <- (1 - lr wd) Z - lr K[:, batch] G,        A[batch] += c_t G,        W_Q - W_0 = (gamma - 1) W_0 + A^T X,
 
-where c_t and gamma are numbers that lr, weight decay and momentum give (momentum keeps a second Z, its velocity's outputs). That is
-n coefficients an output instead of p weights. The mathematics is that of the loop, up to rounding.
+where c_t and gamma are numbers that lr, weight decay, momentum and the proximal term give. Momentum keeps a second Z, its velocity's
+outputs, and a proximal term mu the first one, Z_0: its gradient mu (W - W_0) gives mu (Z - Z_0), for the outputs are linear in W and b.
+That is n coefficients an output instead of p weights. The mathematics is that of the loop, up to rounding.
 
 >>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=20, local=Sgd(steps=20, batch=10))
 True
@@ -27,7 +28,7 @@ from torch import nn
 
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.stack import Layer, stack
-from raydpfl.local.way import LaneData, take
+from raydpfl.local.way import LaneData, clip_factors, take
 
 CHUNK = 1 << 18  # numbers of updates that are formed at once
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
@@ -37,9 +38,14 @@ MEMORY = 24  # products that take as long as reading and writing one weight
 class _Weights:
     """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]."""
 
-    def __init__(self, layer: Layer, parameters: torch.Tensor, clients: int, local: Sgd, lr: float):
-        self.layer, self.local, self.lr = layer, local, lr
+    def __init__(self, layer: Layer, parameters: torch.Tensor, lane: LaneData, local: Sgd):
+        self.layer, self.local, self.lr, clients = layer, local, lane.lr, len(lane.sizes)
         self.start = layer.views(parameters)
+        # What a step adds to the gradient that stays the same throughout: the correction, and of proximal (x - start) the start's part.
+        self.constant = [] if lane.corrections is None else [part.contiguous() for part in layer.views(lane.corrections)]
+        if local.proximal:
+            pull = [part * -local.proximal for part in self.start]
+            self.constant = [a + b for a, b in zip(self.constant, pull, strict=True)] if self.constant else pull
         self.now = [part.expand(clients, *part.shape).clone() for part in self.start]
         self.velocity = [torch.zeros_like(part) for part in self.now] if local.momentum else []
 
@@ -49,19 +55,28 @@ class _Weights:
         weight, *bias = self.now
         return (torch.baddbmm(bias[0].mT, weight, inputs.mT) if bias else torch.bmm(weight, inputs.mT)).mT
 
-    def backward(self, g: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        """Makes the step from the gradient `g` by the outputs, [C, B, out]; if `wanted`, returns that by the inputs, laid out as they are."""
-        weight, before = self.now[0], None
-        if wanted:
-            before = torch.bmm(g, weight) if self.inputs.is_contiguous() else torch.bmm(weight.mT, g.mT).mT
-        momentum, decay, lr = self.local.momentum, self.local.weight_decay, self.lr
+    def backward(self, g: torch.Tensor) -> torch.Tensor:
+        """The gradient by the inputs, laid out as they are, from the gradient `g` by the outputs, [C, B, out]."""
+        weight = self.now[0]
+        return torch.bmm(g, weight) if self.inputs.is_contiguous() else torch.bmm(weight.mT, g.mT).mT
+
+    def squares(self, g: torch.Tensor) -> torch.Tensor:
+        """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from each sample's `g`: (||a||^2 + 1) ||g||^2."""
+        return torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True).square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
+
+    def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added to the gradient by the parameters."""
+        momentum, decay, lr = self.local.momentum, self.local.weight_decay + self.local.proximal, self.lr
         moved, keep, step = (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
         moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
         for bias in moved[1:]:
             bias.mul_(keep).add_(g.sum(1, keepdim=True), alpha=step)
+        for part, constant in zip(moved, self.constant, strict=False):
+            part.add_(constant, alpha=step)
+        for part, drawn in zip(moved, () if noise is None else self.layer.views(noise), strict=False):
+            part.add_(drawn, alpha=step)
         for now, velocity in zip(self.now, self.velocity, strict=False):
             now.sub_(velocity.add_(now, alpha=decay), alpha=lr)
-        return before
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         """Writes the layer's part of the slots' updates into `out` [slots, d]."""
@@ -72,8 +87,8 @@ class _Weights:
 class _Inputs(_Weights):
     """The first layer by its weights; `x` [C, n, in]."""
 
-    def __init__(self, layer: Layer, parameters: torch.Tensor, x: torch.Tensor, steps: int, local: Sgd, lr: float, whole: bool):
-        super().__init__(layer, parameters, len(x), local, lr)
+    def __init__(self, layer: Layer, parameters: torch.Tensor, x: torch.Tensor, lane: LaneData, local: Sgd, whole: bool):
+        super().__init__(layer, parameters, lane, local)
         self.x = x
 
     def forward(self, rows: torch.Tensor | None) -> torch.Tensor:
@@ -83,15 +98,16 @@ class _Inputs(_Weights):
 class _Span:
     """The first layer in sample space; `x` [C, n, in]. Z and A are [C, n, out], or [C, out, n] if steps take the `whole` of them."""
 
-    def __init__(self, layer: Layer, parameters: torch.Tensor, x: torch.Tensor, steps: int, local: Sgd, lr: float, whole: bool):
-        self.layer, self.x, self.local, self.lr, self.whole = layer, x, local, lr, whole
+    def __init__(self, layer: Layer, parameters: torch.Tensor, x: torch.Tensor, lane: LaneData, local: Sgd, whole: bool):
+        self.layer, self.x, self.local, self.lr, self.whole = layer, x, local, lane.lr, whole
         self.start = layer.views(parameters)
-        self.gamma, responses = _responses(local, lr, steps)
+        self.gamma, responses = _responses(local, lane.lr, lane.index.shape[1])
         self.responses = iter(responses)
         weight, *bias = self.start
         flat = x.flatten(0, 1)
         now = (torch.addmm(*bias, flat, weight.mT) if bias else torch.mm(flat, weight.mT)).view(*x.shape[:2], -1)
         self.now = now.mT.contiguous() if whole else now  # Z
+        self.first = self.now.clone() if local.proximal else None  # Z_0
         self.velocity = torch.zeros_like(self.now) if local.momentum else None
         self.coefficients = torch.zeros_like(self.now)  # A
         self.kernel = torch.bmm(x, x.mT).add_(len(bias))
@@ -102,13 +118,15 @@ class _Span:
             return take(self.now, rows)
         return self.now.mT.clone() if self.layer.activation else self.now.mT
 
-    def backward(self, g: torch.Tensor, wanted: bool) -> None:
-        momentum, decay, lr = self.local.momentum, self.local.weight_decay, self.lr
+    def step(self, g: torch.Tensor, noise: None) -> None:
+        momentum, decay, lr = self.local.momentum, self.local.weight_decay + self.local.proximal, self.lr
+        moved, keep, step = (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
         product = (g.mT, self.kernel) if self.whole else (take(self.kernel, self.rows).mT, g)
+        moved.baddbmm_(*product, beta=keep, alpha=step)
+        if self.first is not None:
+            moved.add_(self.first, alpha=-step * self.local.proximal)
         if momentum:
-            self.now.sub_(self.velocity.baddbmm_(*product, beta=momentum).add_(self.now, alpha=decay), alpha=lr)
-        else:
-            self.now.baddbmm_(*product, beta=1 - lr * decay, alpha=-lr)
+            self.now.sub_(self.velocity.add_(self.now, alpha=decay), alpha=lr)
         if self.whole:
             self.coefficients.add_(g.mT, alpha=next(self.responses))
         else:  # a row may stand in a batch twice, at the end of an epoch and the start of the next
@@ -126,18 +144,20 @@ class _Span:
 def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
     """(gamma, [c_0, ..., c_{Q-1}]) such that W_Q = gamma W_0 + sum_t c_t g_t when step t meets the gradient g_t."""
 
-    def run(w: float, v: float, steps: int) -> list[float]:
+    def run(start: float, w: float, v: float, steps: int) -> list[float]:
+        """A number w that stands for the weights' part along W_0, of which the start has `start`, or along a gradient, which it lacks."""
         seen = [w]
         for _ in range(steps):
-            v = local.momentum * v + local.weight_decay * w
+            v = local.momentum * v + local.weight_decay * w + local.proximal * (w - start)
             w -= lr * v
             seen.append(w)
         return seen
 
-    return run(1.0, 0.0, steps)[-1], run(-lr, 1.0, steps - 1)[::-1]
+    return run(1.0, 1.0, 0.0, steps)[-1], run(0.0, -lr, 1.0, steps - 1)[::-1]
 
 
 class _Stack:
+    private, corrects = None, True
     first: type[_Inputs] | type[_Span]
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
@@ -170,28 +190,55 @@ class _Stack:
         x, y = lane.rows()
         batches = lane.batches(self.whole(lane))
         whole = batches[0][0] is None
-        one_hot = x.new_zeros(*y.shape, self.layers[-1].outputs).scatter_(2, y[:, :, None], 1.0)
-        one_hot = one_hot.mT.contiguous().mT if whole else one_hot
-        chain = [self.first(self.layers[0], parameters, x.flatten(2), len(batches), self.local, lane.lr, whole)]
-        chain += [_Weights(layer, parameters, len(x), self.local, lane.lr) for layer in self.layers[1:]]
-        losses = x.new_zeros(len(x), one_hot.shape[2], batches[0][1].shape[2])
-        for rows, shares in batches:
+        target = _target(y, self.layers[-1].outputs)
+        target = target.mT.contiguous().mT if whole else target
+        chain = [self.first(self.layers[0], parameters, x.flatten(2), lane, self.local, whole)]
+        chain += [_Weights(layer, parameters, lane, self.local) for layer in self.layers[1:]]
+        losses = x.new_zeros(len(x), target.shape[2], batches[0][1].shape[2])
+        for step, (rows, shares) in enumerate(batches):
             a, outputs = rows, []
             for place in chain:
                 a = place.forward(a)
                 if place.layer.activation:
                     a = place.layer.activation.forward(a)
                 outputs.append(a)
-            # [C, classes, B] from here: over a last axis of few classes torch's softmax is slow
-            label = take(one_hot, rows).mT
-            log_p = torch.log_softmax(a.mT, 1)
-            losses.addcmul_(log_p, shares if whole else label)  # of the two the one that changes; the other at the end
-            g = log_p.exp_().sub_(label).mul_(shares).mT
-            for place, a in zip(reversed(chain), reversed(outputs), strict=True):
-                if place.layer.activation:
-                    g = place.layer.activation.backward(g, a)
-                g = place.backward(g, wanted=place is not chain[0])
-        return chain, (losses.mul_(label if whole else shares).sum((1, 2)) / -len(batches)).tolist()
+            # [C, outputs, B] from here: over a last axis of few classes torch's softmax is slow
+            wanted = take(target, rows).mT
+            if lane.regression:
+                g = a.mT - wanted
+                losses.addcmul_(g * shares, g, value=-0.5)
+            else:
+                log_p = torch.log_softmax(a.mT, 1)
+                losses.addcmul_(log_p, shares if whole else wanted)  # of the two the one that changes; the other at the end
+                g = log_p.exp_().sub_(wanted)
+            g = (g if lane.clip is not None else g.mul_(shares)).mT
+            gradients = []  # of each sample, by the outputs of each layer from the last to the first
+            for place, later, a in zip(reversed(chain), (None, *reversed(chain)), reversed(outputs), strict=False):
+                g = later.backward(g) if later else g
+                g = place.layer.activation.backward(g, a) if place.layer.activation else g
+                gradients.append(g)
+            if lane.clip is not None:
+                norms = sum(place.squares(g) for place, g in zip(reversed(chain), gradients, strict=True)).sqrt_()
+                factors = clip_factors(norms, lane.clip).mul_(shares.mT)
+                gradients = [g * factors for g in gradients]
+            noise = lane.step_noise(step)
+            for place, g in zip(reversed(chain), gradients, strict=True):
+                place.step(g, noise)
+        if not lane.regression:
+            losses.mul_(wanted if whole else shares)
+        return chain, (losses.sum((1, 2)) / -len(batches)).tolist()
+
+
+def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
+    """What the outputs are held against, [C, n, outputs]: classes as one-hot, the numbers of regression as they are.
+
+    Raises RuntimeError for a class that the model does not know, and for regression with several outputs.
+    """
+    if not y.is_floating_point():
+        return torch.zeros(*y.shape, outputs, device=y.device).scatter_(2, y[:, :, None], 1.0)
+    if outputs != 1:
+        raise RuntimeError(f"regression needs a single output, and the model has {outputs}")
+    return y[:, :, None]
 
 
 class Fused(_Stack):
@@ -206,6 +253,8 @@ class SampleSpace(_Stack):
     A row that is not finite makes its client's update so, whether or not a batch holds it.
     """
 
+    private = False
+    corrects = False  # a correction is of the size of the weights that this way never forms
     first = _Span
 
     def whole(self, lane: LaneData) -> bool:

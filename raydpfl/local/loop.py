@@ -11,30 +11,43 @@ import copy
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from raydpfl import models
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import LaneData
+from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
 
 class Loop:
     """Trains each client with autograd. What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts
     afresh with each, so nothing passes from one client to the next."""
 
+    private, corrects = None, True
+
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local, self.device = local, device
         self.module = copy.deepcopy(module).to(device).train()
         has = [any(isinstance(layer, kind) for layer in self.module.modules()) for kind in (nn.MaxPool2d, nn.GroupNorm)]
         self.layout = torch.channels_last if has == [True, False] else torch.contiguous_format
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.shapes = [parameter.shape for parameter in self.trainable]
         self.flat = torch.empty(models.parameter_count(module), device=device)
         self.gradient, self.velocity = torch.empty_like(self.flat), torch.empty_like(self.flat)
-        parts = [buffer.split([parameter.numel() for parameter in trainable]) for buffer in (self.flat, self.gradient)]
-        for parameter, now, gradient in zip(trainable, *parts, strict=True):
-            parameter.data, parameter.grad = self._view(now, parameter.shape), self._view(gradient, parameter.shape)
+        for parameter, now, gradient in zip(self.trainable, self._views(self.flat), self._views(self.gradient), strict=True):
+            parameter.data, parameter.grad = now, gradient
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Of a vector in the order that the parameters have inside, the part of each parameter, in its shape."""
+        parts = flat.split([shape.numel() for shape in self.shapes])
+        return [self._view(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def _inside(self, vector: torch.Tensor) -> torch.Tensor:
+        """A copy of `vector` [d], which is in the order of `raydpfl.models.flatten`, in the order that the parameters have inside."""
+        inside = torch.empty_like(self.flat)
+        for view, part in zip(self._views(inside), vector.split([shape.numel() for shape in self.shapes]), strict=True):
+            view.copy_(part.view(view.shape))
+        return inside
 
     def _view(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         if self.layout is torch.channels_last and len(shape) == 4:
@@ -44,37 +57,57 @@ class Loop:
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
-        batch_sizes = lane.batch_sizes.tolist()
-        index = torch.from_numpy(lane.index).to(self.device)
         for slot in lane.slots:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 generator = lane.generator(slot)
                 torch.set_rng_state(generator.get_state())
                 if self.device.type == "cuda":
                     torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-                loss = self._train(parameters, lane.x[slot], lane.y[slot], index[slot, :, : batch_sizes[slot]], lane.lr)
+                loss = self._train(parameters, lane, slot)
             yield slot, models.flatten(self.module) - parameters, loss
 
-    def _train(self, parameters: torch.Tensor, x: torch.Tensor, y: torch.Tensor, batches: torch.Tensor, lr: float) -> float:
+    def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
         models.load(self.module, parameters)
-        for buffer, start in self.buffers:
-            buffer.copy_(start)
+        start = self.flat.clone() if self.local.proximal else None
+        correction = None if lane.corrections is None else self._inside(lane.corrections[slot])
+        for buffer, initial in self.buffers:
+            buffer.copy_(initial)
         self.velocity.zero_()
         losses = torch.zeros((), device=self.device)
-        for rows in batches:
+        x, y, index = lane.x[slot], lane.y[slot], torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device)
+        for step, rows in enumerate(index):
             batch = x.index_select(0, rows)
+            batch = batch.to(memory_format=self.layout) if batch.dim() == 4 else batch
+            losses += self._gradient(batch, y.index_select(0, rows), lane.clip)
+            if lane.noise is not None:
+                self.gradient.add_(self._inside(lane.noise(slot, step)), alpha=float(lane.stds[slot]))
+            self._step(lane.lr, start, correction)
+        return float(losses) / len(index)
+
+    def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
+        """Writes the mean of the samples' gradients, each clipped if asked, into `self.gradient`; returns the mean of their losses."""
+        if clip is None:
             self.gradient.zero_()
-            loss = F.cross_entropy(self.module(batch.to(memory_format=self.layout) if batch.dim() == 4 else batch), y.index_select(0, rows))
+            loss = sample_loss(self.module(x), y)
             loss.backward()
-            losses += loss.detach()
-            self._step(lr)
-        return float(losses) / len(batches)
+            return loss.detach()
+        total, losses = torch.zeros_like(self.gradient), torch.zeros((), device=self.device)
+        for sample in zip(x.split(1), y.split(1), strict=True):
+            losses += self._gradient(*sample, None)
+            total += self.gradient * clip_factors(torch.linalg.vector_norm(self.gradient), clip)
+        torch.div(total, len(x), out=self.gradient)
+        return losses / len(x)
 
     @torch.no_grad()
-    def _step(self, lr: float) -> None:
+    def _step(self, lr: float, start: torch.Tensor | None, correction: torch.Tensor | None) -> None:
+        """`start` is the model of the round, there with a proximal term; both it and the correction are in the order inside."""
         direction = self.gradient
         if self.local.weight_decay:
             direction.add_(self.flat, alpha=self.local.weight_decay)
+        if start is not None:
+            direction.add_(self.flat - start, alpha=self.local.proximal)
+        if correction is not None:
+            direction.add_(correction)
         if self.local.momentum:
             direction = self.velocity.mul_(self.local.momentum).add_(direction)
         self.flat.add_(direction, alpha=-lr)

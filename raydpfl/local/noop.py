@@ -12,7 +12,9 @@ from raydpfl.local.way import LaneData
 
 
 class Noop:
-    """Every update and every loss is 0."""
+    """Every update and every loss is 0, with clipping and without."""
+
+    private, corrects = None, True
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 

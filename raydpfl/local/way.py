@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from raydpfl.local.sgd import Sgd
@@ -22,13 +23,31 @@ class LaneData:
     """What the clients of a lane train on, on the way's device."""
 
     x: torch.Tensor  # float32 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
-    y: torch.Tensor  # int64 [C, n]
+    y: torch.Tensor  # int64 [C, n], the class; or float32 [C, n], what regression is to give
     sizes: np.ndarray  # int64 [C]; 0: an empty slot
     index: np.ndarray  # int64 [C, Q, B], rows of each batch
     batch_sizes: np.ndarray  # int64 [C], how many of the B are real
     slots: Sequence[int]  # the slots to train, none of them empty
     lr: float
     generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
+    clip: float | None = None  # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
+    stds: np.ndarray | None = None  # float64 [C]: std of the noise on the mean gradient of one step, in each coordinate
+    corrections: torch.Tensor | None = None  # float32 [C, d]: what is added to every gradient of the client
+    noise: Callable[[int, int], torch.Tensor] | None = None  # standard normals, float32 [d], of a slot's client at a step; there with stds
+
+    @property
+    def regression(self) -> bool:
+        return self.y.is_floating_point()
+
+    def step_noise(self, step: int) -> torch.Tensor | None:
+        """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if there is none."""
+        if self.noise is None:
+            return None
+        drawn = [(slot, self.noise(slot, step)) for slot in self.slots]
+        scaled = torch.zeros(len(self.sizes), len(drawn[0][1]), device=self.y.device)
+        for slot, normals in drawn:
+            torch.mul(normals, float(self.stds[slot]), out=scaled[slot])
+        return scaled
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y with zeros for padding.
@@ -67,8 +86,26 @@ def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return source.flatten(0, 1).index_select(0, rows).view(clients, -1, *rest)
 
 
+def sample_loss(outputs: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Cross-entropy of `outputs` [B, classes] for int64 y [B]; half the squared error of the single output, [B, 1], for float y.
+
+    `reduction` as in torch: mean, a number; none, [B]. Raises RuntimeError for a float y and more outputs than samples.
+    """
+    if y.is_floating_point():
+        return F.mse_loss(outputs.reshape(y.shape), y, reduction=reduction) / 2
+    return F.cross_entropy(outputs, y, reduction=reduction)
+
+
+def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
+    """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so that it shows in the update."""
+    return (bound / norms).clamp(max=1) + 0 * norms
+
+
 class Way(Protocol):
     """One way of carrying out `Sgd`. Made once from the module, which it never changes."""
+
+    private: ClassVar[bool | None] = False  # whether it clips each sample's gradient and adds the step's noise; None: it can do both
+    corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 

@@ -29,11 +29,13 @@ from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.ledger import Ledger, Spent, check_budget
 from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.paper import paper_multiplier
+from raydpfl.privacy.personal import LocalSteps
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 
 __all__ = [
     "Guarantee",
     "Ledger",
+    "LocalSteps",
     "Mechanism",
     "Query",
     "Relation",

@@ -13,7 +13,8 @@ printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else, a
 Design note: what is secret. Sampling amplifies privacy only against someone who does not see who was sampled, so
 `guarantees` reports a hidden cohort and a known one apart. With the cohort known a client spends only in the rounds it
 takes part in, and they compose without amplification: `participations`, the realised most of any client, or every round
-when it is not given (a server that picks cohorts could pick one client always). The expected number T r / N holds for no
+when it is not given (a server that picks cohorts could pick one client always). Where a public rule names the cohorts there is
+nothing else: `rounds` then counts a client's participations. The expected number T r / N holds for no
 client in particular: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the cohort hidden, it would give 6.2 (and 124
 when each update is seen), where all 100 rounds give 49.4 (and 2006).
 """
@@ -30,14 +31,11 @@ from typing import Literal
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import paper, pld
+from raydpfl.privacy import paper, pld, renyi
 from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.mechanism import Mechanism, Relation, Sampling, one_of
 
 Name = Literal["pld", "rdp", "paper"]
-# dp-accounting's own orders, thinned above 20: the best order is a broad minimum, and under fixed-size sampling an
-# order up to 256 costs O(order^2).
-_ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(11, 21), 22, 24, 27, 30, 33, 37, 41, 45, 50, 56, 63, 90, 128, 257, 512, 1024)
 NOISELESS = "no noise is added, so nothing is private"
 
 
@@ -54,6 +52,8 @@ def covers(accountant: Name, mechanism: Mechanism, relation: Relation) -> str | 
         return "noise drawn by the clients comes and goes with a client under add_remove; nearest: noise.placement server, or replace_one"
     if mechanism.sampling.everyone:
         return None
+    if kind == "public" and relation == "add_remove":
+        return "public cohorts show who is there, so add_remove cannot hold; nearest: zero_out or replace_one"
     if kind == "poisson" and relation == "replace_one":
         return "Poisson sampling is covered under add_remove and zero_out only; nearest: add_remove, or selection uniform with replace_one"
     if kind == "fixed" and relation != "replace_one":
@@ -103,9 +103,8 @@ def delta(
     if accountant == "rdp":
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        orders, one_round = _renyi(sampling, mu)
-        return float(compute_delta(orders, one_round * rounds, epsilon)[0])
-    if sampling.everyone:
+        return float(compute_delta(renyi.ORDERS, _renyi(sampling, mu) * rounds, epsilon)[0])
+    if not sampling.hidden:
         return float(pld.gaussian_delta(epsilon, mu * math.sqrt(rounds)))
     return min(1.0, max(loss.delta(epsilon, rounds) for loss in _losses(sampling, mu)))
 
@@ -142,28 +141,30 @@ def guarantees(
 def views(mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None):
     """(observer, sampling in words, the mechanism as that observer meets it, relation, rounds it composes over)."""
     sampling, r = mechanism.sampling, mechanism.sampling.cohort
+    whole = f"{sampling}, cohort hidden" if sampling.hidden else str(sampling)
     if mechanism.placement == "step":
-        yield "every single update", f"batches: {sampling}" + ("" if sampling.everyone else ", batch hidden"), mechanism, relation, rounds
+        yield "every single update", f"batches: {sampling}" + (", batch hidden" if sampling.hidden else ""), mechanism, relation, rounds
         return
-    yield "every aggregate", str(sampling) + ("" if sampling.everyone else ", cohort hidden"), mechanism, relation, rounds
+    if sampling.kind != "public":
+        yield "every aggregate", whole, mechanism, relation, rounds
     repeated = sampling.kind == "with_replacement"
     most = rounds * r if repeated else rounds
     draws = most if participations is None or sampling.everyone else min(participations, most)
-    known = f"a client drawn at most {draws} times" if repeated else f"a client in at most {draws} of {rounds} rounds"
+    known = "drawn at most {} times" if repeated else "in at most {} rounds" if sampling.kind == "public" else f"in at most {{}} of {rounds} rounds"
     unsampled = replace(mechanism, sampling=Sampling("full", sampling.population, sampling.population))
     # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an absent contribution.
     under = "zero_out" if relation == "add_remove" and not sampling.everyone else relation
-    where = f"{sampling}, cohort known, {known}"
+    where = f"{sampling}, cohort known, a client {known.format(draws)}"
     if not sampling.everyone:
         # A client drawn m times in a round moves the sum m times as far: sum of m^2 <= (most m) * (sum of m).
         yield "every aggregate", where, unsampled, under, draws * min(r, draws) if repeated else draws
     if mechanism.placement == "client":
         seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(r))
-        yield "every single update", str(sampling) if sampling.everyone else where, seen, under, draws
+        yield "every single update", whole if sampling.everyone else where, seen, under, draws
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
-    sampling = str(mechanism.sampling) + ("" if mechanism.sampling.everyone else ", cohort hidden")
+    sampling = str(mechanism.sampling) + (", cohort hidden" if mechanism.sampling.hidden else "")
     printed = paper.client_epsilon(mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v)
     failed = printed.conditions_failed if mechanism.private else (NOISELESS,)
     return Guarantee(
@@ -180,11 +181,8 @@ def _epsilons(mechanism: Mechanism, relation: Relation, delta: float, first: int
     if accountant == "paper":
         return np.array([paper.client_epsilon(mechanism.noise_multiplier, sampling, t, delta, v).value for t in rounds.tolist()])
     if accountant == "rdp":
-        from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
-
-        orders, one_round = _renyi(sampling, mu)
-        return np.array([float(compute_epsilon(orders, one_round * t, delta)[0]) for t in rounds])
-    if sampling.everyone:
+        return renyi.epsilons(_renyi(sampling, mu), delta, rounds)
+    if not sampling.hidden:
         return pld.gaussian_epsilon(mu * np.sqrt(rounds), delta)
     return np.max([loss.epsilons(delta, first, last) for loss in _losses(sampling, mu)], axis=0)
 
@@ -206,29 +204,26 @@ def _losses(sampling: Sampling, mu: float) -> tuple[pld.LossDistribution, ...]:
         return pld.poisson(sampling.q, mu)
     if sampling.kind == "fixed":
         return (pld.fixed_size(sampling.q, mu),)
-    return (pld.with_replacement(sampling.population, sampling.cohort, mu),)
+    return (pld.with_replacement(sampling.p_max or 1 / sampling.population, sampling.cohort, mu),)
 
 
 @lru_cache(maxsize=64)
-def _renyi(sampling: Sampling, mu: float) -> tuple[np.ndarray, np.ndarray]:
-    """(orders, Renyi divergence of one round at each), by dp-accounting.
+def _renyi(sampling: Sampling, mu: float) -> np.ndarray:
+    """Renyi divergence of one round at each of `renyi.ORDERS`; under Poisson sampling by dp-accounting.
 
     The one place that speaks dp-accounting's units: its RDP accountant reads a noise multiplier as std / sensitivity under every
-    relation, REPLACE_ONE too, where its PLD accountant would take std / bound and double the sensitivity itself.
+    relation, where its PLD accountant would take std / bound under replace-one and double the sensitivity itself.
     """
-    from dp_accounting import dp_event, privacy_accountant, rdp
+    if not sampling.hidden:
+        return renyi.gaussian(mu)
+    if sampling.kind == "fixed":
+        return renyi.fixed_size(sampling.q, mu)
+    from dp_accounting import dp_event, rdp
 
-    relation = privacy_accountant.NeighboringRelation.ADD_OR_REMOVE_ONE
-    event = dp_event.GaussianDpEvent(1 / mu)
-    if sampling.kind == "fixed" and not sampling.everyone:
-        relation = privacy_accountant.NeighboringRelation.REPLACE_ONE
-        event = dp_event.SampledWithoutReplacementDpEvent(sampling.population, sampling.cohort, event)
-    elif sampling.kind == "poisson" and not sampling.everyone:
-        event = dp_event.PoissonSampledDpEvent(sampling.q, event)
     logger = logging.getLogger("absl")
-    level, logger.level = logger.level, logging.ERROR  # an order that does not converge is left out, with a warning for each
+    level, logger.level = logger.level, logging.ERROR  # an order that does not converge is infinite, with a warning for each
     try:
-        accountant = rdp.RdpAccountant(_ORDERS, relation).compose(event)
+        accountant = rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu)))
     finally:
         logger.level = level
-    return accountant.orders, accountant.rdp
+    return np.asarray(accountant.rdp)

@@ -20,14 +20,17 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from raydpfl.data.files import cache_root
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import Name, epsilon
 from raydpfl.privacy.mechanism import Mechanism, Relation
 
-_VERSION = 1  # of what noise_for returns for the same question: part of the cache's key
+_VERSION = 2  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
 _MOST_ROUNDS = 1 << 20
 
@@ -49,18 +52,8 @@ def noise_for(
     """
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
-    libraries = [version("dp-accounting"), version("scipy"), version("numpy")]
-    question = [_VERSION, libraries, mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
-    path = _cache() / f"noise-{hashlib.sha256(json.dumps(question).encode()).hexdigest()}.json"
-    try:
-        found = json.loads(path.read_text())["noise_multiplier"]
-        if isinstance(found, float) and 0 < found < math.inf:
-            return found
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # absent, torn or foreign: it is computed again
-    z = _search(target, mechanism, relation, delta, accountant, rounds, v)
-    _keep(path, {"noise_multiplier": z, "question": question})
-    return z
+    question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
+    return cached(question, lambda: _search(target, mechanism, relation, delta, accountant, rounds, v))
 
 
 def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: Name = "pld", v: float = 4.0) -> int:
@@ -81,6 +74,22 @@ def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: f
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
+    """`compute()`, one noise multiplier or a list of `length` of them: from the cache if `question` (JSON values) was asked before."""
+    question = [_VERSION, version("dp-accounting"), version("scipy"), version("numpy"), *question]
+    path = cache_root() / f"noise-{hashlib.sha256(json.dumps(question).encode()).hexdigest()}.json"
+    try:
+        found = json.loads(path.read_text())["noise_multiplier"]
+        multipliers = [found] if length is None else found
+        if len(multipliers) == (length or 1) and all(isinstance(z, float) and 0 < z < math.inf for z in multipliers):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent, torn or foreign: it is computed again
+    found = compute()
+    _keep(path, {"noise_multiplier": found, "question": question})
+    return found
 
 
 def _search(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: Name, rounds: int, v: float) -> float:
@@ -121,12 +130,6 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
 def _check(target: float) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("noise.epsilon", target, "a positive finite number")
-
-
-def _cache() -> Path:
-    if os.environ.get("RAYDPFL_CACHE"):
-        return Path(os.environ["RAYDPFL_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
 
 
 def _keep(path: Path, answer: dict) -> None:

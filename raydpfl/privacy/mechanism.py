@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from raydpfl.errors import ConfigError
 
 Relation = Literal["add_remove", "zero_out", "replace_one"]
-SamplingKind = Literal["fixed", "poisson", "full", "with_replacement"]
+SamplingKind = Literal["fixed", "poisson", "full", "with_replacement", "public"]
 Placement = Literal["client", "server", "step"]
 
 
@@ -61,12 +61,16 @@ class Sampling:
     """Who takes part in a round: `cohort` of `population` (the expected number under Poisson).
 
     `fixed`: a uniform subset of fixed size; `poisson`: each independently with probability cohort / population;
-    `full`: everyone; `with_replacement`: `cohort` uniform draws, a client drawn k times counts k times.
+    `full`: everyone; `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max` at each, a client drawn k times
+    counts k times; `public`: cohorts that a public rule names whatever the data are, so that only the rounds a client takes part in count, and
+    `rounds` of the mechanism counts those. `rule`, in words, is public too: whom the population consists of, or how a public cohort came about.
     """
 
     kind: SamplingKind
     population: int
     cohort: int
+    p_max: float | None = None
+    rule: str = ""
 
     def __post_init__(self) -> None:
         one_of("selection.kind", self.kind, SamplingKind)
@@ -76,26 +80,35 @@ class Sampling:
             raise ConfigError("selection.cohort", self.cohort, f"an integer from 1 to the population of {self.population}")
         if self.kind == "full" and self.cohort != self.population:
             raise ConfigError("selection.cohort", self.cohort, f"the whole population of {self.population} under full participation")
+        if self.p_max is not None and not (self.kind == "with_replacement" and 1 / self.population <= self.p_max * (1 + 1e-9) <= 1 + 1e-9):
+            raise ConfigError("p_max", self.p_max, f"from 1/{self.population} to 1, for draws with replacement")
 
     @property
     def q(self) -> float:
-        """cohort / population."""
-        return self.cohort / self.population
+        """cohort / population; 1 for a public cohort, whose rounds are a client's own."""
+        return 1.0 if self.kind == "public" else self.cohort / self.population
 
     @property
     def everyone(self) -> bool:
         """True when every round takes everyone, whatever the scheme is called: there is nothing to amplify."""
-        return self.kind != "with_replacement" and self.cohort == self.population
+        return self.kind in ("fixed", "poisson", "full") and self.cohort == self.population
+
+    @property
+    def hidden(self) -> bool:
+        """True when there is a secret about who takes part, which amplifies privacy against whoever does not know it."""
+        return self.kind != "public" and not self.everyone
 
     def __str__(self) -> str:
         size = f"{self.cohort} of {self.population}"
-        if self.everyone:
-            return f"all {self.population}"
-        return {
+        likely = f", no client likelier than {self.p_max:.3g}" if self.p_max is not None else ""
+        text = {
             "fixed": f"fixed size {size}",
             "poisson": f"Poisson, {size} expected",
-            "with_replacement": f"{self.cohort} draws with replacement from {self.population}",
-        }[self.kind]
+            "with_replacement": f"{self.cohort} draws with replacement from {self.population}{likely}",
+            "public": f"public cohorts of {size}",
+        }
+        words = f"all {self.population}" if self.everyone else text[self.kind]
+        return f"{words} ({self.rule})" if self.rule else words
 
 
 @dataclass(frozen=True)
@@ -170,8 +183,10 @@ class Mechanism:
         return replace(self, queries=tuple(scaled))
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all fields: the name of this mechanism in the ledger and the cache."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """SHA-256 of the canonical JSON of all fields (`p_max` and `rule` where there are any): its name in the ledger and the cache."""
+        tree = asdict(self)
+        tree["sampling"] = {name: value for name, value in tree["sampling"].items() if value not in (None, "")}
+        return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _is_count(value: object) -> bool:

@@ -18,9 +18,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.mechanism import Sampling
+from raydpfl.privacy.pld import gaussian_delta
 
 
 @dataclass(frozen=True)
@@ -75,71 +80,157 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
 
 
 def tcdp(std: float, *, bound: float, batch: int, samples: int, steps: int) -> tuple[float, float, tuple[str, ...]]:
-    """(rho, omega, conditions_failed) of a client's `steps` subsampled steps: 002 Lemmas 1, 3 and 4."""
-    q, rho1 = batch / samples, 2 * (bound / (batch * std)) ** 2
-    amplification = math.log(1 / q)
+    """(rho, omega, conditions_failed) of a client's `steps` subsampled steps: 002 Lemmas 1, 3 and 4; (infinity, 0) without noise."""
+    _check_client(batch, samples, steps)
+    q, z = batch / samples, batch * std / bound
+    rho1, amplification = 2 / z / z if z else math.inf, math.log(1 / q)
+    order = 3 * rho1 * (2 - math.log2(rho1)) if 0 < rho1 < math.inf else 0.0
+    omega = z * amplification * z / 8 if amplification else 0.0
     conditions = {
         f"rho1 = {rho1:.4g} <= 0.1": rho1 <= 0.1,
         f"q = {q:.4g} <= 0.1": q <= 0.1,
-        f"ln(1/q) = {amplification:.4g} >= 3 rho1 (2 + log2(1/rho1))": amplification >= 3 * rho1 * (2 + math.log2(1 / rho1)),
-        f"ln(1/q) / (2 rho1) = {amplification / (2 * rho1):.4g} >= 3": amplification / (2 * rho1) >= 3,
+        f"ln(1/q) = {amplification:.4g} >= 3 rho1 (2 + log2(1/rho1))": amplification >= order,
+        f"ln(1/q) / (2 rho1) = {2 * omega:.4g} >= 3": 2 * omega >= 3,
     }
-    omega = (batch * std / bound) ** 2 * amplification / 8
-    return 26 * steps * (bound / (samples * std)) ** 2, omega, tuple(text for text, holds in conditions.items() if not holds)
+    return 13 * q * q * steps * rho1, omega, tuple(text for text, holds in conditions.items() if not holds)
 
 
 def tcdp_epsilon(std: float, *, bound: float, batch: int, samples: int, steps: int, delta: float) -> Printed:
-    """Epsilon at `delta` by tCDP (002 Lemma 2 where its condition holds, else the general conversion)."""
+    """Epsilon at `delta` by tCDP (002 Lemma 2 where its condition holds, else the general conversion); infinite where omega <= 1."""
+    surprise = math.log(1 / _delta(delta))
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
-    if omega <= 1:
+    if not omega > 1:
         return Printed(math.inf, (*failed, f"omega = {omega:.4g} > 1"))
-    if delta >= math.exp(-((omega - 1) ** 2) * rho):
-        return Printed(rho + 2 * math.sqrt(rho * math.log(1 / delta)), failed)
-    return Printed(rho * omega + math.log(1 / delta) / (omega - 1), failed)
+    if delta >= _least_delta(rho, omega):
+        return Printed(rho + 2 * math.sqrt(rho * surprise), failed)
+    return Printed(rho * omega + surprise / (omega - 1), failed)
 
 
 def tcdp_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps: int, delta: float) -> Printed:
     """The std at which tCDP claims (epsilon, delta), every condition checked: rho = (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2."""
     if not (0 < epsilon < math.inf):
         raise ConfigError("noise.epsilon", epsilon, "a positive finite number")
-    surprise = math.log(1 / delta)
-    rho = (math.sqrt(surprise + epsilon) - math.sqrt(surprise)) ** 2
-    std = bound / samples * math.sqrt(26 * steps / rho)
-    _, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
-    limit = math.exp(-((omega - 1) ** 2) * rho) if omega > 1 else 1.0
+    surprise = math.log(1 / _delta(delta))
+    root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))  # of rho, without cancellation
+    std = bound / samples * math.sqrt(26 * steps) / root
+    rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
+    limit = _least_delta(rho, omega) if omega > 1 else 1.0
     if delta < limit:
         failed += (f"delta = {delta:.4g} >= e^(-(omega-1)^2 rho) = {limit:.4g}",)
     return Printed(std, failed)
 
 
 def tcdp_theorem5(std: float, *, bound: float, batch: int, samples: int, steps: int) -> tuple[Printed, float]:
-    """002 Theorem 5 as printed: the single pair (epsilon, delta) that it gives at `std`; its epsilon *grows* with std."""
+    """002 Theorem 5 as printed: the single pair (epsilon, delta) that it gives at `std`; its epsilon *grows* with std.
+
+    Where omega <= 1 the mechanism is not tCDP (002 Definition 2), and the epsilon is infinite.
+    """
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
-    return Printed(rho * (2 * omega - 1), failed), math.exp(-rho * (omega - 1) ** 2)
+    if not omega > 1:
+        return Printed(math.inf, (*failed, f"omega = {omega:.4g} > 1")), 1.0
+    return Printed(_theorem5_limit(batch, samples, steps) - rho, failed), _least_delta(rho, omega)
+
+
+def tcdp_theorem5_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps: int) -> Printed:
+    """002 Theorem 5 solved for the std, rho = 2 rho omega - epsilon; infinite where none will do."""
+    most = _theorem5_limit(batch, samples, steps)
+    if epsilon >= most:
+        return Printed(math.inf, (f"epsilon {epsilon:.4g} < {most:.4g}, which the formula approaches as the noise grows",))
+    std = bound / samples * math.sqrt(26 * steps / (most - epsilon))
+    return Printed(std, tcdp_theorem5(std, bound=bound, batch=batch, samples=samples, steps=steps)[0].conditions_failed)
+
+
+def _theorem5_limit(batch: int, samples: int, steps: int) -> float:
+    """2 rho omega, which does not depend on the noise."""
+    return 6.5 * steps * (batch / samples) ** 2 * math.log(samples / batch)
+
+
+def _least_delta(rho: float, omega: float) -> float:
+    """e^(-(omega-1)^2 rho), down to which 002 Lemma 2 converts."""
+    return math.exp(-((omega - 1) * rho * (omega - 1))) if rho else 0.0
 
 
 # 003: personal budgets (PRIVACY.md sec. 5). `samples` n_k, `batch` B; std is that of the noise on the mean gradient of a batch.
+# Epsilons, deltas, batches and samples may be numbers or arrays of one shape; what comes back has it too.
 
 
-def unamplified_budget(epsilon: float, *, batch: int, samples: int) -> float:
+def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
     """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before sampling."""
-    r = batch / samples
-    if epsilon > 30:  # e^epsilon is best left out
-        return epsilon - math.log(r) + math.log1p((r - 1) * math.exp(-epsilon))
-    return math.log1p(math.expm1(epsilon) / r)
+    epsilon, r = np.asarray(epsilon, float), np.asarray(batch, float) / np.asarray(samples, float)
+    small = np.log1p(np.expm1(np.minimum(epsilon, 30.0)) / r)
+    return np.where(epsilon > 30, epsilon - np.log(r) + np.log1p((r - 1) * np.exp(-epsilon)), small)[()]  # e^epsilon is best left out
 
 
-def budget_variance(epsilon: float, delta: float, *, batch: int, samples: int) -> float:
-    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2: noise variance per step and squared bound; 0 at infinite epsilon (public)."""
-    if epsilon == math.inf:
-        return 0.0
-    if not epsilon > 0:
+def budget_variance(epsilon: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
+    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2: noise variance per step and squared bound; 0 at infinite epsilon (public).
+
+    Raises `ConfigError` for an epsilon that is not positive, a delta outside (0, 1) and a batch larger than the client's samples.
+    """
+    if not np.all(np.asarray(epsilon, float) > 0):
         raise ConfigError("noise.epsilon", epsilon, "a positive number, or infinity for a public client")
-    r, inner = batch / samples, unamplified_budget(epsilon, batch=batch, samples=samples)
-    return 8 * math.log(math.e + r * inner / delta) / (samples * r * inner) ** 2
+    _delta(delta)
+    _check_client(batch, samples)
+    if np.any(np.asarray(batch) > np.asarray(samples)):
+        raise ConfigError("local.batch", batch, f"at most the client's samples ({samples})")
+    inner, r = unamplified_budget(epsilon, batch=batch, samples=samples), np.asarray(batch, float) / np.asarray(samples, float)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        surprise = np.logaddexp(1.0, np.log(r) + np.log(inner) - np.log(delta))  # ln(e + r eps' / delta), which may overflow
+        variance = np.square(np.sqrt(8 * surprise) / inner / np.asarray(batch, float))
+    return np.where(np.isinf(epsilon), 0.0, variance)[()]
 
 
 def budget_noise(epsilon: float, delta: float, *, batch: int, samples: int, steps: int, bound: float) -> Printed:
     """sigma_k = c sqrt(V_k T_k T_l), `steps` = T_k T_l; compare with `epsilon(Mechanism.of_local_steps(...))`, which is the truth."""
-    failed = (f"eps_k = {epsilon:.4g} <= 169 (Lemma 2, at delta 1e-5)",) if 169 < epsilon < math.inf else ()
-    return Printed(bound * math.sqrt(budget_variance(epsilon, delta, batch=batch, samples=samples) * steps), failed)
+    _check_client(batch, samples, steps)
+    std = bound * math.sqrt(budget_variance(epsilon, delta, batch=batch, samples=samples) * steps)
+    return Printed(std, lemma2(epsilon, delta, batch=batch, samples=samples))
+
+
+def budget_epsilon(std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float) -> Printed:
+    """The epsilon that 003 claims at `std`: `budget_noise` solved for it; infinite without noise."""
+    _check_client(batch, samples, steps)
+    epsilon = float(budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples))
+    return Printed(epsilon, lemma2(epsilon, delta, batch=batch, samples=samples))
+
+
+def budget_epsilons(root: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
+    """`budget_variance` solved for the epsilon, to a relative 1e-13, where V_k = root^2; infinite where `root` is 0."""
+    root, delta, batch, samples = np.broadcast_arrays(*(np.asarray(each, float) for each in (root, delta, batch, samples)))
+    low, high = np.full(root.shape, -500.0), np.full(root.shape, 500.0)  # of ln(epsilon)
+    for _ in range(60):
+        middle = (low + high) / 2
+        asks = np.sqrt(budget_variance(np.exp(middle), delta, batch=batch, samples=samples)) > root
+        low, high = np.where(asks, middle, low), np.where(asks, high, middle)
+    return np.where(root > 0, np.exp(high), math.inf)[()]
+
+
+def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[str, ...]:
+    """The condition that fails, if it does: 003 Lemma 2 as it is used, at eps' and delta / r, held against the exact Gaussian curve.
+
+    It gives too little noise to large budgets, at r = 1 and delta 1e-5 to those above 169.
+    """
+    r = batch / samples
+
+    def holds(inner: float) -> bool:
+        return bool(gaussian_delta(inner, inner / math.sqrt(8 * np.logaddexp(1.0, math.log(inner) - math.log(delta / r)))) <= delta / r)
+
+    inner = float(unamplified_budget(epsilon, batch=batch, samples=samples))
+    if math.isinf(epsilon) or inner < 10 or holds(inner):
+        return ()
+    low, high = 10.0, inner
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return (f"eps' = {inner:.4g} <= {low:.4g} (Lemma 2, at delta / r = {delta / r:.3g})",)
+
+
+def _delta(delta: Any) -> Any:
+    if not (np.all(np.asarray(delta, float) > 0) and np.all(np.asarray(delta, float) < 1)):
+        raise ConfigError("noise.delta", delta, "a number between 0 and 1, both excluded")
+    return delta
+
+
+def _check_client(batch: Any, samples: Any, steps: int = 1) -> None:
+    for field, value in (("local.batch", batch), ("samples", samples), ("local.steps", steps)):
+        if not np.all(np.asarray(value) >= 1):
+            raise ConfigError(field, value, "at least 1")

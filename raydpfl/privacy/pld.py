@@ -73,9 +73,9 @@ class LossDistribution:
     masses: np.ndarray
     infinite: float
 
-    def epsilons(self, delta: float, first: int, last: int) -> np.ndarray:
-        """Epsilon at `delta` after first, first + 1, ..., last rounds, [last - first + 1]; infinite where delta is out of reach."""
-        return np.array([_epsilon_at(delta, self.step, tail) for tail in self._tails(first, last)])
+    def epsilons(self, delta: float, first: int, last: int, every: int = 1) -> np.ndarray:
+        """Epsilon at `delta` after first, first + every, ..., last rounds, float64; infinite where delta is out of reach."""
+        return np.array([_epsilon_at(delta, self.step, tail) for tail in self._tails(first, last, every)])
 
     def delta(self, epsilon: float, rounds: int) -> float:
         """Delta at `epsilon` after `rounds` rounds."""
@@ -92,18 +92,19 @@ class LossDistribution:
         losses = self.step * (np.arange(len(self.masses)) - len(self.masses) // 2)
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
-    def _tails(self, first: int, last: int):
+    def _tails(self, first: int, last: int, every: int = 1):
         """For each number of rounds: delta at epsilon = 0, step, 2*step, ... up to where only the infinite mass is left."""
         from scipy.fft import irfft, next_fast_len, rfft
         from scipy.signal import lfilter
 
         half = len(self.masses) // 2
-        rounds = np.arange(first, last + 1)
+        rounds = np.arange(first, last + 1, every)
         upper, lower = self._window(rounds)
         size = next_fast_len(int(max((upper - lower).max() + 1, len(self.masses))), real=True)
         transform = rfft(self.masses, size)
         modulus = np.minimum(np.abs(transform), 1.0)
         power, fading = transform ** int(first), modulus ** (first - 1)
+        hop, fade = (transform, modulus) if every == 1 else (transform ** int(every), modulus**every)
         for t, top in zip(rounds, upper, strict=True):
             composed = np.roll(irfft(power, size), -half * t)  # now entry k is the loss k * step, modulo size
             masses = composed[top::-1].clip(min=0.0)
@@ -114,7 +115,7 @@ class LossDistribution:
             # Cauchy-Schwarz the entries of `composed`, however many are added, are off by no more than this in sum.
             rounding = 4 * np.finfo(float).eps * (t + 1) * math.sqrt(2 * (fading @ fading))
             yield finite + (_WINDOW + rounding - math.expm1(t * math.log1p(-self.infinite)))
-            power, fading = power * transform, fading * modulus
+            power, fading = power * hop, fading * fade
 
     def _window(self, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each number of rounds, grid indices that the loss is above, or below, with probability at most 1e-15 (Chernoff)."""
@@ -232,31 +233,36 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
     return discretise(curve, curve)
 
 
-def with_replacement(population: int, draws: int, mu: float) -> LossDistribution:
-    """One round on `draws` uniform draws with replacement, replace-one ([2] Theorem 10); `mu` is that of a client drawn once.
+def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
+    """One round on `draws` draws with replacement, no client likelier than `p_max` at each, replace-one; `mu` is that of a client drawn once.
 
-    delta(eps') <= sum_k Bin(k; draws, 1/population) delta_G(eps; k mu), e^eps' - 1 = p (e^eps - 1), p = 1 - (1 - 1/population)^draws.
+    For a client of probability p ([2] Theorem 10, where p = 1 / population; its proof never uses that all are equally likely):
+    delta(eps') <= sum_k Bin(k; draws, p) delta_G(eps; k mu), e^eps' - 1 = P (e^eps - 1), P = 1 - (1 - p)^draws.
+
+    It grows with p, so the likeliest client's holds for all. With K ~ Bin(draws, p) and x = e^eps' - 1 it is P h(x / P), h(y) the mean over
+    K given K >= 1 of delta_G(ln(1 + y); K mu). Given K >= 1, K grows with p in the likelihood-ratio order, and delta_G grows with mu, so h
+    grows; and P h(x / P) grows with P at fixed h, as h falls and is not negative: its derivative in P is h(y) - y h'(y) >= 0.
 
     Composing it is justified as for `fixed_size`: replace-one is symmetric, so the bound holds in both directions and,
     reflected, for every epsilon; for eps' >= 0 it is a convex function of an affine map of e^eps', its reflection is the
-    perspective of that, and the two meet convexly because sum_(k>0) Bin(k) Phi(-k mu/2) <= p/2. A dominating pair with this
+    perspective of that, and the two meet convexly because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. A dominating pair with this
     very curve therefore exists.
     """
     from scipy.special import bdtrc, gammaln
 
-    p = -math.expm1(draws * math.log1p(-1 / population)) if population > 1 else 1.0
-    if population == 1:
-        times, chances, rest = np.array([draws]), np.array([1.0]), 0.0
+    if p_max >= 1:
+        chance, times, chances, rest = 1.0, np.array([draws]), np.array([1.0]), 0.0
     else:
+        chance = -math.expm1(draws * math.log1p(-p_max))
         counts = np.arange(1, draws + 1)
-        most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, 1 / population) < _TAIL, True))) + 1
+        most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p_max) < _TAIL, True))) + 1
         times = counts[:most]
         ways = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
-        chances = np.exp(ways - times * math.log(population) + (draws - times) * math.log1p(-1 / population))
-        rest = float(bdtrc(most, draws, 1 / population)) if most < draws else 0.0
+        chances = np.exp(ways + times * math.log(p_max) + (draws - times) * math.log1p(-p_max))
+        rest = float(bdtrc(most, draws, p_max)) if most < draws else 0.0
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
-        inner = _unsampled(epsilon, p)
-        return sum(chance * gaussian_delta(inner, k * mu) for k, chance in zip(times, chances, strict=True)) + rest
+        inner = _unsampled(epsilon, chance)
+        return sum(each * gaussian_delta(inner, k * mu) for k, each in zip(times, chances, strict=True)) + rest
 
     return discretise(curve, curve)

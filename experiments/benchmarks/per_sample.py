@@ -1,0 +1,169 @@
+"""What the engine gains where every sample is clipped and every step noised: `python experiments/benchmarks/per_sample.py [--only softmax]`.
+
+The references are what a simulator would otherwise do for one client after another: a loop with vmap of the per-sample gradient
+(`torch.func`), and for the CNN also Opacus' ghost clipping, where it is installed (`pip install opacus`). All sides train the same clients
+on the same batches, each in one single-thread process per core with its share of the cohort, by turns a few rounds each; the medians of
+the rounds' seconds are compared. The first rounds warm up and have noise of std 0: in them, `apart` is the largest relative distance
+between the sums of updates of the engine and of a reference. Rows are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import warnings
+from multiprocessing.connection import Connection
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from engine import BLOCK, SEED, SHAPE, Work, Worker, serve, timed
+from torch.func import functional_call, grad, vmap
+
+from raydpfl import models
+from raydpfl.local import Sgd, Trainer, batches, resolve, tune_allocator
+from raydpfl.plan import lane_width
+
+WORK = {
+    "softmax": Work("softmax", 10, 600, Sgd(steps=50, batch=10, lr=0.1)),
+    "cnn": Work("cnn", 10, 600, Sgd(steps=10, batch=128, lr=0.1)),
+}
+CLIP, STD = 1.0, 0.01
+
+
+def std(round: int) -> float:
+    """Of the noise on a batch's mean gradient."""
+    return STD if round >= BLOCK else 0.0
+
+
+class Engine(Worker):
+    def __init__(self, work: Work, width: int, share: int, processes: int):
+        tune_allocator()
+        super().__init__(work, width, share, processes)
+        way = resolve(self.module, work.local, work.rows, SHAPE, clip=CLIP)
+        self.trainer = Trainer(self.module, work.local, way=way, seed=SEED, clip=CLIP)
+
+    def train(self, round: int) -> torch.Tensor:
+        total = torch.zeros(len(self.model), dtype=torch.float64)
+        for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
+            lane = self.trainer.lane(self.model, x, y, sizes, round=round, clients=clients, draws=self.draws, stds=np.full(self.width, std(round)))
+            for _, delta, _ in lane:
+                total.add_(delta.double(), alpha=1 / self.work.cohort)
+        return total
+
+
+class Reference(Worker):
+    def prepare(self, round: int) -> None:
+        self.batches = [batches(SEED, round, lane, self.draws, sizes, self.work.local)[0] for lane, sizes in zip(self.lanes, self.sizes, strict=True)]
+
+    def train(self, round: int) -> torch.Tensor:
+        total = torch.zeros(len(self.model), dtype=torch.float64)
+        for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
+            for slot in np.flatnonzero(clients >= 0):
+                x, y, rows = torch.from_numpy(xs[slot]), torch.from_numpy(ys[slot]), torch.from_numpy(index[slot])
+                total.add_((self.client(x, y, rows, round) - self.model).double(), alpha=1 / self.work.cohort)
+        return total
+
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int) -> torch.Tensor:
+        """The client's model after its steps, flat."""
+        raise NotImplementedError
+
+
+class Vmap(Reference):
+    def __init__(self, work: Work, width: int, share: int, processes: int):
+        super().__init__(work, width, share, processes)
+        self.each = vmap(grad(self.loss), in_dims=(None, 0, 0))
+
+    def loss(self, parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(functional_call(self.module, parameters, (x[None],)), y[None])
+
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int) -> torch.Tensor:
+        models.load(self.module, self.model)
+        parameters = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        for batch in rows:
+            gradients = self.each(parameters, x[batch], y[batch])
+            norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(dim=0)
+            factors = (CLIP / norms).clamp(max=1) / len(batch)
+            noise = torch.randn(len(self.model)).mul_(std(round)).split([each.numel() for each in parameters.values()])
+            for (name, each), drawn in zip(gradients.items(), noise, strict=True):
+                step = torch.tensordot(factors, each, 1).add_(drawn.view(each.shape[1:]))
+                parameters[name].sub_(step, alpha=self.work.local.lr)
+        return torch.cat([parameter.flatten() for parameter in parameters.values()])
+
+
+class Opacus(Reference):
+    def __init__(self, work: Work, width: int, share: int, processes: int):
+        from opacus import PrivacyEngine
+
+        warnings.simplefilter("ignore")
+        super().__init__(work, width, share, processes)
+        data = torch.utils.data.TensorDataset(torch.from_numpy(self.x[0][0]), torch.from_numpy(self.y[0][0]))
+        self.private, self.optimizer, self.criterion, _ = PrivacyEngine().make_private(
+            module=self.module,
+            optimizer=torch.optim.SGD(self.module.parameters(), lr=work.local.lr),
+            criterion=torch.nn.CrossEntropyLoss(),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=work.local.batch),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIP,
+            poisson_sampling=False,
+            grad_sample_mode="ghost",
+        )
+        self.optimizer.expected_batch_size = work.local.batch
+
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int) -> torch.Tensor:
+        models.load(self.module, self.model)
+        self.optimizer.noise_multiplier = std(round) * self.work.local.batch / CLIP
+        for batch in rows:
+            self.optimizer.zero_grad()
+            self.criterion(self.private(x[batch]), y[batch]).backward()
+            self.optimizer.step()
+        return models.flatten(self.module)
+
+
+def compare(name: str, rounds: int, width: int, processes: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    sides: dict[type[Worker], list[Connection]] = {Engine: [], Vmap: []}
+    if name == "cnn" and importlib.util.find_spec("opacus"):
+        sides[Opacus] = []
+    started = []
+    for side, connections in sides.items():
+        for share in range(processes):
+            here, there = context.Pipe()
+            connections.append(here)
+            started.append(context.Process(target=serve, args=(there, side, WORK[name], width, share, processes), daemon=True))
+            started[-1].start()
+    seconds: dict[type[Worker], list[float]] = {side: [] for side in sides}
+    apart = {side: 0.0 for side in sides}
+    for first in range(0, rounds + BLOCK, BLOCK):
+        sums: dict[type[Worker], list[np.ndarray]] = {}
+        for side, connections in sides.items():
+            took, sums[side] = zip(*(timed(connections, round) for round in range(first, first + BLOCK)), strict=True)
+            seconds[side] += took if first else ()
+            if not first:
+                apart[side] = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(sums[Engine], sums[side], strict=True))
+    for connections in sides.values():
+        for connection in connections:
+            connection.send(None)
+    for process in started:
+        process.join()
+    engine = median(seconds.pop(Engine))
+    print(f"{name:8} engine {engine * 1e3:8.1f} ms")
+    for side, took in seconds.items():
+        print(f"{'':8} {side.__name__.lower():6} {median(took) * 1e3:8.1f} ms   {median(took) / engine:6.1f} times   apart {apart[side]:.0e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=WORK, help="one of the two workloads")
+    parser.add_argument("--rounds", type=int, default=9, help="of each side, counted in blocks of 3")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    for name in [options.only] if options.only else WORK:
+        compare(name, options.rounds, 1 if name == "cnn" else lane_width(WORK[name].cohort), options.processes)
+
+
+if __name__ == "__main__":
+    main()

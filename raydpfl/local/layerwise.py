@@ -1,0 +1,239 @@
+"""Per-sample clipping of networks: one forward and one backward pass of a batch, the rest from what its layers leave behind.
+
+A sample's gradient by a layer's parameters follows from the layer's inputs a [T, D] and the gradient g [T, p] by its outputs alone; T is
+the number of positions, 1 for a plain linear layer. So one `autograd.grad` by the outputs of all layers gives the squared norm of every
+sample's gradient, layer by layer, and the sum of the clipped gradients is one product a layer, of the same a and the scaled g:
+
+| layer                | a sample's gradient                   | its squared norm                                                   |
+|----------------------|---------------------------------------|--------------------------------------------------------------------|
+| Linear               | g^T a and sum_t g                     | T = 1: (|a|^2 + 1) |g|^2; else one of the two below                |
+| convolution          | g^T a, a its patches; and sum_t g     | formed: one convolution of as many groups as samples, and summed   |
+|                      |                                       | ghost: sum over t, u of (a a^T)_tu (g g^T)_tu, never formed        |
+| GroupNorm, LayerNorm | sums of g and of g times the normal   | formed                                                             |
+| any other            | vmap of the layer's own backward      | formed                                                             |
+
+The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming takes D p numbers to be kept and read
+again; `GHOST` products cost as much as one number. Rounding can leave a ghost norm wrong by 1e-7 of (sum_t |a_t| |g_t|)^2, so it serves
+only where positions are few.
+
+>>> from raydpfl.local.sgd import Sgd
+>>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Sgd(), torch.device("cpu"))
+Traceback (most recent call last):
+raydpfl.local.layerwise.NotLayerwise: BatchNorm1d mixes the samples of a batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from raydpfl.local.loop import Loop
+from raydpfl.local.sgd import Sgd
+from raydpfl.local.way import LaneData, clip_factors, sample_loss
+
+GHOST = 32
+FEW = 32  # numbers in a patch; up to so many a product of patches is faster than a convolution of many groups
+LIMIT = 1 << 29  # bytes that one pass should keep at most, about; a batch that needs more is cut into several
+
+Term = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""Of one parameter: its gradient's squared norm for each sample [B], and what gives the sum of the gradients weighted by factors [B]."""
+
+
+class NotLayerwise(Exception):
+    """The module's parameters do not all sit in layers that are called once in a pass; says what stands in the way."""
+
+
+@dataclass
+class _Leaf:
+    """A layer with parameters, and what a forward pass leaves of it."""
+
+    layer: nn.Module
+    places: list[tuple[str, int]]  # of its trainable parameters: the name, and which of the module's it is
+    inputs: tuple[torch.Tensor, ...] = ()
+    versions: list[int] = field(default_factory=list)
+    output: tuple[int, ...] = ()  # its shape
+    edge: GradientEdge | None = None
+
+    def keep(self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """A forward hook."""
+        kind = type(layer).__name__
+        if self.inputs:
+            raise NotLayerwise(f"{kind} is called more than once")
+        if named or not all(isinstance(each, torch.Tensor) and each.dim() for each in (*inputs, output)):
+            raise NotLayerwise(f"{kind} takes or gives more than tensors")
+        if len({len(each) for each in (*inputs, output)}) > 1:
+            raise NotLayerwise(f"the first axis of {kind}'s inputs is not that of its output")
+        self.inputs, self.versions, self.output = inputs, [each._version for each in inputs], output.shape
+        self.edge = get_gradient_edge(output) if output.requires_grad else None  # now: the output may be changed in place later
+
+    def terms(self, g: torch.Tensor) -> Iterator[tuple[int, Term]]:
+        """(which parameter, its term), from the gradient by the outputs."""
+        if [each._version for each in self.inputs] != self.versions:
+            raise NotLayerwise(f"the input of {type(self.layer).__name__} is changed in place after it")
+        for name, place in self.places:
+            yield place, RULES.get(type(self.layer), _other)(self.layer, name, self.inputs, g)
+
+
+def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
+    """Whether ghost norms can serve and cost less than forming the gradients; from the shape of the layer's output."""
+    if name != "weight" or type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "groups", 1) > 1:
+        return False
+    positions, outputs, inputs = prod(output[1:]) // len(layer.weight), len(layer.weight), layer.weight[0].numel()
+    return positions**2 * (inputs + outputs) < GHOST * inputs * outputs
+
+
+def _formed(gradients: torch.Tensor) -> Term:
+    flat = gradients.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1).square(), lambda s: (s @ flat).view(gradients.shape[1:])
+
+
+def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """[B], from a [B, T, D] and g [B, T, p]."""
+    if a.shape[1] == 1:
+        return (torch.linalg.vector_norm(a, dim=(1, 2)) * torch.linalg.vector_norm(g, dim=(1, 2))).square()
+    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)).clamp_(min=0)  # rounding may take it below 0
+
+
+def _scaled(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return g * s.view(-1, *[1] * (g.dim() - 1))
+
+
+def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+    ghost = _ghostly(layer, name, g.shape)
+    a, g = (each.reshape(len(g), -1, each.shape[-1]) for each in (*inputs, g))
+    if name == "bias":
+        return _formed(g.sum(1))
+    if ghost:
+        return _ghost(a, g), lambda s: _scaled(g, s).flatten(0, 1).T @ a.flatten(0, 1)
+    return _formed(torch.bmm(g.mT, a))
+
+
+def _convolution(layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+    if name == "bias":
+        return _formed(g.flatten(2).sum(2))
+    (x,), shape, padding = inputs, layer.weight.shape, layer.padding
+    if isinstance(padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0,) * len(layer.kernel_size)
+
+    def backward(x: torch.Tensor, g: torch.Tensor, times: int) -> torch.Tensor:
+        """The gradient by a weight that is `times` as many channels and groups."""
+        weight, groups = x.new_empty(times * shape[0], *shape[1:]), times * layer.groups
+        geometry = (layer.stride, padding, layer.dilation, layer.transposed, layer.output_padding, groups)
+        return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
+
+    ghost = _ghostly(layer, name, g.shape)
+    if ghost or (type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= FEW):
+        a, outputs = _patches(layer, x, padding, g.shape[2:]), g.flatten(2)
+        if ghost:
+            return _ghost(a.mT, outputs.mT), lambda s: backward(x, _scaled(g, s), 1)
+        return _formed(torch.bmm(outputs, a.mT).view(len(g), *shape))
+    apart = backward(*(each.reshape(1, -1, *each.shape[2:]) for each in (x, g)), len(g))  # each sample in channels of its own
+    return _formed(apart.reshape(len(g), *shape))
+
+
+def _patches(layer: nn.Conv2d, x: torch.Tensor, padding: tuple[int, int], size: torch.Size) -> torch.Tensor:
+    """What `torch.nn.functional.unfold` gives, [B, D, T], for an output of `size`; a strided copy is many times faster."""
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    (sample, channel, *place), (dilation, step) = x.stride(), (layer.dilation, layer.stride)
+    strides = [d * s for d, s in zip(dilation, place, strict=True)] + [d * s for d, s in zip(step, place, strict=True)]
+    return x.as_strided((*x.shape[:2], *layer.kernel_size, *size), (sample, channel, *strides)).reshape(len(x), -1, size.numel())
+
+
+def _norm(layer: nn.GroupNorm | nn.LayerNorm, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+    (x,) = inputs
+    if isinstance(layer, nn.GroupNorm):
+        normal, shape, over = lambda: F.group_norm(x, layer.num_groups, eps=layer.eps), (layer.num_channels, -1), 2
+    else:
+        normal, shape, over = lambda: F.layer_norm(x, layer.normalized_shape, eps=layer.eps), (-1, *layer.normalized_shape), 1
+    return _formed((g if name == "bias" else g * normal()).reshape(len(g), *shape).sum(over))
+
+
+def _other(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+    def gradient(g: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        def output(parameter: torch.Tensor) -> torch.Tensor:
+            return functional_call(layer, {name: parameter}, tuple(each[None] for each in inputs))
+
+        return vjp(output, layer.get_parameter(name).detach())[1](g[None])[0]
+
+    return _formed(vmap(gradient)(g, *inputs))
+
+
+RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch.Tensor], Term]] = {
+    nn.Linear: _linear,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
+    **dict.fromkeys((nn.GroupNorm, nn.LayerNorm), _norm),
+}
+
+
+class Layerwise(Loop):
+    """Trains one client after another as `Loop` does, with each sample's gradient clipped.
+
+    Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are called once in a pass and take
+    samples along the first axis of their inputs to the first axis of their output.
+    """
+
+    private = True
+
+    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
+        super().__init__(module, local, device)
+        self.samples: int | None = None  # of a pass
+        self.leaves: list[_Leaf] = []
+        places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
+        for layer in self.module.modules():
+            own = [(name, places.pop(id(each), None)) for name, each in layer.named_parameters(recurse=False) if each.requires_grad]
+            if isinstance(layer, _BatchNorm):
+                raise NotLayerwise(f"{type(layer).__name__} mixes the samples of a batch")
+            if any(place is None for _, place in own):
+                raise NotLayerwise(f"a parameter of {type(layer).__name__} is tied to another layer's")
+            if own and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
+                raise NotLayerwise(f"{type(layer).__name__} has parameters of its own beside those of its layers")
+            if own:
+                self.leaves.append(_Leaf(layer, own))
+                layer.register_forward_hook(self.leaves[-1].keep, with_kwargs=True)
+
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+        """See `raydpfl.local.way.Way`."""
+        if self.samples is None:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
+                self._forward(lane.x.new_zeros(1, *lane.x.shape[2:]))
+            numbers = 0
+            for leaf in self.leaves:  # activations count twice, for what lies between the layers
+                numbers += 2 * sum(each.numel() for each in leaf.inputs) + 2 * prod(leaf.output)
+                numbers += sum(prod(self.shapes[place]) for name, place in leaf.places if not _ghostly(leaf.layer, name, leaf.output))
+            self.samples = max(1, LIMIT // (4 * numbers))
+        yield from super().run(parameters, lane)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        for leaf in self.leaves:
+            leaf.inputs = ()
+        outputs = self.module(x)
+        for leaf in self.leaves:
+            if not leaf.inputs:
+                raise NotLayerwise(f"{type(leaf.layer).__name__} is not called")
+        return outputs
+
+    def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
+        self.gradient.zero_()
+        losses, sums = torch.zeros((), device=self.device), self._views(self.gradient)
+        for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
+            loss = sample_loss(self._forward(some), labels, "none").sum()
+            losses += loss.detach()
+            gradients = torch.autograd.grad(loss, [leaf.edge for leaf in self.leaves], allow_unused=True)
+            with torch.no_grad():
+                terms = [term for leaf, g in zip(self.leaves, gradients, strict=True) if g is not None for term in leaf.terms(g)]
+                norms = torch.stack([squares for _, (squares, _) in terms]).sum(0).sqrt()
+                s = clip_factors(norms, clip) / len(x)
+                for place, (_, total) in terms:
+                    sums[place].add_(total(s))
+        return losses / len(x)

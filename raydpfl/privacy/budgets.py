@@ -1,0 +1,179 @@
+"""Laws of personal budgets: how much epsilon each client is willing to spend (003).
+
+A law gives every client its own; 003's experiments have U(0, 1) and mixtures of normals:
+
+>>> Uniform(low=0, high=1).draw(seed=0, clients=4).round(3)
+array([0.252, 0.069, 0.331, 0.909])
+>>> mixture = parse({"kind": "normal_mixture", "components": [
+...     {"weight": 0.3, "mean": 0.5, "std": 0.2}, {"weight": 0.7, "mean": 10, "std": 1}]})
+>>> mixture.draw(seed=0, clients=4).round(3)
+array([0.437, 0.887, 8.344, 8.164])
+>>> mixture.draw(seed=0, clients=2).round(3)  # client k's budget does not depend on how many there are
+array([0.437, 0.887])
+>>> parse(0.3).draw(seed=0, clients=2)
+array([0.3, 0.3])
+
+003 writes N(mean, variance), as in its N(0, sigma^2 I): its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs 4, 5; Fig. 6 case 1) is the mixture
+above, std 0.2 and 1; 0.3 N(2, 0.04) + 0.7 N(8, 1) (Fig. 6 case 2) likewise. Negative values are discarded and drawn again, component and all.
+
+Public: the law, and every budget drawn from it. Randomness: client k reads block k (four words) of the stream (seed, BUDGET), so a million
+clients take one pass over it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from raydpfl.data.files import find_file
+from raydpfl.data.table import plain, read_columns
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.member import Member, choose
+
+FLOOR = 0.01
+FIELD = "noise.epsilon"
+
+
+class Law(Member):
+    """Base of the family: a member gives `budgets`. Lower ones are raised to `floor` (PRIVACY.md sec. 5); a share `public` of the clients,
+    drawn each on its own, has an infinite budget."""
+
+    floor: float = Field(default=FLOOR, gt=0)
+    public: float = Field(default=0.0, ge=0, le=1)
+
+    def draw(self, seed: int, clients: int, root: Path | None = None) -> np.ndarray:
+        """The budgets of clients 0, ..., clients - 1: epsilons float64 [clients], infinite for public clients. `root`: of data sets."""
+        words = stream(seed, Purpose.BUDGET).bit_generator.random_raw(4 * clients).reshape(clients, 4)[:, :3]
+        uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0, never 1
+        budgets = np.maximum(self.budgets(uniform[:, 1:], root), self.floor)
+        budgets[uniform[:, 0] < self.public] = math.inf
+        return budgets
+
+    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+        """Epsilons float64 [clients] made of two uniform numbers in (0, 1) for each client, `uniform` float64 [clients, 2]."""
+        raise NotImplementedError
+
+
+class Constant(Law):
+    """`epsilon` for everyone."""
+
+    kind: str = "constant"
+    epsilon: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _above_the_floor(self) -> Constant:
+        if self.epsilon < self.floor:
+            raise ConfigError(f"{FIELD}.epsilon", self.epsilon, f"at least the floor of {self.floor:g}; or a lower {FIELD}.floor")
+        return self
+
+    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+        return np.full(len(uniform), self.epsilon)
+
+
+class Uniform(Law):
+    """U(low, high) (003 Tables III, IV: U(0, 1))."""
+
+    kind: str = "uniform"
+    low: float = Field(default=0.0, ge=0)
+    high: float = 1.0
+
+    @model_validator(mode="after")
+    def _interval(self) -> Uniform:
+        if self.high <= max(self.low, self.floor):
+            raise ConfigError(f"{FIELD}.high", self.high, f"above {FIELD}.low = {self.low:g} and {FIELD}.floor = {self.floor:g}")
+        return self
+
+    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+        return self.low + (self.high - self.low) * uniform[:, 0]
+
+
+class Component(BaseModel):
+    """A normal law with `std`, not variance, and its weight in the mixture (weights count in proportion)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    weight: float = Field(gt=0)
+    mean: float
+    std: float = Field(gt=0)
+
+
+class NormalMixture(Law):
+    """A mixture of normals, negative values drawn again (003 sec. VI-C and VI-D2)."""
+
+    kind: str = "normal_mixture"
+    components: tuple[Component, ...] = Field(min_length=1)
+
+    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+        # Rejection leaves component i with a chance in proportion to w_i P[X_i > 0], and X_i with its law above 0.
+        from scipy.special import log_ndtr, ndtri_exp
+
+        weight, mean, std = np.array([(each.weight, each.mean, each.std) for each in self.components]).T
+        log_positive = log_ndtr(mean / std)
+        log_chance = np.log(weight) + log_positive
+        chance = np.exp(log_chance - log_chance.max())
+        which = np.searchsorted(chance.cumsum()[:-1] / chance.sum(), uniform[:, 0], side="right")
+        return mean[which] - std[which] * ndtri_exp(np.log(uniform[:, 1]) + log_positive[which])
+
+
+class Column(Law):
+    """Budgets from a column of a CSV, Parquet, Arrow or NPZ file; a public client's is inf.
+
+    Row k is client k's; or `client` names a column of ids, which are numbered in sorted order as partition `natural` numbers them, and
+    all rows of a client must say the same. `path`: absolute, or relative to the data root or the working folder.
+    """
+
+    kind: str = "column"
+    path: str
+    column: str = "epsilon"
+    client: str | None = None
+
+    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+        path, clients = find_file(f"{FIELD}.path", self.path, root), len(uniform)
+        try:
+            columns = _csv_columns(path) if path.suffix == ".csv" else read_columns(path)
+        except Exception as error:  # whatever a broken file makes its reader raise
+            raise ConfigError(f"{FIELD}.path", self.path, f"a CSV, Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
+        for key in ("column", "client"):
+            name = getattr(self, key)
+            if name is not None and name not in columns:
+                raise ConfigError(f"{FIELD}.{key}", name, f"a column of {path.name}: {', '.join(columns)}")
+        found = plain(columns[self.column], self.column, f"{FIELD}.column")
+        if found.dtype.kind not in "iuf" or found.ndim != 1:
+            raise ConfigError(f"{FIELD}.column", self.column, f"a column of numbers, not {found.dtype}")
+        found = found.astype(np.float64)
+        rows = np.flatnonzero(~(found > 0))
+        if len(rows):
+            raise ConfigError(f"{FIELD}.column", self.column, f"positive numbers, inf for a public client; row {rows[0]} has {found[rows[0]]:g}")
+        if self.client is not None:
+            ids, first, number = np.unique(plain(columns[self.client], self.client, f"{FIELD}.client"), return_index=True, return_inverse=True)
+            rows = np.flatnonzero(found != found[first][number])
+            if len(rows):
+                raise ConfigError(f"{FIELD}.column", self.column, f"one budget for each client; client {ids[number[rows[0]]]} has several")
+            found = found[first]
+        if len(found) != clients:
+            raise ConfigError(f"{FIELD}.path", self.path, f"a budget for each of the {clients} clients; it has {len(found)}")
+        return found
+
+
+def _csv_columns(path: Path) -> dict[str, Any]:
+    from pyarrow import csv
+
+    table = csv.read_csv(path)
+    return dict(zip(table.column_names, table.columns, strict=True))
+
+
+FAMILY: dict[str, type[Law]] = {"constant": Constant, "uniform": Uniform, "normal_mixture": NormalMixture, "column": Column}
+
+
+def parse(values: Any) -> Law:
+    """A law from what noise.epsilon says: a number (the same for everyone, with no floor above it), or a mapping with a kind."""
+    if isinstance(values, int | float) and not isinstance(values, bool):
+        if not 0 < values < math.inf:
+            raise ConfigError(FIELD, values, "a positive finite number, or a law of budgets")
+        return Constant(epsilon=values, floor=min(values, FLOOR))
+    return choose(FIELD, values, FAMILY, Law)

@@ -1,0 +1,506 @@
+"""Noise at local steps: what it costs each client's samples, and how much of it each client's own budget needs (002, 003).
+
+A client clips every sample's gradient, adds Gaussian noise to the mean of a batch at each of its steps, and sends its update as it is.
+Every single update is seen, so that a client's samples are protected by its own noise alone, and only its own participations
+compose: all of them known before training, since cohorts depend on the seed and on public sizes and budgets.
+
+>>> steps = LocalSteps.calibrated(  # 002 on MNIST (PRIVACY.md sec. 4): one client takes part once, another four times
+...     samples=[600, 600, 600], batch=10, steps=300, bound=1.0, participations=[1, 4, 0], budgets=[0.3, 0.3, 0.3], delta=1e-2)
+>>> steps.stds.round(2)  # of the noise on the mean gradient; no noise where there is nothing to hide
+array([0.34, 0.61, 0.  ])
+>>> steps.epsilons("pld", [1, 2, 0]).round(2)  # half-way
+array([0.3 , 0.18, 0.  ])
+>>> paper = LocalSteps.calibrated(
+...     samples=[500], batch=250, steps=1, bound=1.0, participations=[1], budgets=[20.0], delta=1e-5, calibration="paper")
+>>> paper.check_claims([1])  # 003 (PRIVACY.md sec. 5)
+Traceback (most recent call last):
+raydpfl.errors.BudgetError: the noise of paper 003 protects 1 of 1 clients less than it claims: client 0 (claimed epsilon 20, true 22.51)
+
+Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests hold this module against that one
+client at a time. Here clients of one size and noise are accounted for once, one composition serves all numbers of rounds, and
+the search for a client's noise starts from the central limit theorem [1], corrected by what the most similar client turned out to
+need, so that two or three evaluations suffice.
+
+Public: sizes, budgets, participations, noise. A client with an infinite budget is public too: it draws no noise.
+
+[1] Bu, Dong, Long, Su. Deep learning with Gaussian differential privacy. HDSR 2020. Section 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.privacy import paper, pld, renyi
+from raydpfl.privacy.accountants import NOISELESS
+from raydpfl.privacy.calibrate import cached
+from raydpfl.privacy.guarantee import Guarantee
+from raydpfl.privacy.mechanism import one_of
+
+Calibration = Literal["rigorous", "paper", "tcdp"]
+TCDP, THEOREM5, BUDGETS = FORMULAS = ("paper 002 tCDP", "paper 002 Theorem 5", "paper 003")
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # at which quantiles over clients are reported
+_TOLERANCE = 5e-4  # of log z: calibrated noise exceeds the smallest that will do by 1e-3 at most
+_CLAIM = 1e-6  # relative; by how much a truth may exceed a claim
+
+Participations = Mapping[int, int] | ArrayLike
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSteps:
+    """What N clients release, and what each was promised. Arrays have length N.
+
+    `samples` int64: n_k. `batch`: B, of which a smaller client uses n_k; None: all samples, always. `steps`: Q, local steps of one
+    participation. `bound`: per-sample clip norm. `stds` float64: of the noise on the mean gradient of a batch, 0 for none.
+    `sampling`: `fresh`, a uniform subset at each step, or `epochs`, shuffled samples in turn, for which nothing is amplified: see
+    `compositions`. `claims` float64: the epsilon promised to each client at `delta` for the participations of the whole run (infinite: a
+    public client), None if nothing was; `calibration` says by whom. `exclusions`: what is not accounted for, in words.
+    """
+
+    samples: np.ndarray
+    batch: int | None
+    steps: int
+    bound: float
+    delta: float
+    stds: np.ndarray
+    sampling: Literal["fresh", "epochs"] = "fresh"
+    claims: np.ndarray | None = None
+    calibration: Calibration | None = None
+    exclusions: tuple[str, ...] = ()
+    _spent: dict = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        one_of("local.sampling", self.sampling, Literal["fresh", "epochs"])
+        for name, value in (("local.steps", self.steps), ("local.batch", self.batch)):
+            if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
+                raise ConfigError(name, value, "an integer, at least 1")
+        if not (0 < self.bound < math.inf):
+            raise ConfigError("bounding.bound", self.bound, "a positive finite number")
+        if not (0 < self.delta < 1):
+            raise ConfigError("noise.delta", self.delta, "a number between 0 and 1, both excluded")
+        object.__setattr__(self, "samples", np.asarray(self.samples, np.int64))
+        stds = np.broadcast_to(np.asarray(self.stds, np.float64), self.samples.shape)
+        if not ((stds >= 0) & np.isfinite(stds)).all():
+            raise ConfigError("noise.std", self.stds, "finite numbers, zero or above, one per client")
+        object.__setattr__(self, "stds", np.array(stds))
+        if self.claims is not None:
+            object.__setattr__(self, "claims", _budgets(self.claims, len(self.samples)))
+
+    @classmethod
+    def calibrated(
+        cls,
+        *,
+        samples: ArrayLike,
+        batch: int | None,
+        steps: int,
+        bound: float,
+        delta: float,
+        participations: Participations,
+        budgets: ArrayLike,
+        calibration: Calibration = "rigorous",
+        accountant: str = "pld",
+        sampling: Literal["fresh", "epochs"] = "fresh",
+        exclusions: Sequence[str] = (),
+    ) -> LocalSteps:
+        """The noise with which each client spends its own budget (`budgets`, one or [N]) over its `participations` of the whole run.
+
+        `rigorous`: at most 1e-3 above the smallest noise that spends no more, by `accountant` (pld or rdp). `paper`: sigma_k of 003
+        eq. 6. `tcdp`: the usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it fails. No noise
+        for public clients and for those that never take part. Raises `ConfigError`.
+        """
+        one_of("noise.calibration", calibration, Calibration)
+        silent = cls(np.asarray(samples), batch, steps, bound, delta, np.zeros(len(samples)), sampling, budgets, calibration, tuple(exclusions))
+        counts = silent._counts(participations)
+        needy = np.flatnonzero((counts > 0) & (silent.samples > 0) & np.isfinite(silent.claims))
+        stds = np.zeros(len(counts))
+        if calibration == "rigorous":
+            stds[needy] = silent._rigorous_stds(needy, counts, accountant)
+        else:
+            formula = {"paper": _budget_noise, "tcdp": paper.tcdp_noise}[calibration]
+            failed = {}
+            for k in needy.tolist():
+                printed = formula(float(silent.claims[k]), delta=delta, **silent._client(k, int(counts[k])))
+                stds[k] = printed.value
+                if calibration == "tcdp" and (reasons := silent._fresh_alone(printed.conditions_failed)):
+                    failed[k] = reasons
+            if failed:
+                first, reasons = next(iter(failed.items()))
+                who = f"{len(failed)} of {len(needy)} clients ({_some(failed)})"
+                why = f"client {first}, with {silent.samples[first]} samples and batches of {silent.batches[first]}: {'; '.join(reasons)}"
+                raise ConfigError("noise.calibration", calibration, f"rigorous or paper: conditions of 002 fail for {who}; for {why}")
+        return cls(silent.samples, batch, steps, bound, delta, stds, sampling, silent.claims, calibration, tuple(exclusions))
+
+    @property
+    def batches(self) -> np.ndarray:
+        """B_k int64 [N]: the samples in each batch of a client."""
+        return self.samples if self.batch is None else np.minimum(self.batch, self.samples)
+
+    @property
+    def hidden(self) -> np.ndarray:
+        """Bool [N]: where a batch is a secret subset, which amplifies privacy."""
+        return (self.batches < self.samples) & (self.sampling == "fresh")
+
+    @property
+    def compositions(self) -> np.ndarray:
+        """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset, or over one that holds the sample for certain.
+
+        Fresh batches: one for each of the Q steps. Shuffled epochs, whose order is taken as known: a sample comes up once in each of the
+        ceil(Q B / n) epochs begun and in no other step. A batch that ends one epoch and begins the next (n no multiple of B) may
+        hold it twice, which moves the sum twice as far and costs as much as four; every second time, at worst.
+        """
+        n, b = self.samples, np.maximum(self.batches, 1)
+        if self.sampling == "fresh":
+            return np.full(len(n), self.steps)
+        seen = -(-self.steps * b // np.maximum(n, 1))
+        return np.where(n == b, self.steps, np.where(n % b == 0, seen, 4 * (seen // 2) + seen % 2))
+
+    @property
+    def private(self) -> bool:
+        """True if any client draws noise."""
+        return bool((self.stds > 0).any())
+
+    @property
+    def public(self) -> np.ndarray:
+        """Bool [N]: clients whose infinite budget asks for no protection."""
+        return np.zeros(len(self.samples), bool) if self.claims is None else np.isinf(self.claims)
+
+    def digest(self) -> str:
+        """SHA-256 of all fields: the name of this mechanism in the ledger."""
+        plain = [self.batch, self.steps, self.bound, self.delta, self.sampling, self.calibration, list(self.exclusions)]
+        found = hashlib.sha256(json.dumps(plain).encode())
+        for array in (self.samples, self.stds, *([] if self.claims is None else [self.claims])):
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
+
+    def epsilons(self, accountant: str, participations: Participations) -> np.ndarray:
+        """Epsilon float64 [N] at `delta` of every client's samples after its `participations`, by pld, rdp or one of `FORMULAS`.
+
+        0 for a client that took no part; infinite for one that did, without noise. 002 Theorem 5 has a delta of its own.
+        """
+        counts, found = self._counts(participations), np.zeros(len(self.samples))
+        exposed = (counts > 0) & (self.samples > 0)
+        found[exposed & (self.stds == 0)] = math.inf
+        noisy = np.flatnonzero(exposed & (self.stds > 0))
+        kinds = np.stack([self.samples[noisy], self.stds[noisy], counts[noisy]], 1)  # float64, exact for these integers
+        _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        each = [self._curve(accountant, k, int(counts[k]), int(counts[k]))[0] for k in noisy[first].tolist()]
+        found[noisy] = np.array(each)[member.reshape(-1)]
+        return found
+
+    def curves(self, accountants: Sequence[str], cohorts: Iterable[ArrayLike]) -> dict[str, np.ndarray]:
+        """The largest epsilon of any client's samples after each round, float64 [rounds], by pld, rdp or paper; public clients left out.
+
+        `cohorts`: the clients of each round, one drawn twice standing twice. `paper` is the formula that the noise was calibrated
+        by, else 003's. The last value is the largest of `epsilons` to the bit.
+        """
+        rounds = [np.unique(np.asarray(cohort, np.int64), return_counts=True) for cohort in cohorts]
+        finals = np.zeros(len(self.samples), np.int64)
+        for clients, times in rounds:
+            finals[clients] += times
+        found = {}
+        for accountant in accountants:
+            name = self.formula if accountant == "paper" else accountant
+            most = np.where(self.public, 0.0, self.epsilons(name, finals))
+            counts, worst, curve = np.zeros_like(finals), 0.0, np.zeros(len(rounds))
+            for t, (clients, times) in enumerate(rounds):
+                counts[clients] += times
+                # Those with nothing to come first: they are known, and one that cannot pass the worst need not be known.
+                order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
+                for k in clients[order].tolist():
+                    if most[k] > worst:
+                        done, last = int(counts[k]), int(finals[k])
+                        now = most[k] if done == last or math.isinf(most[k]) else min(self._curve(name, k, 1, last)[done - 1], most[k])
+                        worst = max(worst, float(now))
+                curve[t] = worst
+            found[accountant] = curve
+        return found
+
+    def guarantees(self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")) -> list[Guarantee]:
+        """What holds for the client that has spent most, by every accountant; its id and the quantiles over clients are in `sampling`.
+
+        `paper` stands for each of `FORMULAS`, with the conditions that fail for that client. Public clients have no guarantee and
+        are listed among the exclusions; when there is nobody else, the epsilon is infinite.
+        """
+        counts = self._counts(participations)
+        who = np.flatnonzero((counts > 0) & (self.samples > 0))
+        kept = who[~self.public[who]]
+        found = []
+        for name in _expanded(accountants):
+            spent = self.epsilons(name, counts)
+            epsilon, delta, failed, words = 0.0, self.delta, (), "no client took part"
+            if len(kept):
+                worst = int(kept[np.argmax(spent[kept])])
+                epsilon, words = float(spent[worst]), self._words(worst, int(counts[worst]), spent[kept])
+                delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
+            elif len(who):
+                epsilon, failed, words = math.inf, (NOISELESS,), "public clients alone took part"
+            kind, relation = ("paper", "unstated" if name == BUDGETS else "replace_one") if name in FORMULAS else ("rigorous", "replace_one")
+            outside = (*self.exclusions, *self._public_words(len(who) - len(kept)))
+            found.append(Guarantee(kind, name, "sample", relation, "every single update", words, epsilon, delta, outside, failed))
+        return found
+
+    def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
+        """Epsilon float64 [5] at the `SHARES` of the clients that took part, public ones left out; nothing where there are none."""
+        counts = self._counts(participations)
+        spent = self.epsilons(accountant, counts)[(counts > 0) & (self.samples > 0) & ~self.public]
+        return np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else np.zeros(0)
+
+    def table(self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")) -> list[dict[str, Any]]:
+        """A row for each client that took part: sizes, participations, steps, noise, what was promised, and every accountant's epsilon.
+
+        `noise_std` is that of the noise on the mean gradient, `epsilon_claimed` None where nothing was promised, `conditions_failed` a list of
+        "formula: condition". Floats may be infinite.
+        """
+        counts = self._counts(participations)
+        names = _expanded(accountants)
+        spent = {name: self.epsilons(name, counts) for name in names}
+        rows = []
+        for k in np.flatnonzero(counts).tolist():
+            row = {"client": k, "samples": int(self.samples[k]), "batch": int(self.batches[k]), "participations": int(counts[k])}
+            row |= {"steps": self.steps * int(counts[k]), "noise_std": float(self.stds[k]), "delta": self.delta}
+            row["epsilon_claimed"] = None if self.claims is None else float(self.claims[k])
+            failed = []
+            for name in names:
+                row[f"epsilon_{_column(name)}"] = float(spent[name][k])
+                delta, reasons = self._conditions(name, k, int(counts[k]), row[f"epsilon_{_column(name)}"])
+                failed += [f"{name}: {reason}" for reason in reasons]
+                if name == THEOREM5:
+                    row[f"delta_{_column(name)}"] = delta
+            rows.append(row | {"conditions_failed": failed})
+        return rows
+
+    def check_claims(self, participations: Participations) -> None:
+        """Raises `BudgetError` naming the clients whose true epsilon, by pld or rdp, exceeds what was promised them; a relative 1e-6 is let pass."""
+        if self.claims is None:
+            return
+        truth = self.epsilons("pld", participations)
+        limit = self.claims * (1 + _CLAIM)
+        if (truth > limit).any():
+            truth = np.minimum(truth, self.epsilons("rdp", participations))
+        broken = np.flatnonzero(truth > limit)
+        if len(broken):
+            worst = broken[np.argsort(self.claims[broken] / truth[broken], kind="stable")]
+            named = [f"client {k} (claimed epsilon {self.claims[k]:.4g}, true {truth[k]:.4g})" for k in worst[:5].tolist()]
+            more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+            whose = {"paper": BUDGETS, "tcdp": TCDP}.get(self.calibration, "this run")
+            raise BudgetError(
+                f"the noise of {whose} protects {len(broken)} of {int((truth > 0).sum())} clients less than it claims: {', '.join(named)}{more}"
+            )
+
+    def warnings(self, participations: Participations) -> tuple[str, ...]:
+        """What a reader should know beside: deltas that would allow a sample to be published outright, public clients."""
+        counts = self._counts(participations)
+        exposed = counts > 0
+        lax = np.flatnonzero(exposed & (self.delta * self.samples > 1))
+        found = [f"delta {self.delta:g} is above 1/n for {len(lax)} clients ({_some(lax.tolist())}): it would allow a sample to be published outright"]
+        return (*(found if len(lax) else ()), *self._public_words(int((exposed & self.public).sum())))
+
+    @property
+    def formula(self) -> str:
+        """The paper's formula that the noise was calibrated by; 003's for any other noise."""
+        return TCDP if self.calibration == "tcdp" else BUDGETS
+
+    def _counts(self, participations: Participations) -> np.ndarray:
+        if isinstance(participations, Mapping):
+            counts = np.zeros(len(self.samples), np.int64)
+            counts[list(participations)] = list(participations.values())
+            return counts
+        counts = np.asarray(participations, np.int64)
+        if counts.shape != self.samples.shape or (counts < 0).any():
+            raise ConfigError("participations", participations, f"{len(self.samples)} whole numbers from 0, one per client")
+        return counts
+
+    def _client(self, k: int, count: int) -> dict[str, Any]:
+        """The arguments of the papers' formulas."""
+        return {"bound": self.bound, "batch": int(self.batches[k]), "samples": int(self.samples[k]), "steps": self.steps * count}
+
+    def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
+        """Epsilon of client k after first, ..., last participations; for all clients of its size and noise."""
+        key = (name, int(self.samples[k]), float(self.stds[k]), first, last)
+        if key not in self._spent:
+            self._spent[key] = self._account(name, k, first, last)
+        return self._spent[key]
+
+    def _account(self, name: str, k: int, first: int, last: int) -> np.ndarray:
+        counts = range(first, last + 1)
+        if name == BUDGETS:
+            root = self.stds[k] / (self.bound * np.sqrt(self.steps * np.array(counts)))
+            return paper.budget_epsilons(root, self.delta, batch=int(self.batches[k]), samples=int(self.samples[k]))
+        if name in FORMULAS:
+            return np.array([self._printed(name, k, count)[0].value for count in counts])
+        mu = 2 * self.bound / (self.batches[k] * self.stds[k])
+        q = self.batches[k] / self.samples[k] if self.hidden[k] else 1.0
+        return _epsilons(name, float(q), float(mu), self.delta, int(self.compositions[k]), first, last)
+
+    def _printed(self, name: str, k: int, count: int) -> tuple[paper.Printed, float]:
+        """(Printed, its delta) by a formula of 002."""
+        std, client = float(self.stds[k]), self._client(k, count)
+        return (paper.tcdp_epsilon(std, delta=self.delta, **client), self.delta) if name == TCDP else paper.tcdp_theorem5(std, **client)
+
+    def _conditions(self, name: str, k: int, count: int, epsilon: float) -> tuple[float, tuple[str, ...]]:
+        """(delta, conditions that fail) of the `epsilon` that an accountant or a formula gives for client k."""
+        if self.stds[k] == 0 or name not in FORMULAS:
+            return self.delta, (NOISELESS,) if self.stds[k] == 0 else ()
+        if name == BUDGETS:
+            failed, delta = paper.lemma2(epsilon, self.delta, batch=int(self.batches[k]), samples=int(self.samples[k])), self.delta
+        else:
+            printed, delta = self._printed(name, k, count)
+            failed = printed.conditions_failed
+        return delta, self._fresh_alone(failed)
+
+    def _fresh_alone(self, failed: tuple[str, ...]) -> tuple[str, ...]:
+        return failed if self.sampling == "fresh" else (*failed, "a fresh batch at each step (here: shuffled epochs)")
+
+    def _words(self, k: int, count: int, spent: np.ndarray) -> str:
+        n, b, steps = self.samples[k], self.batches[k], self.steps * count
+        if self.hidden[k]:
+            batches = f"fixed size {b} of {n}, batch hidden"
+        elif b == n:
+            batches = f"all {n}"
+        else:
+            batches = f"{b} of {n} in shuffled epochs, order known, {self.compositions[k] * count} Gaussians without amplification"
+        values = ", ".join(f"{value:.4g}" for value in np.quantile(spent, SHARES, method="inverted_cdf"))
+        among = f", the worst of {len(spent)} whose epsilons have quartiles {values}" if len(spent) > 1 else ""
+        return f"batches: {batches}; client {k}, {steps} steps in {count} participations{among}"
+
+    def _public_words(self, count: int) -> tuple[str, ...]:
+        return (f"{count} public clients, who have an infinite budget and draw no noise",) if count else ()
+
+    def _rigorous_stds(self, clients: np.ndarray, counts: np.ndarray, accountant: str) -> np.ndarray:
+        one_of("privacy.accountants", accountant, Literal["pld", "rdp"])
+        n, b, hidden = self.samples[clients], self.batches[clients], self.hidden[clients]
+        q, times = np.where(hidden, b / n, 1.0), self.compositions[clients] * counts[clients]
+        # With the noise gone all that protects a sample is the chance of never being in a batch.
+        with np.errstate(divide="ignore"):
+            seen = -np.expm1(times * np.log1p(-q))
+        if (seen <= self.delta).any():
+            idle = clients[seen <= self.delta]
+            accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is used at all: at this delta no noise is called for by"
+            raise ConfigError("noise.delta", self.delta, f"{accepted} {len(idle)} clients ({_some(idle.tolist())})")
+        kinds, member = np.unique(np.stack([q, times, self.claims[clients]], 1), axis=0, return_inverse=True)
+        question = ["local steps", kinds.tolist(), self.delta, accountant]
+        z = cached(question, lambda: _noise_multipliers(*kinds.T, self.delta, accountant).tolist(), len(kinds))
+        return np.array(z)[member.reshape(-1)] * self.bound / b
+
+
+def _epsilons(name: str, q: float, mu: float, delta: float, each: int, first: int, last: int) -> np.ndarray:
+    """Epsilon at `delta` after `each` x first, ..., `each` x last Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is hidden)."""
+    one_of("privacy.accountants", name, Literal["pld", "rdp"])
+    counts = each * np.arange(first, last + 1)
+    if name == "rdp":
+        return renyi.epsilons(renyi.fixed_size(q, mu) if q < 1 else renyi.gaussian(mu), delta, counts)
+    if q == 1:
+        return pld.gaussian_epsilon(mu * np.sqrt(counts), delta)
+    return pld.fixed_size(q, mu).epsilons(delta, each * first, each * last, each)
+
+
+def _noise_multipliers(q: np.ndarray, times: np.ndarray, targets: np.ndarray, delta: float, accountant: str) -> np.ndarray:
+    """z float64 [k]: std of the sum / bound with which `times` Gaussians at fraction q spend at most `targets`; 1e-3 above the least, at most."""
+    mu = _central_limit_mu(q, times, targets, delta)
+    features = np.log(np.stack([mu, targets, q, times]))
+    log_z, offsets = np.log(2 / mu), np.zeros(len(q))
+    order = np.argsort(log_z, kind="stable")
+    for place, k in enumerate(order.tolist()):
+        solved = order[:place]
+        if place:  # what the approximation was off by for the client most like this one
+            near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
+            offsets[k] = offsets[near]
+        aim = float(targets[k]) * (1 - _CLAIM)
+
+        def excess(x: float, k: int = k, aim: float = aim) -> float:
+            times_k = int(times[k])
+            spent = _epsilons(accountant, float(q[k]), 2 * math.exp(-x), delta, times_k, 1, 1)[0]
+            return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
+
+        start = log_z[k] + offsets[k]
+        offsets[k] += _root(excess, start, -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], delta)) - start
+    return np.exp(log_z + offsets)
+
+
+def _root(excess: Callable[[float], float], x: float, slope: float) -> float:
+    """x with excess at most 0, and above 0 within `_TOLERANCE` below it; `excess` falls about like `slope` at the given x."""
+    low = high = None  # (x, excess) with too little noise, and with enough
+    x += _TOLERANCE / 4
+    for turn in range(200):
+        value = excess(x)
+        if value > 0:
+            low = (x, value)
+        else:
+            high = (x, value)
+        if low and high:
+            slope = (high[1] - low[1]) / (high[0] - low[0])
+        if high and (high[1] >= _TOLERANCE / 2 * slope or (low and high[0] - low[0] <= _TOLERANCE)):
+            return high[0]
+        if not (low and high):
+            x -= min(max(value / slope, -1.0), 1.0) - _TOLERANCE / 4
+        elif turn % 4 < 3:
+            x = min(max(high[0] - high[1] / slope + _TOLERANCE / 4, low[0] + _TOLERANCE / 4), high[0] - _TOLERANCE / 4)
+        else:
+            x = (low[0] + high[0]) / 2
+    raise ConfigError("noise.epsilon", None, "an epsilon that some noise reaches at this delta")
+
+
+def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """The one Gaussian that `times` subsampled ones come close to ([1], replace-one); exact where q = 1."""
+    from scipy.special import ndtr
+
+    mu = np.minimum(mu, 26.0)  # e^(mu^2) must not overflow; more noise than that is called for by any epsilon below 300
+    spread = np.exp(mu**2) * ndtr(1.5 * mu) + 3 * ndtr(-mu / 2) - 2
+    spread = np.where(mu < 1e-3, mu**2 / 2, spread)  # what cancellation would spoil
+    return np.where(q == 1, mu * np.sqrt(times), q * np.sqrt(2 * times * spread))
+
+
+def _central_limit_mu(q: np.ndarray, times: np.ndarray, targets: np.ndarray, delta: float) -> np.ndarray:
+    """mu float64 [k] at which `_total_mu` has the epsilons `targets`."""
+
+    def bisect(too_large: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        low, high = np.full(len(q), math.log(1e-9)), np.full(len(q), math.log(1e3))
+        for _ in range(50):
+            middle = (low + high) / 2
+            over = too_large(np.exp(middle))
+            low, high = np.where(over, low, middle), np.where(over, middle, high)
+        return np.exp(low)
+
+    total = bisect(lambda mu: pld.gaussian_delta(targets, mu) > delta)
+    return bisect(lambda mu: _total_mu(mu, q, times) > total)
+
+
+def _steepness(mu: float, q: float, times: float, delta: float) -> float:
+    """- d log epsilon / d log z by the central limit, from 0.3 to 20."""
+    apart = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
+    more, less = np.log(np.maximum(pld.gaussian_epsilon(apart, delta), 1e-12))
+    return float(np.clip((more - less) / 0.02, 0.3, 20.0))
+
+
+def _budget_noise(epsilon: float, *, delta: float, **client: Any) -> paper.Printed:
+    return paper.budget_noise(epsilon, delta, **client)
+
+
+def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
+    budgets = np.array(np.broadcast_to(np.asarray(values, np.float64), clients))
+    if not (budgets > 0).all():
+        bad = int(np.flatnonzero(~(budgets > 0))[0])
+        raise ConfigError("noise.epsilon", float(budgets[bad]), f"positive numbers, infinity for a public client; this is client {bad}'s")
+    return budgets
+
+
+def _expanded(accountants: Sequence[str]) -> list[str]:
+    return [each for name in accountants for each in (FORMULAS if name == "paper" else (name,))]
+
+
+def _column(name: str) -> str:
+    return name.lower().replace(" ", "_")
+
+
+def _some(clients: Iterable[int]) -> str:
+    """The ids of clients, not all of them if there are many."""
+    clients = list(clients)
+    return ", ".join(map(str, clients[:10])) + (", ..." if len(clients) > 10 else "")

@@ -1,0 +1,152 @@
+"""What every selection shares: the public facts about the clients, a cohort, and the base of the family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.member import Member
+from raydpfl.privacy import Sampling
+
+
+class Population:
+    """What is public about the clients, and all that a selection may look at.
+
+    `sizes` int64 [N]: samples per client. `privacy_cost` float64 [N], or None where no client has a budget of its own: d V_k, the squared norm
+    of client k's noise per squared bound and step (003 Problem 1); 0 for a public client. `samples`: of all clients together.
+
+    Arrays derived from these are computed once and remembered, so that a draw costs O(cohort log N) and not O(N). A pickle leaves them out.
+    """
+
+    def __init__(self, sizes: np.ndarray, privacy_cost: np.ndarray | None = None):
+        self.sizes = np.asarray(sizes, np.int64)
+        if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.min() < 0 or not self.sizes.any():
+            raise ConfigError("sizes", sizes, "samples per client: whole numbers from 0, not all 0")
+        self.samples = int(self.sizes.sum())
+        self.privacy_cost = None if privacy_cost is None else np.asarray(privacy_cost, np.float64)
+        if self.privacy_cost is not None and (self.privacy_cost.shape != self.sizes.shape or not (self.privacy_cost >= 0).all()):
+            raise ConfigError("privacy_cost", privacy_cost, f"{len(self.sizes)} numbers from 0, one per client")
+        self._memo: dict[Hashable, Any] = {}
+
+    @classmethod
+    def balanced(cls, count: int) -> Population:
+        """`count` clients with one sample each: all alike."""
+        return cls(np.broadcast_to(np.int64(1), count))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"Population({len(self)} clients, {self.samples} samples{'' if self.privacy_cost is None else ', with budgets'})"
+
+    def __reduce__(self):
+        alike = self.sizes.strides == (0,) and self.privacy_cost is None
+        return (Population.balanced, (len(self),)) if alike else (Population, (self.sizes, self.privacy_cost))
+
+    def remember(self, name: Hashable, compute: Callable[[], Any]) -> Any:
+        """`compute()`, once for every `name`."""
+        if name not in self._memo:
+            self._memo[name] = compute()
+        return self._memo[name]
+
+    @property
+    def shares(self) -> np.ndarray:
+        """p^u float64 [N]: a client's share of all samples, n_k / sum n."""
+        return self.remember("shares", lambda: self.sizes / self.samples)
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of one round: `clients` int64 [r], ascending; `draws` int64 [r] counts a client's repeats from 0.
+
+    `lost` more were selected and trained, but failed before they could send anything.
+    """
+
+    clients: np.ndarray
+    draws: np.ndarray
+    lost: int = 0
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @classmethod
+    def of(cls, clients: np.ndarray) -> Cohort:
+        """Of clients (int64) in any order, one drawn twice standing twice."""
+        clients = np.sort(clients)
+        first = np.searchsorted(clients, clients)  # where each client's run begins
+        return cls(clients, np.arange(len(clients)) - first)
+
+
+class Selection(Member):
+    """Base of the family. A member gives `select` and `sampling`; the rest has an answer that holds for cohorts of distinct clients.
+
+    `dropout` is the probability that a selected client fails after training, on its own (keyed by seed, round, client and draw). The divisor
+    stays what it was; noise that the failed ones would have drawn is missing, which `survivors` tells the accountants.
+    """
+
+    needs_losses: ClassVar[bool] = False  # whether the cohort is chosen among `candidates` by their local losses
+    needs_costs: ClassVar[bool] = False  # whether it looks at `Population.privacy_cost`
+    exclusions: ClassVar[tuple[str, ...]] = ()  # data-dependent choices that no accountant counts, in words
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    def select(self, seed: int, round: int, population: Population) -> Cohort:
+        """Who trains in this round."""
+        raise NotImplementedError
+
+    def sampling(self, population: Population) -> Sampling:
+        """The law that `select` follows, for the accountants."""
+        raise NotImplementedError
+
+    def check(self, count: int) -> None:
+        """Raises `ConfigError` when a population of `count` clients cannot give such cohorts."""
+
+    def draw(self, seed: int, round: int, population: Population) -> Cohort:
+        """Who sends an update in this round: those selected, without those that drop out."""
+        return self.drop(seed, round, self.select(seed, round, population))
+
+    def drop(self, seed: int, round: int, cohort: Cohort) -> Cohort:
+        """`cohort` without the clients that fail in this round."""
+        if not self.dropout:
+            return cohort
+        drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
+        coins = [stream(seed, Purpose.DROPOUT, round=round, client=client, draw=draw).random() for client, draw in drawn]
+        kept = np.array(coins) >= self.dropout
+        return Cohort(cohort.clients[kept], cohort.draws[kept], cohort.lost + int((~kept).sum()))
+
+    def divisor(self, population: Population) -> float:
+        """What the server divides the sum of the contributions by."""
+        return float(self.sampling(population).cohort)
+
+    @property
+    def separation(self) -> int:
+        """The fewest rounds from one participation of a client to its next."""
+        return 1
+
+    def corrections(self, population: Population) -> np.ndarray | None:
+        """Factors float64 [N] on the clients' weights, which undo that some are drawn more often than others; None: all 1."""
+        return None
+
+    def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
+        """Int64 [rounds]: how many rounds of `sampling` the guarantee of any one client composes over, after 1, 2, ... rounds."""
+        if self.sampling(population).kind != "public":
+            return np.arange(1, rounds + 1)
+        who, seen, most = self.candidates if self.needs_losses else self.draw, Counter(), np.zeros(rounds, np.int64)
+        for t in range(rounds):
+            clients = who(seed, t, population).clients.tolist()
+            seen.update(clients)
+            most[t] = max((seen[client] for client in clients), default=0)
+        return np.maximum.accumulate(most)
+
+    def survivors(self, seed: int, rounds: int, population: Population) -> int:
+        """The fewest clients that any of the first `rounds` rounds keeps; the whole nominal cohort, undrawn, when none can drop out."""
+        if not self.dropout:
+            return self.sampling(population).cohort
+        return min(len(self.draw(seed, t, population)) for t in range(rounds))

@@ -1,0 +1,139 @@
+"""Cohorts drawn with replacement, client k with probability p_k at each of r draws: the virtual clients of 003 sec. III-C2.
+
+A client drawn twice trains twice, with batches and noise of its own each time, and counts twice in the sum over r. What the
+members differ in is p:
+
+>>> clients = Population(sizes=[10, 30, 60])
+>>> Multinomial(cohort=4).draw(seed=0, round=1, population=clients)
+Cohort(clients=array([1, 1, 1, 2]), draws=array([0, 1, 2, 0]), lost=0)
+>>> even = Importance(cohort=4, power=0.0)
+>>> even.probabilities(clients).round(3), even.corrections(clients).round(3)
+(array([0.333, 0.333, 0.333]), array([0.3, 0.9, 1.8]))
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.privacy import Sampling
+from raydpfl.selection.base import Cohort, Population, Selection
+from raydpfl.selection.privacy_aware import solve, solve_cvxpy
+
+
+class WithReplacement(Selection):
+    """Base of these members: `cohort` draws, each from `probabilities`; the sum is divided by `cohort`."""
+
+    cohort: int = Field(ge=1)
+
+    def law(self, population: Population) -> np.ndarray:
+        """p float64 [N], non-negative with sum 1, computed anew."""
+        raise NotImplementedError
+
+    def probabilities(self, population: Population) -> np.ndarray:
+        """p float64 [N]: who each draw takes; computed once for a population."""
+        return population.remember((self, "p"), lambda: self.law(population))
+
+    def select(self, seed: int, round: int, population: Population) -> Cohort:
+        sums = population.remember((self, "sums"), lambda: np.cumsum(self.probabilities(population)))
+        places = stream(seed, Purpose.COHORT, round=round).random(self.cohort) * sums[-1]
+        return Cohort.of(np.searchsorted(sums, places, side="right"))
+
+    def sampling(self, population: Population) -> Sampling:
+        largest = population.remember((self, "largest"), lambda: float(self.probabilities(population).max()))
+        uniform = largest * len(population) <= 1 + 1e-9
+        return Sampling("with_replacement", len(population), self.cohort, None if uniform else min(largest, 1.0))
+
+
+class Multinomial(WithReplacement):
+    """p = p^u, p^u_k = n_k / sum n: MD sampling (002 sec. IV), which is the unbiased selection of 003 sec. III-C2.
+
+    The sum over r of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are uniform.
+    """
+
+    kind: Literal["multinomial", "unbiased"] = "multinomial"
+
+    def law(self, population: Population) -> np.ndarray:
+        return population.shares
+
+
+class Importance(WithReplacement):
+    """Any p, with each update weighted by p^u_k / p_k, which keeps the sum unbiased for sum p^u_k Delta_k (Luo et al. 2024).
+
+    p is in proportion to (p^u)^power, from 1 (the same as multinomial) to 0 (uniform) and beyond; or to `column` of the table `path`, a
+    Parquet or CSV file with a row per client in client order. Whoever has data must have p > 0. A client that is rarely asked speaks the louder:
+    its correction multiplies what it may contribute to the sum.
+    """
+
+    kind: Literal["importance"] = "importance"
+    power: float | None = None
+    path: str | None = None
+    column: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Importance:
+        if (self.power is None) == (self.path is None):
+            raise ConfigError("selection.power", self.power, "a number, or selection.path and selection.column; not both")
+        if (self.path is None) != (self.column is None):
+            raise ConfigError("selection.column", self.column, "the column of selection.path that holds the probabilities; one needs the other")
+        return self
+
+    def law(self, population: Population) -> np.ndarray:
+        shares = population.shares
+        field, given = ("selection.power", self.power) if self.path is None else ("selection.column", self.column)
+        with np.errstate(divide="ignore", over="ignore"):
+            p = shares**self.power if self.path is None else self._column(len(population))
+        if not (np.isfinite(p) & (p >= 0)).all() or (p[shares > 0] == 0).any():
+            raise ConfigError(field, given, "probabilities that are finite, not negative, and above 0 for every client that has data")
+        return p / p.sum()
+
+    def corrections(self, population: Population) -> np.ndarray:
+        def ratio() -> np.ndarray:
+            p = self.probabilities(population)
+            return np.divide(population.shares, p, out=np.zeros_like(p), where=p > 0)
+
+        return population.remember((self, "corrections"), ratio)
+
+    def _column(self, count: int) -> np.ndarray:
+        from pyarrow import csv, parquet
+
+        try:
+            table = (csv.read_csv if Path(self.path).suffix == ".csv" else parquet.read_table)(self.path)
+        except Exception as error:  # whatever a missing or broken file makes its reader raise
+            raise ConfigError("selection.path", self.path, f"a Parquet or CSV file that can be read ({type(error).__name__}: {error})") from None
+        if self.column not in table.column_names:
+            raise ConfigError("selection.column", self.column, f"a column of {self.path}: {', '.join(table.column_names)}")
+        try:
+            values = table[self.column].to_numpy().astype(np.float64)
+        except (TypeError, ValueError):
+            raise ConfigError("selection.column", self.column, "a column of numbers") from None
+        if len(values) != count:
+            raise ConfigError("selection.path", self.path, f"a row for each of the {count} clients; this has {len(values)}")
+        return values
+
+
+class PrivacyAware(WithReplacement):
+    """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the clients that p asks (003 sec. V).
+
+    `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact` (see `solve`) or the reference it is tested
+    against. The weights are uniform: the bias is what Problem 1 has paid for.
+    """
+
+    kind: Literal["privacy_aware"] = "privacy_aware"
+    needs_costs: ClassVar[bool] = True
+    scale: float = Field(default=1.0, gt=0)
+    solver: Literal["exact", "cvxpy"] = "exact"
+
+    def law(self, population: Population) -> np.ndarray:
+        if population.privacy_cost is None:
+            raise ConfigError("selection.kind", self.kind, "clients with privacy budgets: noise at local steps, with noise.epsilon")
+        cost = self.scale * population.privacy_cost
+        if self.solver == "exact":
+            return solve(population.shares, cost).probabilities
+        p = np.maximum(solve_cvxpy(population.shares, cost), 0)
+        return p / p.sum()

@@ -1,0 +1,109 @@
+"""The first to respond are the cohort; the work of the rest is dropped (002 sec. IV: the r first of the clients that were asked).
+
+A client's response time is its own scale, drawn once, times a draw of the response law in every round. What unit it is in does
+not matter, only who comes first. With one scale for all it is uniform sampling in law (002 Lemma 5 rests on that):
+
+>>> clients = Population.balanced(10)
+>>> print(FirstResponders(cohort=3, response={"kind": "pareto", "alpha": 1.5}).sampling(clients))
+fixed size 3 of 10
+>>> print(FirstResponders(cohort=3, spread=0.5).sampling(clients))
+public cohorts of 3 of 10 (the first to respond, some always faster than others)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, SerializeAsAny, field_validator
+
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.member import Member, choose
+from raydpfl.privacy import Sampling
+from raydpfl.selection.base import Cohort, Population
+from raydpfl.selection.subsets import Sized, distinct
+
+ASKED = 10_000  # clients asked when it is left open, so that a round among a million does not wait for a million
+
+
+class Response(Member):
+    """Base of the response laws."""
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """Independent response times float64 [count] of clients of scale 1."""
+        raise NotImplementedError
+
+
+class Exponential(Response):
+    """Memoryless: however long one has waited, the mean wait is still 1."""
+
+    kind: Literal["exponential"] = "exponential"
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return generator.standard_exponential(count)
+
+
+class Lognormal(Response):
+    """exp(sigma Z), Z standard normal: many small delays multiplied."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    sigma: float = Field(default=1.0, gt=0)
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return np.exp(self.sigma * generator.standard_normal(count))
+
+
+class Pareto(Response):
+    """P[time > x] = x^-alpha for x >= 1: a heavy tail, of infinite mean for alpha <= 1."""
+
+    kind: Literal["pareto"] = "pareto"
+    alpha: float = Field(default=1.5, gt=0)
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return 1 + generator.pareto(self.alpha, count)
+
+
+RESPONSES: dict[str, type[Response]] = {"exponential": Exponential, "lognormal": Lognormal, "pareto": Pareto}
+
+
+class FirstResponders(Sized):
+    """The `cohort` first to respond of `contacted` clients that are asked, uniformly without replacement.
+
+    `contacted` None asks everyone up to 10,000 clients, and 10,000 of more (or ten times the cohort, if that is more). A client's scale is
+    exp(spread Z_k), Z_k standard normal and keyed by client. With spread 0 the law is that of uniform, and so is the accounting; otherwise fast clients
+    are drawn the more often, no closed form says how often, and only the rounds a client was in are counted.
+    """
+
+    kind: Literal["first_responders"] = "first_responders"
+    contacted: int | None = Field(default=None, ge=1)
+    response: SerializeAsAny[Response] = Exponential()
+    spread: float = Field(default=0.0, ge=0)
+
+    @field_validator("response", mode="before")
+    @classmethod
+    def _response(cls, value: Any) -> Response:
+        return choose("selection.response", value, RESPONSES, Response)
+
+    def asked(self, count: int) -> int:
+        """How many of `count` clients are asked."""
+        return self.contacted or min(count, max(ASKED, 10 * self.cohort))
+
+    def check(self, count: int) -> None:
+        super().check(count)
+        if not self.cohort <= self.asked(count) <= count:
+            raise ConfigError("selection.contacted", self.contacted, f"from the cohort of {self.cohort} to the population of {count} clients")
+
+    def select(self, seed: int, round: int, population: Population) -> Cohort:
+        count, asked = len(population), self.asked(len(population))
+        clients = distinct(stream(seed, Purpose.COHORT, round=round), count, asked) if asked < count else np.arange(count)
+        times = self.response.times(stream(seed, Purpose.RESPONSE, round=round), asked)
+        if self.spread:
+            normals = population.remember(("scales", seed), lambda: stream(seed, Purpose.RESPONSE, step=1).standard_normal(count))
+            times = times * np.exp(self.spread * normals[clients])
+        return Cohort.of(clients[np.argsort(times, kind="stable")[: self.cohort]])
+
+    def sampling(self, population: Population) -> Sampling:
+        if not self.spread:
+            return Sampling("fixed", len(population), self.cohort)
+        return Sampling("public", len(population), self.cohort, rule="the first to respond, some always faster than others")

@@ -1,0 +1,147 @@
+"""What a run measures beyond its rounds (SPEC sec. 5): each number against its definition."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import experiment
+from scipy.optimize import minimize
+
+from raydpfl import measures, models, run
+from raydpfl.data import Shards
+from raydpfl.heterogeneity import of_clients
+from raydpfl.plan import Plan
+from raydpfl.tracking import Trajectory
+
+
+def test_measuring_changes_no_bit_of_the_model(tmp_path):
+    everything = {"clients": True, "bounding": True, "repeats": 2, "trajectory": True, "heterogeneity": False, "tensorboard": False}
+    shas = [run(experiment(measure=each), tmp_path / str(k)).summary["model_sha256"] for k, each in enumerate(({}, everything))]
+    assert shas[0] == shas[1]
+
+
+def test_the_trajectory_is_the_model_after_every_round(tmp_path):
+    result = run(experiment(measure={"trajectory": True}), tmp_path / "out")
+    found = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850)
+    assert found.shape == (5, 7850)
+    assert np.array_equal(found[-1], models.flatten(result.model).numpy())
+    steps = np.linalg.norm(np.diff(found.astype(float), axis=0), axis=1)
+    assert np.allclose(steps[0], result.rounds["update_norm"][0].as_py(), rtol=1e-4)  # momentum's first step is the update itself
+
+
+def test_a_plane_trajectory_keeps_its_distances_in_the_projection():
+    generator = np.random.default_rng(0)
+    plane = np.linalg.qr(generator.normal(size=(50, 2)))[0]
+    path = generator.normal(size=(20, 2)) @ plane.T + generator.normal(size=50)
+    flat = measures.projection(path)
+    assert flat.shape == (20, 2) and np.allclose(flat[0], 0)
+    assert np.allclose(np.linalg.norm(flat, axis=1), np.linalg.norm(path - path[0], axis=1))
+
+
+def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(tmp_path):
+    sections = {"measure": {"clients": True, "bounding": True, "trajectory": True}, "bounding": {"kind": "normalize", "bound": 0.5}, "server": {"kind": "sgd"}}
+    run(experiment(**sections), tmp_path / "out")
+    rows, clients = pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist(), pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas()
+    assert np.allclose(clients["bounded_norm"], 0.5)
+    # multiplier 1 for 20 clients: each draws std 0.5 / sqrt(20) on 7850 coordinates; the norm's own spread is 0.8 %
+    assert np.allclose(clients["noise_norm"], 0.5 / math.sqrt(20) * math.sqrt(7850), rtol=0.05)
+    for row in rows:
+        mine = clients[clients["round"] == row["round"]]
+        assert row["snr"] == pytest.approx(mine["bounded_norm"].mean() / mine["noise_norm"].mean())
+        if row["round"]:
+            assert row["angle_p50"] == pytest.approx(mine["angle"].median())
+    assert clients[clients["round"] == 0]["angle"].isna().all()
+    assert clients[clients["round"] > 0]["angle"].between(0, 180).all()
+
+
+def test_angles_are_to_the_last_global_update(tmp_path):
+    """Without noise or bounding, in full participation: the mean of the next round's updates is the next global update, known from the trajectory."""
+    sections = {
+        "data": {"clients": 1}, "selection": {"kind": "full"}, "bounding": {"kind": "none"}, "noise": {"kind": "none"}, "server": {"kind": "sgd"},
+        "measure": {"clients": True, "bounding": True, "trajectory": True},
+    }  # fmt: skip
+    run(experiment(**sections), tmp_path / "out")
+    updates = np.diff(Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float), axis=0)
+    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
+    angles = pq.read_table(tmp_path / "out" / "clients.parquet")["angle"].to_numpy()[1:]
+    assert np.allclose(angles, np.degrees(np.arccos(cosines)), atol=0.02)
+
+
+def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_no_bias_within(tmp_path):
+    sections = {"local": {"kind": "sgd", "steps": 2, "batch": "full"}, "bounding": {"kind": "clip", "bound": 0.2}, "measure": {"bounding": True, "repeats": 2}}
+    rows = run(experiment(**sections), tmp_path / "full").rounds.to_pylist()
+    assert all(row["bias_within"] < 1e-6 for row in rows)
+    sections["local"] = {"kind": "sgd", "steps": 2, "batch": 2}
+    rows = run(experiment(**sections), tmp_path / "few").rounds.to_pylist()
+    assert all(row["bias_within"] > 1e-3 for row in rows)
+    assert all(0 < row["alpha_mean"] <= 1 and row["bias_across"] > 0 for row in rows)
+
+
+def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(tmp_path):
+    sections = {
+        "bounding": {"kind": "normalize", "bound": 1.0}, "measure": {"bounding": True}, "data": {"clients": 1}, "selection": {"kind": "full"},
+        "noise": {"kind": "gaussian", "multiplier": 2.0, "placement": "server"},
+    }  # fmt: skip
+    rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
+    assert all(row["snr"] == pytest.approx(1 / (2 * math.sqrt(7850)), rel=0.05) for row in rows)
+
+
+def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
+    data = {"kind": "synthetic", "clients": 6, "samples": 30, "u": 1.0, "v": 1.0}
+    plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
+    shards = Shards.open(plan.shards)
+    module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)
+    model = models.flatten(module).numpy()
+    found = of_clients(module, shards, model, weight_decay=0.01)
+
+    def value(w: np.ndarray, clients: list[int]) -> tuple[float, np.ndarray]:
+        """The plain formula, in numpy: softmax regression with an L2 term, weighted by rows."""
+        weight, bias = w[: 60 * 10].reshape(10, 60), w[600:]
+        total, gradient = 0.005 * w @ w, 0.01 * w
+        rows = sum(int(shards.sizes[i]) for i in clients)
+        for i in clients:
+            x, y, n = shards.lane([i], int(shards.sizes[i]))
+            x, y = x[0].astype(float), y[0]
+            z = x @ weight.T + bias
+            z -= z.max(1, keepdims=True)
+            log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+            total += -log_p[np.arange(n[0]), y].sum() / rows
+            g = (np.exp(log_p) - np.eye(10)[y]) / rows
+            gradient = gradient + np.concatenate([(g.T @ x).ravel(), g.sum(0)])
+        return total, gradient
+
+    everyone = list(range(6))
+    options = {"jac": True, "method": "L-BFGS-B", "options": {"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000}}
+    shares = np.asarray(shards.sizes) / shards.sizes.sum()
+    best = minimize(value, np.zeros(610), args=(everyone,), **options).fun
+    alone = [minimize(value, np.zeros(610), args=([i],), **options).fun for i in everyone]
+    assert found["optimum"] == pytest.approx(best, abs=1e-6)
+    assert found["gamma_s"] == pytest.approx(best - shares @ alone, abs=1e-5)
+    gradients = [value(model.astype(float), [i])[1] for i in everyone]
+    mean = value(model.astype(float), everyone)[1]
+    assert found["gamma_n"] == pytest.approx(math.sqrt(sum(p * np.sum((g - mean) ** 2) for p, g in zip(shares, gradients, strict=True))), rel=1e-5)
+
+
+def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
+    plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
+    shards = Shards.open(plan.shards)
+    module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)
+    found = of_clients(module, shards, models.flatten(module).numpy(), weight_decay=0.1)
+    assert found["gamma_n"] == pytest.approx(0, abs=1e-9) and found["gamma_s"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
+    result = run(experiment(model={"kind": "mlp", "hidden": [4]}, rounds=1, data={"clients": 20}, measure={"heterogeneity": True}), tmp_path / "out")
+    assert result.summary["heterogeneity"]["gamma_s"] is None and result.summary["heterogeneity"]["gamma_n"] > 0
+
+
+@pytest.mark.parametrize("values", [{"repeats": 2}, {"bounding": True, "repeats": 1}])
+def test_repeats_need_the_measure_they_are_for(values):
+    from raydpfl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"measure\.repeats"):
+        experiment(measure=values)
