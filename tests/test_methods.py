@@ -1,0 +1,235 @@
+"""The algorithms of the four papers as whole runs, each against something exact."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import experiment
+
+from raydpfl import local, models, privacy, run
+from raydpfl.coordinator import Coordinator
+from raydpfl.data import Shards
+from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.keys import Purpose, normals
+from raydpfl.plan import Plan
+
+STEP = {"kind": "per_sample_clip", "bound": 0.5}
+QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
+
+
+def flat(result) -> np.ndarray:
+    return models.flatten(result.model).double().numpy()
+
+
+# Heterogeneous quadratics, shifted so that the optimum of their mean is 0.
+QUADRATICS = {
+    "data": {"kind": "quadratics", "clients": 10, "dimension": 5, "rank": 5, "variance": 0.2, "heterogeneity": 2.0},
+    "model": {"kind": "linear", "start": 1.0},
+    "selection": {"kind": "full"},
+    "rounds": 400,
+    "evaluate": {"every": 400},
+}
+
+
+def test_scaffold_reaches_the_optimum_of_unlike_quadratics_and_fedavg_does_not(tmp_path):
+    found = {}
+    for kind in ("sgd", "scaffold"):
+        steps = {"kind": kind, "steps": 10, "batch": "full", "lr": 0.1}
+        found[kind] = np.linalg.norm(flat(run(experiment(**QUIET, **QUADRATICS, local=steps), tmp_path / kind)))
+    assert found["scaffold"] < 1e-4
+    assert found["sgd"] > 0.05
+
+
+def test_error_feedback_takes_the_bias_of_normalising_away(tmp_path):
+    """Normalised updates balance where their directions do, not at the optimum; alpha-NormEC's memories follow the updates themselves."""
+    gradient_descent = {"kind": "sgd", "steps": 1, "batch": "full", "lr": 0.1}
+    found = {}
+    for kind in ("smooth_normalize", "alpha_norm_ec"):
+        bounding = {"kind": kind, "bound": 0.5, "a": 0.5}
+        sections = {**QUIET, **QUADRATICS, "bounding": bounding, "local": gradient_descent, "rounds": 600, "evaluate": {"every": 600}}
+        found[kind] = np.linalg.norm(flat(run(experiment(**sections), tmp_path / kind)))
+    assert found["alpha_norm_ec"] < 1e-3
+    assert found["smooth_normalize"] > 0.02
+
+
+def test_addpnfl_without_noise_or_clipping_is_fedadam(tmp_path):
+    adam = {"weights": {"kind": "data"}, "server": {"kind": "adam", "lr": 0.05}, "noise": {"kind": "none"}, "data": {"sizes": {"kind": "spread"}}}
+    private = run(experiment(**adam, bounding={"kind": "per_sample_clip", "bound": 1e6}), tmp_path / "addpnfl")
+    plain = run(experiment(**adam, bounding={"kind": "none"}), tmp_path / "fedadam")
+    np.testing.assert_allclose(flat(private), flat(plain), rtol=1e-3, atol=2e-5)
+    assert np.linalg.norm(flat(private)) > 0.5
+
+
+def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_path):
+    """002 Alg. 1: x + sum over the cohort of (N/r) p_i Delta_i, every sample's gradient clipped, the keyed noise on each step's mean."""
+    sections = {"bounding": STEP, "noise": {"kind": "gaussian", "std": 0.02}, "weights": {"kind": "data"}, "server": {"kind": "sgd"}}
+    plain = experiment(**sections, rounds=1, data={"clients": 300, "sizes": {"kind": "spread"}}, selection={"cohort": 5})
+    result = run(plain, tmp_path / "out")
+    plan = Plan.make(plain)
+    shards, sizes = Shards.open(plan.shards), np.asarray(Shards.open(plan.shards).sizes)
+    cohort = plain.selection.draw(plain.seed, 0, plan.population)
+    start = models.flatten(models.build(plain.model, shards.shape, shards.classes, plain.seed))
+    expected = start.double()
+    for client in cohort.clients.tolist():
+        n = int(sizes[client])
+        x, y, _ = shards.lane([client], n)
+        x, y = torch.from_numpy(x[0]), torch.from_numpy(y[0])
+        index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
+        module = models.build(plain.model, shards.shape, shards.classes, plain.seed)
+        for step, batch in enumerate(index[0].tolist()):
+            total = torch.zeros_like(start)
+            for row in batch:
+                loss = torch.nn.functional.cross_entropy(module(x[row : row + 1]), y[row : row + 1])
+                gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(module.parameters()))])
+                total += gradient * min(1.0, 0.5 / float(gradient.norm()))
+            noise = normals(plain.seed, Purpose.STEP_NOISE, len(start), round=0, client=client, draw=0, step=step)
+            models.load(module, models.flatten(module) - plain.local.lr * (total / len(batch) + 0.02 * noise))
+        expected += (models.flatten(module) - start).double() * (300 / 5) * n / sizes.sum()
+    np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(tmp_path):
+    twice = experiment(bounding=STEP, noise={"kind": "gaussian", "std": 0.02}, selection={"kind": "multinomial", "cohort": 60}, rounds=1, measure={"clients": True})
+    run(twice, tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out" / "clients.parquet").to_pylist()
+    seen: dict[int, list[float]] = {}
+    for row in rows:
+        seen.setdefault(row["client"], []).append(row["norm"])
+    repeated = [norms for norms in seen.values() if len(norms) > 1]
+    assert len(rows) == 60 and repeated
+    assert all(len(set(norms)) == len(norms) for norms in repeated)
+    participations = pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist()
+    assert {row["client"]: row["participations"] for row in participations} == {client: len(norms) for client, norms in seen.items()}
+
+
+def test_every_client_has_a_guarantee_that_holds_one_by_one(tmp_path):
+    law = {"kind": "uniform", "low": 0.5, "high": 8.0, "public": 0.2}
+    sections = {"bounding": STEP, "noise": {"kind": "gaussian", "epsilon": law, "delta": 1e-5}, "selection": {"kind": "multinomial", "cohort": 10}}
+    result = run(experiment(**sections, privacy={"accountants": ["pld", "paper"]}), tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist()
+    budgets = [row for row in rows if math.isfinite(row["epsilon_claimed"])]
+    assert 0 < len(budgets) < len(rows)
+    for row in budgets:
+        mechanism = privacy.Mechanism.of_local_steps(samples=row["samples"], batch=row["batch"], steps=row["steps"], bound=0.5, std=row["noise_std"])
+        truth = privacy.epsilon(mechanism, "replace_one", 1e-5)
+        assert row["epsilon_pld"] == pytest.approx(truth, rel=1e-4)
+        assert row["epsilon_claimed"] * 0.995 < truth <= row["epsilon_claimed"]
+        assert row["steps"] == 5 * row["participations"]
+    worst = result.guarantees[0]
+    assert worst.unit == "sample" and worst.observer == "every single update"
+    assert worst.epsilon == max(row["epsilon_pld"] for row in budgets)
+    assert result.rounds["epsilon_pld"].to_pylist()[-1] == worst.epsilon
+    assert any("infinite budget" in each or "public" in each for each in worst.exclusions)
+
+
+def test_a_paper_whose_noise_protects_less_than_it_claims_fails_the_run_by_the_clients_name(tmp_path):
+    """003 at epsilon 20, one step, half of the samples: the truth is 22.5 (PRIVACY.md sec. 5)."""
+    half = {"kind": "sgd", "steps": 1, "batch": 90}
+    noise = {"kind": "gaussian", "epsilon": 20.0, "delta": 1e-5, "calibration": "paper"}
+    broken = experiment(bounding=STEP, noise=noise, local=half, rounds=1, privacy={"accountants": ["pld", "paper"]})
+    with pytest.raises(BudgetError, match=r"client \d+ \(claimed epsilon 20, true 22\.\d+\)"):
+        run(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_002s_noise_is_refused_by_name_where_a_condition_of_it_fails(tmp_path):
+    noise = {"kind": "gaussian", "epsilon": 0.3, "delta": 1e-2, "calibration": "tcdp"}
+    with pytest.raises(ConfigError, match=r"noise.calibration = 'tcdp'.*client \d+, with 180 samples"):
+        run(experiment(bounding=STEP, noise=noise, local={"kind": "sgd", "batch": 60}), tmp_path / "out")
+
+
+def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp_path):
+    chosen = experiment(selection={"kind": "power_of_choice", "cohort": 5, "pool": 20}, measure={"clients": True}, rounds=1)
+    result = run(chosen, tmp_path / "out")
+    plan = Plan.make(chosen)
+    shards = Shards.open(plan.shards)
+    module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
+    candidates = chosen.selection.candidates(chosen.seed, 0, plan.population).clients
+    losses = {}
+    for client in candidates.tolist():
+        x, y, _ = shards.lane([client], int(shards.sizes[client]))
+        losses[client] = torch.nn.functional.cross_entropy(module(torch.from_numpy(x[0])), torch.from_numpy(y[0])).item()
+    expected = sorted(sorted(losses, key=losses.get)[-5:])
+    assert pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_pylist() == expected
+    assert any("losses" in each for each in result.guarantees[0].exclusions)
+
+
+def test_an_unsampled_client_counts_as_stale_with_the_unchanged_model(tmp_path):
+    shared = {**QUIET, "rounds": 1}
+    fresh = run(experiment(**shared, selection={"kind": "uniform", "cohort": 20}), tmp_path / "fresh")
+    stale = run(experiment(**shared, selection={"kind": "fedavg_stale", "cohort": 20}), tmp_path / "stale")
+    assert stale.rounds["update_norm"][0].as_py() == pytest.approx(fresh.rounds["update_norm"][0].as_py() * 20 / 50, rel=1e-6)
+
+
+def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
+    dropping = experiment(selection={"kind": "uniform", "cohort": 20, "dropout": 0.3}, noise={"kind": "gaussian", "epsilon": 5.0}, rounds=20)
+    plan = Plan.make(dropping)
+    kept = [len(dropping.selection.draw(dropping.seed, t, plan.population)) for t in range(20)]
+    assert min(kept) < 20
+    assert plan.client_std(1.0) * math.sqrt(min(kept)) == pytest.approx(plan.sum_std(1.0))
+    result = run(dropping, tmp_path / "out")
+    assert result.rounds["cohort"].to_pylist() == kept
+    assert result.rounds["lost"].to_pylist() == [20 - count for count in kept]
+    assert result.guarantees[0].epsilon <= 5.0
+
+
+def test_a_virtual_cohort_leaves_on_the_mean_the_noise_it_would_have_and_says_whose_guarantee_it_is():
+    virtual = experiment(noise={"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 200, "virtual_population": 10_000})
+    plan = Plan.make(virtual)
+    assert plan.sum_std(1.0) / plan.divisor == pytest.approx(2.0 / 200)
+    assert plan.client_std(1.0) * math.sqrt(20) == pytest.approx(plan.sum_std(1.0))
+    assert plan.mechanism.sampling.population == 10_000 and plan.mechanism.sampling.cohort == 200
+    found = plan.guarantees(4, {0: 1})
+    assert any("stand for 200 of 10000" in each for each in found[0].exclusions)
+    with pytest.raises(ConfigError, match=r"noise.virtual_cohort = 10: at least the simulated cohort of 20"):
+        Plan.make(experiment(noise={"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 10}))
+
+
+def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(tmp_path):
+    turns = {"selection": {"kind": "cyclic", "period": 5}, "rounds": 40, "privacy": {"accountants": ["pld"]}}
+    noise = {"kind": "banded_gaussian", "multiplier": 4.0, "bands": 5}
+    plan = Plan.make(experiment(**turns, noise=noise))
+    found = plan.guarantees(40, {0: 8})
+    assert found[0].epsilon == pytest.approx(privacy.gaussian_epsilon(2 / 4.0 * math.sqrt(8), 1e-5), rel=1e-6)
+    curve = plan.curves()["pld"]
+    assert len(curve) == 40 and curve[4] == curve[0] and curve[5] > curve[4]
+    spread = {}
+    for bands in (1, 5):
+        coordinator = Coordinator(Plan.make(experiment(**turns, noise={**noise, "bands": bands})), str(tmp_path / str(bands)), 0)
+        (tmp_path / str(bands)).mkdir()
+        coordinator.start()
+        spread[bands] = np.std(sum(coordinator.aggregate(t, np.zeros(7850)) for t in range(40)))
+    assert spread[5] < 0.75 * spread[1]
+    with pytest.raises(ConfigError, match=r"noise.bands = 6: at most 5"):
+        Plan.make(experiment(**turns, noise={**noise, "bands": 6}))
+
+
+def test_fedprox_stays_closer_to_the_global_model(tmp_path):
+    norms = []
+    for proximal in (0.0, 5.0):
+        steps = {"kind": "sgd", "steps": 20, "batch": 10, "lr": 0.1, "proximal": proximal}
+        norms.append(run(experiment(**QUIET, local=steps, rounds=1), tmp_path / str(proximal)).rounds["norm_p50"][0].as_py())
+    assert norms[1] < 0.6 * norms[0]
+
+
+@pytest.mark.parametrize(
+    "sections,line",
+    [
+        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}}, "noise.placement = 'server': step"),
+        ({"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "step"}}, "noise.placement = 'step': client or server"),
+        ({"noise": {"kind": "gaussian", "epsilon": {"kind": "uniform"}}}, "noise.epsilon = .*: a number; budgets of clients' own"),
+        ({"local": {"kind": "scaffold"}, "bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "bounding.kind = 'alpha_norm_ec': a bounding without memory"),
+        ({"local": {"kind": "scaffold"}, "weights": {"kind": "data"}}, "weights.kind = 'data': uniform"),
+        ({"selection": {"kind": "privacy_aware", "cohort": 5}}, "selection.kind = 'privacy_aware'"),
+        ({"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}}, "noise.calibration = 'paper': rigorous"),
+        ({"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}}, "noise.calibration = 'tcdp': rigorous or paper"),
+        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90}}, "noise.virtual_cohort = 90: none with placement step"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(sections, line):
+    with pytest.raises(ConfigError, match=line):
+        Plan.make(experiment(**sections))
