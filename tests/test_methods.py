@@ -93,8 +93,8 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
 
 
 def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(tmp_path):
-    twice = experiment(bounding=STEP, noise={"kind": "gaussian", "std": 0.02}, selection={"kind": "multinomial", "cohort": 60}, rounds=1, measure={"clients": True})
-    run(twice, tmp_path / "out")
+    sections = {"bounding": STEP, "noise": {"kind": "gaussian", "std": 0.02}, "selection": {"kind": "multinomial", "cohort": 60}}
+    run(experiment(**sections, rounds=1, measure={"clients": True}), tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "clients.parquet").to_pylist()
     seen: dict[int, list[float]] = {}
     for row in rows:
