@@ -483,6 +483,7 @@ def _by_option(names: dict[str, str]) -> Iterator[None]:
         "privacy.relation": "--relation",
         "noise.placement": "--placement",
         "noise.epsilon": "--epsilon",
+        "noise.delta": "--delta",
         "noise.v": "--v",
         **names,
     }
@@ -619,7 +620,7 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
     batch = "all samples" if mechanism.batch is None else f"{mechanism.batch} samples"
     order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
     head.add_row("released", f"every update of {len(rows)} clients: {mechanism.steps} local steps a participation, each on {batch}{order}")
-    head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; a replaced one moves the mean over n by {2 * mechanism.bound:.4g} / n")
+    head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B")
     promised = {"rigorous": "to meet each client's budget", "paper": "by the formula of 003", "tcdp": "by the formula of 002 (tCDP)"}
     head.add_row("noise", f"at each step, {promised.get(mechanism.calibration, 'as given')}")
     names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": "promised"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,6 +130,14 @@ class Plan:
         """Stds float64 [r] of the noise of these clients on the mean gradient of each local step; None when there is none."""
         return self.mechanism.stds[clients] if isinstance(self.mechanism, LocalSteps) else None
 
+    def check_claims(self) -> None:
+        """Warns of what a reader of the guarantees should know; raises `BudgetError` when some client has been promised more than will hold."""
+        if isinstance(self.mechanism, LocalSteps):
+            seen = Counter(client for clients in self.draws(self.experiment.rounds) for client in clients.tolist())
+            for warning in self.mechanism.warnings(seen):
+                log.warning(warning)
+            self.mechanism.check_claims(seen)
+
     def curves(self) -> dict[str, np.ndarray]:
         """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client, or of the sample that has spent most."""
         if not self.mechanism:
@@ -197,9 +206,9 @@ def _costs(experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | 
         return None
     if experiment.noise.placement != "step" or experiment.noise.epsilon is None:
         raise ConfigError("selection.kind", experiment.selection.kind, "noise at local steps, with noise.epsilon for the clients' budgets")
-    batches = np.minimum(sizes, experiment.local.batch_size(int(sizes.max())))
-    budgets = zip(_budgets(experiment, len(sizes), data_root).tolist(), batches.tolist(), sizes.tolist(), strict=True)
-    return np.array([d * paper.budget_variance(epsilon, experiment.noise.delta, batch=b, samples=n) for epsilon, b, n in budgets])
+    held = np.maximum(sizes, 1)  # a client without samples is never drawn
+    batches, budgets = np.minimum(held, experiment.local.batch_size(int(sizes.max()))), _budgets(experiment, len(sizes), data_root)
+    return d * paper.budget_variance(budgets, experiment.noise.delta, batch=batches, samples=held)
 
 
 def _budgets(experiment: Experiment, clients: int, data_root: Path | None) -> np.ndarray:
@@ -209,10 +218,7 @@ def _budgets(experiment: Experiment, clients: int, data_root: Path | None) -> np
 
 
 def _local_steps(experiment: Experiment, population: Population, data_root: Path | None) -> LocalSteps:
-    """What the clients release at their local steps, each with noise of its own for the rounds that it will take part in.
-
-    Raises `BudgetError` when a paper's noise protects some client less than the paper claims.
-    """
+    """What the clients release at their local steps, each with noise of its own for the rounds that it will take part in."""
     e, noise = experiment, experiment.noise
     counts = np.zeros(len(population), np.int64)
     for clients in _draws(e, population, e.rounds):
@@ -231,11 +237,7 @@ def _local_steps(experiment: Experiment, population: Population, data_root: Path
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper or tcdp"
         raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
     budgets = _budgets(e, len(population), data_root)
-    steps = LocalSteps.calibrated(participations=counts, budgets=budgets, calibration=noise.calibration, accountant=accountant or "pld", **release)
-    steps.check_claims(counts)
-    for warning in steps.warnings(counts):
-        log.warning(warning)
-    return steps
+    return LocalSteps.calibrated(participations=counts, budgets=budgets, calibration=noise.calibration, accountant=accountant or "pld", **release)
 
 
 def _draws(experiment: Experiment, population: Population, rounds: int) -> list[np.ndarray]:

@@ -79,6 +79,7 @@ def run(
     threads = torch.get_num_threads()
     with _Ray(experiment, address) as cluster:
         plan = Plan.make(experiment, Path(data_root) if data_root else None)
+        plan.check_claims()
         actors = cluster.actors(plan)
         if resume:
             _same_run(plan.experiment, folder)

@@ -238,6 +238,61 @@ def test_a_config_says_how_long_its_own_budget_lasts():
     assert 0 < lasts < 50 and note == f"privacy.budget 2 lasts for {lasts} of the 50 rounds, by rdp"
 
 
+STEPS = {
+    "bounding": {"kind": "per_sample_clip", "bound": 0.5},
+    "noise": {"kind": "gaussian", "epsilon": {"kind": "uniform", "low": 0.5, "high": 3, "public": 0.1}},
+    "privacy": {"accountants": ["pld", "rdp", "paper"]},
+}
+
+
+def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_path):
+    from raydpfl import run
+
+    asked = experiment(**STEPS)
+    found, ran = budget.of_config(asked), run(asked, tmp_path / "out")
+    assert list(found.guarantees) == ran.guarantees and found.broken is None
+    assert found.quantiles("epsilon_pld")[-1] == ran.guarantees[0].epsilon <= 3
+    assert sum(row["participations"] for row in found.rows) == 4 * 20
+    public = [row for row in found.rows if row["epsilon_claimed"] == math.inf]
+    assert public and all(row["noise_std"] == 0 for row in public) and any("public clients" in note for note in found.notes)
+    assert max(found.quantiles("epsilon_claimed")) <= 3
+    tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert len(tree["clients"]) == len(found.rows) and tree["quantiles"]["at"] == [0, 0.25, 0.5, 0.75, 1]
+    lines = shown(found).splitlines()
+    assert max(map(len, lines)) <= 100 and "promised" in shown(found) and found.sentence() in " ".join(" ".join(lines).split())
+
+
+def test_a_config_with_noise_at_local_steps_says_how_long_its_budget_lasts():
+    from raydpfl.plan import Plan
+
+    sections = {**STEPS, "rounds": 30, "noise": {"kind": "gaussian", "multiplier": 2.0}}
+    curve = Plan.make(experiment(**sections)).curves()["pld"]
+    found = budget.of_config(experiment(**{**sections, "privacy": {"accountants": ["pld"], "budget": float(curve[7])}}))
+    assert curve[8] > curve[7]
+    assert f"privacy.budget {curve[7]:g} lasts for 8 of the 30 rounds, by pld" in found.notes
+
+
+def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
+    """PRIVACY.md sec. 5: at 20, one step, r = 0.5, 003 protects only 22.5."""
+    release = {"samples": [500, 500], "batch": 250, "steps": 1, "bound": 1.0, "delta": 1e-5, "participations": [1, 1]}
+    found = budget.of_personal(privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1])
+    assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
+    assert "The noise of paper 003 protects 1 of 2 clients less than it claims" in " ".join(shown(found).split())
+    assert found.rows[1]["epsilon_paper_003"] == pytest.approx(20) and found.rows[1]["epsilon_pld"] == pytest.approx(22.5, abs=0.05)
+
+
+def test_nobody_takes_part():
+    found = budget.of_personal(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
+    assert found.guarantees[0].epsilon == 0 and found.rows == () and "Epsilon 0 " in shown(found)
+
+
+def test_more_draws_with_replacement_than_samples_leave_the_formulas_nothing_to_say():
+    found = ask("sample", {"samples": 20, "batch": 30, "steps": 2, "sampling": "with_replacement"}, 1, epsilon=2.0)
+    printed = [answer for answer in found.answers if answer.guarantee.kind == "paper"]
+    assert len(printed) == 3 and all(answer.noise_multiplier == math.inf for answer in printed)
+    assert math.isfinite(by_accountant(found)["pld"].noise_multiplier)
+
+
 def test_a_delta_above_one_over_the_population_is_noted():
     assert any("above 1/600" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2).notes)
     assert not any("above 1/" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-3).notes)

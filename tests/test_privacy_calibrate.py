@@ -95,3 +95,15 @@ def test_a_target_that_is_no_budget_is_refused(target):
 def test_a_combination_that_is_not_covered_is_refused():
     with pytest.raises(ConfigError, match=r"privacy\.accountants"):
         noise_for(1.0, mechanism(), "add_remove", 1e-5)
+
+
+def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
+    """A client drawn with probability 1e-4 is exposed with probability 1e-4 at most: at delta 1e-3 there is nothing to calibrate."""
+    with pytest.raises(ConfigError, match=r"noise\.delta = 0\.001: less: at this delta any noise, however small, spends less than epsilon 5 in 1 rounds"):
+        noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
+
+
+def test_a_target_that_no_noise_reaches_is_said_to_be_too_small():
+    """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
+    with pytest.raises(ConfigError, match=r"noise\.epsilon = 1\.0: more: at delta 1e-30 no noise, however large, spends so little"):
+        noise_for(1.0, mechanism(rounds=1), "replace_one", 1e-30)

@@ -25,7 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from raydpfl.data.files import cache_root
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import Name, epsilon
 from raydpfl.privacy.mechanism import Mechanism, Relation
@@ -48,7 +47,7 @@ def noise_for(
 
     At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only how its queries share
     it. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl. Raises `ConfigError` for a
-    target that is not positive and finite, for a combination the accountant does not cover, and for a target that no noise reaches.
+    target that is not positive and finite, for a combination the accountant does not cover, and where no noise is enough or any is.
     """
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
@@ -79,7 +78,7 @@ def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: f
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
     """`compute()`, one noise multiplier or a list of `length` of them: from the cache if `question` (JSON values) was asked before."""
     question = [_VERSION, version("dp-accounting"), version("scipy"), version("numpy"), *question]
-    path = cache_root() / f"noise-{hashlib.sha256(json.dumps(question).encode()).hexdigest()}.json"
+    path = _cache() / f"noise-{hashlib.sha256(json.dumps(question).encode()).hexdigest()}.json"
     try:
         found = json.loads(path.read_text())["noise_multiplier"]
         multipliers = [found] if length is None else found
@@ -97,7 +96,7 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
 
     def excess(log_z: float) -> float:
         spent = epsilon(mechanism.with_noise(math.exp(log_z)), relation, delta, rounds, accountant, v)
-        return min(math.log(max(spent, 1e-9 * aim) / aim), 20.0)
+        return min(math.log(max(spent / aim, 1e-9)), 20.0)
 
     guess = mechanism.sampling.q * math.sqrt(2 * rounds * math.log(1 / delta)) / target
     low = high = math.log(min(max(guess, 0.2), 1e6))
@@ -112,9 +111,10 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
             high, above, low = low, below, low - step
             below = excess(low)
     else:
-        raise ConfigError(
-            "noise.epsilon", target, f"an epsilon that some noise reaches at delta {delta:g} in {rounds} rounds by {accountant}"
-        )
+        run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
+        if above > 0:
+            raise ConfigError("noise.epsilon", target, f"more: at delta {delta:g} no noise, however large, spends so little {run}")
+        raise ConfigError("noise.delta", delta, f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}")
     for turn in range(200):
         if high - low <= _TOLERANCE:
             break
@@ -130,6 +130,12 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
 def _check(target: float) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("noise.epsilon", target, "a positive finite number")
+
+
+def _cache() -> Path:  # as raydpfl.data.files has it, which would import torch
+    if os.environ.get("RAYDPFL_CACHE"):
+        return Path(os.environ["RAYDPFL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
 
 
 def _keep(path: Path, answer: dict) -> None:

@@ -123,12 +123,12 @@ def tcdp_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps:
 def tcdp_theorem5(std: float, *, bound: float, batch: int, samples: int, steps: int) -> tuple[Printed, float]:
     """002 Theorem 5 as printed: the single pair (epsilon, delta) that it gives at `std`; its epsilon *grows* with std.
 
-    Where omega <= 1 the mechanism is not tCDP (002 Definition 2), and the epsilon is infinite.
+    It falls below 0 with too little noise, and is then infinite.
     """
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
-    if not omega > 1:
-        return Printed(math.inf, (*failed, f"omega = {omega:.4g} > 1")), 1.0
-    return Printed(_theorem5_limit(batch, samples, steps) - rho, failed), _least_delta(rho, omega)
+    value = _theorem5_limit(batch, samples, steps) - rho
+    failed += () if omega > 1 else (f"omega = {omega:.4g} > 1",)
+    return Printed(value if value >= 0 else math.inf, failed), _least_delta(rho, omega)
 
 
 def tcdp_theorem5_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps: int) -> Printed:
