@@ -97,7 +97,7 @@ class Coordinator:
         self.account(t)
         cohort = self.select(t)
         total, partials = self.collect(t, cohort)
-        update = self.aggregate(t, total)
+        update = self.aggregate(t, self.release(t, total))
         self.model = self.experiment.server.step(self.model.astype(np.float64), update, self.state, t)
         row = self.measure(t, cohort, partials, update)
         self.bound = self.next_bound(t, cohort, partials)
@@ -165,13 +165,17 @@ class Coordinator:
                 kept.setdefault(client, []).append(memory)
         self.memory |= {client: each[0] if len(each) == 1 else np.mean(each, axis=0, dtype=np.float64).astype(np.float32) for client, each in kept.items()}
 
+    def release(self, t: int, total: np.ndarray) -> np.ndarray:
+        """The sum of the contributions as it is released, float64 [d]: with the server's noise, where the server draws any."""
+        if self.experiment.noise.placement != "server" or not self.plan.ratio:
+            return total
+        noise = self._noise(t, self.plan.sum_std(self.bound))
+        self._snr = float(np.linalg.norm(total) / np.linalg.norm(noise)) if self.experiment.measure.bounding else None
+        return total + noise
+
     def aggregate(self, t: int, total: np.ndarray) -> np.ndarray:
-        """The mean update, float64 [d], from the sum of the contributions."""
+        """The mean update, float64 [d], from the released sum of the contributions."""
         experiment, lr = self.experiment, self.experiment.local.learning_rate(t)
-        if experiment.noise.placement == "server" and self.plan.ratio:
-            noise = self._noise(t, self.plan.sum_std(self.bound))
-            self._snr = float(np.linalg.norm(total) / np.linalg.norm(noise)) if experiment.measure.bounding else None
-            total = total + noise
         mean = total / self.plan.divisor
         if experiment.bounding.stateful:  # the mean of what all clients remember, followed by what was sent of it
             self.state["shared"] += experiment.bounding.beta / len(self.plan.population) * total

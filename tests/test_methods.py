@@ -202,7 +202,7 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         coordinator = Coordinator(Plan.make(experiment(**turns, noise={**noise, "bands": bands})), str(tmp_path / str(bands)), 0)
         (tmp_path / str(bands)).mkdir()
         coordinator.start()
-        spread[bands] = np.std(sum(coordinator.aggregate(t, np.zeros(7850)) for t in range(40)))
+        spread[bands] = np.std(sum(coordinator.release(t, np.zeros(7850)) for t in range(40)))
     assert spread[5] < 0.75 * spread[1]
     with pytest.raises(ConfigError, match=r"noise.bands = 6: at most 5"):
         Plan.make(experiment(**turns, noise={**noise, "bands": 6}))

@@ -12,9 +12,9 @@ sample's gradient, layer by layer, and the sum of the clipped gradients is one p
 | GroupNorm, LayerNorm | sums of g and of g times the normal   | formed                                                             |
 | any other            | vmap of the layer's own backward      | formed                                                             |
 
-The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming takes D p numbers to be kept and read
-again; `GHOST` products cost as much as one number. Rounding can leave a ghost norm wrong by 1e-7 of (sum_t |a_t| |g_t|)^2, so it serves
-only where positions are few.
+The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming (Rochette, Manoel and Tramel 2019) takes
+D p numbers to be kept and read again; `GHOST` products cost as much as one number. Where the positions' contributions cancel, rounding
+could make a ghost norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t |a_t| |g_t|)^2 is added to its square.
 
 >>> from raydpfl.local.sgd import Sgd
 >>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Sgd(), torch.device("cpu"))
@@ -24,6 +24,7 @@ raydpfl.local.layerwise.NotLayerwise: BatchNorm1d mixes the samples of a batch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -42,6 +43,7 @@ from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
 GHOST = 32
+SLACK = 2.0**-22  # four roundings of float32
 FEW = 32  # numbers in a patch; up to so many a product of patches is faster than a convolution of many groups
 LIMIT = 1 << 29  # bytes that one pass should keep at most, about; a batch that needs more is cut into several
 
@@ -101,7 +103,8 @@ def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """[B], from a [B, T, D] and g [B, T, p]."""
     if a.shape[1] == 1:
         return (torch.linalg.vector_norm(a, dim=(1, 2)) * torch.linalg.vector_norm(g, dim=(1, 2))).square()
-    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)).clamp_(min=0)  # rounding may take it below 0
+    slack = (torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(1).square() * SLACK
+    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + slack
 
 
 def _scaled(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -200,7 +203,6 @@ class Layerwise(Loop):
                 raise NotLayerwise(f"{type(layer).__name__} has parameters of its own beside those of its layers")
             if own:
                 self.leaves.append(_Leaf(layer, own))
-                layer.register_forward_hook(self.leaves[-1].keep, with_kwargs=True)
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
@@ -217,10 +219,15 @@ class Layerwise(Loop):
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         for leaf in self.leaves:
             leaf.inputs = ()
-        outputs = self.module(x)
+        with contextlib.ExitStack() as hooks:
+            for leaf in self.leaves:
+                hooks.callback(leaf.layer.register_forward_hook(leaf.keep, with_kwargs=True).remove)
+            outputs = self.module(x)
         for leaf in self.leaves:
             if not leaf.inputs:
                 raise NotLayerwise(f"{type(leaf.layer).__name__} is not called")
+            if len(leaf.inputs[0]) != len(x):
+                raise NotLayerwise(f"the first axis of {type(leaf.layer).__name__}'s input is not that of the samples")
         return outputs
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
