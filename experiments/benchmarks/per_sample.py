@@ -4,7 +4,8 @@ The references are what a simulator would otherwise do for one client after anot
 (`torch.func`), and for the CNN also Opacus' ghost clipping, where it is installed (`pip install opacus`). All sides train the same clients
 on the same batches, each in one single-thread process per core with its share of the cohort, by turns a few rounds each; the medians of
 the rounds' seconds are compared. The first rounds warm up and have noise of std 0: in them, `apart` is the largest relative distance
-between the sums of updates of the engine and of a reference. Rows are random.
+between the sums of updates of the engine and of a reference (a ReLU or a maximum that rounds to the other side can give 1e-2). Rows are
+random.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ sample's gradient, layer by layer, and the sum of the clipped gradients is one p
 | layer                | a sample's gradient                   | its squared norm                                                   |
 |----------------------|---------------------------------------|--------------------------------------------------------------------|
 | Linear               | g^T a and sum_t g                     | T = 1: (|a|^2 + 1) |g|^2; else one of the two below                |
-| convolution          | g^T a, a its patches; and sum_t g     | formed: one convolution of as many groups as samples, and summed   |
-|                      |                                       | ghost: sum over t, u of (a a^T)_tu (g g^T)_tu, never formed        |
+| convolution          | g^T a, a its patches; and sum_t g     | formed: one convolution of as many groups as samples, then summed  |
+|                      |                                       | ghost: sum over t, u of (a a^T)_tu (g g^T)_tu                      |
 | GroupNorm, LayerNorm | sums of g and of g times the normal   | formed                                                             |
 | any other            | vmap of the layer's own backward      | formed                                                             |
 
@@ -43,8 +43,8 @@ from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
 GHOST = 32
+FEW = 32  # numbers in a patch: up to so many, a product of patches takes less than a convolution of as many groups as samples
 SLACK = 2.0**-22  # four roundings of float32
-FEW = 32  # numbers in a patch; up to so many a product of patches is faster than a convolution of many groups
 LIMIT = 1 << 29  # bytes that one pass should keep at most, about; a batch that needs more is cut into several
 
 Term = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
@@ -87,7 +87,7 @@ class _Leaf:
 
 
 def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
-    """Whether ghost norms can serve and cost less than forming the gradients; from the shape of the layer's output."""
+    """Whether the ghost norm by this parameter can be taken and costs less than forming gradients; from the shape of the layer's output."""
     if name != "weight" or type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "groups", 1) > 1:
         return False
     positions, outputs, inputs = prod(output[1:]) // len(layer.weight), len(layer.weight), layer.weight[0].numel()
@@ -135,12 +135,10 @@ def _convolution(layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g:
         geometry = (layer.stride, padding, layer.dilation, layer.transposed, layer.output_padding, groups)
         return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
 
-    ghost = _ghostly(layer, name, g.shape)
-    if ghost or (type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= FEW):
-        a, outputs = _patches(layer, x, padding, g.shape[2:]), g.flatten(2)
-        if ghost:
-            return _ghost(a.mT, outputs.mT), lambda s: backward(x, _scaled(g, s), 1)
-        return _formed(torch.bmm(outputs, a.mT).view(len(g), *shape))
+    if _ghostly(layer, name, g.shape):
+        return _ghost(_patches(layer, x, padding, g.shape[2:]).mT, g.flatten(2).mT), lambda s: backward(x, _scaled(g, s), 1)
+    if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= FEW:
+        return _formed(torch.bmm(_patches(layer, x, padding, g.shape[2:]), g.flatten(2).mT).mT.reshape(len(g), *shape))
     apart = backward(*(each.reshape(1, -1, *each.shape[2:]) for each in (x, g)), len(g))  # each sample in channels of its own
     return _formed(apart.reshape(len(g), *shape))
 
@@ -148,8 +146,8 @@ def _convolution(layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g:
 def _patches(layer: nn.Conv2d, x: torch.Tensor, padding: tuple[int, int], size: torch.Size) -> torch.Tensor:
     """What `torch.nn.functional.unfold` gives, [B, D, T], for an output of `size`; a strided copy is many times faster."""
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    (sample, channel, *place), (dilation, step) = x.stride(), (layer.dilation, layer.stride)
-    strides = [d * s for d, s in zip(dilation, place, strict=True)] + [d * s for d, s in zip(step, place, strict=True)]
+    sample, channel, *place = x.stride()
+    strides = [times * stride for each in (layer.dilation, layer.stride) for times, stride in zip(each, place, strict=True)]
     return x.as_strided((*x.shape[:2], *layer.kernel_size, *size), (sample, channel, *strides)).reshape(len(x), -1, size.numel())
 
 

@@ -13,6 +13,9 @@ where c_t and gamma are numbers that lr, weight decay, momentum and the proximal
 outputs, and a proximal term mu the first one, Z_0: its gradient mu (W - W_0) gives mu (Z - Z_0), for the outputs are linear in W and b.
 That is n coefficients an output instead of p weights. The mathematics is that of the loop, up to rounding.
 
+Where each sample's gradient is clipped (fused alone), its squared norm is the sum over the layers of (||a||^2 + 1) ||g||^2, a the layer's
+inputs and g the gradient by its outputs, and to clip it is to scale its g in every layer (Goodfellow 2015).
+
 >>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=20, local=Sgd(steps=20, batch=10))
 True
 >>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=600, local=Sgd(steps=1, batch=10))

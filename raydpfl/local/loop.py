@@ -19,8 +19,11 @@ from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
 
 class Loop:
-    """Trains each client with autograd. What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts
-    afresh with each, so nothing passes from one client to the next."""
+    """Trains each client with autograd, sample by sample where each sample's gradient is to be clipped.
+
+    What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts afresh with each, so nothing passes
+    from one client to the next.
+    """
 
     private, corrects = None, True
 

@@ -97,7 +97,10 @@ def sample_loss(outputs: torch.Tensor, y: torch.Tensor, reduction: str = "mean")
 
 
 def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
-    """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so that it shows in the update."""
+    """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so that it shows in the update.
+
+    All in float32: a clipped gradient may be longer than the bound by a few 1e-7 of it.
+    """
     return (bound / norms).clamp(max=1) + 0 * norms
 
 
