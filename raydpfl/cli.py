@@ -110,6 +110,37 @@ def budget(
         Console(highlight=False).print(calculator.render(found))
 
 
+@app.command()
+def audit(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Where audit.json and audit.png go; default: a new directory under runs/.")] = None,
+    canaries: Annotated[int, typer.Option(help="Clients (with noise at local steps, samples) that a coin puts in or leaves out.")] = 2000,
+    confidence: Annotated[float, typer.Option(help="Of each lower bound.")] = 0.95,
+    delta: Annotated[float | None, typer.Option(help="Where claims are looked at. Default: the run's own.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Run an experiment with canaries in it: what they prove of its privacy, beside what is claimed. Exit code 1: not as claimed."""
+    from raydpfl import audit as auditor
+
+    experiment, folder = _read(config, overrides)
+    out = out or Path("runs") / f"{(folder or Path(config)).stem}-audit-{time.strftime('%Y%m%d-%H%M%S')}"
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        settings = {"canaries": canaries, "confidence": confidence, "delta": delta, "data_root": data_root}
+        found = auditor.audit(experiment, out, **settings, on_round=lambda done, of: progress.update(task, completed=done, total=of))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        console.print(found.text(), markup=False)
+        console.print(f"Audit directory: {out}", markup=False)
+    if not found.passed:
+        raise RunError(found.verdict)
+
+
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
 app.add_typer(datasets, name="data")
 

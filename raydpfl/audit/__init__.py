@@ -1,0 +1,229 @@
+"""An audit: does a run give the privacy that its accountants say it gives?
+
+Canaries take the place of clients in runs of the experiment itself; who is a canary's opposite or absent is tossed by coins, and what
+an observer can tell about those coins bounds epsilon from below [2] and estimates it [1] (`bounds`). Beside that, the noise and
+everything else that is known of the audited runs is checked against what was accounted for (`checks`).
+
+>>> experiment = Experiment.from_dict({
+...     "rounds": 1, "data": {"kind": "synthetic", "clients": 300, "samples": 5}, "model": {"kind": "mlp", "hidden": 100},
+...     "selection": {"kind": "full"}, "bounding": {"kind": "clip", "bound": 1.0},
+...     "noise": {"kind": "gaussian", "placement": "server", "epsilon": 4.0}, "privacy": {"accountants": ["pld"], "relation": "zero_out"}})
+>>> done = audit(experiment, canaries=1500)
+>>> done.passed, done.views[0].claimed.epsilon < 4.0001, 1.2 < done.views[0].lower < 4
+(True, True, True)
+
+**Several runs.** A population smaller than the canaries asked for is run several times, over the same data with other seeds. The runs are
+independent and each canary is in one of them, so that together they are one mechanism, as private for each canary as one run.
+
+**What is not audited.** The canaries' own training, which is replaced (what it gives is bounded all the same); the count of clients below
+an adaptive bound; the generator of the noise, which is for simulation; anything beyond the observers that the guarantees name. A lower bound
+far below the claim is the rule: it shows that privacy is no better than that, never that it is as good as claimed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raydpfl.audit import checks, steps, views
+from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
+from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record
+from raydpfl.audit.checks import Check
+from raydpfl.audit.views import View
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError
+from raydpfl.plan import Plan
+from raydpfl.tracking import write_json
+
+__all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
+
+FEW = 1000  # canaries for a bound worth having
+CROWD = 0.1  # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found: a view for every rigorous guarantee of the run, and the checks."""
+
+    views: list[View]
+    checks: list[Check]
+    runs: int
+    seed: int
+    notes: tuple[str, ...] = ()  # what weakens the audit
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing speaks against the claims."""
+        return all(check.passed for check in self.checks) and not any(view.refuted or view.exceeded for view in self.views)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one plain sentence."""
+        refuted = [view for view in self.views if view.refuted]
+        failed = [check for check in self.checks if not check.passed]
+        exceeded = [view for view in self.views if view.exceeded]
+        also = f" ({'; '.join(f'{check.name}: {check.finding}' for check in failed)})" if failed else ""
+        if refuted:
+            view = max(refuted, key=lambda one: one.lower / one.claimed.epsilon)
+            return (
+                f"The claim is false: epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}, "
+                f"and the canaries prove at least {view.lower:.4g}{also}."
+            )
+        if failed:
+            return f"What ran is not what was accounted for: {'; '.join(f'{check.name}: {check.finding}' for check in failed)}."
+        if exceeded:
+            view = max(exceeded, key=lambda one: one.estimate.epsilon / one.claimed.epsilon)
+            return (
+                f"The claim is in doubt: epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}, "
+                f"and the canaries' scores look like {view.estimate.epsilon:.4g} ({view.estimate.low:.4g} to {view.estimate.high:.4g})."
+            )
+        view = max(self.views, key=lambda one: one.lower / one.claimed.epsilon)
+        return (
+            f"Nothing speaks against the claims: of the epsilon {view.claimed.epsilon:.4g} claimed against whoever sees {view.claimed.observer}, "
+            f"the canaries prove {view.lower:.4g}, their scores look like {view.estimate.epsilon:.4g} "
+            f"({view.estimate.low:.4g} to {view.estimate.high:.4g}), and all {len(self.checks)} checks pass."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `audit.json` has it."""
+        facts = {"passed": self.passed, "verdict": self.verdict, "runs": self.runs, "seed": self.seed, "notes": list(self.notes)}
+        false_alarm = sum(check.false_alarm for check in self.checks) + len(self.views) * views.FALSE_ALARM
+        facts |= {"false_alarm": {"checks and estimates": false_alarm, "each lower bound": 1 - self.views[0].confidence}}
+        return facts | {"views": [view.to_dict() for view in self.views], "checks": [check.to_dict() for check in self.checks]}
+
+    def text(self) -> str:
+        """The report, for a terminal."""
+        lines = []
+        for view in self.views:
+            claim, estimate = view.claimed, view.estimate
+            lines += [
+                f"{claim.observer} ({claim.sampling})",
+                f"  claimed    epsilon {claim.epsilon:.4g} at delta {claim.delta:g} for one {claim.unit}, {claim.relation}, by {claim.accountant}",
+                f"  proven     at least {view.lower:.4g}, with confidence {view.confidence:.0%}: of {view.canaries} canaries {view.guesses} are guessed, "
+                f"{view.right} right; all right would prove {view.reach:.4g}",
+                f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g}); with fitted variances "
+                f"{estimate.forward:.4g} and {estimate.backward:.4g}",
+            ]
+        lines += [f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}" for check in self.checks]
+        return "\n".join([*lines, *(f"note: {note}." for note in self.notes), self.verdict])
+
+
+def audit(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    *,
+    canaries: int = 2000,
+    confidence: float = 0.95,
+    delta: float | None = None,
+    data_root: str | Path | None = None,
+    on_round: Callable[[int, int], None] = lambda done, of: None,
+) -> Audit:
+    """Audits `experiment` with `canaries` (1000 at least, for a bound worth having) in as many runs as the population needs for so many.
+
+    `confidence` is that of each lower bound. `delta` is where claims are looked at, the run's own by default: beyond 1 / (10 `canaries`)
+    it costs the bound much of its strength. With `out`, a new or empty directory, it writes `audit.json`, `audit.png` and `config.yaml`.
+    `on_round` is told of rounds done, of how many. It all happens in this process, whatever `client.actors` says.
+
+    Raises `ConfigError` for a run that claims nothing, and for what cannot be audited; `RunError` when a run fails.
+    """
+    folder = Path(out) if out is not None else None
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("--out", str(folder), "a new or empty directory")
+    _check(experiment, canaries, confidence, delta)
+    plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
+    delta = delta or experiment.noise.delta
+    if experiment.noise.placement == "step":
+        done = _of_samples(plan, canaries, delta, confidence, on_round)
+    else:
+        records = _of_clients(plan, canaries, on_round)
+        found = views.of_runs(plan, records, delta, confidence)
+        done = Audit(found, checks.of_runs(records), len(records), experiment.seed, _notes(records, found))
+    if folder is not None:
+        from raydpfl.audit.figure import draw
+
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(plan.experiment.to_yaml())
+        draw(done.views, folder / "audit.png")
+        write_json(folder / "audit.json", done.to_dict())
+    return done
+
+
+def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:
+    if not e.private:
+        raise ConfigError("noise.kind", e.noise.kind, "gaussian: without noise nothing is claimed, and there is nothing to audit")
+    if all(name == "paper" for name in e.privacy.accountants):
+        raise ConfigError("privacy.accountants", list(e.privacy.accountants), "pld or rdp among them: an audit holds a run against a rigorous claim")
+    if e.noise.virtual_cohort:
+        raise ConfigError("noise.virtual_cohort", e.noise.virtual_cohort, "none: the clients that it stands for do not run, and cannot be audited")
+    if e.selection.needs_losses:
+        raise ConfigError("selection.kind", e.selection.kind, "one that does not look at losses, which are outside of the guarantee")
+    if canaries < 10:
+        raise ConfigError("canaries", canaries, "at least 10; 1000 and more for a bound worth having")
+    if not 0.5 <= confidence < 1:
+        raise ConfigError("confidence", confidence, "from 0.5, below 1")
+    if delta is not None and not 0 < delta < 1:
+        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
+
+
+def _inline(e: Experiment) -> Experiment:
+    """Without Ray, and without what is measured on the side (which trains clients a second time)."""
+    return e.model_copy(update={"client": e.client.model_copy(update={"actors": 0}), "measure": type(e.measure)(tensorboard=False)})
+
+
+def _of_clients(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
+    population, rounds = len(plan.population), plan.experiment.rounds
+    each = min(canaries, population)
+    runs = math.ceil(canaries / each)
+    records = []
+    for run in range(runs):
+        again = _seeded(plan, (plan.experiment.seed + run) % (1 << 64))
+        e = again.experiment
+        planted = Canaries.among(e.seed, population, each, plan.d, mirrored=e.relation == "replace_one")
+        with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
+            coordinator = PlantedCoordinator(again, scratch, planted)
+            coordinator.start()
+            for t in range(rounds):
+                coordinator.round()
+                on_round(run * rounds + t + 1, runs * rounds)
+            records.append(coordinator.finished())
+    return records
+
+
+def _of_samples(plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]) -> Audit:
+    """One run holds canaries enough, as every sample of some clients can be one."""
+    e = plan.experiment
+    with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
+        coordinator = steps.StepCoordinator(plan, scratch, steps.plant(plan, canaries, delta))
+        coordinator.start()
+        for t in range(e.rounds):
+            coordinator.round()
+            on_round(t + 1, e.rounds)
+        ledger = [json.loads(line) for line in coordinator.ledger.path.read_text().splitlines()]
+    found = [coordinator.seen.view(delta, confidence)]
+    return Audit(found, coordinator.seen.checks(ledger), 1, e.seed, _notes([], found))
+
+
+def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
+    notes = []
+    if found[0].canaries < FEW:
+        notes.append(f"{found[0].canaries} canaries prove little; {FEW} are worth having")
+    crowd = max((share for record in records for share in record.crowds), default=0.0)
+    if crowd > CROWD:
+        notes.append(f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one another, so that estimates come out low")
+    if any(view.claimed.delta * view.canaries > CROWD for view in found):
+        notes.append(f"at delta {found[0].claimed.delta:g} so many guesses may come true for free that bounds are weak; a smaller --delta helps")
+    return tuple(notes)
+
+
+def _seeded(plan: Plan, seed: int) -> Plan:
+    """The same mechanism on the same data; cohorts, noise, coins and the first model of another seed."""
+    e = plan.experiment.model_copy(update={"seed": seed})
+    exposures = e.selection.exposures(seed, e.rounds, plan.population)
+    survivors = e.selection.survivors(seed, e.rounds, plan.population)
+    mechanism = replace(plan.mechanism, rounds=int(exposures[-1]))
+    return replace(plan, experiment=e, exposures=exposures, survivors=survivors, mechanism=mechanism)

@@ -1,0 +1,149 @@
+"""From guesses and scores of canaries to an epsilon: the one-run lower bound and the one-shot estimate.
+
+>>> round(one_run_bound(canaries=1000, guesses=200, right=180, delta=1e-5), 4)
+1.7963
+>>> one_run_bound(canaries=1000, guesses=200, right=110, delta=1e-5)  # a coin does as well
+0.0
+
+The lower bound [2] is a theorem: whatever the guesses are made from, a mechanism that is (epsilon, delta)-private for each canary by
+itself stays above it with the confidence asked for. That several runs are independent and hold different canaries makes
+them one such mechanism, so that canaries of several runs count together. The estimate [1] supposes that scores are Gaussian; it is
+sharp where they are, and proves nothing.
+
+References:
+[1] Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot empirical privacy estimation for federated learning. ICLR 2024.
+[2] Steinke, Nasr, Jagielski. Privacy auditing with one (1) training run. NeurIPS 2023. Theorem 5.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import expit, ndtr
+from scipy.stats import binom
+
+from raydpfl.privacy import gaussian_epsilon
+
+_MOST = 700.0  # epsilon beyond which nobody looks
+INTERVAL = 1.96  # standard errors to either side: 95 %
+
+
+def one_run_p_value(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:
+    """The p-value of "(epsilon, delta)-private" after `right` of `guesses` on the coins of `canaries` came true ([2], Theorem 5.2).
+
+    P[Bin(r, s) >= v] + 2 m delta max_{1 <= i <= v} P[v > Bin(r, s) >= v - i] / i, where s = 1 / (1 + e^-epsilon).
+    """
+    if right == 0:
+        return 1.0
+    at_least = binom.sf(np.arange(-1, right), guesses, expit(epsilon))  # P[Bin >= 0], ..., P[Bin >= v]
+    between = (at_least[right - 1 :: -1] - at_least[right]) / np.arange(1, right + 1)
+    return float(min(1.0, at_least[right] + 2 * canaries * delta * between.max()))
+
+
+def one_run_bound(canaries: int, guesses: int, right: int, delta: float, confidence: float = 0.95, tolerance: float = 1e-9) -> float:
+    """The largest epsilon that the guesses refute: with that `confidence` the mechanism's epsilon at `delta` is no lower. 0 if they refute none.
+
+    `guesses` must have been fixed before the scores were seen. Raises ValueError unless 0 <= right <= guesses <= canaries.
+    """
+    if not 0 <= right <= guesses <= canaries:
+        raise ValueError(f"{right} right of {guesses} guesses on {canaries} canaries")
+
+    def excess(epsilon: float) -> float:
+        return one_run_p_value(epsilon, canaries, guesses, right, delta) - (1 - confidence)
+
+    if guesses == 0 or excess(0.0) >= 0:
+        return 0.0
+    # At s = v / r half of the mass lies at v and above.
+    most = _MOST if right == guesses else math.log(right / (guesses - right))
+    return float(brentq(excess, 0.0, most, xtol=tolerance)) if excess(most) > 0 else most
+
+
+def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:
+    """How many of the canaries to guess on: the number from which the most is to be expected.
+
+    `evidence` float64 [n]: log-likelihood ratios of made-up canaries, as what is claimed would give them; a guess by its sign is right with
+    probability 1 / (1 + e^-|evidence|). So the number is fixed before anything is seen. The expectation is 1.5 standard deviations low.
+    """
+    chance = expit(np.sort(np.abs(evidence))[::-1])
+    right, spread = np.cumsum(chance), np.cumsum(chance * (1 - chance))
+    sizes = np.unique(np.geomspace(min(10, canaries), canaries, 30).astype(int))
+    found = []
+    for r in sizes.tolist():
+        place, scale = max(1, round(r / canaries * len(chance))) - 1, canaries / len(chance)
+        expected = min(r, scale * right[place] - 1.5 * math.sqrt(scale * spread[place]))
+        found.append(one_run_bound(canaries, r, max(0, int(expected)), delta, confidence, 1e-3))
+    return int(sizes[np.argmax(found)])
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """An estimate of epsilon: `epsilon` with its interval from `low` to `high` (95 %) for two Gaussians of equal variance, and, for
+    the fitted ones as they are, from the world with the canary to that without (`forward`) and back (`backward`)."""
+
+    epsilon: float
+    low: float
+    high: float
+    forward: float
+    backward: float
+    mu: float  # distance of the two worlds in standard deviations
+    error: float  # standard error of mu
+
+
+def one_shot(statistics: np.ndarray, exposures: np.ndarray, inside: np.ndarray, mirrored: bool, worst: float, delta: float) -> OneShot:
+    """The estimate [1] of epsilon at `delta` for a canary of exposure `worst`.
+
+    `statistics` float64 [m]: sqrt(d) cos(canary, what was released), N(0, 1) for a canary that is not there. `exposures` float64 [m]: how far
+    each one's presence should move it. `inside` bool [m]: the coins. With `mirrored` a canary outside sends its opposite, and the two
+    worlds are N(m, s^2) and N(-m, s^2), fitted to all; else it sends nothing, and they are N(m, s^2), fitted to those inside, and N(0, 1).
+    """
+    signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
+    use = np.ones(len(inside), bool) if mirrored else inside
+    x, e = (signs * statistics)[use], exposures[use]
+    slope = float(e @ x / (e @ e))
+    std = math.sqrt(float(((x - slope * e) ** 2).sum()) / max(len(x) - 1, 1))
+    apart = 2.0 if mirrored else 1.0
+    mean, mu = slope * worst, apart * slope * worst / std
+    error = math.hypot(apart * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
+    middle, low, high = gaussian_epsilon(np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0), delta).tolist()
+    forward, backward = middle, middle
+    if not mirrored:
+        forward, backward = (gaussian_pair_epsilon(*pair, delta) for pair in (((mean, std), (0.0, 1.0)), ((0.0, 1.0), (mean, std))))
+    return OneShot(middle, low, high, forward, backward, mu, error)
+
+
+def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
+    """The smallest epsilon >= 0 with P(A) <= e^epsilon Q(A) + delta for all A, P and Q being Gaussians (mean, std); at most 700.
+
+    >>> round(gaussian_pair_epsilon((1.0, 1.0), (0.0, 1.0), 1e-5), 3)
+    4.377
+    """
+    if _pair_delta(p, q, 0.0) <= delta:
+        return 0.0
+    if _pair_delta(p, q, _MOST) > delta:
+        return _MOST
+    return float(brentq(lambda epsilon: _pair_delta(p, q, epsilon) - delta, 0.0, _MOST, xtol=1e-9))
+
+
+def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:
+    """P(A) - e^epsilon Q(A) on A = {x: log p(x) / q(x) > epsilon} = {a x^2 + 2 b x + c > 0}."""
+    (m, s), (n, t) = p, q
+    a = (1 / t**2 - 1 / s**2) / 2
+    b = (m / s**2 - n / t**2) / 2
+    c = ((n / t) ** 2 - (m / s) ** 2) / 2 + math.log(t / s) - epsilon
+
+    def mass(low: float, high: float, law: tuple[float, float]) -> float:
+        z, w = (low - law[0]) / law[1], (high - law[0]) / law[1]
+        return float(ndtr(w) - ndtr(z) if z + w < 0 else ndtr(-z) - ndtr(-w))
+
+    if abs(a) < 1e-12:
+        pieces = [(-c / (2 * b), math.inf) if b > 0 else (-math.inf, -c / (2 * b))] if b else [(-math.inf, math.inf)] if c > 0 else []
+    elif b * b <= a * c:
+        pieces = [(-math.inf, math.inf)] if a > 0 else []
+    else:
+        low, high = sorted([(-b - math.sqrt(b * b - a * c)) / a, (-b + math.sqrt(b * b - a * c)) / a])
+        pieces = [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
+    there, other = (sum(mass(*piece, law) for piece in pieces) for law in (p, q))
+    return there - (math.exp(epsilon + math.log(other)) if other > 0 else 0.0)

@@ -1,0 +1,177 @@
+"""What each observer that a guarantee speaks of can tell about canaries, beside what the guarantee claims.
+
+Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser does better: each guess is its sign, and
+the guesses are those of the largest size. With the cohort hidden a round's ratio is that of a mixture, the canary being there with
+probability q; with it known, and for single updates, the rounds in which the canary takes part count and no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
+from raydpfl.audit.canaries import Record
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.plan import Plan
+from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon
+from raydpfl.privacy.accountants import views as observers
+from raydpfl.privacy.mechanism import Mechanism
+
+EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
+FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one observer has of m canaries, over all runs. Arrays float64 [m], `inside` bool [m]."""
+
+    inside: np.ndarray
+    evidence: np.ndarray  # log-likelihood ratio, inside against outside
+    statistics: np.ndarray  # N(0, 1) for a canary that is not there
+    exposures: np.ndarray  # by how much one that is there should move it
+
+
+@dataclass(frozen=True)
+class View:
+    """One observer's finding: what is `claimed`, the least that the guesses prove at `confidence` (`lower`), and an `estimate`."""
+
+    claimed: Guarantee
+    canaries: int
+    guesses: int
+    right: int
+    lower: float
+    confidence: float
+    estimate: OneShot
+    statistics: np.ndarray  # as in `Scores`, for the figure
+    inside: np.ndarray
+
+    @property
+    def reach(self) -> float:
+        """The most that so many guesses can prove, all of them being right."""
+        return one_run_bound(self.canaries, self.guesses, self.guesses, self.claimed.delta, self.confidence)
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the claim is below what is proven."""
+        return self.lower > self.claimed.epsilon
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the estimate passes the claim by more than chance explains."""
+        mu = max(self.estimate.mu - EXCEEDS * self.estimate.error, 0.0)
+        return mu > 0 and float(gaussian_epsilon(mu, self.claimed.delta)) > self.claimed.epsilon
+
+    def to_dict(self) -> dict[str, Any]:
+        estimate = {name: round(value, 6) for name, value in asdict(self.estimate).items()}
+        proven = {name: getattr(self, name) for name in ("canaries", "guesses", "right", "lower", "reach", "confidence")}
+        return {"claimed": self.claimed.to_dict(), **proven, "estimate": estimate, "refuted": self.refuted, "exceeded": self.exceeded}
+
+
+def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: float) -> list[View]:
+    """A view for each rigorous guarantee of a run of `plan`; the claim is the least that any of its rigorous accountants gives at `delta`."""
+    e = plan.experiment
+    names = [name for name in e.privacy.accountants if name != "paper"]
+    rounds = max(int(record.plan.exposures[-1]) for record in records)
+    most = max((times for record in records for times in record.counts.values()), default=0)
+    found = []
+    for observer, words, mechanism, relation, times in observers(plan.mechanism, e.relation, rounds, most):
+        spent = {name: epsilon(mechanism, relation, delta, times, name) for name in names if times and not covers(name, mechanism, relation)}
+        if not spent:
+            continue
+        name = min(spent, key=spent.get)
+        claimed = Guarantee("rigorous", name, "client", relation, observer, words, spent[name], delta, mechanism.exclusions)
+        hidden, single = mechanism.sampling.hidden, observer == "every single update"
+        parts, imagined = zip(*[_scores(record, mechanism.sampling.q if hidden else None, single) for record in records], strict=True)
+        scores = Scores(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Scores)))
+        found.append(view(scores, np.concatenate(imagined), claimed, _worst(mechanism, times), relation == "replace_one", confidence))
+    return found
+
+
+def view(scores: Scores, imagined: np.ndarray, claimed: Guarantee, worst: float, mirrored: bool, confidence: float) -> View:
+    """The finding for one observer. `imagined`: evidence on made-up canaries; `worst`: the exposure of the canary that the claim is about."""
+    m = len(scores.inside)
+    guesses = guesses_for(imagined, m, claimed.delta, confidence)
+    order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
+    right = int(((scores.evidence > 0) == scores.inside)[order].sum())
+    lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
+    there = scores.exposures > 0
+    if not (there & scores.inside).any():
+        raise ConfigError("canaries", m, "more of them, or more rounds: no canary took part in the run")
+    estimate = one_shot(scores.statistics[there], scores.exposures[there], scores.inside[there], mirrored, worst, claimed.delta)
+    return View(claimed, m, guesses, right, lower, confidence, estimate, scores.statistics[there], scores.inside[there])
+
+
+def _worst(mechanism: Mechanism, times: int) -> float:
+    """By how much the client that the claim is about should move its statistic: q sqrt(rounds) c / std."""
+    updates = mechanism.queries[0]
+    share = mechanism.sampling.q if mechanism.sampling.hidden else 1.0
+    return share * math.sqrt(times) * updates.bound / updates.std
+
+
+def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
+    """Of one run, and the evidence float64 [k] on as many canaries that are made up as the claim has them.
+
+    `q` is the probability to be in a round's cohort, None where the cohort is known.
+    """
+    canaries = record.canaries
+    made_up = stream(canaries.seed, Purpose.CANARY, step=3)
+    signs = np.where(made_up.random(len(canaries.clients)) < 0.5, 1.0, -1.0 if canaries.mirrored else 0.0)
+    if q is not None:
+        a = record.amplitudes * _available(record)
+        there = signs[:, None] * (made_up.random(a.shape) < q)
+        return _hidden(record, _gathered(record, record.scores), a, q), _hidden(record, made_up.standard_normal(a.shape) + there * a, a, q).evidence
+    if single:
+        product, power = record.single, record.single_power
+    else:
+        pattern = _spread(record, record.times * record.amplitudes)
+        product, power = (pattern * record.scores).sum(1), (pattern**2).sum(1)
+    exposures = np.sqrt(power)
+    imagined = exposures * made_up.standard_normal(len(signs)) + signs * power
+    return _known(record, product, exposures), _known(record, imagined, exposures).evidence
+
+
+def _known(record: Record, product: np.ndarray, exposures: np.ndarray) -> Scores:
+    """From the scores' products with what a canary adds to them, N(exposures^2, exposures^2) for one that is there."""
+    evidence = 2 * product if record.canaries.mirrored else product - exposures**2 / 2
+    return Scores(record.canaries.inside, evidence, np.divide(product, exposures, out=np.zeros_like(product), where=exposures > 0), exposures)
+
+
+def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scores:
+    """From the scores of rounds, N(a, 1) with probability `q` for a canary that is inside."""
+
+    def ratio(sign: float) -> np.ndarray:
+        there = sign * a * scores - a**2 / 2
+        return np.logaddexp(math.log1p(-q), math.log(q) + there) if q < 1 else there
+
+    evidence = (ratio(1.0) - (ratio(-1.0) if record.canaries.mirrored else 0.0)).sum(1)
+    power = np.sqrt((a**2).sum(1))
+    return Scores(record.canaries.inside, evidence, (a * scores).sum(1) / power, q * power)
+
+
+def _available(record: Record) -> np.ndarray:
+    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort (see `raydpfl.selection.windows`)."""
+    selection, rounds = record.plan.experiment.selection, np.arange(record.plan.experiment.rounds)
+    period, window = getattr(selection, "period", 1), getattr(selection, "window", 1)
+    return (rounds - record.canaries.clients[:, None]) % period < window
+
+
+def _coefficients(record: Record) -> tuple[float, ...]:
+    return getattr(record.plan.experiment.noise, "coefficients", None) or (1.0,)
+
+
+def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
+    """C x for the rows x of `pattern`: what a participation adds to whitened sums, this round's and those after it."""
+    rounds = pattern.shape[1]
+    return sum(c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds] for j, c in enumerate(_coefficients(record)))
+
+
+def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
+    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in each round."""
+    rounds = scores.shape[1]
+    return sum(c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds] for j, c in enumerate(_coefficients(record)))

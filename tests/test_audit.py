@@ -1,0 +1,505 @@
+"""The audit: what canaries prove lies below the claim, and every way of breaking the mechanism is noticed.
+
+False alarms: a check or an estimate fails for at most 1e-4 of sound runs, a lower bound passes the claim in far fewer than its
+5 %. Seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import experiment
+from scipy.stats import norm
+
+from raydpfl import client as client_module
+from raydpfl import coordinator as coordinator_module
+from raydpfl.audit import audit, checks
+from raydpfl.audit.bounds import gaussian_pair_epsilon, guesses_for, one_run_bound, one_run_p_value, one_shot
+from raydpfl.audit.canaries import Canaries
+from raydpfl.client import ClientActor
+from raydpfl.coordinator import Coordinator
+from raydpfl.errors import ConfigError
+from raydpfl.keys import normals
+from raydpfl.local import engine
+from raydpfl.noise import client_noise, server_noise
+from raydpfl.plan import Plan
+from raydpfl.privacy import Ledger, gaussian_epsilon
+
+ONE_ROUND = {  # the setting of PRIVACY.md sec. 7: one release, 1000 canaries, 7,850 parameters
+    "rounds": 1,
+    "data": {"kind": "fashion_mnist_mini", "clients": 1000, "partition": {"kind": "iid"}},
+    "selection": {"kind": "full"},
+    "noise": {"kind": "gaussian", "placement": "server", "epsilon": 4.0, "delta": 1e-5},
+    "privacy": {"accountants": ["pld"], "relation": "zero_out"},
+}
+FEW_ROUNDS = {  # clients' own noise, on few canaries: for what the checks notice
+    "rounds": 6,
+    "data": {"kind": "fashion_mnist_mini", "clients": 60, "partition": {"kind": "iid"}},
+    "selection": {"kind": "uniform", "cohort": 20},
+    "noise": {"kind": "gaussian", "placement": "client", "multiplier": 2.0, "delta": 1e-5},
+    "privacy": {"accountants": ["pld"]},
+}
+
+
+def small(**changes):
+    return experiment(**{**FEW_ROUNDS, **changes})
+
+
+def failed(done) -> set[str]:
+    return {check.name for check in done.checks if not check.passed}
+
+
+# ---- from guesses to epsilon ----
+
+
+def test_the_one_run_bound_has_the_published_value():
+    assert one_run_bound(1000, 200, 180, 1e-5) == pytest.approx(1.7963, abs=5e-5)
+
+
+@pytest.mark.parametrize("m,r,v,delta", [(1000, 200, 180, 1e-5), (500, 500, 330, 1e-4), (100, 40, 40, 0.0), (1000, 100, 90, 1e-3)])
+def test_the_one_run_bound_solves_its_equation(m, r, v, delta):
+    """Against the formula summed term by term."""
+
+    def p_value(epsilon):
+        s = 1 / (1 + math.exp(-epsilon))
+        mass = [math.comb(r, k) * s**k * (1 - s) ** (r - k) for k in range(r + 1)]
+        slack = max(sum(mass[v - i : v]) / i for i in range(1, v + 1))
+        return min(1.0, sum(mass[v:]) + 2 * m * delta * slack)
+
+    bound = one_run_bound(m, r, v, delta)
+    assert bound > 0 and p_value(bound) == pytest.approx(0.05, rel=1e-6)
+    for epsilon in (0.0, 0.5, bound):
+        assert one_run_p_value(epsilon, m, r, v, delta) == pytest.approx(p_value(epsilon), rel=1e-9)
+
+
+def test_the_one_run_bound_grows_with_what_is_right_and_is_zero_for_a_coin():
+    found = [one_run_bound(1000, 100, v, 1e-5) for v in range(0, 101, 10)]
+    assert found == sorted(found) and found[5] == 0 and found[-1] > found[-2] > 1
+    with pytest.raises(ValueError):
+        one_run_bound(10, 5, 6, 1e-5)
+
+
+@pytest.mark.parametrize("p,q", [((1, 1), (0, 1)), ((1, 1.1), (0, 1)), ((0, 1), (1, 1.1)), ((2, 0.7), (0, 1)), ((0, 1.3), (0, 1)), ((0, 1), (0, 1.3))])
+def test_the_epsilon_of_two_gaussians_is_their_hockey_stick(p, q):
+    epsilon = gaussian_pair_epsilon(p, q, 1e-4)
+    x = np.linspace(-40, 40, 400_001)
+    delta = np.maximum(norm.pdf(x, *p) - math.exp(epsilon) * norm.pdf(x, *q), 0).sum() * (x[1] - x[0])
+    assert epsilon > 0 and delta == pytest.approx(1e-4, rel=1e-4)
+    if p[1] == q[1]:
+        assert epsilon == pytest.approx(float(gaussian_epsilon(p[0] - q[0], 1e-4)), rel=1e-6)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_the_one_shot_estimate_covers_the_truth(mirrored):
+    """Intervals of 95 % over 200 draws of 500 canaries: 180 cover at least, but for one draw in 1,000."""
+    generator = np.random.default_rng(1)
+    apart, covered = (2 if mirrored else 1), 0
+    truth = float(gaussian_epsilon(apart * 0.8, 1e-5))
+    for _ in range(200):
+        inside = generator.random(500) < 0.5
+        exposures = generator.uniform(0.2, 0.8, 500)
+        signs = np.where(inside, 1.0, -1.0 if mirrored else 0.0)
+        found = one_shot(signs * exposures + generator.standard_normal(500), exposures, inside, mirrored, 0.8, 1e-5)
+        assert found.low < found.epsilon < found.high
+        covered += found.low <= truth <= found.high
+    assert 180 <= covered < 200
+
+
+@pytest.mark.parametrize("epsilon", [4.0, 8.0])
+def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
+    """The guessing game by itself, 300 times with 2000 canaries: never above the claim, and above 30 % of it in 95 % of games."""
+    generator, mus = np.random.default_rng(2), np.linspace(0.1, 3, 4000)
+    mu = float(np.interp(epsilon, gaussian_epsilon(mus, 1e-5), mus))
+    guesses = guesses_for(mu**2 / 2 + mu * generator.standard_normal(2000), 2000, 1e-5)
+    right = []
+    for _ in range(300):
+        inside = generator.random(2000) < 0.5
+        evidence = mu * (mu * inside + generator.standard_normal(2000)) - mu**2 / 2
+        right.append(int(((evidence > 0) == inside)[np.argsort(-np.abs(evidence))[:guesses]].sum()))
+    bounds = {v: one_run_bound(2000, guesses, v, 1e-5, tolerance=1e-3) / epsilon for v in set(right)}
+    found = np.array([bounds[v] for v in right])
+    assert found.max() < 1 and np.mean(found > 0.3) >= 0.95
+
+
+# ---- sound runs ----
+
+
+def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
+    """Five runs at epsilon 4, each of 2000 canaries (two runs of 1000): PRIVACY.md sec. 7."""
+    for seed in range(5):
+        done = audit(experiment(**ONE_ROUND, seed=seed), canaries=2000)
+        (view,) = done.views
+        assert done.passed, done.verdict
+        assert view.claimed.epsilon == pytest.approx(4.0, rel=1e-3)
+        assert 0.3 * view.claimed.epsilon < view.lower < view.claimed.epsilon
+        assert view.estimate.low < 1.2 * view.claimed.epsilon and view.estimate.high > 0.9 * view.claimed.epsilon
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"selection": {"kind": "uniform", "cohort": 20, "dropout": 0.2}},
+        {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0}},
+        {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0}, "selection": {"kind": "poisson", "cohort": 20}},
+        {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0}, "selection": {"kind": "multinomial", "cohort": 20}},
+        {"noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 3}, "selection": {"kind": "cyclic", "period": 3}},
+        {
+            "noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 2},
+            "selection": {"kind": "cyclic", "period": 3, "cohort": 10, "law": "poisson"},
+            "privacy": {"accountants": ["pld"], "relation": "zero_out"},
+        },
+        {"selection": {"kind": "availability", "period": 3, "window": 2, "cohort": 10}},
+        {"bounding": {"kind": "normalize", "bound": 0.3, "scaling": "gradient"}, "weights": {"kind": "data"}},
+        {"bounding": {"kind": "smooth_normalize", "bound": 0.3}},
+        {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}},
+        {"bounding": {"kind": "quantile_clip", "bound": 0.3}},
+        {"bounding": {"kind": "model_clip", "bound": 0.3}, "server": {"kind": "sgd"}},
+        {"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}},
+    ],
+    ids=lambda change: "-".join(str(value["kind"]) for value in change.values() if "kind" in value) or "as it is",
+)
+def test_sound_runs_of_every_kind_pass(change):
+    """15 of 60 clients train beside 45 canaries. All checks and estimates together raise a false alarm in 1e-3 of runs at most."""
+    done = audit(small(**change), canaries=45)
+    assert done.passed, done.verdict
+    assert done.runs == 1 and done.verdict.startswith("Nothing speaks against the claims")
+
+
+def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
+    done = audit(small(), canaries=120)
+    assert done.runs == 2
+    plan = Plan.make(small())
+    most = max(np.bincount(np.concatenate(plan.draws(6))))
+    hidden, known, single = done.views
+    of_run = {g.observer + str("hidden" in g.sampling): g.epsilon for g in plan.guarantees(6, {0: int(most)})}
+    assert hidden.claimed.epsilon == of_run["every aggregateTrue"] < known.claimed.epsilon < single.claimed.epsilon
+    assert [view.claimed.observer for view in done.views] == ["every aggregate", "every aggregate", "every single update"]
+    assert single.lower > known.lower >= hidden.lower  # who sees more can tell more
+
+
+def test_scores_are_standard_normal_outside_and_move_by_what_is_claimed_inside():
+    """1000 canaries of one run. Mean and variance to 5 standard errors: fails for one sound seed in 10^6."""
+    (view,) = audit(experiment(**ONE_ROUND, seed=11), canaries=1000).views
+    outside, inside = view.statistics[~view.inside], view.statistics[view.inside]
+    mu = 0.925  # of epsilon 4 at delta 1e-5
+    assert abs(outside.mean()) < 5 / math.sqrt(len(outside))
+    assert abs(inside.mean() - mu) < 5 / math.sqrt(len(inside)) + 0.05 * mu  # canaries crowd one another by some percent
+    assert abs(outside.var() - 1) < 5 * math.sqrt(2 / len(outside)) and abs(inside.var() - 1) < 5 * math.sqrt(2 / len(inside))
+
+
+def test_directions_are_unit_vectors_and_coins_are_fair():
+    canaries = Canaries.among(seed=5, population=5000, count=2000, d=400, mirrored=False)
+    rows = np.stack([canaries.direction(place).numpy() for place in range(300)])
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-6)
+    products = (rows @ rows.T)[np.triu_indices(300, 1)]
+    assert abs(products).max() < 6 / math.sqrt(400) and abs(products.std() * math.sqrt(400) - 1) < 0.03
+    assert len(set(canaries.clients.tolist())) == 2000 and abs(canaries.inside.mean() - 0.5) < 5 / math.sqrt(4 * 2000)
+
+
+# ---- negative controls ----
+
+
+def halved(draw):
+    """Noise of half the std."""
+    return lambda *arguments: draw(*arguments) / 2
+
+
+def half_the_clients_noise(patch):
+    patch.setattr(client_module, "client_noise", halved(client_noise))
+
+
+def half_the_servers_noise(patch):
+    patch.setattr(coordinator_module, "server_noise", halved(server_noise))
+
+
+def one_clip_skipped(patch):
+    contributions = ClientActor._contributions
+
+    def unbounded(self, parameters, shared, work, lane, partial):
+        work = replace(work, bound=1e9) if 7 in lane.clients else work
+        yield from contributions(self, parameters, shared, work, lane, partial)
+
+    patch.setattr(ClientActor, "_contributions", unbounded)
+
+
+def one_clip_skipped_slightly(patch):
+    """By so little that the norm of the sum does not show it."""
+    contributions = ClientActor._contributions
+
+    def longer(self, *arguments):
+        for vector in contributions(self, *arguments):
+            yield vector * (1.5 if arguments[-1].clients[-1] == 7 else 1)
+
+    patch.setattr(ClientActor, "_contributions", longer)
+
+
+def last_round_uncounted(patch):
+    account = Coordinator.account
+    patch.setattr(Coordinator, "account", lambda self, t: None if t == self.experiment.rounds - 1 else account(self, t))
+
+
+def one_round_behind(patch):
+    """Each round is recorded with what was spent before it."""
+    record = Ledger.record
+
+    def late(self, *, round, epsilon, **release):
+        spent = self._entries[-1]["next"] if self._entries else dict.fromkeys(epsilon, 0.0)
+        record(self, round=round, epsilon=spent, next=epsilon, **release)
+
+    patch.setattr(Ledger, "record", late)
+
+
+def a_servers_key_used_twice(patch):
+    patch.setattr(coordinator_module, "server_noise", lambda seed, round, std, d: server_noise(seed, 2 if round == 4 else round, std, d))
+
+
+def a_clients_key_used_in_every_round(patch):
+    patch.setattr(client_module, "client_noise", lambda seed, round, *rest: client_noise(seed, 0, *rest))
+
+
+def one_key_for_two_clients(patch):
+    patch.setattr(client_module, "client_noise", lambda seed, round, client, *rest: client_noise(seed, round, max(client, 2), *rest))
+
+
+def noise_of_the_next_bound(patch):
+    """An adaptive bound moves before the noise of its round is drawn."""
+    collect, release = Coordinator.collect, Coordinator.release
+
+    def keeping(self, t, cohort):
+        total, partials = collect(self, t, cohort)
+        self.kept = cohort, partials
+        return total, partials
+
+    def late(self, t, total):
+        bound, self.bound = self.bound, self.next_bound(t, *self.kept)
+        released = release(self, t, total)
+        self.bound = bound
+        return released
+
+    patch.setattr(Coordinator, "collect", keeping)
+    patch.setattr(Coordinator, "release", late)
+
+
+def noise_that_is_not_gaussian(patch):
+    def uniform(seed, round, std, d):
+        gaussian = server_noise(seed, round, 1.0, d)
+        return std * math.sqrt(12) * (norm.cdf(gaussian) - 0.5)
+
+    patch.setattr(coordinator_module, "server_noise", uniform)
+
+
+def a_client_always_taken(patch):
+    select = Coordinator.select
+
+    def favouring(self, t):
+        cohort = select(self, t)
+        clients = np.sort(np.unique(np.append(cohort.clients[cohort.clients != 3][:19], 3)))
+        return replace(cohort, clients=clients)
+
+    patch.setattr(Coordinator, "select", favouring)
+
+
+def a_contribution_counted_twice(patch):
+    collect = Coordinator.collect
+
+    def twice(self, t, cohort):
+        total, partials = collect(self, t, cohort)
+        return total * (1 + 1 / 20), partials
+
+    patch.setattr(Coordinator, "collect", twice)
+
+
+SERVER = {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0, "delta": 1e-5}}
+
+
+@pytest.mark.parametrize(
+    "control,change,noticed",
+    [
+        (half_the_clients_noise, {}, {"noise of sums", "noise of updates", "normality"}),
+        (half_the_servers_noise, SERVER, {"noise of sums", "normality"}),
+        (one_clip_skipped, {}, {"bounds", "noise of updates"}),
+        (one_clip_skipped, SERVER, {"bounds"}),
+        (one_clip_skipped_slightly, SERVER, {"bounds"}),
+        (last_round_uncounted, {}, {"ledger"}),
+        (one_round_behind, {}, {"ledger"}),
+        (a_servers_key_used_twice, SERVER, {"keys"}),
+        (a_clients_key_used_in_every_round, {}, {"keys"}),
+        (one_key_for_two_clients, {}, {"keys"}),
+        (noise_of_the_next_bound, {**SERVER, "bounding": {"kind": "quantile_clip", "bound": 0.3}}, {"noise of sums"}),
+        (noise_that_is_not_gaussian, SERVER, {"normality"}),
+        (a_client_always_taken, {"rounds": 16}, {"cohorts"}),
+        (a_contribution_counted_twice, SERVER, {"sums"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(control, change, noticed, monkeypatch):
+    """The same run without the fault passes all: `test_sound_runs_of_every_kind_pass`."""
+    control(monkeypatch)
+    done = audit(small(**change), canaries=60)
+    assert not done.passed and noticed <= failed(done)
+    assert done.verdict.startswith(("What ran is not what was accounted for", "The claim is false"))
+    assert next(check.finding for check in done.checks if check.name in noticed) in done.verdict
+
+
+@pytest.mark.parametrize("epsilon", [4.0, 8.0])
+def test_with_half_the_noise_the_canaries_alone_tell(epsilon, monkeypatch):
+    """Without any check, the scores look like far more than the claim. What guesses prove is less, here as ever, and yet comes near it."""
+    half_the_servers_noise(monkeypatch)
+    noise = {"kind": "gaussian", "placement": "server", "epsilon": epsilon, "delta": 1e-5}
+    (view,) = audit(experiment(**{**ONE_ROUND, "noise": noise}), canaries=2000).views
+    assert view.exceeded and view.estimate.low > 1.4 * epsilon
+    assert view.lower > 0.45 * epsilon
+
+
+# ---- noise at local steps ----
+
+STEPS = {
+    "rounds": 3,
+    "data": {"kind": "synthetic", "clients": 6, "samples": 100},
+    "selection": {"kind": "uniform", "cohort": 3},
+    "local": {"kind": "sgd", "steps": 3, "batch": 100, "lr": 0.01},
+    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "placement": "step", "epsilon": 6.0, "delta": 1e-5},
+    "privacy": {"accountants": ["pld"]},
+    "weights": {"kind": "data"},
+}
+
+
+def stepping(**changes):
+    return experiment(**{**STEPS, **changes})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"local": {**STEPS["local"], "batch": 30, "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1}},
+        {"local": {**STEPS["local"], "batch": 40, "sampling": "epochs"}},
+        {"local": {**STEPS["local"], "kind": "scaffold"}, "weights": {"kind": "uniform"}},
+        {"model": {"kind": "mlp", "hidden": 30}, "bounding": {**STEPS["bounding"], "scaling": "gradient"}},
+        {"data": {"kind": "quadratics", "clients": 12, "dimension": 100, "rank": 40}, "model": {"kind": "linear"}},
+        {"selection": {"kind": "multinomial", "cohort": 4}, "noise": {**STEPS["noise"], "epsilon": {"kind": "uniform", "low": 2, "high": 8}}},
+    ],
+)
+def test_sound_runs_with_noise_at_local_steps_pass(change):
+    done = audit(stepping(**change), canaries=200)
+    (view,) = done.views
+    assert done.passed, done.verdict
+    assert (view.claimed.unit, view.claimed.observer, view.canaries >= 200) == ("sample", "every single update", True)
+    assert [check.name for check in done.checks] == ["ledger", "steps"]
+
+
+def test_canary_samples_prove_a_good_part_of_what_is_claimed_of_full_batches():
+    """2,000 samples of softmax regression on 600 features, each seen through three noisy steps; the estimate holds the claim."""
+    data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
+    done = audit(stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=2000)
+    (view,) = done.views
+    assert done.passed, done.verdict
+    assert view.claimed.epsilon == pytest.approx(6.0, rel=0.01)
+    assert 0.3 * 6 < view.lower < 6 and view.estimate.low < 6 < 1.3 * view.estimate.high
+
+
+def half_the_noise_of_steps(patch):
+    stds = Plan.step_stds
+    patch.setattr(Plan, "step_stds", lambda self, clients: stds(self, clients) / 2)
+
+
+def one_rounds_samples_unclipped(patch):
+    train = ClientActor._train
+
+    def careless(self, parameters, shared, work, lane, members):
+        clip, self.trainer.clip = self.trainer.clip, self.trainer.clip if work.round else 1e9
+        yield from train(self, parameters, shared, work, lane, members)
+        self.trainer.clip = clip
+
+    patch.setattr(ClientActor, "_train", careless)
+
+
+def one_key_for_all_steps(patch):
+    class Keys:
+        normals = staticmethod(lambda seed, purpose, n, **name: normals(seed, purpose, n, **{**name, "step": 0}))
+
+    patch.setattr(engine, "keys", Keys)
+
+
+@pytest.mark.parametrize(
+    "control,noticed",
+    [(half_the_noise_of_steps, "steps"), (one_rounds_samples_unclipped, "steps"), (one_key_for_all_steps, "steps"), (last_round_uncounted, "ledger")],
+)
+def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
+    control(monkeypatch)
+    done = audit(stepping(), canaries=600)
+    assert not done.passed and failed(done) == {noticed}
+
+
+def test_with_half_the_noise_at_local_steps_the_canaries_alone_tell(monkeypatch):
+    half_the_noise_of_steps(monkeypatch)
+    data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
+    (view,) = audit(stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=1000).views
+    assert view.exceeded and view.estimate.low > 8 > view.claimed.epsilon
+
+
+def test_a_model_whose_gradients_no_sample_can_move_is_refused():
+    with pytest.raises(ConfigError, match="softmax, linear and mlp") as error:
+        audit(stepping(model={"kind": "test_audit:Sleepy"}), canaries=100)
+    assert error.value.field == "model.kind"
+
+
+class Sleepy(torch.nn.Module):
+    """Whatever its input, its output hardly depends on its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(60, 10)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x)) * 1e-6
+
+
+# ---- what comes of it ----
+
+
+def test_a_report_is_a_figure_and_a_file_of_plain_json(tmp_path):
+    done = audit(small(), tmp_path / "out", canaries=60)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"audit.json", "audit.png", "config.yaml"}
+    stored = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert stored["passed"] is True and stored["verdict"] == done.verdict
+    assert stored["views"][0]["lower"] == done.views[0].lower and len(stored["checks"]) == len(done.checks)
+    assert stored["false_alarm"]["checks and estimates"] < 2e-3
+    assert (tmp_path / "out" / "audit.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="a new or empty directory"):
+        audit(small(), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "change,field",
+    [
+        ({"noise": {"kind": "none"}}, "noise.kind"),
+        ({"privacy": {"accountants": ["paper"]}}, "privacy.accountants"),
+        ({"noise": {"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 40}}, "noise.virtual_cohort"),
+        ({"selection": {"kind": "power_of_choice", "cohort": 10, "pool": 20}}, "selection.kind"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_with_its_field(change, field):
+    with pytest.raises(ConfigError) as error:
+        audit(small(**change))
+    assert error.value.field == field
+
+
+def test_an_audit_leaves_the_run_as_it_is():
+    """The seed decides all of it, and a canary's key is nobody else's."""
+    first, second = audit(small(), canaries=60), audit(small(), canaries=60)
+    assert first.to_dict() == second.to_dict()
+    from raydpfl.keys import Purpose
+
+    assert not np.array_equal(normals(3, Purpose.CANARY, 8, client=1), normals(3, Purpose.CLIENT_NOISE, 8, client=1))
+
+
+def test_the_limits_of_checks_are_those_of_their_false_alarm_rate():
+    assert norm.sf(checks._normal_limit(50)) * 2 * 50 == pytest.approx(checks.FALSE_ALARM)

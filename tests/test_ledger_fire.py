@@ -1,0 +1,172 @@
+"""The ledger under fire: runs that are killed fifty times, at random instants and in the midst of what they write.
+
+This file is also the program that does the killing (`python test_ledger_fire.py FOLDER`): it imports all once, and forks a process for every
+attempt at a run. Whatever was released is noted in a file beside the run, at the moment of its release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from raydpfl import Experiment, runner, tracking
+from raydpfl.coordinator import Coordinator
+from raydpfl.privacy import Ledger
+
+KILLS = 50
+ROUNDS = 10
+EXPERIMENT = {
+    "seed": 5,
+    "rounds": ROUNDS,
+    "data": {"kind": "synthetic", "clients": 20, "samples": 10, "test_samples": 20},
+    "selection": {"kind": "uniform", "cohort": 6},
+    "local": {"kind": "sgd", "steps": 2, "batch": 5, "lr": 0.1},
+    "bounding": {"kind": "quantile_clip", "bound": 0.2},
+    "noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5},
+    "server": {"kind": "momentum"},
+    "privacy": {"accountants": ["rdp"]},
+    "client": {"actors": 0, "lane": 3, "way": "fused"},
+    "measure": {"tensorboard": False},
+}
+
+
+def attempt(folder: Path, resume: bool, mine: int | None) -> None:
+    """One process's attempt at the run in `folder`; before the `mine`-th thing that it would make durable, it dies."""
+    write, fsync, replace, release = os.write, os.fsync, os.replace, Coordinator.release
+    notes = os.open(f"{folder}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    done = 0
+
+    def fatal(call, half=None):
+        def guarded(*arguments, **options):
+            nonlocal done
+            done += 1
+            if done == mine:
+                if half:
+                    half(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return guarded
+
+    def noting(self, t, total):
+        released = release(self, t, total)
+        write(notes, f"{t} {hashlib.sha256(released.tobytes()).hexdigest()}\n".encode())
+        return released
+
+    # Of a line that is written, half arrives.
+    os.write = fatal(write, lambda descriptor, line: write(descriptor, line[: len(line) // 2]))
+    os.fsync, os.replace, Coordinator.release = fatal(fsync), fatal(replace), noting
+    runner.versions = dict  # what is installed takes longer to list than the run takes
+    # Snapshots after every round, where the run's own pace would make none in so short a time.
+    tracking.SHARE = 1e9
+    runner.run(Experiment.from_dict(EXPERIMENT), folder, resume=resume)
+
+
+def spawned(folder: Path, resume: bool, mine: int | None, seconds: float | None) -> bool:
+    """Whether an attempt was killed: by itself at its `mine`-th write, or from here after some `seconds`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            attempt(folder, resume, mine)
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"an attempt ended with status {status}"
+    return status != 0
+
+
+def released(folder: Path) -> list[list[str]]:
+    """(round, digest of what was released) of all releases so far."""
+    path = Path(f"{folder}.released")
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_after_a_kill(folder: Path, reference: Path) -> int:
+    """The ledger parses, is the beginning of the uninterrupted run's, and has every round that was released. Returns its rounds."""
+    path, whole = folder / "ledger.jsonl", (reference / "ledger.jsonl").read_bytes()
+    text = path.read_bytes() if path.exists() else b""
+    assert whole.startswith(text), "the ledger differs from that of the uninterrupted run"
+    copy = folder.parent / "copy.jsonl"
+    copy.write_bytes(text)
+    spent = Ledger(copy, resume=True).spent()
+    rounds = [int(t) for t, _ in released(folder)]
+    assert spent.rounds > max(rounds, default=-1), f"{max(rounds)} was released, {spent.rounds} are recorded"
+    if rounds:
+        least = json.loads(whole.splitlines()[max(rounds)])["epsilon"]["rdp"]
+        assert spent.epsilon["rdp"] >= least
+    return spent.rounds
+
+
+def fire(base: Path) -> None:
+    """Kills attempts at the same run until `KILLS` have hit, starting over where one comes through, and prints what happened as JSON."""
+    reference = base / "reference"
+    runner.run(Experiment.from_dict(EXPERIMENT), base / "first")  # here, so that no attempt has to import anything
+    assert not spawned(reference, False, None, None)
+    truth, chance = dict(released(reference)), random.Random(3)
+    began = time.monotonic()
+    assert not spawned(base / "timed", False, None, None)
+    span = time.monotonic() - began
+    hits, finished, turn, folder, seen = [], 0, 0, base / "run-0", []
+    while len(hits) < KILLS:
+        turn += 1
+        by_time = turn % 2 == 0
+        resume = (folder / "config.yaml").exists()
+        before = len(released(folder))
+        mine, seconds = (None, chance.random() * span) if by_time else (chance.randrange(1, 40), None)
+        killed = spawned(folder, resume, mine, seconds)
+        if by_time:  # how fast the machine is just now
+            span *= 0.7 if not killed else 1.3 if len(released(folder)) == before else 1.0
+        if killed:
+            hits.append("time" if by_time else "write")
+            seen.append(check_after_a_kill(folder, reference))
+            if not (folder / "config.yaml").exists():  # it died before it was a run
+                assert not released(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
+        for name in ("ledger.jsonl", "config.yaml"):
+            assert (folder / name).read_bytes() == (reference / name).read_bytes()
+        summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, reference)]
+        assert summaries[0]["model_sha256"] == summaries[1]["model_sha256"]
+        assert summaries[0]["guarantees"] == summaries[1]["guarantees"]
+        finished += 1
+        folder = base / f"run-{finished}"
+    assert not spawned(folder, (folder / "config.yaml").exists(), None, None)  # the last one comes through too
+    assert json.loads((folder / "summary.json").read_text())["model_sha256"] == summaries[1]["model_sha256"]
+    again = [pair for k in range(finished + 1) for pair in released(base / f"run-{k}")]
+    assert all(truth[t] == digest for t, digest in again), "a round done again released something else"
+    print(json.dumps({"hits": hits, "finished": finished + 1, "recorded": seen, "releases": len(again)}))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fifty_kills_lose_no_spending_and_change_no_bit(tmp_path):
+    program = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert program.returncode == 0, program.stderr[-3000:]
+    report = json.loads(program.stdout.splitlines()[-1])
+    assert len(report["hits"]) == KILLS and report["hits"].count("write") >= 15
+    assert report["finished"] >= 2 and len(set(report["recorded"])) > ROUNDS // 2  # kills hit early and late
+    assert report["releases"] > ROUNDS * report["finished"]  # some rounds were released, lost, and done again
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    fire(Path(sys.argv[1]))
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
