@@ -1,15 +1,16 @@
 """Where clients run: how many actors, which lanes on which, and what a lost actor means.
 
 Two pools with one method, `run(model, work, shares)`: `Inline` calls a plain `ClientActor` in this process, `Actors` calls Ray
-actors. Results are taken up as they arrive, and nothing depends on their order. A dead actor is replaced and its share done
-again; it never comes back to the pool.
+actors. Results are taken up as they arrive, and nothing depends on their order. A dead actor never comes back to the pool: its
+share is done again by whoever is free, and another actor starts in its place. After the loss of a node there may be no room
+for that one; the pool goes on with the others, and has it when a node comes back.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from raydpfl.client import ClientActor, Evaluator, Lane, Partial, Work
 from raydpfl.config import Client, Experiment
@@ -25,8 +26,9 @@ from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.selection import Cohort
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
-DEATHS = 8  # replacements within one round before the run gives up
+DEATHS = 8  # actors that one share of a round may cost before the run gives up
 IN_FLIGHT = 64  # calls at once when each client is its own actor
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError)  # the actor is gone, or the node that kept what it had returned
 
 
 def lanes(cohort: Cohort, weights: np.ndarray, sizes: np.ndarray, width: int, stds: np.ndarray | None = None) -> list[Lane]:
@@ -112,6 +114,7 @@ class Actors:
         self._class = ray.remote(ClientActor).options(num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0)
         self._evaluator_class = ray.remote(Evaluator).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self._actors: dict[int, Any] = {}
+        self._starting: dict[Any, int] = {}  # call -> actor, of those that were started in the place of dead ones
         self._evaluator = self._evaluator_class.remote(*self._arguments)
         # Starting takes a core some seconds: with many more at once than cores, Ray gives up on the slowest.
         wave = 2 * max(1, min(int(ray.cluster_resources().get("CPU", 1)), cores() * len(ray.nodes())))
@@ -121,7 +124,7 @@ class Actors:
 
     @property
     def healthy(self) -> int:
-        return len(self._actors)
+        return len(self._actors) - len(self._starting)
 
     def _await(self, references: list) -> None:
         timeout = START_SECONDS + 2.0 * len(references)
@@ -139,7 +142,7 @@ class Actors:
             raise error.cause if isinstance(getattr(error, "cause", None), Exception) else RunError(str(error)) from None
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
-        return singles(lanes) if self.per_client else shares(lanes, len(self._actors))
+        return singles(lanes) if self.per_client else shares(lanes, max(1, self.healthy))
 
     def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
         """Yields (index of the share, its result) as they arrive.
@@ -153,7 +156,7 @@ class Actors:
     def losses(self, model: np.ndarray, clients: np.ndarray) -> np.ndarray:
         """The clients' local losses under `model`, float64 [len(clients)]."""
         reference = ray.put(model)
-        parts = np.array_split(clients, len(clients) if self.per_client else min(len(clients), len(self._actors)))
+        parts = np.array_split(clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy)))
         homes = [int(part[0]) if self.per_client else None for part in parts]
         found = dict(self._results("losses", [(reference, part.tolist()) for part in parts], homes))
         return np.concatenate([found[index] for index in range(len(parts))])
@@ -162,29 +165,34 @@ class Actors:
         """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of `homes`, or on any that is free (None)."""
         waiting = deque(range(len(calls)))
         flying: dict[Any, tuple[int, int]] = {}  # call -> (its index, actor)
-        deaths = 0
+        deaths: Counter[Any] = Counter()
         while waiting or flying:
             while waiting and len(flying) < IN_FLIGHT:
-                actor = self._free(homes[waiting[0]], {busy for _, busy in flying.values()})
+                actor = self._free(homes[waiting[0]], {*self._starting.values(), *(busy for _, busy in flying.values())})
                 if actor is None:
                     break
                 index = waiting.popleft()
                 flying[getattr(self._actors[actor], method).remote(*calls[index])] = (index, actor)
-            call = ray.wait(list(flying), num_returns=1)[0][0]
-            index, actor = flying.pop(call)
+            done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=None if flying else START_SECONDS)
+            if not done:
+                raise RunError(f"client actors died, and for {START_SECONDS:.0f} s no node has had room for others in their place; go on with --resume")
+            index, actor = flying.pop(done[0], None) or (None, self._starting.pop(done[0]))
             try:
-                result = ray.get(call)
-            except (RayActorError, OutOfMemoryError) as error:
-                deaths += 1
-                if deaths > DEATHS:
+                result = ray.get(done[0])
+            except LOST as error:
+                of = f"actor {actor}" if index is None else index
+                deaths[of] += 1
+                if deaths[of] > DEATHS:
                     raise RunError(f"client actors keep dying in one round: {_cause(error)}") from None
                 self._replace(actor)
-                waiting.appendleft(index)
+                if index is not None:
+                    waiting.appendleft(index)
                 continue
             except RayTaskError as error:
                 cause = getattr(error, "cause", None)
                 raise cause if isinstance(cause, (ClientError, RunError)) else RunError(f"a client actor failed\n{error}") from None
-            yield index, result
+            if index is not None:
+                yield index, result
 
     def _free(self, home: int | None, busy: set[int]) -> int | None:
         if home is not None:
@@ -193,21 +201,23 @@ class Actors:
 
     def _replace(self, actor: int) -> None:
         self.replaced += 1
-        dead = self._actors.pop(actor)
-        ray.kill(dead)  # a process that hangs on must not come back into the pool
+        ray.kill(self._actors[actor])  # a process that hangs on must not come back into the pool
         self._actors[actor] = self._class.remote(*self._arguments)
-        self._await([self._actors[actor].ready.remote()])
+        self._starting[self._actors[actor].ready.remote()] = actor
 
     def evaluate(self, model: np.ndarray) -> Any:
         return model, self._evaluator.evaluate.remote(model)
 
-    def evaluation(self, pending: Any) -> tuple[float, float]:
+    def evaluation(self, pending: Any) -> tuple[float, float | None]:
         model, call = pending
-        try:
-            return ray.get(call)
-        except (RayActorError, OutOfMemoryError):
-            self._evaluator = self._evaluator_class.remote(*self._arguments)
-            return ray.get(self._evaluator.evaluate.remote(model))
+        for _ in range(DEATHS):  # Ray takes some seconds to see that a node is lost, and starts actors on it until then
+            try:
+                return ray.get(call)
+            except LOST as error:
+                reason = _cause(error)
+                self._evaluator = self._evaluator_class.remote(*self._arguments)
+                call = self._evaluator.evaluate.remote(model)
+        raise RunError(f"the evaluation of the model keeps dying: {reason}")
 
     def close(self) -> None:
         for actor in [*self._actors.values(), self._evaluator]:
