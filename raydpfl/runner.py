@@ -7,6 +7,7 @@ coordinator takes over, and this process only shows progress. Ctrl-C leaves a ch
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.metadata
 import logging
 import os
@@ -201,6 +202,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """What the bits of a run depend on beside the experiment."""
     packages = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")

@@ -396,21 +396,24 @@ def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
     said = process.communicate(timeout=WAIT)[0].decode()
     assert process.returncode == 130 and "--resume" in said and "Traceback" not in said, said
     first = finished(out)
+    cut_off = {path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in first}
 
     process = begin(config, out, len(first) + 1, "--resume")
     kill_tree(process)
     second = finished(out)
-    under_way = [path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in second]
-    recorded = {folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in under_way}
+    killed = {path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in second}
+    recorded = {folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in killed}
+    assert cut_off and killed
 
     result = run(Sweep.from_yaml(config, ["sweep.concurrent=1"]), out, resume=True)
     third = finished(out)
     assert len(third) == 6 and first.items() <= second.items() <= third.items()  # no finished trial was run again
-    for folder, seconds in recorded.items():  # and those under way went on: what they had recorded they did not do again
+    for folder, seconds in recorded.items():  # and those under way went on: rounds that they had recorded were not done again
         assert pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist()[: len(seconds)] == seconds
     rows = result.trials.to_pylist()
     assert [(row["local.lr"], row["seed"]) for row in rows] == [(lr, seed) for lr in rates for seed in (3, 4)]
-    for row in rows:
+    assert {row["status"] for row in rows} == {"completed"}
+    for row in (row for row in rows if out / row["directory"] in cut_off | killed):
         alone = run_one(experiment(**changes, seed=row["seed"], local={"lr": row["local.lr"]}), tmp_path / row["directory"]).summary
         assert all(row[name] == alone[name] for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256")), row
         assert row["epsilon_rdp"] == alone["guarantees"][0]["epsilon"]
