@@ -55,6 +55,32 @@ def run(
 
 
 @app.command()
+def sweep(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Sweep directory; default: a new one under runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in --out.")] = False,
+    data_root: DataRoot = None,
+    address: Annotated[str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray Tune."""
+    from raydpfl import tune
+
+    folder = Path(config) if Path(config).is_dir() else None
+    if resume and out is None:
+        if folder is None:
+            raise ConfigError("--resume", config, "a sweep directory: raydpfl sweep DIR --resume, or --out DIR")
+        out = folder
+    asked = tune.Sweep.from_yaml(folder / "sweep.yaml" if folder else config, overrides or ())
+    out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    with tune.Display(console, asked) as display:
+        result = tune.run(asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show)
+    display.report(result)
+
+
+@app.command()
 def show(config: Config, overrides: Overrides = None) -> None:
     """Print a config complete, with defaults."""
     print(_read(config, overrides)[0].to_yaml(), end="")

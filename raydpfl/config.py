@@ -113,12 +113,7 @@ class Experiment(Section):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Experiment:
         """Raises `ConfigError` naming the first field that is wrong. `overrides` are `section.key=value`, the value in YAML."""
-        if not isinstance(values, Mapping):
-            raise ConfigError("config", values, "a mapping of sections")
-        tree = copy.deepcopy(dict(values))
-        overrides = list(overrides)
-        for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # kinds first: they decide which keys there are
-            _override(tree, override)
+        tree = overridden(values, overrides)
         unknown = [key for key in tree if key not in cls.model_fields]
         if unknown:
             raise ConfigError(unknown[0], tree[unknown[0]], f"no such section; the sections are {', '.join(cls.model_fields)}")
@@ -140,13 +135,7 @@ class Experiment(Section):
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
         """As `from_dict`, from a YAML file."""
-        try:
-            values = yaml.safe_load(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("config", str(path), f"a file that can be read ({getattr(error, 'strerror', None) or error})") from None
-        except yaml.YAMLError as error:
-            raise ConfigError("config", str(path), f"a YAML file ({error})") from None
-        return cls.from_dict({} if values is None else values, overrides)
+        return cls.from_dict(read(path), overrides)
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
@@ -223,6 +212,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def read(path: str | Path) -> Any:
+    """What a YAML file holds, an empty mapping if nothing. Raises `ConfigError`."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("config", str(path), f"a file that can be read ({getattr(error, 'strerror', None) or error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError("config", str(path), f"a YAML file ({error})") from None
+    return {} if values is None else values
+
+
+def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """A copy of the tree `values` with every override `section.key=value` put in."""
+    if not isinstance(values, Mapping):
+        raise ConfigError("config", values, "a mapping of sections")
+    tree = copy.deepcopy(dict(values))
+    for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # kinds first: they decide which keys there are
+        _override(tree, override)
+    return tree
+
+
 def _override(tree: dict[str, Any], override: str) -> None:
     """Sets `section.key` of the tree, making the sections on the way."""
     path, equals, text = override.partition("=")
@@ -233,7 +243,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise ConfigError(path, text, "a value in YAML") from None
     *sections, key = path.split(".")
-    if len(sections) == 1 and key == "kind" and isinstance(tree.get(sections[0]), dict) and tree[sections[0]].get("kind") != value:
+    if len(sections) == 1 and key == "kind" and isinstance(value, str) and isinstance(tree.get(sections[0]), dict) and tree[sections[0]].get("kind") != value:
         _keep_known(tree, sections[0], value)
     node: Any = tree
     for depth, name in enumerate(sections):

@@ -50,6 +50,7 @@ class Purpose(IntEnum):
     STEP_NOISE = 12  # noise on a local step
     BUDGET = 13  # budgets of clients
     CANARY = 14  # audit
+    SWEEP = 15  # values that a sweep tries
 
 
 class _Key(ISeedSequence):

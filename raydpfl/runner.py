@@ -7,6 +7,7 @@ coordinator takes over, and this process only shows progress. Ctrl-C leaves a ch
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.metadata
 import logging
 import os
@@ -63,12 +64,13 @@ def run(
     data_root: str | Path | None = None,
     address: str | None = None,
     on_start: Callable[[Plan], None] = lambda plan: None,
-    on_rows: Callable[[list[dict]], None] = lambda rows: None,
+    on_rows: Callable[[list[dict]], object] = lambda rows: None,
 ) -> Result:
     """Runs `experiment` into the directory `out` (default: a new one under `runs/`).
 
     `resume` goes on from the checkpoint in `out`. `data_root` is where data sets lie (default: the variable RAYDPFL_DATA).
-    `address` joins a running Ray cluster. `on_rows` is called with rows of the rounds table as they are completed.
+    `address` joins a running Ray cluster. `on_rows` is called after every round with the rows of the rounds table that it completed;
+    if it returns True the run ends there, with status "stopped", and can be gone on with.
 
     Raises `ConfigError` before anything is started or written when the experiment cannot be run, `RunError` when it failed
     on the way. A Ray that this process had already started is used, and left running.
@@ -84,7 +86,7 @@ def run(
         if resume:
             _same_run(plan.experiment, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone(folder):
             replace_file(folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode()))
             cluster.start(plan, actors)
             on_start(plan)
@@ -99,14 +101,19 @@ def run(
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ConfigError("--out", str(folder), "a directory that no other run is writing to") from None
+def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
+    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer. Waits `patience` seconds for it."""
+    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            os.close(descriptor)
+            raise ConfigError("--out", str(folder), "a directory that no other run is writing to") from None
     try:
         yield
     finally:
@@ -133,21 +140,23 @@ class _Interrupts:
             signal.signal(number, handler)
 
 
-def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, on_rows: Callable[[list[dict]], None]) -> dict:
+def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, on_rows: Callable[[list[dict]], object]) -> dict:
     """All rounds, and the summary; whatever ends the run, the clients stop and the directory says how it ended."""
     began = time.monotonic()
     call = cluster.coordinator(plan, str(folder), actors, resume)
     board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
-    status, failure, whole = "completed", None, True
+    status, failure, whole, enough = "completed", None, True, False
     try:
         with _Interrupts() as interrupts:
-            while call("position") < plan.experiment.rounds and not interrupts.asked:
+            while call("position") < plan.experiment.rounds and not interrupts.asked and not enough:
                 rows = call("round")
                 if board:
                     board.write(rows)
-                on_rows(rows)
+                enough = on_rows(rows) is True
         if interrupts.asked:
             status, failure = "interrupted", KeyboardInterrupt()
+        elif enough and call("position") < plan.experiment.rounds:
+            status = "stopped"
     except BudgetError as error:
         status, failure = "budget", error
     except Exception as error:
@@ -193,6 +202,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """What the bits of a run depend on beside the experiment."""
     packages = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
@@ -200,8 +210,32 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "machine": platform.machine()} | {name: installed[name] for name in packages if name in installed}
 
 
+def connect(address: str, **options: Any) -> None:
+    """Starts Ray (address local: a cluster of this process's own, whatever else runs here) or joins one. Raises `ConfigError`, `RunError`."""
+    for name, value in START_RAY.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        raise ConfigError("--address", address, "none: this process is connected to a Ray cluster already")
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5).close()
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        if address == "local":
+            raise RunError(f"Ray could not be started: {error}") from None
+        entry = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
+        raise ConfigError("--address", address, f"the address of {entry}: {error}") from None
+
+
 class _Ray:
-    """Ray for one run: started here, joined by address, or found running in this process; or not used at all."""
+    """Ray for one run: started here, joined by address, or found running in this process; or not used at all.
+
+    A run that finds itself in a placement group (the trial of a sweep) keeps to the group: its coordinator is this process,
+    and its clients take the group's bundles.
+    """
 
     def __init__(self, experiment: Experiment, address: str | None):
         self.inline = experiment.client.actors == 0
@@ -214,15 +248,12 @@ class _Ray:
         if self.inline and self.client.num_gpus > 0 and not torch.cuda.is_available():
             raise ConfigError("client.num_gpus", self.client.num_gpus, "0; this machine has no GPU")
         if not self.inline:
-            for name, value in START_RAY.items():
-                os.environ.setdefault(name, value)
             import ray
 
-            if self.address and ray.is_initialized():
-                raise ConfigError("--address", self.address, "none: this process is connected to a Ray cluster already")
             if self.address:
-                self._init(address=self.address)
+                self._connect(self.address)
             self.elastic = not ray.is_initialized()
+            self.group = None if self.elastic else ray.util.get_current_placement_group()
             if self.elastic:  # what this machine alone can refuse, before the data are touched
                 wanted(self.client, 1, 1, self._nodes(), True)
         return self
@@ -233,26 +264,15 @@ class _Ray:
 
             ray.shutdown()
 
-    def _init(self, **options: Any) -> None:
-        """Starts Ray (address local: a cluster of this run's own, whatever else runs here) or joins one."""
-        import ray
-
-        address = options["address"]
-        host, _, port = address.rpartition(":")
-        try:
-            if host and port.isdigit():  # Ray itself would try for minutes
-                socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5).close()
-            ray.init(logging_level="ERROR", log_to_driver=False, **options)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            if address == "local":
-                raise RunError(f"Ray could not be started: {error}") from None
-            entry = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
-            raise ConfigError("--address", address, f"the address of {entry}: {error}") from None
+    def _connect(self, address: str, **options: Any) -> None:
+        connect(address, **options)
         self.started = True
 
     def _nodes(self) -> list[dict[str, float]]:
         if self.elastic:
             return [{"CPU": cores(), "GPU": torch.cuda.device_count()}]
+        if self.group:
+            return self.group.bundle_specs
         import ray
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -268,13 +288,13 @@ class _Ray:
     def start(self, plan: Plan, actors: int) -> None:
         if not self.inline and self.elastic:
             logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
-            self._init(address="local", num_cpus=logical, include_dashboard=False)
+            self._connect("local", num_cpus=logical, include_dashboard=False)
 
     def coordinator(self, plan: Plan, out: str, actors: int, resume: bool) -> Callable:
         """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain object in it."""
         path = tuple(entry for entry in sys.path if entry)
-        if self.inline:
-            plain = Coordinator(plan, out, 0, resume)
+        if self.inline or self.group:
+            plain = Coordinator(plan, out, actors, resume, path)
             plain.start()
             return lambda method, *arguments: getattr(plain, method)(*arguments)
         import ray

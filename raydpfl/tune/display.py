@@ -1,0 +1,91 @@
+"""What a sweep shows: on a terminal a table that lives, best setting first, epsilon beside accuracy; elsewhere a line per finished trial."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from raydpfl.tune.results import Result, epsilons, score
+from raydpfl.tune.sweep import Setting, Sweep, Trial
+
+OVER = ("completed", "budget", "stopped", "failed")
+
+
+class Display:
+    """`show` is called with all settings whenever something has changed, `report` with the result."""
+
+    def __init__(self, console: Console, sweep: Sweep):
+        self._console, self._sweep = console, sweep
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal and not console.quiet else None
+        self._printed: set[Trial] = set()
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, settings: Sequence[Setting]) -> None:
+        over = [trial for setting in settings for trial in setting.trials if trial.status in OVER]
+        total = self._sweep.size * self._sweep.search.repeats
+        if self._live:
+            shown = table(settings, self._sweep, rows=max(5, self._console.height - 8))
+            shown.title, shown.title_justify = f"{len(over)} of {total} trials", "left"
+            self._live.update(shown)
+            return
+        before = sum(trial.before for trial in over)
+        for trial in over:
+            if not trial.before and trial not in self._printed:
+                self._printed.add(trial)
+                self._console.print(f"{before + len(self._printed)}/{total}  {_line(trial, self._sweep)}", markup=False)
+
+    def report(self, result: Result) -> None:
+        self._console.print(table(result.all, self._sweep, rows=20))
+        metric, best = self._sweep.search.metric, result.best
+        self._console.print(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}", markup=False)
+        failed = [trial for setting in result.all for trial in setting.trials if trial.status == "failed"]
+        if failed:
+            reason = (failed[0].reason or "").strip().splitlines() or [""]
+            self._console.print(f"Failed: {len(failed)} trials, the first in {failed[0].folder} ({reason[-1]})", markup=False)
+        self._console.print(result.summary["choice"], markup=False)
+        self._console.print(f"Sweep directory: {result.out}; the best setting: raydpfl run {result.out / 'best.yaml'}", markup=False)
+
+
+def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) -> Table:
+    """The settings, best first, at most `rows` of them; epsilon by the first accountant, the largest of the seeds."""
+    metric, shown = sweep.search.metric, Table(box=None, pad_edge=False, header_style="bold")
+    kind = next((kind for setting in settings for trial in setting.trials for kind in epsilons(trial)), None)
+    for name in (*sweep.spaces, metric.replace("_", " "), *([kind.replace("_", " (") + ")"] if kind else []), "rounds", "trials"):
+        shown.add_column(name, justify="left" if name in sweep.spaces else "right")
+
+    def rank(setting: Setting) -> tuple[bool, float]:
+        mean = setting.mean(metric)
+        return mean is not None, sweep.sign * (mean or 0.0)
+
+    for setting in sorted(settings, key=rank, reverse=True)[:rows]:
+        spent = [value[kind] for trial in setting.trials if kind in (value := epsilons(trial))]
+        rounds = {(trial.summary or trial.report).get("rounds", trial.report.get("round", 0)) for trial in setting.trials}
+        states = [trial.status for trial in setting.trials]
+        shown.add_row(
+            *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in setting.values.values()),
+            score(setting, metric),
+            *([f"{max(spent):.3g}" if spent else ""] if kind else []),
+            "-".join(str(number) for number in sorted({min(rounds), max(rounds)})),
+            ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
+        )
+    return shown
+
+
+def _line(trial: Trial, sweep: Sweep) -> str:
+    value, metric = trial.value(sweep.search.metric), sweep.search.metric
+    parts = [trial.setting.named(), f"seed={trial.seed}"]
+    if value is not None:
+        parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")
+    parts += [f"epsilon {value:.3g} ({name.removeprefix('epsilon_')})" for name, value in list(epsilons(trial).items())[:1]]
+    return "  ".join([*parts, f"{(trial.summary or {}).get('rounds', trial.report.get('round', 0))} rounds", trial.status])

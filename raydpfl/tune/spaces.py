@@ -1,0 +1,127 @@
+"""Search spaces: what a field of an experiment may take in the place of its value.
+
+>>> space = parse("local.lr", {"loguniform": [0.001, 1.0]})
+>>> round(space.at(0.5), 6), space.count
+(0.031623, inf)
+>>> parse("bounding.bound", {"powers_of_two": [-2, 1]}).options
+(0.25, 0.5, 1, 2)
+>>> parse("local.lr", {"grid": []})
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: local.lr = {'grid': []}: grid: a list of at least one value
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raydpfl.errors import ConfigError
+
+_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # 1e-3 is text to YAML 1.1, a number to everybody else
+KINDS = ("grid", "choice", "uniform", "loguniform", "powers_of_two")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Finitely many values, each as likely as any other. `ordered`: neighbours are alike (for Optuna)."""
+
+    options: tuple[Any, ...]
+    ordered: bool = False
+
+    @property
+    def count(self) -> float:
+        return len(self.options)
+
+    @property
+    def probes(self) -> tuple[Any, ...]:
+        """Values that tell whether the field takes this space."""
+        return self.options
+
+    def at(self, u: float) -> Any:
+        """The value at `u` in [0, 1)."""
+        return self.options[int(u * len(self.options))]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """All numbers from `low` to `high`, evenly or (`log`) evenly in their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    count = math.inf
+
+    @property
+    def probes(self) -> tuple[float, ...]:
+        return self.low, self.high, self.at(0.6180339887)
+
+    def at(self, u: float) -> float:
+        if self.log:
+            return min(max(math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low))), self.low), self.high)
+        return self.low + u * (self.high - self.low)
+
+
+Space = Options | Interval
+
+
+def is_space(value: Any) -> bool:
+    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in KINDS
+
+
+def parse(field: str, value: Mapping[str, Any]) -> Space:
+    """The space that `{kind: arguments}` describes. Raises `ConfigError` naming `field`."""
+    ((kind, given),) = value.items()
+    if isinstance(given, list):
+        given = [float(each) if isinstance(each, str) and _SCIENTIFIC.fullmatch(each) else each for each in given]
+
+    def refuse(accepted: str) -> ConfigError:
+        return ConfigError(field, dict(value), f"{kind}: {accepted}")
+
+    if kind in ("grid", "choice"):
+        if not isinstance(given, list) or not given:
+            raise refuse("a list of at least one value")
+        if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
+            raise refuse("values that differ")
+        return Options(tuple(given))
+    if not isinstance(given, list) or len(given) != 2 or not all(type(each) in (int, float) and math.isfinite(each) for each in given):
+        raise refuse("two numbers [lowest, highest]")
+    low, high = given
+    if kind == "powers_of_two":
+        if not (type(low) is int and type(high) is int and -1000 < low <= high < 1000):
+            raise refuse("two whole exponents [lowest, highest]")
+        return Options(tuple(2**k if k >= 0 else 2.0**k for k in range(low, high + 1)), ordered=True)
+    if not low < high:
+        raise refuse("[lowest, highest], the first below the second")
+    if kind == "loguniform" and low <= 0:
+        raise refuse("[lowest, highest], both above 0")
+    return Interval(float(low), float(high), log=kind == "loguniform")
+
+
+def find(tree: Mapping[str, Any], path: str = "") -> dict[str, Space]:
+    """The spaces in a tree of sections, by dotted key, in the tree's order."""
+    found: dict[str, Space] = {}
+    for key, value in tree.items():
+        where = f"{path}{key}"
+        if is_space(value):
+            found[where] = parse(where, value)
+        elif isinstance(value, Mapping):
+            found |= find(value, f"{where}.")
+    return found
+
+
+def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the tree with `values` (by dotted key) in their places."""
+
+    def copy(node: Mapping[str, Any], path: str) -> dict[str, Any]:
+        made = {}
+        for key, value in node.items():
+            where = f"{path}{key}"
+            made[key] = values[where] if where in values else copy(value, f"{where}.") if isinstance(value, Mapping) else value
+        return made
+
+    return copy(tree, "")

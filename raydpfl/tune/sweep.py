@@ -1,0 +1,270 @@
+"""What a sweep tries: the experiment with its search spaces, the section `sweep`, and the settings and trials they make.
+
+>>> sweep = Sweep.from_dict({"local": {"kind": "sgd", "lr": {"loguniform": [1e-3, 1.0]}}, "sweep": {"search": "random", "samples": 2}})
+>>> [round(values["local.lr"], 5) for values in sweep.listed()]
+[0.18837, 0.13904]
+>>> Sweep.from_dict({"local": {"kind": "sgd", "lr": {"uniform": [0.1, 0.2]}}})
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: local.lr = {'uniform': [0.1, 0.2]}: a grid, choice or powers_of_two; an interval needs sweep.search random or optuna
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+from pydantic import Field
+
+from raydpfl.config import Experiment, Section, overridden, read
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.member import validate
+from raydpfl.runner import FREE
+from raydpfl.tune.spaces import Space, find, put
+
+BETTER = {"test_accuracy": 1, "test_loss": -1}  # the sign that makes more of it better
+FINISHED = ("completed", "budget", "stopped")  # a trial that is not run again
+# What may differ between a sweep and its resumption: where it runs, and how far it goes.
+CHANGEABLE = {f"{section}.{key}" for section, keys in FREE.items() for key in keys}
+CHANGEABLE |= {"sweep.samples", "sweep.repeats", "sweep.concurrent", "sweep.cpus"}
+# Fields that mean something only with some values of another.
+_ONLY_WITH = {
+    "samples": ("search", ("random", "optuna")),
+    "ahead": ("search", ("optuna",)),
+    "grace": ("scheduler", ("asha", "median")),
+    "reduction": ("scheduler", ("asha",)),
+}
+
+
+class Search(Section):
+    """The section `sweep`: how the spaces are searched."""
+
+    search: Literal["grid", "random", "optuna"] = "grid"
+    samples: int | None = Field(default=None, ge=1)  # settings that random and optuna try
+    metric: Literal["test_accuracy", "test_loss"] = "test_accuracy"  # at the last evaluation
+    repeats: int = Field(default=1, ge=1)  # trials of a setting, with seeds seed, seed + 1, ...
+    scheduler: Literal["none", "asha", "median"] = "none"  # stops trials early by the metric
+    grace: int = Field(default=10, ge=1)  # rounds that every trial is given
+    reduction: int = Field(default=3, ge=2)  # asha lets one in so many go on, at rounds grace, grace x reduction, ...
+    ahead: int = Field(default=8, ge=1)  # settings that optuna proposes before it must know the first one's result; so many run at once
+    concurrent: int | None = Field(default=None, ge=1)  # trials at once; default: as many as the cluster holds
+    cpus: float | None = Field(default=None, ge=0)  # of a trial's own process; default: 1 inline, 0 beside client actors
+
+
+@dataclass(eq=False)
+class Trial:
+    """One run: a setting with one seed, in a directory of its own."""
+
+    setting: Setting
+    seed: int
+    experiment: Experiment  # `client.actors` is a number or per-client
+    folder: Path
+    status: str = "waiting"
+    report: dict[str, Any] = field(default_factory=dict)  # the latest evaluated row
+    summary: dict[str, Any] | None = None
+    reason: str | None = None
+    before: bool = False  # it had finished before this sweep began or was resumed
+
+    def look(self) -> None:
+        """Takes up what the directory says."""
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            return
+        self.summary, self.status, self.reason = summary, summary["status"], summary.get("reason")
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINISHED
+
+    def value(self, metric: str) -> float | None:
+        """The metric at the last evaluation, of a trial that has not failed."""
+        found = (self.summary or self.report).get(metric)
+        return found if self.status != "failed" and found is not None and math.isfinite(found) else None
+
+
+@dataclass(eq=False)
+class Setting:
+    """One choice of all searched values, and its trials."""
+
+    values: dict[str, Any]  # by dotted key
+    experiment: Experiment  # as `raydpfl run` would take it
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(trial.finished or trial.status == "failed" for trial in self.trials)
+
+    @property
+    def whole(self) -> bool:
+        """All trials ran to their end."""
+        return all(trial.status in ("completed", "budget") for trial in self.trials)
+
+    def mean(self, metric: str) -> float | None:
+        """Over the seeds, of those known so far; None if any failed or came to no number."""
+        found = [trial.value(metric) for trial in self.trials if trial.summary or trial.report or trial.status == "failed"]
+        return float(np.mean(found)) if found and None not in found else None
+
+    def spread(self, metric: str) -> float | None:
+        """The sample standard deviation over the seeds; None below two."""
+        found = [value for trial in self.trials if (value := trial.value(metric)) is not None]
+        return float(np.std(found, ddof=1)) if len(found) > 1 else None
+
+    def named(self) -> str:
+        return " ".join(f"{key}={_short(value)}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment with search spaces. `tree` is the config as given, overrides put in, without the section `sweep`."""
+
+    tree: dict[str, Any]
+    search: Search
+    spaces: dict[str, Space]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sweep:
+        """Raises `ConfigError` naming the first field that is wrong; every value of a grid, and both ends of an interval, are tried on."""
+        tree = overridden(values, overrides)
+        section = tree.pop("sweep", {})
+        search = validate(Search, "sweep", section)
+        for name in search.model_fields_set & _ONLY_WITH.keys():
+            other, accepted = _ONLY_WITH[name]
+            if getattr(search, other) not in accepted and getattr(search, name) is not None:
+                raise ConfigError(f"sweep.{name}", getattr(search, name), f"nothing unless sweep.{other} is {' or '.join(accepted)}")
+        sweep = cls(tree, search, find(tree))
+        sweep._check()
+        return sweep
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Sweep:
+        """As `from_dict`, from a YAML file."""
+        return cls.from_dict(read(path), overrides)
+
+    def to_yaml(self) -> str:
+        """The config with its spaces; `from_yaml` of it is this sweep."""
+        return yaml.safe_dump({**self.tree, "sweep": self.search.model_dump(exclude_unset=True)}, sort_keys=False, allow_unicode=True)
+
+    @property
+    def size(self) -> int:
+        """How many settings it tries; Optuna may propose one twice."""
+        return self.search.samples or math.prod(int(space.count) for space in self.spaces.values())
+
+    @property
+    def sign(self) -> int:
+        return BETTER[self.search.metric]
+
+    def listed(self) -> Iterable[dict[str, Any]]:
+        """The values of every setting, in order; not for Optuna, which decides as results come."""
+        if self.search.search == "grid":
+            for values in itertools.product(*(space.options for space in self.spaces.values())):
+                yield dict(zip(self.spaces, values, strict=True))
+            return
+        seen = set()
+        for sample in range(100 * self.search.samples):
+            draws = stream(self.seed, Purpose.SWEEP, round=sample).random(len(self.spaces))
+            values = {key: space.at(u) for (key, space), u in zip(self.spaces.items(), draws, strict=True)}
+            if (name := identity(values)) not in seen:
+                seen.add(name)
+                yield values
+            if len(seen) == self.search.samples:
+                return
+
+    def setting(self, values: Mapping[str, Any]) -> Setting:
+        """The setting of these values, with no trials yet. Raises `ConfigError` when they make no experiment."""
+        return Setting(dict(values), Experiment.from_dict(put(self.tree, values)))
+
+    def add_trials(self, setting: Setting, folder: Path) -> None:
+        """Gives the setting a trial for every seed, each with its directory under `folder`."""
+        experiment = inline(setting.experiment)
+        for seed in range(self.seed, self.seed + self.search.repeats):
+            name = identity({**setting.values, "seed": seed})
+            trial = Trial(setting, seed, experiment.model_copy(update={"seed": seed}), folder / name)
+            trial.look()
+            trial.before = trial.finished
+            if not trial.before:  # it goes on, or is tried again
+                trial.status, trial.summary, trial.reason = "waiting", None, None
+            setting.trials.append(trial)
+
+    def differs(self, stored: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+        """(field, here, there) of the first difference that makes it another sweep than the one whose YAML is `stored`.
+
+        Which values a searched field takes is no difference: trials are known by their values.
+        """
+        here, there = (_flat(put(tree, dict.fromkeys(find(tree), "a search space"))) for tree in (yaml.safe_load(self.to_yaml()), stored))
+        for key in [*here, *(key for key in there if key not in here)]:
+            if here.get(key) != there.get(key) and key not in CHANGEABLE:
+                return key, here.get(key), there.get(key)
+        return None
+
+    @property
+    def seed(self) -> int:
+        return int(self.tree.get("seed", 0))
+
+    def _check(self) -> None:
+        search = self.search
+        if "seed" in self.spaces:
+            raise ConfigError("seed", self.tree["seed"], "a number; sweep.repeats runs every setting with several seeds")
+        if not self.spaces and search.repeats == 1:
+            raise ConfigError("sweep", search.model_dump(exclude_unset=True), "a search space in some field, or sweep.repeats above 1")
+        if search.search == "grid":
+            for key, space in self.spaces.items():
+                if space.count == math.inf:
+                    raise ConfigError(key, _at(self.tree, key), "a grid, choice or powers_of_two; an interval needs sweep.search random or optuna")
+        elif search.samples is None:
+            raise ConfigError("sweep.samples", None, f"required for sweep.search {search.search}: how many settings to try")
+        elif search.search == "random" and search.samples > (most := math.prod(space.count for space in self.spaces.values())):
+            raise ConfigError("sweep.samples", search.samples, f"at most the {most:.0f} settings that the spaces hold")
+        experiments = self.probes()
+        least = min(experiment.rounds for experiment in experiments)
+        if search.scheduler != "none" and search.grace > least:
+            raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
+        most = experiments[0].seed + search.repeats
+        if most > 1 << 64:
+            raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
+
+    def probes(self) -> list[Experiment]:
+        """Experiments that show whether every field takes its space: all that are listed beforehand, and the ends of every interval."""
+        tried: Iterable[dict[str, Any]] = ()
+        if self.search.search != "grid":
+            first = {key: space.probes[0] for key, space in self.spaces.items()}
+            tried = [{**first, key: value} for key, space in self.spaces.items() for value in space.probes] or [first]
+        listed = () if self.search.search == "optuna" else self.listed()
+        return [inline(self.setting(values).experiment) for values in itertools.chain(tried, listed)]
+
+
+def inline(experiment: Experiment) -> Experiment:
+    """As a trial: `client.actors` auto is 0, since a sweep spreads over the cluster by its trials."""
+    if experiment.client.actors != "auto":
+        return experiment
+    return experiment.model_copy(update={"client": experiment.client.model_copy(update={"actors": 0})})
+
+
+def identity(values: Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that name these values."""
+    return hashlib.sha256(json.dumps(sorted(values.items()), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flat
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

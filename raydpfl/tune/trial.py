@@ -1,0 +1,131 @@
+"""The process that runs trials, one after another: starting one costs seconds of a core, so Ray Tune reuses it.
+
+A trial is `raydpfl.runner.run` in its own directory, in a thread of this process; `step` hands on what it reports. Client actors, if
+it has any, are placed in the placement group that the trial holds, and this process is their coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import shutil
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from ray import tune
+
+from raydpfl import runner
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.tune.sweep import FINISHED, Trial
+
+PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
+
+
+def work(trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: Path | None, pause: bool) -> dict[str, Any]:
+    """What `TrialActor` is told. `pause`: it waits at every evaluation until it is told to go on."""
+    return {
+        "experiment": trial.experiment.to_dict(),
+        "folder": str(trial.folder),
+        "status": trial.status,
+        "bundles": bundles,
+        "metric": metric,
+        "data_root": str(data_root) if data_root else None,
+        "pause": pause,
+        "home": os.getcwd(),
+        "path": [os.path.abspath(entry) for entry in sys.path],
+    }
+
+
+class TrialActor(tune.Trainable):
+    """Each `step` is an evaluation of the model: `round` (rounds done), the metrics, and the epsilons.
+
+    The last has `done` and `over`, and `failed` (a message) or `refused` (the three parts of a `ConfigError`) unless the run went well.
+    """
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        return tune.PlacementGroupFactory(config["bundles"], strategy="PACK")
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self._work = config
+        self._reports: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._permits: queue.Queue[None] = queue.Queue()
+        self._asked = self._stopping = False
+        self._report: dict[str, Any] = {"round": 0, config["metric"]: math.nan}
+        os.chdir(config["home"])
+        sys.path.extend(entry for entry in config["path"] if entry not in sys.path)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def reset_config(self, config: dict[str, Any]) -> bool:
+        self.cleanup()
+        self.setup(config)
+        return True
+
+    def step(self) -> dict[str, Any]:
+        if self._asked:
+            self._permits.put(None)
+        self._asked = True
+        return self._reports.get()
+
+    def cleanup(self) -> None:
+        """Ends a run that goes on still; it is one that the scheduler has stopped."""
+        self._stopping = True
+        self._permits.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        end: dict[str, Any] = {"done": True, "over": True}
+        try:
+            self._carry_out(Path(self._work["folder"]))
+        except ConfigError as error:
+            end["refused"] = [error.field, error.value, error.accepted]
+        except RunError as error:
+            end["failed"] = str(error)
+        except BaseException:
+            end["failed"] = traceback.format_exc()
+        self._reports.put({**self._report, **end})
+
+    def _carry_out(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with runner.alone(folder, PATIENCE):
+            begun = (folder / "config.yaml").exists()
+            if not begun:  # at most what a kill left behind before the run began
+                for each in folder.iterdir():
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+        self._rows(_rows(folder))
+        if self._work["status"] not in FINISHED:
+            experiment = Experiment.from_dict(self._work["experiment"])
+            runner.run(experiment, folder, resume=begun, data_root=self._work["data_root"], on_rows=self._rows)
+
+    def _rows(self, rows: list[dict[str, Any]]) -> bool:
+        """Reports the rows that have been evaluated, once each; whether to stop."""
+        for row in rows:
+            if self._stopping:
+                break
+            if row["test_loss"] is None or row["round"] < self._report["round"]:
+                continue
+            metric = self._work["metric"]
+            if row[metric] is None:
+                raise ConfigError("sweep.metric", metric, "test_loss, for a model whose accuracy is not measured")
+            kept = {key: value for key, value in row.items() if key.startswith(("test_", "epsilon_"))}
+            self._report = {**kept, "round": row["round"] + 1}
+            self._reports.put(self._report)
+            if self._work["pause"]:
+                self._permits.get()
+        return self._stopping
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """What a run that was begun before has recorded."""
+    try:
+        return pq.read_table(folder / "rounds.parquet").to_pylist()
+    except (OSError, pa.ArrowInvalid):
+        return []

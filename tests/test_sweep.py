@@ -1,0 +1,420 @@
+"""A sweep tries what its config says and nothing twice, whatever the cluster's size and however often it is killed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import SMALL, experiment
+from rich.console import Console
+from test_same_bits import RUN, kill_tree
+
+from raydpfl import Experiment, cli
+from raydpfl import run as run_one
+from raydpfl.errors import ConfigError
+from raydpfl.tune import Sweep, run
+from raydpfl.tune.display import table
+from raydpfl.tune.proposals import Guided
+from raydpfl.tune.results import statement
+from raydpfl.tune.sweep import Trial, identity
+
+WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
+
+
+def tree(**sections) -> dict:
+    """The small experiment's config with some keys of some sections changed, as a sweep takes it."""
+    changed = copy.deepcopy(SMALL)
+    for name, value in sections.items():
+        merged = isinstance(value, dict) and not value.keys() & {"kind", "grid"}
+        changed[name] = {**changed.get(name, {}), **value} if merged else value
+    return changed
+
+
+# --- what a sweep tries ---
+
+
+def test_a_grid_is_every_combination_in_the_order_of_the_config():
+    sweep = Sweep.from_dict(tree(local={"lr": {"grid": [0.1, 0.2]}}, bounding={"bound": {"powers_of_two": [-1, 1]}}, data={"clients": {"choice": [40, 50]}}))
+    tried = [(v["data.clients"], v["local.lr"], v["bounding.bound"]) for v in sweep.listed()]
+    assert tried == [(n, lr, c) for n in (40, 50) for lr in (0.1, 0.2) for c in (0.5, 1, 2)]
+    made = sweep.setting({"data.clients": 40, "local.lr": 0.2, "bounding.bound": 2}).experiment
+    assert made == experiment(data={"clients": 40}, local={"lr": 0.2}, bounding={"bound": 2.0})
+
+
+def test_a_member_and_a_whole_section_can_be_searched():
+    sweep = Sweep.from_dict(tree(server={"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}), ["bounding.kind={grid: [clip, normalize]}"])
+    made = [sweep.setting(values).experiment for values in sweep.listed()]
+    assert [(e.bounding.kind, e.server.kind) for e in made] == [(b, s) for b in ("clip", "normalize") for s in ("sgd", "adam")]
+
+
+def test_random_values_lie_in_their_spaces_are_distinct_and_stay_when_more_are_asked_for():
+    server = {"kind": "momentum", "lr": {"choice": [0.5, 1.0]}}
+    spaces = dict(local={"lr": {"loguniform": ["1e-3", 1]}}, bounding={"bound": {"uniform": [0.5, 2]}}, server=server)
+    few, many = ([*Sweep.from_dict(tree(**spaces, sweep={"search": "random", "samples": n})).listed()] for n in (20, 200))
+    assert few == many[:20]
+    assert len({identity(values) for values in many}) == 200
+    assert all(1e-3 <= v["local.lr"] <= 1 and 0.5 <= v["bounding.bound"] <= 2 and v["server.lr"] in (0.5, 1.0) for v in many)
+    # Binomial(200, 1/2) leaves 70 to 130 with probability 3e-5, for each of the two.
+    assert 70 < sum(v["local.lr"] < 1e-3**0.5 for v in many) < 130
+    assert 70 < sum(v["server.lr"] == 0.5 for v in many) < 130
+    other = Sweep.from_dict(tree(**spaces, seed=4, sweep={"search": "random", "samples": 20})).listed()
+    assert few != [*other]
+
+
+def test_random_search_of_a_finite_space_takes_every_setting_once_if_asked_for_all():
+    spaces = dict(local={"lr": {"grid": [0.1, 0.2, 0.3]}}, bounding={"bound": {"powers_of_two": [-2, 1]}})
+    sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "random", "samples": 12}))
+    assert len({identity(values) for values in sweep.listed()}) == 12
+
+
+def test_a_sweep_is_what_its_own_yaml_says(tmp_path):
+    sweep = Sweep.from_dict(tree(local={"lr": {"loguniform": [0.001, 1.0]}}, sweep={"search": "random", "samples": 3, "scheduler": "asha", "grace": 2}))
+    (tmp_path / "sweep.yaml").write_text(sweep.to_yaml())
+    assert Sweep.from_yaml(tmp_path / "sweep.yaml") == sweep
+
+
+# --- what it refuses ---
+
+LR = "local.lr={grid: [0.1, 0.2]}"
+# Overrides of the small experiment, and how the one line begins.
+BAD = {
+    "unknown field": (["local.lrr={grid: [0.1]}"], "local.lrr = 0.1: no such key; the keys here are"),
+    "unknown section": (["sever={grid: [1]}"], "sever = 1: no such section; the sections are"),
+    "empty grid": (["local.lr={grid: []}"], "local.lr = {'grid': []}: grid: a list of at least one value"),
+    "value that stands twice": (["local.lr={grid: [0.1, 0.1]}"], "local.lr = {'grid': [0.1, 0.1]}: grid: values that differ"),
+    "grid that is no list": (["local.lr={grid: 0.1}"], "local.lr = {'grid': 0.1}: grid: a list of at least one value"),
+    "value that the field refuses": (["local.lr={grid: [0.1, -1]}"], "local.lr = -1: should be greater than 0"),
+    "interval of one end": (["local.lr={uniform: [0.1]}"], "local.lr = {'uniform': [0.1]}: uniform: two numbers [lowest, highest]"),
+    "interval upside down": (["local.lr={uniform: [2, 1]}"], "local.lr = {'uniform': [2, 1]}: uniform: [lowest, highest], the first below the second"),
+    "logarithm of nothing": (["local.lr={loguniform: [0, 1]}"], "local.lr = {'loguniform': [0, 1]}: loguniform: [lowest, highest], both above 0"),
+    "power that is no whole number": (["local.lr={powers_of_two: [0.5, 2]}"], "local.lr = {'powers_of_two': [0.5, 2]}: powers_of_two: two whole exponents"),
+    "interval in a grid search": (["local.lr={uniform: [1, 2]}"], "local.lr = {'uniform': [1, 2]}: a grid, choice or powers_of_two; an interval needs"),
+    "interval of whole numbers": (["local.steps={uniform: [1, 9]}", "sweep={search: random, samples: 2}"], "local.steps = 5.9"),
+    "end that the field refuses": (["local.lr={uniform: [-1, 1]}", "sweep={search: random, samples: 2}"], "local.lr = -1.0: should be greater than 0"),
+    "space of a kind that is none": ([LR, "bounding.bound={gird: [0.1]}"], "bounding.bound = {'gird': [0.1]}: should be a valid number"),
+    "seeds as a space": (["seed={grid: [1, 2]}"], "seed = {'grid': [1, 2]}: a number; sweep.repeats"),
+    "nothing to search": ([], "sweep = {}: a search space in some field, or sweep.repeats above 1"),
+    "section that is no mapping": ([LR, "sweep=3"], "sweep = 3: a mapping"),
+    "unknown key": ([LR, "sweep.sample=3"], "sweep.sample = 3: no such key; the keys here are search, samples,"),
+    "unknown metric": ([LR, "sweep.metric=accuracy"], "sweep.metric = 'accuracy': should be 'test_accuracy' or 'test_loss'"),
+    "unknown search": ([LR, "sweep.search=tpe"], "sweep.search = 'tpe': should be 'grid', 'random' or 'optuna'"),
+    "unknown scheduler": ([LR, "sweep.scheduler=hyperband"], "sweep.scheduler = 'hyperband': should be 'none', 'asha' or 'median'"),
+    "no repeats": ([LR, "sweep.repeats=0"], "sweep.repeats = 0: should be greater than or equal to 1"),
+    "random without end": ([LR, "sweep.search=random"], "sweep.samples = None: required for sweep.search random"),
+    "more samples than settings": ([LR, "sweep={search: random, samples: 3}"], "sweep.samples = 3: at most the 2 settings that the spaces hold"),
+    "samples of a grid": ([LR, "sweep.samples=3"], "sweep.samples = 3: nothing unless sweep.search is random or optuna"),
+    "grace of no scheduler": ([LR, "sweep.grace=3"], "sweep.grace = 3: nothing unless sweep.scheduler is asha or median"),
+    "grace of more than all rounds": ([LR, "sweep={scheduler: asha, grace: 5}"], "sweep.grace = 5: at most the 4 rounds of a trial"),
+    "seeds past the last": ([LR, "seed=18446744073709551615", "sweep.repeats=2"], "sweep.repeats = 2: seeds below 2^64"),
+    "cohort above the population": (["selection.cohort={grid: [51, 20]}"], "selection.cohort = 51: at most the population of 50 clients"),
+    "data that are not there": ([LR, "data={kind: table, clients: 50, train: nowhere.parquet}"], "data.train = 'nowhere.parquet': "),
+    "trial of too many actors": ([LR, "client={actors: 4096, num_cpus: 1}"], "client.actors = 4096: a trial that fits the cluster at all: a"),
+    "actor larger than any node": ([LR, "client={actors: 1, num_cpus: 4096}"], "client.actors = 1: a trial that fits the cluster at all"),
+    "process larger than any node": ([LR, "sweep.cpus=4096"], "sweep.cpus = 4096.0: a trial that fits the cluster at all"),
+    "GPUs that are not there": ([LR, "client.num_gpus=512"], "client.num_gpus = 512.0: a trial that fits the cluster at all"),
+    "actors that take nothing": ([LR, "client={actors: 2, num_cpus: 0}"], "client.num_cpus = 0.0: above 0, so that trials"),
+    "too large for some values alone": (["client.num_cpus=1", "client.actors={grid: [1, 4096]}"], "client.actors = 4096: a trial that fits"),
+}  # fmt: skip
+
+
+def complain(arguments, monkeypatch, capsys) -> str:
+    """The one line that `raydpfl sweep` prints to standard error, after it has ended with code 2."""
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "sweep", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2, printed.err
+    assert printed.out == "" and printed.err.count("\n") == 1 and "Traceback" not in printed.err
+    return printed.err.removeprefix("raydpfl: ")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_sweep_that_cannot_be_run_is_refused_in_one_line_before_anything_is_written(case, tmp_path, monkeypatch, capsys):
+    overrides, begins = BAD[case]
+    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(SMALL))
+    monkeypatch.delenv("RAYDPFL_DATA", raising=False)
+    said = complain([str(config), *overrides, "--out", str(out)], monkeypatch, capsys)
+    assert said.startswith(begins)
+    assert not out.exists()
+
+
+def test_without_optuna_installed_it_says_how_to_install_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(SMALL))
+    arguments = [str(tmp_path / "config.yaml"), LR, "sweep={search: optuna, samples: 2}", "--out", str(tmp_path / "out")]
+    assert complain(arguments, monkeypatch, capsys).startswith("sweep.search = 'optuna': grid or random; optuna needs pip install raydpfl[optuna]")
+
+
+# --- what it leaves behind ---
+
+
+@pytest.fixture(scope="module")
+def swept(shared_ray, tmp_path_factory):
+    """Three learning rates, one of which diverges, with two seeds each, one trial at a time."""
+    sweep = Sweep.from_dict(
+        tree(
+            local={"lr": {"grid": [0.05, 0.1, 1.0e30]}},
+            bounding={"kind": "none"},
+            noise={"kind": "none"},
+            measure={"tensorboard": True},
+            client={"actors": "auto"},
+            sweep={"repeats": 2, "concurrent": 1},
+        )
+    )
+    seen = []
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    result = run(sweep, out, on_change=lambda settings: seen.append([trial.status for setting in settings for trial in setting.trials]))
+    return sweep, out, result, seen
+
+
+def test_every_trial_has_the_bits_of_the_run_it_stands_for(swept, tmp_path):
+    _, out, result, _ = swept
+    rows = result.trials.to_pylist()
+    assert [(row["local.lr"], row["seed"]) for row in rows] == [(lr, seed) for lr in (0.05, 0.1, 1e30) for seed in (3, 4)]
+    row = rows[3]
+    alone = run_one(Experiment.from_yaml(out / "best.yaml", ["client.actors=0", "seed=4"]), tmp_path / "alone")
+    assert row["model_sha256"] == alone.summary["model_sha256"] and row["test_accuracy"] == alone.summary["test_accuracy"]
+    assert row["status"] == "completed" and row["rounds"] == 4 and row["seconds"] > 0
+    assert json.loads((out / row["directory"] / "summary.json").read_text())["model_sha256"] == row["model_sha256"]
+    assert list((out / row["directory"] / "tensorboard").glob("events*"))
+    assert pq.read_table(out / "results.parquet").equals(result.trials)
+
+
+def test_a_trial_that_fails_is_a_row_and_not_the_end_of_the_sweep(swept):
+    _, _, result, _ = swept
+    failed = result.trials.to_pylist()[4:]
+    assert all(row["status"] == "failed" and "diverged" in row["reason"] for row in failed)
+    assert result.summary["trials"] == {"completed": 4, "budget": 0, "stopped": 0, "failed": 2}
+
+
+def test_the_best_is_chosen_by_the_mean_over_the_seeds_and_runs_as_it_is(swept):
+    _, out, result, _ = swept
+    rows = result.trials.to_pylist()
+    means = [(rows[i]["test_accuracy"] + rows[i + 1]["test_accuracy"]) / 2 for i in (0, 2)]
+    groups = result.settings.to_pylist()
+    assert [group["test_accuracy_mean"] for group in groups] == pytest.approx([*means, None])
+    spread = abs(rows[0]["test_accuracy"] - rows[1]["test_accuracy"]) / math.sqrt(2)  # the sample standard deviation of two
+    assert groups[0]["test_accuracy_spread"] == pytest.approx(spread)
+    assert result.best.values["local.lr"] == (0.05, 0.1)[means[1] > means[0]]
+    best = Experiment.from_yaml(out / "best.yaml")
+    assert best == result.best.experiment and best.client.actors == "auto" and best.seed == 3
+    assert best.to_yaml() == "".join(line + "\n" for line in (out / "best.yaml").read_text().splitlines() if not line.startswith("#"))
+
+
+def test_one_process_runs_one_trial_after_another(swept):
+    assert swept[2].summary["processes"] == 1
+
+
+def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
+    sweep, _, result, seen = swept
+    console = Console(width=120)
+    with console.capture() as printed:
+        console.print(table(result.all, sweep))
+    lines = printed.get().splitlines()
+    assert lines[0].split() == ["local.lr", "test", "accuracy", "rounds", "trials"]
+    order = [float(line.split()[0]) for line in lines[1:]]
+    assert order[0] == result.best.values["local.lr"] and order[-1] == 1e30
+    assert any("running" in states and "completed" in states for states in seen)
+
+
+def test_the_result_says_that_choosing_is_a_query_and_among_how_many(swept):
+    _, out, result, _ = swept
+    assert "by the test accuracy of 6 runs on one test set" in result.summary["choice"]
+    assert result.summary["choice"] in (out / "best.yaml").read_text()
+    assert "private" not in result.summary["choice"]  # these were not
+    private = Sweep.from_dict(tree(local={"lr": {"grid": [0.05, 0.1]}}, sweep={"repeats": 3}))
+    settings = [private.setting(values) for values in private.listed()]
+    for setting in settings:
+        private.add_trials(setting, out / "nowhere")
+    assert "Choosing among 6 private runs is itself a query on the data" in statement(settings, private)
+
+
+def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swept, tmp_path):
+    sweep, out, result, _ = swept
+    shutil.copytree(out, tmp_path / "out")
+    for directory in result.trials["directory"].to_pylist()[2:]:
+        shutil.rmtree(tmp_path / "out" / directory)
+    fewer = {"local": {**sweep.tree["local"], "lr": {"grid": [0.05]}}, "sweep": {"repeats": 1}}
+    again = run(Sweep.from_dict({**sweep.tree, **fewer}), tmp_path / "out", resume=True)
+    assert again.summary["processes"] == 0  # nothing had to be run
+    assert again.trials.drop_columns(["reason"]).to_pylist() == result.trials.drop_columns(["reason"]).to_pylist()[:1]
+    other = Sweep.from_dict({**sweep.tree, "rounds": 5, "sweep": {"repeats": 2}})
+    with pytest.raises(ConfigError, match="rounds = 5: 4, as in the sweep to be resumed"):
+        run(other, out, resume=True)
+    with pytest.raises(ConfigError, match="a new or empty directory, or --resume"):
+        run(sweep, out)
+
+
+def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(shared_ray, tmp_path):
+    shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
+    with pytest.raises(ConfigError, match=r"data\.clients = 50: 1 to 45 with 200 one-class shards each"):
+        run(Sweep.from_dict(tree(data={"partition": shards}, sweep={"concurrent": 1})), tmp_path / "out")
+    until = time.monotonic() + WAIT
+    while shared_ray.available_resources().get("CPU") != 8 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert shared_ray.available_resources().get("CPU") == 8
+
+
+# --- stopping early, and Optuna ---
+
+
+def test_asha_stops_a_poor_trial_which_can_be_gone_on_with(shared_ray, tmp_path):
+    # One trial at a time, so that which comes first is no matter of chance.
+    search = {"concurrent": 1, "scheduler": "asha", "grace": 2, "reduction": 2}
+    config = tree(rounds=8, evaluate={"every": 1}, local={"lr": {"grid": [0.1, 0.001]}}, sweep=search)
+    result = run(Sweep.from_dict(config), tmp_path / "out")
+    good, poor = result.trials.to_pylist()
+    assert (good["status"], good["rounds"], poor["status"]) == ("completed", 8, "stopped")
+    assert 2 <= poor["rounds"] <= 3 and 0 < poor["epsilon_rdp"] < good["epsilon_rdp"]
+    assert result.best.values["local.lr"] == 0.1 and result.summary["processes"] == 1
+    changed = experiment(rounds=8, evaluate={"every": 1}, local={"lr": 0.001})
+    whole = run_one(changed, tmp_path / "whole")
+    resumed = run_one(changed, tmp_path / "out" / poor["directory"], resume=True)
+    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"] and resumed.summary["status"] == "completed"
+
+
+def test_the_median_rule_stops_a_trial_below_the_others(shared_ray, tmp_path):
+    config = tree(rounds=8, evaluate={"every": 1}, local={"lr": {"grid": [0.1, 0.15, 0.2, 0.001]}}, sweep={"concurrent": 1, "scheduler": "median", "grace": 2})
+    rows = run(Sweep.from_dict(config), tmp_path / "out").trials.to_pylist()
+    assert [row["status"] for row in rows] == ["completed"] * 3 + ["stopped"]
+    assert rows[3]["rounds"] < 8
+
+
+def guided(order: int) -> list[float]:
+    """What Optuna proposes when -(log10 lr + 2)^2 is to be large, results arriving in one of several orders."""
+    spaces = dict(local={"lr": {"loguniform": [1e-4, 1]}}, bounding={"bound": {"powers_of_two": [-3, 3]}})
+    sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "optuna", "samples": 40, "ahead": 4}))
+
+    def add(values):
+        setting = sweep.setting(values)
+        setting.trials.append(Trial(setting, 3, setting.experiment, Path("nowhere"), status="running"))
+        return setting
+
+    source, proposed, pending = Guided(sweep, add), [], []
+    while True:
+        try:
+            setting = source.next()
+        except StopIteration:
+            return proposed
+        if setting is not None:
+            proposed.append(setting.values["local.lr"])
+            pending.append(setting)
+            if len(pending) < 4 and len(proposed) < 40:
+                continue
+        trial = pending.pop(order % len(pending)).trials[0]
+        trial.status, trial.summary = "completed", {"test_accuracy": -((math.log10(trial.setting.values["local.lr"]) + 2) ** 2)}
+
+
+def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_better():
+    pytest.importorskip("optuna")
+    first = guided(0)
+    assert first == guided(3) == guided(1)
+    assert len(first) == 40 and all(1e-4 <= lr <= 1 for lr in first)
+    # After ten random settings. Thirty uniform draws would have mean 1 and standard deviation 0.105: below 0.75 with probability 0.009.
+    assert sum(abs(math.log10(lr) + 2) for lr in first[10:]) / 30 < 0.75
+
+
+def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_path):
+    pytest.importorskip("optuna")
+    spaces = dict(local={"lr": {"loguniform": [1e-3, 1]}}, bounding={"bound": {"powers_of_two": [-1, 1]}})
+    sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "optuna", "samples": 6, "ahead": 2, "concurrent": 1}))
+    whole = run(sweep, tmp_path / "out")
+    assert whole.trials["status"].to_pylist() == ["completed"] * 6
+    again = run(sweep, tmp_path / "out", resume=True)
+    assert again.trials.equals(whole.trials) and again.summary["processes"] == 0
+
+
+# --- wherever it runs, however it ends ---
+
+CLUSTER = """
+import os, sys, yaml
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+from ray.cluster_utils import Cluster
+from raydpfl.tune import Sweep, run
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+try:
+    run(Sweep.from_yaml(sys.argv[1]), sys.argv[2], address=cluster.address)
+finally:
+    cluster.shutdown()
+"""
+
+
+def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path):
+    # A client actor outside its trial's placement group would find one free core where two are wanted, and the trial fail.
+    config = tree(local={"lr": {"grid": [0.05, 0.1]}}, client={"actors": 2, "num_cpus": 1})
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-c", CLUSTER, str(tmp_path / "sweep.yaml"), str(tmp_path / "out")]
+    done = subprocess.run(command, timeout=2 * WAIT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
+    for row in rows:
+        alone = run_one(experiment(local={"lr": row["local.lr"]}), tmp_path / str(row["local.lr"]))
+        assert row["status"] == "completed" and row["model_sha256"] == alone.summary["model_sha256"]
+
+
+def finished(out: Path) -> dict[str, int]:
+    """When each finished trial wrote its summary, in ns."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("trials/*/summary.json") if json.loads(path.read_text())["status"] == "completed"}
+
+
+def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
+    """Starts a sweep and returns when `trials` trials have finished and another is under way, with a checkpoint."""
+    command = [sys.executable, "-c", RUN, "sweep", str(config), "--out", str(out), *more]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until = time.monotonic() + WAIT
+    while time.monotonic() < until and process.poll() is None:
+        done = finished(out)
+        if len(done) >= trials and any(path.parent.parent.name not in done for path in out.glob("trials/*/checkpoints/round-*.npz")):
+            return process
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(process.communicate()[0].decode())
+
+
+def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(shared_ray, tmp_path):
+    config, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    changes, rates = {"rounds": 200, "evaluate": {"every": 50}}, [0.05, 0.1, 0.2]
+    config.write_text(yaml.safe_dump(tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2})))
+
+    process = begin(config, out, 1)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=WAIT)[0].decode()
+    assert process.returncode == 130 and "--resume" in said and "Traceback" not in said, said
+    first = finished(out)
+    cut_off = {path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in first}
+
+    process = begin(config, out, len(first) + 1, "--resume")
+    kill_tree(process)
+    second = finished(out)
+    killed = {path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in second}
+    recorded = {folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in killed}
+    assert cut_off and killed
+
+    result = run(Sweep.from_yaml(config, ["sweep.concurrent=1"]), out, resume=True)
+    third = finished(out)
+    assert len(third) == 6 and first.items() <= second.items() <= third.items()  # no finished trial was run again
+    for folder, seconds in recorded.items():  # and those under way went on: rounds that they had recorded were not done again
+        assert pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist()[: len(seconds)] == seconds
+    rows = result.trials.to_pylist()
+    assert [(row["local.lr"], row["seed"]) for row in rows] == [(lr, seed) for lr in rates for seed in (3, 4)]
+    assert {row["status"] for row in rows} == {"completed"}
+    for row in (row for row in rows if out / row["directory"] in cut_off | killed):
+        alone = run_one(experiment(**changes, seed=row["seed"], local={"lr": row["local.lr"]}), tmp_path / row["directory"]).summary
+        assert all(row[name] == alone[name] for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256")), row
+        assert row["epsilon_rdp"] == alone["guarantees"][0]["epsilon"]
+    assert not list(out.glob(".*"))
