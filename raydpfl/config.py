@@ -47,7 +47,7 @@ class Client(Section):
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     lane: StrictInt | Literal["auto"] = "auto"  # clients trained and summed at once; part of the run's bits
-    way: Literal["auto", "sample_space", "fused", "vmap", "loop", "noop"] = "auto"
+    way: Literal["auto", "sample_space", "fused", "layerwise", "vmap", "loop", "noop"] = "auto"
     on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0, and its noise
 
     @field_validator("actors", "lane", mode="after")

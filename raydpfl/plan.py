@@ -179,7 +179,7 @@ def lane_width(cohort: int) -> int:
 def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     lane = experiment.client.lane
     if lane == "auto":
-        lane = 1 if way == "loop" else lane_width(cohort)
+        lane = 1 if way in ("loop", "layerwise") else lane_width(cohort)
     return experiment.model_copy(update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})})
 
 
