@@ -164,7 +164,7 @@ def audit(
         console.print(found.text(), markup=False)
         console.print(f"Audit directory: {out}", markup=False)
     if not found.passed:
-        raise RunError(found.verdict)
+        raise RunError(f"the run is not as private as it claims; see {out / 'audit.json'}")
 
 
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")

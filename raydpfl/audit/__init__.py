@@ -65,30 +65,30 @@ class Audit:
     @property
     def verdict(self) -> str:
         """The outcome in one plain sentence."""
+        def least(view: View) -> str:
+            return f"epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}"
+
+        def alike(view: View) -> str:
+            return f"{view.estimate.epsilon:.4g} ({view.estimate.low:.4g} to {view.estimate.high:.4g})"
+
         refuted = [view for view in self.views if view.refuted]
-        failed = [check for check in self.checks if not check.passed]
         exceeded = [view for view in self.views if view.exceeded]
-        also = f" ({'; '.join(f'{check.name}: {check.finding}' for check in failed)})" if failed else ""
+        failed = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
+        found = []
+        if failed:
+            found.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
         if refuted:
             view = max(refuted, key=lambda one: one.lower / one.claimed.epsilon)
-            return (
-                f"The claim is false: epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}, "
-                f"and the canaries prove at least {view.lower:.4g}{also}."
-            )
-        if failed:
-            return f"What ran is not what was accounted for: {'; '.join(f'{check.name}: {check.finding}' for check in failed)}."
-        if exceeded:
+            found.append(f"the claim is false: {least(view)}, and the canaries prove at least {view.lower:.4g}")
+        elif exceeded:
             view = max(exceeded, key=lambda one: one.estimate.epsilon / one.claimed.epsilon)
-            return (
-                f"The claim is in doubt: epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}, "
-                f"and the canaries' scores look like {view.estimate.epsilon:.4g} ({view.estimate.low:.4g} to {view.estimate.high:.4g})."
-            )
+            found.append(f"the claim is in doubt: {least(view)}, and the canaries' scores look like {alike(view)}")
+        if found:
+            text = ", and ".join(found)
+            return f"{text[0].upper()}{text[1:]}."
         view = max(self.views, key=lambda one: one.lower / one.claimed.epsilon)
-        return (
-            f"Nothing speaks against the claims: of the epsilon {view.claimed.epsilon:.4g} claimed against whoever sees {view.claimed.observer}, "
-            f"the canaries prove {view.lower:.4g}, their scores look like {view.estimate.epsilon:.4g} "
-            f"({view.estimate.low:.4g} to {view.estimate.high:.4g}), and all {len(self.checks)} checks pass."
-        )
+        proven = f"the canaries prove {view.lower:.4g} and their scores look like {alike(view)}"
+        return f"Nothing speaks against the claims: {least(view)}, {proven}, and all {len(self.checks)} checks pass."
 
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
@@ -107,9 +107,10 @@ class Audit:
                 f"  claimed    epsilon {claim.epsilon:.4g} at delta {claim.delta:g} for one {claim.unit}, {claim.relation}, by {claim.accountant}",
                 f"  proven     at least {view.lower:.4g}, with confidence {view.confidence:.0%}: of {view.canaries} canaries {view.guesses} are guessed, "
                 f"{view.right} right; all right would prove {view.reach:.4g}",
-                f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g}); with fitted variances "
-                f"{estimate.forward:.4g} and {estimate.backward:.4g}",
+                f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})",
             ]
+            if claim.relation != "replace_one":
+                lines[-1] += f"; with variances as fitted {estimate.forward:.4g} one way and {estimate.backward:.4g} the other"
         lines += [f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}" for check in self.checks]
         return "\n".join([*lines, *(f"note: {note}." for note in self.notes), self.verdict])
 

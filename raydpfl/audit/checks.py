@@ -134,7 +134,8 @@ def _chi_squared(name: str, d: int, each: Sequence[tuple[float, str]]) -> Check:
     ratio = math.sqrt(squares[worst] / d)
     passed = tail[worst] * 2 * len(each) >= FALSE_ALARM
     overall = math.sqrt(squares.mean() / d)
-    finding = f"std {overall:.5f} of what was accounted for" if passed else f"{each[worst][1]} has noise of {ratio:.4g} times the std accounted for"
+    finding = f"{overall:.5f} of the std that was accounted for, over all"
+    finding += "" if passed else f"; {ratio:.4g} of it for {each[worst][1]}"
     return Check(name, passed, finding, FALSE_ALARM)
 
 
