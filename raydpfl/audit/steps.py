@@ -1,10 +1,11 @@
 """Canary samples, for noise at local steps: every row of some clients is one, and whoever sees each update guesses.
 
-A canary is one of two samples whose gradients point far apart: a random direction x or -x with one label, or, in regression, x with
-one of two opposite targets. A coin says which; the two worlds are the replacement of one sample. All of the training is the run's own: batches,
-per-sample clipping, noise at each step. The observer knows the model that a round starts from, works out both clipped gradients of each canary
-there, and compares what the client sent with half their difference. What it does not know (in which batches the canary was, and how the
-gradients move with the client's steps) costs it evidence, never the bound its validity.
+A canary is one of two samples whose gradients point far apart: a random direction x or -x with one label, or x with one of two labels
+(whichever drives the model's gradients further apart); in regression, x with one of two opposite targets. A coin says which; the two
+worlds are the replacement of one sample. All of the training is the run's own: batches, per-sample clipping, noise at each step. The
+observer knows the model that a round starts from, works out both clipped gradients of each canary there, and compares what the client
+sent with half their difference. What it does not know (in which batches the canary was, and how the gradients move with the client's
+steps) costs it evidence, never the bound its validity.
 
 A check beside it does updates again, as plainly as can be and with the noise that was accounted for.
 """
@@ -42,13 +43,17 @@ AGREES = 0.01  # relative: rounding, and a ReLU whose input rounds across 0
 CHUNK = 1 << 24  # numbers of per-sample gradients at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampleCanaries:
-    """All samples of `clients` (int64 [c], ascending), canary after canary in this order; the larger `scale`, the longer their gradients."""
+    """All samples of `clients` (int64 [c], ascending), canary after canary in this order; the larger `scale`, the longer their gradients.
+
+    `relabel`: the two samples of a canary are one x with two labels, not x and -x.
+    """
 
     plan: Plan
     clients: np.ndarray
     scale: float
+    relabel: bool = False
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -76,7 +81,7 @@ class SampleCanaries:
         x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(n, *[1] * len(shape))
         if classes:
             x, y = (x * self.scale).astype(np.float32), drawn.integers(classes, size=n)
-            return (x, y), (-x, y)
+            return (x, y), (x, (y + 1) % classes) if self.relabel else (-x, y)
         x, y = x.astype(np.float32), np.full(n, self.scale, np.float32)
         return (x, y), (x, -y)
 
@@ -178,7 +183,7 @@ class StepRecord:
         seen = (steps - total * correction.double()).float()
         halves, products = np.zeros(n), np.zeros(n)
         middle = torch.zeros(self.plan.d, dtype=torch.float64)
-        width = max(1, CHUNK // self.plan.d)
+        width = self.gradients.width
         pieces = [slice(start, min(start + width, n)) for start in range(0, n, width)]
 
         def both(piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +216,8 @@ class StepRecord:
         model, velocity, total = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
         for step in range(local.steps):
             rows = index[0, step, : sizes[0]]
-            gradient = self.gradients(model.float(), x[rows], y[rows]).double().mean(0)
+            parts = torch.from_numpy(rows).split(self.gradients.width)
+            gradient = sum(self.gradients(model.float(), x[part], y[part]).sum(0, dtype=torch.float64) for part in parts) / len(rows)
             noise = normals(e.seed, Purpose.STEP_NOISE, self.plan.d, round=t, client=client, draw=draw, step=step)
             gradient += std * noise.double() + local.weight_decay * model + local.proximal * (model - start) + correction.double()
             velocity = local.momentum * velocity + gradient
@@ -263,6 +269,7 @@ class Gradients:
     def __init__(self, module: torch.nn.Module, bound: float):
         self.module, self.bound = copy.deepcopy(module).eval(), bound
         self.shapes = {name: parameter.shape for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        self.width = max(1, CHUNK // sum(shape.numel() for shape in self.shapes.values()))  # samples at once
         self._each: Callable = vmap(grad(self._loss), in_dims=(None, 0, 0))
 
     def _loss(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -295,17 +302,18 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
     shards, e = Shards.open(plan.shards), plan.experiment
     module = models.build(e.model, shards.shape, shards.classes, e.seed)
     gradients, flat = Gradients(module, e.bounding.sample_bound), models.flatten(module)
-    reached = []
-    for scale in SCALES:
-        tried = SampleCanaries(plan, np.sort(taken), float(scale))
-        pair = tried.pair(int(taken[0]), shards.shape, shards.classes)
-        one, other = (gradients(flat, torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair)
-        reached.append(float(torch.linalg.vector_norm(one - other, dim=1).median()) / (2 * e.bounding.sample_bound))
-    if not max(reached) >= WEAKEST:
-        accepted = "one that random samples can pull about (softmax, linear and mlp are such); or a smaller bounding.bound"
-        raise ConfigError("model.kind", e.model.kind, f"{accepted}: the gradients of a canary's two samples come to {max(reached):.2g} of the bound apart")
-    chosen = next(scale for scale, found in zip(SCALES, reached, strict=True) if found >= 0.9 * max(reached))
-    return replace(tried, scale=float(chosen))
+    reached = {}
+    for relabel in (False, True)[: 1 + (shards.classes > 1)]:
+        for scale in SCALES.tolist():
+            tried = SampleCanaries(plan, np.sort(taken), scale, relabel)
+            pair = tried.pair(int(taken[0]), shards.shape, shards.classes)
+            one, other = (gradients(flat, torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair)
+            reached[tried] = float(torch.linalg.vector_norm(one - other, dim=1).median()) / (2 * e.bounding.sample_bound)
+    best = max(reached.values())
+    if not best >= WEAKEST:
+        accepted = "one whose gradients random samples can pull about; or a smaller bounding.bound"
+        raise ConfigError("model.kind", e.model.kind, f"{accepted}: those of a canary's two samples come to {best:.2g} of the bound apart")
+    return next(tried for tried, found in reached.items() if found >= 0.9 * best)
 
 
 def _counts(plan: Plan) -> np.ndarray:
