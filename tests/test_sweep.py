@@ -118,6 +118,10 @@ BAD = {
     "grace of more than all rounds": ([LR, "sweep={scheduler: asha, grace: 5}"], "sweep.grace = 5: at most the 4 rounds of a trial"),
     "seeds past the last": ([LR, "seed=18446744073709551615", "sweep.repeats=2"], "sweep.repeats = 2: seeds below 2^64"),
     "cohort above the population": (["selection.cohort={grid: [51, 20]}"], "selection.cohort = 51: at most the population of 50 clients"),
+    "accuracy of a regression": (
+        ["data={kind: quadratics, clients: 30}", "model={kind: linear}", "noise={kind: none}", "local.lr={grid: [0.01, 0.02]}", "client={actors: 0}"],
+        "sweep.metric = 'test_accuracy': test_loss; a regression has no accuracy",
+    ),
     "data that are not there": ([LR, "data={kind: table, clients: 50, train: nowhere.parquet}"], "data.train = 'nowhere.parquet': "),
     "trial of too many actors": ([LR, "client={actors: 4096, num_cpus: 1}"], "client.actors = 4096: a trial that fits the cluster at all: a"),
     "actor larger than any node": ([LR, "client={actors: 1, num_cpus: 4096}"], "client.actors = 1: a trial that fits the cluster at all"),
@@ -155,6 +159,13 @@ def test_without_optuna_installed_it_says_how_to_install_it(tmp_path, monkeypatc
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(SMALL))
     arguments = [str(tmp_path / "config.yaml"), LR, "sweep={search: optuna, samples: 2}", "--out", str(tmp_path / "out")]
     assert complain(arguments, monkeypatch, capsys).startswith("sweep.search = 'optuna': grid or random; optuna needs pip install raydpfl[optuna]")
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_takes_no_directory_that_is_not_a_sweeps(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(SMALL))
+    said = complain([str(tmp_path / "config.yaml"), LR, "--resume", "--out", str(tmp_path)], monkeypatch, capsys)
+    assert said.startswith(f"--resume = '{tmp_path}': the directory of a sweep; it has no sweep.yaml")
 
 
 # --- what it leaves behind ---

@@ -7,6 +7,7 @@ and tells the same again, the finished settings answering at once.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -39,15 +40,15 @@ class Guided:
     """Optuna's tree-structured Parzen estimator (Watanabe 2023), through Ray Tune."""
 
     def __init__(self, sweep: Sweep, add: Callable[[dict[str, Any]], Setting]):
-        optuna = _optuna()
+        library = optuna()
         from ray.tune.search.optuna import OptunaSearch
 
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        library.logging.set_verbosity(library.logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # constant_liar is marked experimental
             seed = int(stream(sweep.seed, Purpose.SWEEP).integers(1 << 32))
-            sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-            space = {str(place): _distribution(optuna, each) for place, each in enumerate(sweep.spaces.values())}
+            sampler = library.samplers.TPESampler(seed=seed, constant_liar=True)
+            space = {str(place): _distribution(each) for place, each in enumerate(sweep.spaces.values())}
             self._search = OptunaSearch(space, metric="score", mode="max", sampler=sampler)
         self._sweep, self._add = sweep, add
         self._made: dict[str, Setting] = {}
@@ -75,20 +76,21 @@ class Guided:
         return self._made[name]
 
 
-def _optuna() -> Any:
+def optuna() -> Any:
+    """The library, which is not installed with the package. Raises `ConfigError` without it."""
     try:
-        import optuna
+        return importlib.import_module("optuna")
     except ImportError:
         raise ConfigError("sweep.search", "optuna", "grid or random; optuna needs pip install raydpfl[optuna]") from None
-    return optuna
 
 
-def _distribution(optuna: Any, space: Space) -> Any:
+def _distribution(space: Space) -> Any:
+    kinds = optuna().distributions
     if isinstance(space, Interval):
-        return optuna.distributions.FloatDistribution(space.low, space.high, log=space.log)
+        return kinds.FloatDistribution(space.low, space.high, log=space.log)
     if space.ordered:
-        return optuna.distributions.IntDistribution(0, len(space.options) - 1)
-    return optuna.distributions.CategoricalDistribution(list(range(len(space.options))))
+        return kinds.IntDistribution(0, len(space.options) - 1)
+    return kinds.CategoricalDistribution(list(range(len(space.options))))
 
 
 def _value(space: Space, drawn: Any) -> Any:

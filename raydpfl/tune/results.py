@@ -43,7 +43,7 @@ def epsilons(trial: Trial) -> dict[str, float]:
     """Epsilon by accountant, of a whole client's or sample's guarantee as the run states it first; while it runs, of the rounds so far."""
     found: dict[str, float] = {}
     for guarantee in (trial.summary or {}).get("guarantees", ()):
-        found.setdefault(f"epsilon_{guarantee['accountant']}", guarantee["epsilon"])
+        found.setdefault(f"epsilon_{guarantee['accountant']}".replace(" ", "_"), float(guarantee["epsilon"]))
     return found or {key: value for key, value in trial.report.items() if key.startswith("epsilon_")}
 
 

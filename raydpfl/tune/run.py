@@ -20,19 +20,18 @@ from typing import Any
 
 import ray
 import torch
-import yaml
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
 from raydpfl import data
-from raydpfl.config import Experiment
+from raydpfl.config import Experiment, read
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.placement import capacity, cores
 from raydpfl.plan import Plan
 from raydpfl.runner import alone, connect
 from raydpfl.tracking import replace_file
-from raydpfl.tune.proposals import Guided, Listed, Proposals
+from raydpfl.tune.proposals import Guided, Listed, Proposals, optuna
 from raydpfl.tune.results import Result, write
 from raydpfl.tune.sweep import Setting, Sweep, Trial
 from raydpfl.tune.trial import TrialActor, work
@@ -76,6 +75,8 @@ def run(
     root, began, search = Path(data_root).absolute() if data_root else None, time.monotonic(), sweep.search
     if resume:
         _same_sweep(sweep, folder)
+    if search.search == "optuna":
+        optuna()
     settings: list[Setting] = []
 
     def add(values: dict[str, Any]) -> Setting:
@@ -84,23 +85,24 @@ def run(
         settings.append(setting)
         return setting
 
-    def told(trial: Trial) -> dict[str, Any]:
-        return work(trial, cluster.bundles(trial.experiment), search.metric, root, pause=search.scheduler != "none")
-
-    def skip(trial: Trial) -> bool:  # as long as some run, a scheduler must hear of the finished ones too
-        return trial.finished and (search.scheduler == "none" or all_finished)
-
     with _Cluster(sweep, root, address) as cluster:
-        for experiment in (probes := sweep.probes()):
+        for experiment in sweep.probes:
             cluster.check(experiment)
-        Plan.make(probes[0], root)
+        _check_metric(sweep, Plan.make(sweep.probes[0], root))
         folder.mkdir(parents=True, exist_ok=True)
         with alone(folder):
-            for left in folder.glob(".tune-*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for left in _left_over(folder):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
             replace_file(folder / "sweep.yaml", lambda file: file.write(sweep.to_yaml().encode()))
             source = Guided(sweep, add) if search.search == "optuna" else Listed([add(values) for values in sweep.listed()])
-            all_finished = bool(settings) and all(trial.finished for setting in settings for trial in setting.trials)
+            over = bool(settings) and all(trial.finished for setting in settings for trial in setting.trials)
+
+            def skip(trial: Trial) -> bool:  # as long as any runs, a scheduler must hear of the finished ones too
+                return trial.finished and (over or search.scheduler == "none")
+
+            def told(trial: Trial) -> dict[str, Any]:
+                return work(trial, cluster.bundles(trial.experiment), search.metric, root, pause=search.scheduler != "none")
+
             proposals = Proposals(source, skip, told)
             watch = _Watch(proposals, cluster, lambda: on_change(settings), lambda: write(folder, settings, sweep, False, {}))
             if proposals.waiting():
@@ -115,16 +117,26 @@ def run(
     return found
 
 
+def _check_metric(sweep: Sweep, plan: Plan) -> None:
+    if sweep.search.metric == "test_accuracy" and Shards.open(plan.shards).classes == 0:
+        raise ConfigError("sweep.metric", sweep.search.metric, "test_loss; a regression has no accuracy")
+
+
 def _same_sweep(sweep: Sweep, folder: Path) -> None:
     """Raises `ConfigError` when `folder` holds another sweep."""
     path = folder / "sweep.yaml"
     if not path.exists():
-        if (folder / "config.yaml").exists():
-            raise ConfigError("--resume", str(folder), "the directory of a sweep; it is that of a single run")
-        return
-    if difference := sweep.differs(yaml.safe_load(path.read_text()) or {}):
+        if folder.exists() and {*folder.iterdir()} - {*_left_over(folder)}:
+            raise ConfigError("--resume", str(folder), "the directory of a sweep; it has no sweep.yaml")
+    elif difference := sweep.differs(read(path)):
         field, here, there = difference
         raise ConfigError(field, here, f"{there!r}, as in the sweep to be resumed")
+
+
+def _left_over(folder: Path) -> list[Path]:
+    """What a kill has left half written."""
+    names = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
+    return [left for pattern in (".tune-*", *(f".{name}.*" for name in names)) for left in folder.glob(pattern)]
 
 
 def _settle(settings: Sequence[Setting]) -> None:
@@ -249,7 +261,7 @@ def _scheduler(sweep: Sweep) -> TrialScheduler:
     search = sweep.search
     compared: dict[str, Any] = {"time_attr": "round", "metric": search.metric, "mode": "max" if sweep.sign > 0 else "min", "grace_period": search.grace}
     if search.scheduler == "asha":
-        rounds = max(experiment.rounds for experiment in sweep.probes())
+        rounds = max(experiment.rounds for experiment in sweep.probes)
         return AsyncHyperBandScheduler(**compared, max_t=rounds, reduction_factor=search.reduction, stop_last_trials=False)
     if search.scheduler == "median":
         return MedianStoppingRule(**compared, min_time_slice=float("inf"))  # a trial is never paused

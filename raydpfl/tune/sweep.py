@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,7 +224,7 @@ class Sweep:
             raise ConfigError("sweep.samples", None, f"required for sweep.search {search.search}: how many settings to try")
         elif search.search == "random" and search.samples > (most := math.prod(space.count for space in self.spaces.values())):
             raise ConfigError("sweep.samples", search.samples, f"at most the {most:.0f} settings that the spaces hold")
-        experiments = self.probes()
+        experiments = self.probes
         least = min(experiment.rounds for experiment in experiments)
         if search.scheduler != "none" and search.grace > least:
             raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
@@ -231,6 +232,7 @@ class Sweep:
         if most > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
 
+    @cached_property
     def probes(self) -> list[Experiment]:
         """Experiments that show whether every field takes its space: all that are listed beforehand, and the ends of every interval."""
         tried: Iterable[dict[str, Any]] = ()

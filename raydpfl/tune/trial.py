@@ -112,10 +112,7 @@ class TrialActor(tune.Trainable):
                 break
             if row["test_loss"] is None or row["round"] < self._report["round"]:
                 continue
-            metric = self._work["metric"]
-            if row[metric] is None:
-                raise ConfigError("sweep.metric", metric, "test_loss, for a model whose accuracy is not measured")
-            kept = {key: value for key, value in row.items() if key.startswith(("test_", "epsilon_"))}
+            kept = {key: math.nan if value is None else value for key, value in row.items() if key.startswith(("test_", "epsilon_"))}
             self._report = {**kept, "round": row["round"] + 1}
             self._reports.put(self._report)
             if self._work["pause"]:
