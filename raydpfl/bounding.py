@@ -65,6 +65,7 @@ class Unbounded(Bounding):
     """The update as it is (FedAvg: 000 Alg. 1, 001 Alg. 3). No privacy can be claimed for it."""
 
     kind: Literal["none"] = "none"
+    scaling: Literal["update"] = "update"
 
     def factor(self, norm: float, bound: float) -> float:
         return 1.0
@@ -160,7 +161,7 @@ class QuantileClip(Clip):
 
     def next_bound(self, bound: float, below: float) -> float:
         """The bound of the next round, from the noised share of clients `below` the present one."""
-        return bound * math.exp(-self.lr * (below - self.quantile))
+        return bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))
 
 
 FAMILY: dict[str, type[Bounding]] = {

@@ -139,8 +139,7 @@ class ClientActor:
             own = self._memory(lane, slot, len(parameters))
             vector = self._sent(parameters, delta, own, lr)
             norm = sent = float(torch.linalg.vector_norm(vector)) if delta is not None else math.nan
-            failed = not math.isfinite(norm)
-            if failed:  # the client's error: it counts as one that has not moved
+            if not math.isfinite(norm):  # the client's error: it counts as one that has not moved
                 if delta is not None:
                     self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
                 vector = self._sent(parameters, None, own, lr)
@@ -150,7 +149,8 @@ class ClientActor:
                 raise RunError(f"bounding.kind {bounding.kind} lets norm {sent:g} times factor {factor:g} pass its bound of {work.bound:g}")
             vector *= factor * float(lane.weights[slot])
             if self.experiment.measure.bounding:
-                self._measure(partial, vector, delta, work, {"expected_norm": expected[slot]} if expected else {})
+                more = {"expected_norm": expected.get(slot, math.nan)} if self.experiment.measure.repeats else {}
+                self._measure(partial, vector, delta, work, more)
             if bounding.stateful:
                 partial.memory.append((own + bounding.beta * vector).float().cpu().numpy())
             if work.client_std > 0:
@@ -160,8 +160,7 @@ class ClientActor:
                     partial.measured.setdefault("noise_norm", []).append(float(np.linalg.norm(noise)))
             if local.stateful:
                 update = vector * lr if bounding.scaling == "gradient" else vector
-                kept = own if failed else local.next_own(own.double(), shared.double(), update, lr).float()
-                partial.memory.append(kept.cpu().numpy())
+                partial.memory.append(local.next_own(own.double(), shared.double(), update, lr).float().cpu().numpy())
             partial.clients.append(client)
             partial.norms.append(norm)
             partial.factors.append(factor)
@@ -191,9 +190,12 @@ class ClientActor:
         squares: dict[int, float] = {}
         for k in range(1, repeats + 1):
             again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
-            for slot, delta, _ in self._train(parameters, shared, work, again, members):
-                sums[slot] = sums.get(slot, 0.0) + delta.double()
-                squares[slot] = squares.get(slot, 0.0) + float(delta.double() @ delta.double())
+            try:
+                for slot, delta, _ in self._train(parameters, shared, work, again, members):
+                    sums[slot] = sums.get(slot, 0.0) + delta.double()
+                    squares[slot] = squares.get(slot, 0.0) + float(delta.double() @ delta.double())
+            except Exception:  # some client's, which is found and named when the lane is trained
+                return {}
         found = {}
         for slot, total in sums.items():
             mean = float(total @ total) / repeats**2

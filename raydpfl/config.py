@@ -39,6 +39,13 @@ class Privacy(Section):
     relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"  # auto: add_remove for Poisson, else replace_one
     budget: float | None = Field(default=None, gt=0)  # epsilon that the run stops short of exceeding
 
+    @field_validator("accountants", mode="after")
+    @classmethod
+    def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("should name each accountant once")
+        return value
+
 
 class Client(Section):
     """How clients become actors, and how they train."""
@@ -167,6 +174,8 @@ class Experiment(Section):
         size = self.noise.model_dump(exclude_none=True)
         if self.private and not isinstance(self.noise, noise.Gaussian):
             raise ConfigError("noise.kind", self.noise.kind, "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise")
+        if self.stateful and self.private and "poisson" in (self.selection.kind, getattr(self.selection, "law", None)) and self.local.stateful:
+            raise ConfigError("selection.kind", self.selection.kind, f"one with cohorts of known size: the server of {self.local.kind} divides by it")
         by_sample = self.bounding.sample_bound is not None
         if self.private and self.bounding.initial_bound is None and not by_sample:
             raise ConfigError("noise.kind", self.noise.kind, "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound")
@@ -194,6 +203,13 @@ class Experiment(Section):
 
     def _steps(self, size: dict) -> None:
         """What noise at local steps refuses beside."""
+        if self.client.on_error == "drop":
+            raise ConfigError("client.on_error", "drop", "fail, with noise at local steps: a client that failed would send no noise, and be known by it")
+        if getattr(getattr(self.data, "partition", None), "kind", None) == "overlapping":
+            accepted = "one that gives a sample to a single client, with noise at local steps, which protects samples"
+            raise ConfigError("data.partition.kind", "overlapping", accepted)
+        if "v" in self.noise.model_fields_set and self.noise.v != 4.0:
+            raise ConfigError("noise.v", self.noise.v, "none with placement step, whose formulas have no such constant")
         if size.get("virtual_cohort"):
             raise ConfigError("noise.virtual_cohort", size["virtual_cohort"], "none with placement step: each client's noise is its own")
         if self.privacy.relation not in ("auto", "replace_one"):

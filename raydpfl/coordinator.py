@@ -32,7 +32,7 @@ from raydpfl.privacy import Guarantee, Ledger, LocalSteps, check_budget
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.server import grid, snap
-from raydpfl.tracking import Checkpoint, Pace, Table, Trajectory, load, save
+from raydpfl.tracking import Checkpoint, Clock, Pace, Table, Trajectory, load, replace_file, save
 
 
 class Coordinator:
@@ -80,6 +80,9 @@ class Coordinator:
                 raise RunError(f"{self.table.path} does not hold all rounds below {self.next}, which the checkpoint counts on")
             if experiment.measure.clients:
                 self.client_table.resume(self.next)
+            if (dropped := self.out / "dropped.jsonl").exists():
+                kept = [line for line in dropped.read_text().splitlines(keepends=True) if json.loads(line)["round"] < self.next]
+                replace_file(dropped, lambda file: file.write("".join(kept).encode()))
             return
         self.next, self.model = 0, models.flatten(self._module()).numpy()
         self.state, self.bound = experiment.server.start(self.plan.d), experiment.bounding.initial_bound
@@ -93,17 +96,21 @@ class Coordinator:
 
     def round(self) -> list[dict]:
         """Does the next round and returns the rows of the rounds table that are now complete."""
-        began, t = time.perf_counter(), self.next
+        t, clock = self.next, Clock()
         self.account(t)
+        clock.lap("account")
         cohort = self.select(t)
+        clock.lap("select")
         total, partials = self.collect(t, cohort)
-        update = self.aggregate(t, self.release(t, total))
+        clock.lap("collect")
+        update = self.aggregate(t, cohort, self.release(t, total))
         self.model = self.experiment.server.step(self.model.astype(np.float64), update, self.state, t)
+        clock.lap("server")
         row = self.measure(t, cohort, partials, update)
         self.bound = self.next_bound(t, cohort, partials)
         self.participations.update(cohort.clients.tolist())
         self.next = t + 1
-        return self.record(row, began)
+        return self.record(row, clock)
 
     def select(self, t: int) -> Cohort:
         """The cohort of the round; where the largest losses are wanted, clients are asked for them first."""
@@ -158,12 +165,14 @@ class Coordinator:
         return {slot: self.memory[client] for slot, client in enumerate(lane.clients.tolist()) if client in self.memory}
 
     def _remember(self, partials: list[Partial]) -> None:
-        """Keeps what the clients will know in their next round; one that was drawn several times, the mean of it."""
+        """Keeps what the clients will know in their next round; for one that was drawn several times, all its changes add up."""
         kept: dict[int, list[np.ndarray]] = {}
         for partial in partials:
             for client, memory in zip(partial.clients, partial.memory, strict=False):  # no memory at all, where clients keep none
                 kept.setdefault(client, []).append(memory)
-        self.memory |= {client: each[0] if len(each) == 1 else np.mean(each, axis=0, dtype=np.float64).astype(np.float32) for client, each in kept.items()}
+        for client, each in kept.items():
+            own = self.memory.get(client, np.float32(0.0))
+            self.memory[client] = each[0] if len(each) == 1 else (np.sum(each, axis=0, dtype=np.float64) - (len(each) - 1) * np.float64(own)).astype(np.float32)
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise, where the server draws any."""
@@ -173,7 +182,7 @@ class Coordinator:
         self._snr = float(np.linalg.norm(total) / np.linalg.norm(noise)) if self.experiment.measure.bounding else None
         return total + noise
 
-    def aggregate(self, t: int, total: np.ndarray) -> np.ndarray:
+    def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""
         experiment, lr = self.experiment, self.experiment.local.learning_rate(t)
         mean = total / self.plan.divisor
@@ -183,10 +192,9 @@ class Coordinator:
         if experiment.bounding.sends == "model":
             return mean - self.model
         mean = mean * lr if experiment.bounding.scaling == "gradient" else mean
-        if experiment.local.stateful:
-            sent = self.plan.cohort * (1 - experiment.selection.dropout)  # by so many clients, in the mean over rounds
-            share = sent / len(self.plan.population)
-            self.state["shared"] = experiment.local.next_shared(self.state["shared"], mean * (self.plan.divisor / sent), lr, share)
+        if experiment.local.stateful and len(cohort):
+            share = len(cohort) / len(self.plan.population)
+            self.state["shared"] = experiment.local.next_shared(self.state["shared"], mean * (self.plan.divisor / len(cohort)), lr, share)
         return mean
 
     def next_bound(self, t: int, cohort: Cohort, partials: list[Partial]) -> float | None:
@@ -194,16 +202,23 @@ class Coordinator:
         if not self.experiment.bounding.adaptive:
             return self.bound
         seed, std = self.experiment.seed, self.plan.count_std
-        r = self.plan.cohort
+        # A Poisson cohort's size is a secret, and its mean stands in for it.
+        secret = self.experiment.selection.sampling(self.plan.population).kind == "poisson"
+        r = self.plan.cohort * (1 - self.experiment.selection.dropout) if secret else len(cohort)
+        if not r:
+            return self.bound
         norms = [norm for partial in partials for norm in partial.norms]
         # Each client gives its indicator minus 1/2; a client that failed has a NaN norm and gives 0.
         count = sum(0.5 if norm <= self.bound else -0.5 for norm in norms if np.isfinite(norm))
         if self.experiment.noise.placement == "server":
             count += query_noise(seed, t, std)
-        else:  # in client order, whoever trained them
+        elif std:  # in client order, whoever trained them
             drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
             count += sum(query_noise(seed, t, std / math.sqrt(self.plan.survivors), client, draw) for client, draw in drawn)
-        return self.experiment.bounding.next_bound(self.bound, min(max(count / r + 0.5, 0.0), 1.0))
+        bound = self.experiment.bounding.next_bound(self.bound, min(max(count / r + 0.5, 0.0), 1.0))
+        if not 0 < bound <= 1e15:
+            raise RunError(f"the adaptive bound left its range ({bound:g} after round {t}); lower bounding.lr")
+        return bound
 
     def measure(self, t: int, cohort: Cohort, partials: list[Partial], update: np.ndarray) -> dict:
         """The row of this round, and the rows of its clients when they are asked for."""
@@ -236,13 +251,15 @@ class Coordinator:
             self.client_table.rows += [{"round": t, **dict(zip(names, values, strict=True))} for values in zip(*lists, strict=True)]
         return row
 
-    def record(self, row: dict, began: float) -> list[dict]:
+    def record(self, row: dict, clock: Clock) -> list[dict]:
         """Sends the model off to be evaluated, takes up the evaluation before it, and keeps what is complete."""
         complete = self._settle()
         last = self.next == self.experiment.rounds
         if last or self.next % self.experiment.evaluate.every == 0:
             self._pending = row, self.pool.evaluate(self.model)
-        row["seconds"] = time.perf_counter() - began
+        clock.lap("record")
+        row |= clock.seconds
+        row["seconds"] = sum(clock.seconds.values())
         row["clients_per_second"] = row["cohort"] / row["seconds"]
         self.seconds += row["seconds"]
         self.table.rows.append(row)
@@ -310,8 +327,8 @@ class Coordinator:
 
     def _recorded(self) -> tuple[int, Counter]:
         rounds, seen = max(self.next, self.ledger.spent().rounds), self.participations.copy()
-        for clients in self.plan.draws(rounds)[self.next :] if rounds > self.next else []:
-            seen.update(clients.tolist())
+        if rounds > self.next or self.experiment.selection.needs_losses:  # who might have been chosen does not depend on the data
+            seen = self.plan.participations(rounds)
         return rounds, seen
 
     def _per_client(self) -> dict[str, list[float]]:

@@ -26,7 +26,7 @@ from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.way import sample_loss
 
 ROWS = 1 << 14  # of the data that are in memory at once
-PRECISION = 1e-9  # of a gradient's largest coordinate, at a minimum
+PRECISION = 1e-7  # of a gradient's largest coordinate, at a minimum
 
 
 def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0) -> dict:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -47,14 +47,12 @@ from raydpfl.privacy.factorization import banded_toeplitz
 class Noise(Member):
     """Base of the family."""
 
-    placement: Literal["auto", "client", "server", "step"] = "auto"  # auto: step with per_sample_clip, else client
-    delta: float = Field(default=1e-5, gt=0, lt=1)
-
 
 class NoNoise(Noise):
     """No noise: the run is not private, and says so."""
 
     kind: Literal["none"] = "none"
+    placement: ClassVar[str] = "client"
 
 
 class Gaussian(Noise):
@@ -66,6 +64,8 @@ class Gaussian(Noise):
     """
 
     kind: Literal["gaussian"] = "gaussian"
+    placement: Literal["auto", "client", "server", "step"] = "auto"  # auto: step with per_sample_clip, else client
+    delta: float = Field(default=1e-5, gt=0, lt=1)
     epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
     multiplier: float | None = Field(default=None, ge=1e-9, le=1e15)
     std: float | None = Field(default=None, ge=1e-9, le=1e15)
@@ -77,6 +77,8 @@ class Gaussian(Noise):
     @field_validator("epsilon", mode="before")
     @classmethod
     def _law(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ConfigError("noise.epsilon", value, "a positive number, or a law of budgets")
         return budgets.parse(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")

@@ -25,10 +25,10 @@ from raydpfl.errors import ConfigError
 from raydpfl.noise import BandedGaussian
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, paper
 from raydpfl.privacy.factorization import check as check_bands
-from raydpfl.selection import Population, Selection
+from raydpfl.selection import Population, Selection, WithReplacement
 
 log = logging.getLogger("raydpfl")
-SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised"
+SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 
@@ -94,8 +94,9 @@ class Plan:
         """What a run's bits depend on beside the experiment, by name."""
         known = [self.population.privacy_cost, self.experiment.selection.corrections(self.population)]
         known += [self.mechanism.stds] if isinstance(self.mechanism, LocalSteps) else []
+        ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
         digest = hashlib.sha256(b"".join(each.tobytes() for each in known if each is not None)).hexdigest()[:16]
-        return {"data": self.shards.name, "clients": digest, "torch": str(torch.__version__), "numpy": np.__version__}
+        return {"data": self.shards.name, "clients": digest, **ran, "torch": str(torch.__version__), "numpy": np.__version__}
 
     @property
     def accountant(self) -> str | None:
@@ -122,7 +123,7 @@ class Plan:
 
     def client_std(self, bound: float | None) -> float:
         """Std of the noise that one client draws on what it sends; 0 when it draws none. The round with most dropouts still has the sum's."""
-        if self.experiment.noise.placement != "client":
+        if self.experiment.noise.placement != "client" or not self.ratio:
             return 0.0
         return self.sum_std(bound) / math.sqrt(self.survivors)
 
@@ -131,9 +132,12 @@ class Plan:
         return self.mechanism.stds[clients] if isinstance(self.mechanism, LocalSteps) else None
 
     def check_claims(self) -> None:
-        """Warns of what a reader of the guarantees should know; raises `BudgetError` when some client has been promised more than will hold."""
+        """Warns of what whoever reads the results should know; raises `BudgetError` when some client has been promised more than will hold."""
+        e = self.experiment
+        if e.weights.kind == "data" and isinstance(e.selection, WithReplacement):
+            log.warning("weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have", e.selection.kind)
         if isinstance(self.mechanism, LocalSteps):
-            seen = Counter(client for clients in self.draws(self.experiment.rounds) for client in clients.tolist())
+            seen = self.participations(self.experiment.rounds)
             for warning in self.mechanism.warnings(seen):
                 log.warning(warning)
             self.mechanism.check_claims(seen)
@@ -154,6 +158,10 @@ class Plan:
     def draws(self, rounds: int) -> list[np.ndarray]:
         """The clients of each of the first rounds, with repeats: known before the first, as they depend on the seed alone."""
         return _draws(self.experiment, self.population, rounds)
+
+    def participations(self, rounds: int) -> Counter:
+        """How often the seed draws each client in the first rounds; where losses choose among candidates, how often it is one."""
+        return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
         """What holds after `rounds` rounds, `participations` counting how often each client was drawn."""
@@ -260,6 +268,8 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
         queries = (Query("updates", 1.0, z),)
     exclusions = [*experiment.data.exclusions, *selection.exclusions, SHOWN]
     sampling = selection.sampling(population)
+    if experiment.stateful and sampling.hidden and sampling.kind == "fixed":
+        exclusions.append(f"that a hidden cohort amplifies privacy is proved for rounds without memory; {experiment.stateful.kind} has one")
     if noise.virtual_cohort:
         if sampling.kind == "public" or sampling.rule or sampling.p_max:
             raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"none with selection.kind {selection.kind}; uniform, poisson or full scale to it")
@@ -267,6 +277,10 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
         if noise.virtual_cohort < sampling.cohort:
             raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"at least the simulated cohort of {sampling.cohort}")
         exclusions.append(f"the {sampling.cohort} clients simulated in a round stand for {noise.virtual_cohort} of {virtual}, whose guarantee this is")
+        if virtual < noise.virtual_cohort or (sampling.kind == "full" and virtual != noise.virtual_cohort):
+            size = "exactly" if sampling.kind == "full" else "at least"
+            accepted = f"{size} noise.virtual_cohort, {noise.virtual_cohort}, with selection.kind {selection.kind}"
+            raise ConfigError("noise.virtual_population", virtual, accepted)
         sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
     mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, exclusions=tuple(exclusions))
     for name in experiment.privacy.accountants:

@@ -76,7 +76,7 @@ def run(
     on the way. A Ray that this process had already started is used, and left running.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not resume)):
+    if folder.exists() and (not folder.is_dir() or (any(not file.name.startswith(".config.yaml") for file in folder.iterdir()) and not resume)):
         raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the run in it")
     threads = torch.get_num_threads()
     with _Ray(experiment, address) as cluster:

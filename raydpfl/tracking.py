@@ -103,6 +103,17 @@ class Trajectory:
         return np.fromfile(path, "<f4").reshape(-1, d)
 
 
+class Clock:
+    """The seconds of a round by phase, from one `lap` to the next: account, select, collect (the clients), server, record (measuring too)."""
+
+    def __init__(self) -> None:
+        self._last, self.seconds = time.perf_counter(), dict[str, float]()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"seconds_{phase}"], self._last = now - self._last, now
+
+
 class Pace:
     """Says when a snapshot is due, so that snapshots cost about `SHARE` of a run at most."""
 

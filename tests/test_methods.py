@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,7 +14,7 @@ from conftest import experiment
 from raydpfl import local, models, privacy, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
-from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.keys import Purpose, normals
 from raydpfl.plan import Plan
 
@@ -225,6 +226,12 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
         ({"local": {"kind": "scaffold"}, "bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "bounding.kind = 'alpha_norm_ec': a bounding without memory"),
         ({"local": {"kind": "scaffold"}, "weights": {"kind": "data"}}, "weights.kind = 'data': uniform"),
         ({"selection": {"kind": "privacy_aware", "cohort": 5}}, "selection.kind = 'privacy_aware'"),
+        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0}, "client": {"on_error": "drop"}}, "client.on_error = 'drop': fail"),
+        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0}, "data": {"partition": {"kind": "overlapping", "per_client": 100}}}, "data.partition.kind"),
+        ({"noise": {"kind": "none", "placement": "server"}}, "noise.placement = 'server': no such key"),
+        ({"noise": {"kind": "gaussian", "epsilon": True}}, "noise.epsilon = True"),
+        ({"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 30, "virtual_population": 20}}, "noise.virtual_population = 20: at least"),
+        ({"privacy": {"accountants": ["pld", "pld"]}}, "privacy.accountants"),
         ({"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}}, "noise.calibration = 'paper': rigorous"),
         ({"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}}, "noise.calibration = 'tcdp': rigorous or paper"),
         ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90}}, "noise.virtual_cohort = 90: none with placement step"),
@@ -233,3 +240,41 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
 def test_what_does_not_go_together_is_refused(sections, line):
     with pytest.raises(ConfigError, match=line):
         Plan.make(experiment(**sections))
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [{"kind": "poisson", "cohort": 4}, {"kind": "multinomial", "cohort": 6}, {"kind": "uniform", "cohort": 6, "dropout": 0.2}, {"kind": "cyclic", "period": 3}],
+    ids=lambda selection: selection["kind"],
+)
+def test_scaffold_reaches_the_optimum_whatever_the_cohorts_sizes_and_repeats(selection, tmp_path):
+    steps = {"kind": "scaffold", "steps": 5, "batch": "full", "lr": 0.1}
+    result = run(experiment(**{**QUIET, **QUADRATICS, "selection": selection, "local": steps, "rounds": 800, "evaluate": {"every": 800}}), tmp_path / "out")
+    assert np.linalg.norm(flat(result)) < 1e-3
+
+
+def test_what_losses_chose_is_accounted_for_as_what_they_might_have_chosen(tmp_path):
+    chosen = experiment(selection={"kind": "power_of_choice", "cohort": 5, "pool": 25}, privacy={"accountants": ["pld"]}, rounds=6)
+    result = run(chosen, tmp_path / "out")
+    plan = Plan.make(chosen)
+    most = max(plan.participations(6).values())
+    assert result.guarantees[0].epsilon == pytest.approx(privacy.gaussian_epsilon(2 * math.sqrt(most), 1e-5), rel=1e-6)
+    assert result.guarantees[0].epsilon == pytest.approx(result.rounds["epsilon_pld"].to_pylist()[-1])
+
+
+def test_an_adaptive_bound_rests_at_its_quantile_when_clients_drop_out(tmp_path):
+    adaptive = {"kind": "quantile_clip", "bound": 0.5, "quantile": 0.9, "lr": 0.3}
+    sections = {"bounding": adaptive, "noise": {"kind": "gaussian", "multiplier": 0.1}, "selection": {"kind": "uniform", "cohort": 20, "dropout": 0.5}}
+    rows = run(experiment(**sections, rounds=60, evaluate={"every": 60}), tmp_path / "out").rounds.to_pylist()
+    assert rows[-1]["bound"] < 2 * rows[-1]["norm_p90"]
+
+
+def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
+    plan = Plan.make(experiment(noise={"kind": "gaussian", "epsilon": 5.0}))
+    coordinator = Coordinator(plan, str(tmp_path), 0)
+    coordinator.start()
+    coordinator.round()
+    coordinator.save()
+    louder = dataclasses.replace(plan, ratio=3 * plan.ratio, mechanism=plan.mechanism.with_noise(3 * plan.ratio))
+    with pytest.raises(RunError, match="its bits would differ"):
+        Coordinator(louder, str(tmp_path), 0, resume=True).start()

@@ -51,6 +51,8 @@ class Law(Member):
         words = stream(seed, Purpose.BUDGET).bit_generator.random_raw(4 * clients).reshape(clients, 4)[:, :3]
         uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0, never 1
         budgets = np.maximum(self.budgets(uniform[:, 1:], root), self.floor)
+        if np.isnan(budgets).any():
+            raise ConfigError(FIELD, self.model_dump(), "a law that gives numbers; this one has no mass above 0")
         budgets[uniform[:, 0] < self.public] = math.inf
         return budgets
 

@@ -126,7 +126,7 @@ class PrivacyAware(WithReplacement):
 
     kind: Literal["privacy_aware"] = "privacy_aware"
     needs_costs: ClassVar[bool] = True
-    scale: float = Field(default=1.0, gt=0)
+    scale: float = Field(default=1.0, gt=0, le=1e15)
     solver: Literal["exact", "cvxpy"] = "exact"
 
     def law(self, population: Population) -> np.ndarray:

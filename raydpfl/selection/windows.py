@@ -88,7 +88,8 @@ class Cyclic(Selection):
 
     def sampling(self, population: Population) -> Sampling:
         least = fewest(len(population), self.period, 1)
-        if self.cohort is None or self.cohort == least:
+        whole = self.cohort == least and (self.law == "fixed" or len(population) % self.period == 0)
+        if self.cohort is None or whole:
             return Sampling("public", len(population), least, rule=f"groups take turns, each 1 round of {self.period}")
         return Sampling(self.law, least, self.cohort, rule=f"the group whose turn it is, each 1 round of {self.period}")
 
