@@ -81,6 +81,40 @@ def sweep(
 
 
 @app.command()
+def submit(
+    config: Annotated[str | None, typer.Argument(help="A YAML file (with a sweep section: a sweep), or the directory of a run.", metavar="CONFIG")] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Where the run directory is brought back to; default: runs/ID.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of the cluster's job server; default: http://127.0.0.1:8265.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="ID", help="Go on with what the cluster has of that run.")] = None,
+    follow: Annotated[str | None, typer.Option(metavar="ID", help="Show a submitted job again, and bring its run directory back.")] = None,
+    stop: Annotated[str | None, typer.Option(metavar="ID", help="Stop a job after its round, and bring its run directory back.")] = None,
+) -> None:
+    """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
+    from raydpfl.submit import JobServer
+
+    if [config, follow, stop].count(None) != 2:
+        raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
+    server = JobServer(address)
+    if stop:
+        server.stop(stop)
+    job = follow or stop or server.submit(config, overrides or (), out, resume=resume)
+    again = f"follow it with: {server.command('--follow', job)}\n  stop it with: {server.command('--stop', job)}"
+    if config:
+        print(f"Submitted {job}. It does not need this terminal;\n{again}", flush=True)
+    try:
+        code = server.follow(job, lambda text: print(text, end="", flush=True))
+        folder = server.fetch(job, out)
+    except KeyboardInterrupt:
+        _fail(f"{job} goes on without this terminal\n{again}", 130)
+    if folder:
+        print(f"Brought back to: {folder}")
+    if code and not stop:
+        hint = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}" if folder and code != 2 else ""
+        _fail(f"{job} ended with exit code {code}{hint}", code)
+
+
+@app.command()
 def show(config: Config, overrides: Overrides = None) -> None:
     """Print a config complete, with defaults."""
     print(_read(config, overrides)[0].to_yaml(), end="")

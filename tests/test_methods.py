@@ -227,7 +227,7 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
         ({"local": {"kind": "scaffold"}, "weights": {"kind": "data"}}, "weights.kind = 'data': uniform"),
         ({"selection": {"kind": "privacy_aware", "cohort": 5}}, "selection.kind = 'privacy_aware'"),
         ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0}, "client": {"on_error": "drop"}}, "client.on_error = 'drop': fail"),
-        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0}, "data": {"partition": {"kind": "overlapping", "per_client": 100}}}, "data.partition.kind"),
+        ({"bounding": STEP, "noise": {"kind": "gaussian", "std": 1.0}, "data": {"partition": {"kind": "overlapping", "per_client": 9}}}, "data.partition.kind"),
         ({"noise": {"kind": "none", "placement": "server"}}, "noise.placement = 'server': no such key"),
         ({"noise": {"kind": "gaussian", "epsilon": True}}, "noise.epsilon = True"),
         ({"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 30, "virtual_population": 20}}, "noise.virtual_population = 20: at least"),

@@ -1,0 +1,304 @@
+"""A run on a cluster elsewhere, through the job server of Ray: `raydpfl submit`.
+
+All that is asked of the cluster is the HTTP address of its job server, a `python` with raydpfl's dependencies on the head's PATH, and
+RAYDPFL_CACHE on storage that its nodes share. This package, the config and your own modules that it names go along. The job is an
+ordinary `raydpfl run` or `raydpfl sweep` on the head, which writes to a directory of its own under RAYDPFL_CACHE/runs and needs nobody to
+watch it: whoever follows it may go and come back.
+
+Design note: a job server hands out what jobs print and nothing else, and its port is often the only one that a firewall lets
+through. So the run directory comes back as the printout of a second, short job: an archive in base64. (100 MB took 12 s within one
+machine; the head's log folder keeps that printout as long as the cluster lives.)
+
+>>> entrypoint("run", "mnist-1", ["rounds=9"], address=True).replace(RUNS, "RUNS")
+'exec python -m raydpfl run config.yaml rounds=9 --out RUNS/mnist-1 --address auto'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import tarfile
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from aiohttp import ClientError
+
+import raydpfl
+from raydpfl.errors import ConfigError, RunError
+
+ADDRESS = "http://127.0.0.1:8265"
+RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'  # of the head: cache_root of raydpfl.data.files, said in shell
+NOTE = "job.json"  # in the run directory here: whose it is
+PATIENCE = 60.0  # seconds without output after which the connection is made anew, and without an answer after which it is given up
+BEGIN, END = "<run directory>", "</run directory>"
+
+
+def entrypoint(command: str, run: str, overrides: Sequence[str] = (), *, address: bool, resume: bool = False) -> str:
+    """What the head's shell is to do: the `command` run or sweep, in the directory `run`, on the cluster if `address`."""
+    words = shlex.join(["python", "-m", "raydpfl", command, "config.yaml", *overrides])
+    return f"exec {words} --out {RUNS}/{shlex.quote(run)}" + " --resume" * resume + " --address auto" * address
+
+
+class JobServer:
+    """The job server of a cluster, at `address` (None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine).
+
+    A job is known by its id; what it writes, by the id of the first job that wrote there, its run.
+    Raises `ConfigError` when no job server answers at `address`, or when it refuses this side's token.
+    """
+
+    def __init__(self, address: str | None = None):
+        given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or ADDRESS
+        self.address = given if "://" in given else f"http://{given}"
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # which Ray heeds before its own argument
+        # Ray joins a cluster with a token that it finds, but asks a job server with one only when told to.
+        if any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH")) or (Path.home() / ".ray" / "auth_token").exists():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        with self._refusals():
+            url = urlsplit(self.address)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError("it begins with http:// or https://")
+            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+            from ray.job_submission import JobSubmissionClient
+
+            for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+                logging.getLogger(chatty).setLevel(logging.WARNING)
+            self._client = JobSubmissionClient(self.address)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError("--address", self.address, f"the address of a Ray cluster's job server, such as {ADDRESS} ({_line(error)})") from None
+        except Exception as error:
+            if type(error).__name__ != "AuthenticationError":
+                raise
+            token = "RAY_AUTH_MODE=token and, as RAY_AUTH_TOKEN_PATH, the file with the token that the cluster was started with"
+            raise ConfigError("--address", self.address, f"a cluster that accepts this side's token; set {token} ({str(error).splitlines()[0]})") from None
+
+    def submit(self, config: str | Path, overrides: Sequence[str] = (), out: str | Path | None = None, *, resume: str | None = None) -> str:
+        """Starts a run of `config`, or the sweep that it describes, as a job, and returns the job's id.
+
+        `out` is where the run directory is to be brought back to (None: runs/ID). `resume` goes on with what the cluster has of that run.
+        Raises `ConfigError` for all that can be refused without the data; the rest, the job itself refuses.
+        """
+        path, command, inline = _read(config, overrides)
+        run = resume and (self._noted(resume) or {}).get("run", resume)
+        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.parent.name if path.name in ("config.yaml", "sweep.yaml") else path.stem)
+        stem = f"{run}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
+        job = f"{stem}-{uuid.uuid4().hex[:4]}"
+        run = run or job
+        folder = Path(out or Path("runs") / run).absolute()
+        _check(folder, run)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage, self._refusals():
+            shutil.copyfile(path, Path(stage) / "config.yaml")
+            for module in _own_modules(Path.cwd()):
+                (shutil.copytree if module.is_dir() else shutil.copyfile)(module, Path(stage) / module.name)
+            environment = {
+                "working_dir": stage,
+                "py_modules": [str(Path(raydpfl.__file__).parent)],
+                "excludes": ["__pycache__"],
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},  # for the round under way and a checkpoint
+            }
+            command = entrypoint(command, run, overrides, address=not inline, resume=resume is not None)
+            self._start(entrypoint=command, submission_id=job, runtime_env=environment, metadata={"run": run, "out": str(folder)})
+        self._note(folder, run, job)
+        return job
+
+    def run_of(self, job: str) -> str:
+        """Raises `ConfigError` for a job that the cluster does not know."""
+        return self._known(job).get("run", job)
+
+    def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
+        """Waits for the job to end, handing to `write` all that it has printed and prints; its exit code, 1 if it has none.
+
+        A connection that breaks is made anew. Raises `RunError` when the cluster has not answered for `PATIENCE`.
+        """
+        run, written, heard = self.run_of(job), 0, time.monotonic()
+        while True:
+            seen = 0
+            try:
+                for text in self._output(job):
+                    write(text[max(0, written - seen) :])
+                    seen += len(text)
+                    written, heard = max(written, seen), time.monotonic()
+                details, heard = self._client.get_job_info(job), time.monotonic()
+                if details.status.is_terminal():
+                    break
+            except (OSError, RuntimeError, ClientError) as error:
+                if time.monotonic() - heard > PATIENCE:
+                    hint = f"follow it with {self.command('--follow', job)}, or go on with it on a new cluster: raydpfl submit CONFIG --resume {run}"
+                    raise RunError(f"the cluster at {self.address} does not answer ({_line(error)}); {hint}") from None
+            time.sleep(1)
+        if details.status == "FAILED" and details.driver_exit_code is None:
+            write(f"{details.message}\n")
+        return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
+
+    def stop(self, job: str) -> None:
+        """Has the job end as by Ctrl-C: after the round under way, with a checkpoint. Returns at once."""
+        self._known(job)
+        with self._refusals():
+            self._client.stop_job(job)
+
+    def fetch(self, job: str, out: str | Path | None = None) -> Path | None:
+        """Brings the run directory of an ended job to `out` (None: where `submit` said). None if the job never made one.
+
+        Raises `RunError` if it did not come whole, and then leaves what is in `out` as it is.
+        """
+        note = self._known(job)
+        run = note.get("run", job)
+        folder = Path(out or note.get("out") or Path("runs") / run)
+        _check(folder, run)
+        for pause in (1, 5, 25):
+            try:
+                if not self._fetch(run, folder, pause):
+                    return None
+                self._note(folder, run, job)
+                return folder
+            except (OSError, EOFError, RuntimeError, ValueError, ClientError, tarfile.TarError) as error:
+                reason = _line(error)
+        again = f"try again with {self.command('--follow', job)}, or take it from RAYDPFL_CACHE/runs/{run} there"
+        raise RunError(f"the run directory did not come back ({reason}); {again}")
+
+    def _fetch(self, run: str, folder: Path, pause: int) -> bool:
+        """One attempt. In the first `pause` seconds Ray may write into the printout, at any place, that it has started the command."""
+        job, name = f"{run}-fetch-{uuid.uuid4().hex[:4]}", shlex.quote(run)
+        pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
+        shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; echo '{BEGIN}'; {pack}; echo; echo '{END}'"
+        self._start(entrypoint=shell, submission_id=job)
+        with tempfile.TemporaryFile() as archive, tempfile.TemporaryDirectory(prefix="raydpfl-") as unpacked:
+            if not _decode(self._output(job), archive):
+                return False
+            archive.seek(0)
+            with tarfile.open(fileobj=archive) as packed:
+                packed.extractall(unpacked, filter="data")
+            shutil.copytree(Path(unpacked) / run, folder, dirs_exist_ok=True)
+        while not self._client.get_job_info(job).status.is_terminal():
+            time.sleep(0.1)
+        self._client.delete_job(job)
+        return True
+
+    def command(self, option: str, job: str) -> str:
+        """What to type, to do that with this job."""
+        return f"raydpfl submit {option} {job}" + (f" --address {self.address}" if self.address != ADDRESS else "")
+
+    def _start(self, **job: Any) -> None:
+        """A head that has just come up answers before it can take a job."""
+        began = time.monotonic()
+        while True:
+            try:
+                self._client.submit_job(**job)
+                return
+            except RuntimeError as error:
+                if "No available agent" not in str(error):
+                    raise
+                if time.monotonic() - began > PATIENCE:
+                    fix = "where another Ray of that machine has its agent's port, start the head with --dashboard-agent-listen-port 52366"
+                    raise ConfigError("--address", self.address, f"a head that takes jobs; {fix} ({_line(error)})") from None
+                time.sleep(1)
+
+    def _note(self, folder: Path, run: str, job: str) -> None:
+        (folder / NOTE).write_text(json.dumps({"run": run, "job": job, "address": self.address}) + "\n")
+
+    def _noted(self, job: str) -> dict[str, str] | None:
+        """What `submit` noted with the job; None if this cluster does not know it."""
+        with self._refusals():
+            try:
+                return self._client.get_job_info(job).metadata or {}
+            except RuntimeError as error:
+                if "404" in str(error):
+                    return None
+                raise
+
+    def _known(self, job: str) -> dict[str, str]:
+        if (note := self._noted(job)) is None:
+            raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
+        return note
+
+    def _output(self, job: str) -> Iterator[str]:
+        """What the job prints, from its beginning until it ends or has been silent for `PATIENCE`."""
+        pieces = self._client.tail_job_logs(job)
+        with asyncio.Runner() as runner:
+            try:
+                while piece := runner.run(asyncio.wait_for(anext(pieces, None), PATIENCE)):
+                    yield piece
+            except TimeoutError:
+                return
+            finally:
+                runner.run(pieces.aclose())
+
+
+def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
+    """Writes to `archive` what `pieces` have in base64 between the marks; whether they were there. Raises EOFError if only the first was."""
+    rest, inside = "", False
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        for line in lines:
+            if line == END:
+                return inside
+            if inside:
+                archive.write(base64.b64decode(line, validate=True))
+            inside = inside or line == BEGIN
+    if inside:
+        raise EOFError("it ended early")
+    return False
+
+
+def _check(folder: Path, run: str) -> None:
+    """Raises `ConfigError` unless `folder` is free, or noted to be that of `run`."""
+    try:
+        free = not folder.exists() or not any(folder.iterdir()) or json.loads((folder / NOTE).read_text())["run"] == run
+    except (OSError, ValueError, KeyError, TypeError):
+        free = False
+    if not free:
+        raise ConfigError("--out", str(folder), f"a new or empty directory, or the one that {run} was submitted with")
+
+
+def _read(config: str | Path, overrides: Sequence[str]) -> tuple[Path, str, bool]:
+    """The config's file, the command that runs it, and whether that does without Ray. Raises `ConfigError` for one that cannot be right."""
+    from raydpfl.config import Experiment, overridden, read  # they load torch, which following a job can do without
+    from raydpfl.tune import Sweep
+    from raydpfl.tune.spaces import find
+
+    path = Path(config).absolute()
+    if path.is_dir():
+        path = next((path / name for name in ("config.yaml", "sweep.yaml") if (path / name).exists()), path / "config.yaml")
+    values = read(path)
+    tree = overridden(values, overrides)
+    if "sweep" in tree or find(tree):
+        Sweep.from_dict(values, overrides)
+        return path, "sweep", False
+    return path, "run", Experiment.from_dict(values, overrides).client.actors == 0
+
+
+def _own_modules(folder: Path) -> list[Path]:
+    """The files and packages of `folder` that have been imported, by reading the config."""
+    found = []
+    for name in {module.partition(".")[0] for module in list(sys.modules)} - {"raydpfl"}:
+        source = getattr(sys.modules.get(name), "__file__", None)
+        for main in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if source and main.is_file() and main.samefile(source):
+                found.append(main if main.parent == folder else main.parent)
+    return sorted(found)
+
+
+def _line(error: object) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
