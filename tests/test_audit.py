@@ -384,7 +384,7 @@ def stepping(**changes):
         {"local": {**STEPS["local"], "batch": 30, "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1}},
         {"local": {**STEPS["local"], "batch": 40, "sampling": "epochs"}},
         {"local": {**STEPS["local"], "kind": "scaffold"}, "weights": {"kind": "uniform"}},
-        {"model": {"kind": "mlp", "hidden": 30}, "bounding": {**STEPS["bounding"], "scaling": "gradient"}},
+        {"model": {"kind": "mlp", "hidden": 30}},
         {"data": {"kind": "quadratics", "clients": 12, "dimension": 100, "rank": 40}, "model": {"kind": "linear"}},
         {"selection": {"kind": "multinomial", "cohort": 4}, "noise": {**STEPS["noise"], "epsilon": {"kind": "uniform", "low": 2, "high": 8}}},
     ],
