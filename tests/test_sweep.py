@@ -25,6 +25,7 @@ from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
 from raydpfl.tune import Sweep, run
 from raydpfl.tune.display import table
+from raydpfl.tune.driver import scheduler
 from raydpfl.tune.proposals import Guided
 from raydpfl.tune.results import statement
 from raydpfl.tune.sweep import Trial, identity
@@ -296,11 +297,15 @@ def test_asha_stops_a_poor_trial_which_can_be_gone_on_with(shared_ray, tmp_path)
     assert resumed.summary["model_sha256"] == whole.summary["model_sha256"] and resumed.summary["status"] == "completed"
 
 
-def test_the_median_rule_stops_a_trial_below_the_others(shared_ray, tmp_path):
-    config = tree(rounds=8, evaluate={"every": 1}, local={"lr": {"grid": [0.1, 0.15, 0.2, 0.001]}}, sweep={"concurrent": 1, "scheduler": "median", "grace": 2})
-    rows = run(Sweep.from_dict(config), tmp_path / "out").trials.to_pylist()
-    assert [row["status"] for row in rows] == ["completed"] * 3 + ["stopped"]
-    assert rows[3]["rounds"] < 8
+def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none():
+    sweep = Sweep.from_dict(tree(local={"lr": {"grid": [0.1, 0.2]}}, sweep={"scheduler": "median", "grace": 2}))
+    rule, decided = scheduler(sweep), {}
+    for name, accuracy in (("a", 0.5), ("b", 0.6), ("c", 0.7), ("poor", 0.4), ("good", 0.65)):
+        trial = type("Trial", (), {"trial_id": name})()
+        rounds = (1, 2) if name == "poor" else (1, 2, 3, 4)
+        decided[name] = [rule.on_trial_result(None, trial, {"round": t, "test_accuracy": accuracy}) for t in rounds]
+    assert decided.pop("poor") == ["CONTINUE", "STOP"]
+    assert all(set(decisions) == {"CONTINUE"} for decisions in decided.values())
 
 
 def guided(order: int) -> list[float]:

@@ -23,8 +23,8 @@ the order in which results arrive, as those methods have it.
 """
 
 from raydpfl.tune.display import Display
+from raydpfl.tune.driver import run
 from raydpfl.tune.results import Result
-from raydpfl.tune.run import run
 from raydpfl.tune.sweep import Setting, Sweep, Trial
 
 __all__ = ["Display", "Result", "Setting", "Sweep", "Trial", "run"]

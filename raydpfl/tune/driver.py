@@ -234,7 +234,7 @@ def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: _Watch) -> No
                 name="trials",
                 search_alg=proposals,
                 num_samples=-1,
-                scheduler=_scheduler(sweep),
+                scheduler=scheduler(sweep),
                 max_concurrent_trials=sweep.search.concurrent,
                 reuse_actors=True,
                 max_failures=RETRIES,
@@ -257,7 +257,8 @@ def _pending() -> int:
     return min(max(2, int(ray.cluster_resources().get("CPU", 1)) + 1), 200)
 
 
-def _scheduler(sweep: Sweep) -> TrialScheduler:
+def scheduler(sweep: Sweep) -> TrialScheduler:
+    """Ray Tune's, comparing trials at the same number of rounds."""
     search = sweep.search
     compared: dict[str, Any] = {"time_attr": "round", "metric": search.metric, "mode": "max" if sweep.sign > 0 else "min", "grace_period": search.grace}
     if search.scheduler == "asha":
