@@ -107,7 +107,7 @@ class JobServer:
         folder = Path(out or Path("runs") / run).absolute()
         _check(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage, self._refusals():
+        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
             shutil.copyfile(path, Path(stage) / "config.yaml")
             for module in _own_modules(Path.cwd()):
                 (shutil.copytree if module.is_dir() else shutil.copyfile)(module, Path(stage) / module.name)
@@ -118,7 +118,8 @@ class JobServer:
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},  # for the round under way and a checkpoint
             }
             command = entrypoint(command, run, overrides, address=not inline, resume=resume is not None)
-            self._start(entrypoint=command, submission_id=job, runtime_env=environment, metadata={"run": run, "out": str(folder)})
+            with self._refusals():
+                self._start(entrypoint=command, submission_id=job, runtime_env=environment, metadata={"run": run, "out": str(folder)})
         self._note(folder, run, job)
         return job
 

@@ -50,7 +50,6 @@ def cluster():
         process = subprocess.Popen([sys.executable, "-c", HOST], env=environment, stderr=log, start_new_session=True, **pipes)
     said = until(process, "address", folder / "log")
     yield process, {**environment, "RAY_ADDRESS": said.split()[1]}
-    process.stdin.close()
     end(process)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -71,9 +71,8 @@ def token_environment(folder: Path) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Has a process that leads its session end, and kills what is left of the session."""
-    if not process.stdin:
-        process.terminate()
+    """Has a process that leads its session end (one that reads commands, by there being no more), and kills what is left of the session."""
+    process.stdin.close() if process.stdin else process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=20)
     with suppress(ProcessLookupError):
