@@ -140,14 +140,14 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
         assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
 
 
-ON_RAY = ("fedavg", "clip", "normalize", "adaptive clipping", "vmap", "scaffold", "DPSCAFFOLD", "personal budgets, privacy-aware", "per-sample clipping, cnn")
+ON_RAY = ("fedavg", "clip", "adaptive clipping", "DPSCAFFOLD", "personal budgets, privacy-aware", "per-sample clipping, cnn")
 
 
 @pytest.mark.parametrize("method", ON_RAY)
 def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(method, tmp_path, shared_ray):
     changes = METHODS[method]
     bits = set()
-    for actors in (0, 1, 2, 4) if method == "clip" else (0, 2):
+    for actors in (0, 1, 3) if method == "clip" else (0, 2):
         client = {**changes.get("client", {}), "actors": actors}
         bits.add(sha(experiment(**{**changes, "client": client}), tmp_path / str(actors)))
     assert len(bits) == 1
@@ -169,8 +169,8 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
     assert np.array_equal(*models)
 
 
-# An actor takes seconds of a core to start, so one method has twenty and the others few.
-@pytest.mark.parametrize("method,clients", [("fedavg", 6), ("clip", 6), ("normalize", 6), ("DPSCAFFOLD", 6), ("adaptive clipping", 20)])
+# An actor takes seconds of a core to start, so two methods have few; above, every method has one for each of its clients in one process.
+@pytest.mark.parametrize("method,clients", [("DPSCAFFOLD", 6), ("adaptive clipping", 12)])
 def test_an_actor_per_client_gives_the_bits_of_the_inline_run(method, clients, tmp_path, shared_ray):
     changes = {**METHODS[method], "data": {"clients": clients}, "selection": {"cohort": min(clients - 1, 20)}}
     inline = sha(experiment(**{**changes, "client": {"actors": 0, "lane": 4}}), tmp_path / "inline")
