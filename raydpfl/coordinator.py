@@ -1,7 +1,7 @@
 """The coordinator: one private federated run, round by round.
 
-A round, as `Coordinator.round` reads: select the cohort, account for it (the ledger first: spending is on disk before
-anything is released), broadcast the model and take up the exact sum of what the clients send, step the server, measure,
+A round, as `Coordinator.round` reads: account for it (the ledger first: spending is on disk before anything is released),
+select the cohort, broadcast the model and take up the exact sum of what the clients send, step the server, measure,
 record. The model after round t is a function of (experiment, seed, t) alone.
 """
 
@@ -230,7 +230,8 @@ class Coordinator:
         row: dict[str, Any] = {"round": t, "cohort": len(cohort), "train_loss": _mean(losses[np.isfinite(losses)])}
         row |= {"test_loss": None, "test_accuracy": None}
         row |= {f"epsilon_{name}": float(curve[t]) for name, curve in self.curves.items()}
-        row |= {"bound": self.bound, "noise_std": self.plan.sum_std(self.bound), "clipped": _mean(factors < 1.0)}
+        std = None if self.experiment.noise.placement == "step" else self.plan.sum_std(self.bound)  # of the sum; at steps each client has its own
+        row |= {"bound": self.bound, "noise_std": std, "clipped": _mean(factors < 1.0)}
         row |= {f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None for q in (10, 50, 90)}
         row |= {"update_norm": float(np.linalg.norm(update)), "lr": self.experiment.local.learning_rate(t)}
         with open(self.out / "dropped.jsonl", "a") if any(partial.dropped for partial in partials) else nullcontext() as file:

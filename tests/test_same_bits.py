@@ -63,7 +63,8 @@ METHODS = {
     "banded noise": {"selection": {"kind": "cyclic", "period": 2}, "noise": {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 2}},
     "DPNFL": {"bounding": SAMPLE, "noise": STEPS, "weights": {"kind": "data"}, "data": {"sizes": {"kind": "spread"}}},
     "AdDPNFL": {"bounding": SAMPLE, "noise": STEPS, "weights": {"kind": "data"}, "server": {"kind": "adam", "lr": 0.01}},
-    "DPFedAvg, tanh network": {"bounding": SAMPLE, "noise": STEPS, "model": {"kind": "mlp", "hidden": [16]}},
+    "DPNFL by vmap": {"bounding": SAMPLE, "noise": STEPS, "client": {"way": "vmap"}},
+    "DPFedAvg, small network": {"bounding": SAMPLE, "noise": STEPS, "model": {"kind": "mlp", "hidden": [16]}},
     "DPSCAFFOLD": {"bounding": SAMPLE, "noise": STEPS, "local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}},
     "personal budgets, privacy-aware": {
         "selection": {"kind": "privacy_aware", "cohort": 10, "scale": 1.0},

@@ -25,6 +25,7 @@ from raydpfl.keys import Purpose, normals, stream
 from raydpfl.noise import BandedGaussian
 from raydpfl.plan import Plan
 from raydpfl.selection import Cohort
+from raydpfl.tracking import Clock
 
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
 BUFFER = 1 << 28  # bytes of released sums that are held at once
@@ -133,7 +134,7 @@ class PlantedCoordinator(Coordinator):
         self.seen.released(t, released)
         return released
 
-    def record(self, row: dict, began: float) -> list[dict]:
+    def record(self, row: dict, clock: Clock) -> list[dict]:
         return []
 
     def finished(self) -> Record:

@@ -35,6 +35,7 @@ from raydpfl.local.way import sample_loss
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.selection import Cohort
+from raydpfl.tracking import Clock
 
 SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
 WEAKEST = 0.3  # of the clip bound: half the difference of a canary's two gradients must reach that
@@ -148,7 +149,7 @@ class StepCoordinator(Coordinator):
         self.seen.rounds.append(t)
         return super().collect(t, cohort)
 
-    def record(self, row: dict, began: float) -> list[dict]:
+    def record(self, row: dict, clock: Clock) -> list[dict]:
         return []
 
 
