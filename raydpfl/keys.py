@@ -26,6 +26,7 @@ and that two names never share a block would no longer be exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -91,22 +92,41 @@ def normals(seed: int, purpose: Purpose, n: int, *, round: int = 0, client: int 
     The vector is a function of its name and of n as a whole (two draws of 1000 are not one of 2000), with the same bits on
     the same hardware; numpy picks its vector instructions by the processor.
     """
-    words = _philox(seed, purpose, round, client, draw, step).random_raw((n + 1) // 2).view(np.int64)
-    out = np.empty((2, len(words)), np.float32)
-    for start in range(0, len(words), _BLOCK):
-        word, (cos, sin) = words[start : start + _BLOCK], out[:, start : start + _BLOCK]
-        angle = (word >> 40).astype(np.float32)  # signed: in [-2^23, 2^23)
-        angle *= _ANGLE
-        word &= (1 << 40) - 1
-        radius = word.astype(np.float32)
-        radius += np.float32(0.5)  # log(0) cannot be; the largest words round to 1, whose radius is 0
-        radius *= _UNIT
-        np.log(radius, out=radius)
-        radius *= np.float32(-2)
-        np.sqrt(radius, out=radius)
-        np.multiply(np.cos(angle), radius, out=cos)
-        np.multiply(np.sin(angle, out=angle), radius, out=sin)
-    return torch.from_numpy(out.reshape(-1)[:n])
+    return clients_normals(seed, purpose, n, round=round, clients=[client], draws=[draw], step=step)[0]
+
+
+def clients_normals(
+    seed: int, purpose: Purpose, n: int, *, round: int, clients: Sequence[int], draws: Sequence[int], step: int = 0, stds: np.ndarray | None = None
+) -> torch.Tensor:
+    """Each client's `normals`, float32 [C, n], with the same bits and in less time; times its std, if `stds` [C] are given."""
+    half = (n + 1) // 2
+    out = np.empty((len(clients), 2 * half), np.float32)
+    together = max(1, _BLOCK // max(half, 1))
+    for first in range(0, len(clients), together):
+        rows = slice(first, first + together)
+        streams = [_philox(seed, purpose, round, client, draw, step) for client, draw in zip(clients[rows], draws[rows], strict=True)]
+        for start in range(0, half, _BLOCK):
+            end = min(start + _BLOCK, half)
+            words = np.stack([each.random_raw(end - start) for each in streams])
+            _box_muller(words.view(np.int64), out[rows, start:end], out[rows, half + start : half + end], None if stds is None else stds[rows])
+    return torch.from_numpy(out)[:, :n]
+
+
+def _box_muller(words: np.ndarray, cos: np.ndarray, sin: np.ndarray, stds: np.ndarray | None) -> None:
+    """Writes the normals of `words`, int64 [C, w] and changed, into `cos` and `sin`, float32 [C, w]."""
+    angle = (words >> 40).astype(np.float32)  # signed: in [-2^23, 2^23)
+    angle *= _ANGLE
+    words &= (1 << 40) - 1
+    radius = words.astype(np.float32)
+    radius += np.float32(0.5)  # log(0) cannot be; the largest words round to 1, whose radius is 0
+    radius *= _UNIT
+    np.log(radius, out=radius)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    if stds is not None:
+        radius *= stds.astype(np.float32)[:, None]
+    np.multiply(np.cos(angle), radius, out=cos)
+    np.multiply(np.sin(angle, out=angle), radius, out=sin)
 
 
 def torch_stream(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> torch.Generator:

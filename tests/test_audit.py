@@ -26,7 +26,7 @@ from raydpfl.cli import main
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
-from raydpfl.keys import normals
+from raydpfl.keys import clients_normals
 from raydpfl.local import engine
 from raydpfl.noise import client_noise, server_noise
 from raydpfl.plan import Plan
@@ -425,7 +425,7 @@ def one_rounds_samples_unclipped(patch):
 
 def one_key_for_all_steps(patch):
     class Keys:
-        normals = staticmethod(lambda seed, purpose, n, **name: normals(seed, purpose, n, **{**name, "step": 0}))
+        clients_normals = staticmethod(lambda *where, **name: clients_normals(*where, **{**name, "step": 0}))
 
     patch.setattr(engine, "keys", Keys)
 

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from raydpfl import keys, noise
-from raydpfl.keys import Purpose, normals
+from raydpfl.keys import Purpose, clients_normals, normals
 
 ALARM = 1e-5  # false-alarm rate of each statistic below
 
@@ -91,6 +91,17 @@ def test_a_name_alone_decides_the_bits_whatever_was_drawn_before():
     normals(8, Purpose.STEP_NOISE, 333, round=3, client=6)
     again = normals(8, Purpose.STEP_NOISE, 7850, round=3, client=5, draw=1, step=9)
     assert first.dtype == torch.float32 and torch.equal(first, again)
+
+
+@pytest.mark.parametrize("n", [1, 333, 7850, 2 * keys._BLOCK + 5])
+def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
+    clients, draws, stds = [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4], [0, 1, 0, 2] + 7 * [0], np.linspace(0, 3, 11)
+    name = dict(round=6, step=2)
+    together = clients_normals(4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, **name)
+    scaled = clients_normals(4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, stds=stds, **name)
+    alone = torch.stack([normals(4, Purpose.STEP_NOISE, n, client=client, draw=draw, **name) for client, draw in zip(clients, draws, strict=True)])
+    assert together.dtype == scaled.dtype == torch.float32 and torch.equal(together, alone)
+    torch.testing.assert_close(scaled, alone * torch.tensor(stds)[:, None].float(), rtol=3e-7, atol=0)
 
 
 def test_any_number_of_normals_can_be_drawn_odd_ones_too():

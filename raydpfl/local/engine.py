@@ -217,9 +217,9 @@ class Trainer:
         members = np.asarray(clients) >= 0
         present = np.where(members, sizes, 0)
 
-        def noise(slot: int, step: int) -> torch.Tensor:
-            name = dict(round=round, client=int(clients[slot]), draw=int(draws[slot]), step=step)
-            return keys.normals(self.seed, Purpose.STEP_NOISE, len(parameters), **name).to(self.device)
+        def noise(slots: Sequence[int], step: int) -> torch.Tensor:
+            who = dict(clients=[int(clients[slot]) for slot in slots], draws=[int(draws[slot]) for slot in slots], stds=np.asarray(stds)[slots])
+            return keys.clients_normals(self.seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who).to(self.device)
 
         regression = torch.as_tensor(y).is_floating_point()
         index, batch_sizes = batches(self.seed, round, clients, draws, present, self.local, rows=y.shape[1])
@@ -233,7 +233,6 @@ class Trainer:
             lr=self.local.learning_rate(round),
             generator=lambda slot: torch_stream(self.seed, Purpose.MODULE, round=round, client=int(clients[slot]), draw=int(draws[slot])),
             clip=self.clip,
-            stds=None if stds is None else np.asarray(stds, dtype=np.float64),
             corrections=None if corrections is None else torch.as_tensor(corrections, dtype=torch.float32, device=self.device),
             noise=None if stds is None else noise,
         )

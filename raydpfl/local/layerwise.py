@@ -39,6 +39,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.local.loop import Loop
+from raydpfl.local.products import product
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
@@ -117,13 +118,13 @@ def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: to
     if name == "bias":
         return _formed(g.sum(1))
     if ghost:
-        return _ghost(a, g), lambda s: _scaled(g, s).flatten(0, 1).T @ a.flatten(0, 1)
+        return _ghost(a, g), lambda s: product(_scaled(g, s).flatten(0, 1).T, a.flatten(0, 1))
     return _formed(torch.bmm(g.mT, a))
 
 
 def _convolution(layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
     if name == "bias":
-        return _formed(g.flatten(2).sum(2))
+        return _formed(g.sum(tuple(range(2, g.dim()))))
     (x,), shape, padding = inputs, layer.weight.shape, layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -185,6 +186,7 @@ class Layerwise(Loop):
     """
 
     private = True
+    layerwise = True
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         super().__init__(module, local, device)

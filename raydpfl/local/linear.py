@@ -190,9 +190,9 @@ class _Stack:
 
     def _train(self, parameters: torch.Tensor, lane: LaneData) -> tuple[list[_Weights | _Span], list[float]]:
         """The layers after the last step, and the mean losses [C]."""
-        x, y = lane.rows()
         batches = lane.batches(self.whole(lane))
         whole = batches[0][0] is None
+        x, y = lane.rows(picked=not whole and self.first is _Inputs)
         target = _target(y, self.layers[-1].outputs)
         target = target.mT.contiguous().mT if whole else target
         chain = [self.first(self.layers[0], parameters, x.flatten(2), lane, self.local, whole)]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raydpfl import models
+from raydpfl.local.products import speed_up
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
@@ -26,10 +27,12 @@ class Loop:
     """
 
     private, corrects = None, True
+    layerwise = False  # whether gradients by parameters are made from what the layers leave behind, and not by autograd
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local, self.device = local, device
         self.module = copy.deepcopy(module).to(device).train()
+        speed_up(self.module, inputs_only=self.layerwise)
         has = [any(isinstance(layer, kind) for layer in self.module.modules()) for kind in (nn.MaxPool2d, nn.GroupNorm)]
         self.layout = torch.channels_last if has == [True, False] else torch.contiguous_format
         self.trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -45,12 +48,11 @@ class Loop:
         parts = flat.split([shape.numel() for shape in self.shapes])
         return [self._view(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def _inside(self, vector: torch.Tensor) -> torch.Tensor:
-        """A copy of `vector` [d], which is in the order of `raydpfl.models.flatten`, in the order that the parameters have inside."""
-        inside = torch.empty_like(self.flat)
-        for view, part in zip(self._views(inside), vector.split([shape.numel() for shape in self.shapes]), strict=True):
-            view.copy_(part.view(view.shape))
-        return inside
+    def _add_inside(self, to: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Adds `vector` [d], which is in the order of `raydpfl.models.flatten`, to `to`, which is in the order that the parameters have inside."""
+        for view, part in zip(self._views(to), vector.split([shape.numel() for shape in self.shapes]), strict=True):
+            view.add_(part.view(view.shape))
+        return to
 
     def _view(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         if self.layout is torch.channels_last and len(shape) == 4:
@@ -72,7 +74,7 @@ class Loop:
     def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
         models.load(self.module, parameters)
         start = self.flat.clone() if self.local.proximal else None
-        correction = None if lane.corrections is None else self._inside(lane.corrections[slot])
+        correction = None if lane.corrections is None else self._add_inside(torch.zeros_like(self.flat), lane.corrections[slot])
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
         self.velocity.zero_()
@@ -83,7 +85,7 @@ class Loop:
             batch = batch.to(memory_format=self.layout) if batch.dim() == 4 else batch
             losses += self._gradient(batch, y.index_select(0, rows), lane.clip)
             if lane.noise is not None:
-                self.gradient.add_(self._inside(lane.noise(slot, step)), alpha=float(lane.stds[slot]))
+                self._add_inside(self.gradient, lane.noise([slot], step)[0])
             self._step(lane.lr, start, correction)
         return float(losses) / len(index)
 

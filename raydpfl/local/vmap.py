@@ -57,7 +57,8 @@ class Vmap:
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         clients = len(lane.sizes)
-        x, y = lane.rows()
+        batches = lane.batches()
+        x, y = lane.rows(picked=batches[0][0] is not None)
         starts = self._parts(parameters)
         corrections = [] if lane.corrections is None else [part.contiguous() for part in self._parts(lane.corrections)]
         now = [start.expand(clients, *start.shape).clone() for start in starts]
@@ -67,7 +68,7 @@ class Vmap:
         if lane.clip is not None:
             numbers = lane.index.shape[2] * len(parameters)
             gradients_of = vmap(partial(self._clipped, clip=lane.clip), randomness="error", chunk_size=max(1, LIMIT // (4 * numbers)))
-        for step, (rows, shares) in enumerate(lane.batches()):
+        for step, (rows, shares) in enumerate(batches):
             named = dict(zip(self.names, now, strict=True))
             gradients, loss = gradients_of(named, take(x, rows), take(y, rows), shares[:, 0])
             losses += loss

@@ -31,9 +31,8 @@ class LaneData:
     lr: float
     generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
     clip: float | None = None  # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
-    stds: np.ndarray | None = None  # float64 [C]: std of the noise on the mean gradient of one step, in each coordinate
     corrections: torch.Tensor | None = None  # float32 [C, d]: what is added to every gradient of the client
-    noise: Callable[[int, int], torch.Tensor] | None = None  # standard normals, float32 [d], of a slot's client at a step; there with stds
+    noise: Callable[[Sequence[int], int], torch.Tensor] | None = None  # on the mean gradients of some slots at a step, float32 [slots, d]
 
     @property
     def regression(self) -> bool:
@@ -43,21 +42,22 @@ class LaneData:
         """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if there is none."""
         if self.noise is None:
             return None
-        drawn = [(slot, self.noise(slot, step)) for slot in self.slots]
-        scaled = torch.zeros(len(self.sizes), len(drawn[0][1]), device=self.y.device)
-        for slot, normals in drawn:
-            torch.mul(normals, float(self.stds[slot]), out=scaled[slot])
-        return scaled
+        drawn = self.noise(self.slots, step)
+        if len(drawn) == len(self.sizes):
+            return drawn
+        return drawn.new_zeros(len(self.sizes), drawn.shape[1]).index_copy_(0, torch.tensor(self.slots, device=drawn.device), drawn)
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y with zeros for padding.
+    def rows(self, picked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y with zeros for padding. Copies, for a product may depend on how its factors are aligned in memory.
 
-        Always a copy: a product may depend on how its factors are aligned in memory.
+        With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none of which is padding.
         """
-        x, y = self.x.clone(memory_format=torch.contiguous_format), self.y.clone()
+        x, y = self.x if picked else self.x.clone(memory_format=torch.contiguous_format), self.y.clone()
         for slot, size in enumerate(self.sizes.tolist()):
             if size < y.shape[1]:
-                x[slot, size:], y[slot, size:] = 0, 0
+                y[slot, size:] = 0
+                if not picked:
+                    x[slot, size:] = 0
         return x, y
 
     def batches(self, whole: bool = False) -> list[tuple[torch.Tensor | None, torch.Tensor]]:

@@ -1,0 +1,64 @@
+"""Large matrix products by oneDNN, where torch would take them to MKL.
+
+MKL keeps processors of other makers than Intel from their AVX-512 units; oneDNN, which torch builds in for its convolutions, does not. On
+such a processor a linear layer of 1568 x 512 takes half the time (`experiments/benchmarks/engine.py --only cnn` prints what a round
+gains over torch's own). torch reaches oneDNN's product of float32 matrices by one operator alone, which its compiler uses and which has no
+public name; where it is missing, and below `FEW`, the products are torch's.
+
+>>> layer = nn.Linear(1568, 512)
+>>> x = torch.ones(128, 1568)
+>>> torch.allclose(linear(layer, x), layer(x), atol=1e-4)
+True
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FEW = 1 << 22  # multiplications: up to so many, what calling the operator costs is not won back
+_dnnl = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b for matrices float32 [m, k] and [k, n], however they lie in memory."""
+    return _dnnl(a, b.T, None, "none", [], "") if _pays(a, b.shape[1]) else a @ b
+
+
+def linear(layer: nn.Linear, x: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
+    """What the layer gives for `x`, as `nn.Linear.forward` does; with `inputs_only` no gradient goes back to its weight and bias."""
+    if not _pays(x, layer.out_features):
+        return F.linear(x, layer.weight, layer.bias)
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), layer.weight, layer.bias, inputs_only).view(*x.shape[:-1], -1)
+
+
+def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
+    """Has the layers of `module` that are `nn.Linear`, of no class derived from it, take their products here. Changes the module."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.forward = partial(linear, layer, inputs_only=inputs_only)
+
+
+def _pays(a: torch.Tensor, outputs: int) -> bool:
+    return _dnnl is not None and a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() * outputs > FEW
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inputs_only: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inputs_only = inputs_only
+        return _dnnl(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        by_x, by_weight, by_bias, _ = ctx.needs_input_grad
+        by_x = product(g, weight) if by_x else None
+        if ctx.inputs_only:
+            return by_x, None, None, None
+        return by_x, product(g.T, x) if by_weight else None, g.sum(0) if by_bias else None, None
