@@ -26,7 +26,7 @@ from raydpfl.cli import main
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
-from raydpfl.keys import clients_normals
+from raydpfl.keys import clients_normals, normals
 from raydpfl.local import engine
 from raydpfl.noise import client_noise, server_noise
 from raydpfl.plan import Plan
