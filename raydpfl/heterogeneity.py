@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import nn
 
 from raydpfl.data import Shards
@@ -51,6 +50,8 @@ def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_deca
 
 
 def _minimum(function, start: np.ndarray):
+    from scipy.optimize import minimize  # here, for every coordinator imports this module
+
     return minimize(function, start, jac=True, method="L-BFGS-B", options={"maxiter": 10_000, "maxfun": 20_000, "gtol": PRECISION, "ftol": 0.0, "maxcor": 30})
 
 

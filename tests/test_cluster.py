@@ -1,4 +1,4 @@
-"""Runs on a cluster of three nodes: the same bits as in one process, whatever node is lost. And the files that start clusters."""
+"""Runs and sweeps on a cluster of three nodes: the same bits as in one process, whatever node is lost. And the files that start clusters."""
 
 from __future__ import annotations
 
@@ -85,6 +85,21 @@ def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
+    # A client actor outside its trial's placement group would find one free core where two are wanted, and the trial fail.
+    config, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    small = experiment(client={"actors": 2, "num_cpus": 1}).to_dict()
+    config.write_text(yaml.safe_dump({**small, "local": {**small["local"], "lr": {"grid": [0.05, 0.1]}}}))
+    command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--out", str(out), "--address", "auto"]
+    done = subprocess.run(command, timeout=240, capture_output=True, text=True, env=cluster[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = pq.read_table(out / "results.parquet").to_pylist()
+    assert [row["local.lr"] for row in rows] == [0.05, 0.1]
+    for row in rows:
+        alone = run(experiment(local={"lr": row["local.lr"]}), tmp_path / str(row["local.lr"]))
+        assert row["status"] == "completed" and row["model_sha256"] == alone.summary["model_sha256"]
+
+
 def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inline_run(tmp_path, cluster, whole):
     host, environment = cluster
     config = tmp_path / "config.yaml"
@@ -102,23 +117,21 @@ def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inli
         assert rows[name] == whole.rounds[name].to_pylist()
 
 
-def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_and_resume_on_another_cluster_gives_the_bits(tmp_path, cluster, whole):
-    host, environment = cluster[0], dict(cluster[1])
+def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_and_resume_elsewhere_gives_the_bits(tmp_path, cluster, whole):
+    host, environment = cluster
     config, out = tmp_path / "config.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "way": "fused"}).to_dict()))
-    process = start(config, out, environment, "--address", environment.pop("RAY_ADDRESS"))
+    process = start(config, out, environment, "--address", "auto")
     wait_for_rounds(4, out, process)
     kill(host, 0)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 1, said
     last = said.strip().splitlines()[-1]
     assert last.startswith("raydpfl: the coordinator died") and "--resume" in last
-    assert list((out / "checkpoints").iterdir()) and len((out / "ledger.jsonl").read_text().splitlines()) < 20
+    assert list((out / "checkpoints").iterdir()) and len((out / "ledger.jsonl").read_text().splitlines()) < HEAVY["rounds"]
 
-    process = start(config, out, environment, "--resume")
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, said
-    assert summary(out)["rounds"] == 20 and summary(out)["model_sha256"] == whole.summary["model_sha256"]
+    resumed = run(experiment(**HEAVY, client={"actors": 0, "way": "fused"}), out, resume=True)
+    assert resumed.summary["rounds"] == HEAVY["rounds"] and resumed.summary["model_sha256"] == whole.summary["model_sha256"]
 
 
 # The files of cluster/, without a cluster.
