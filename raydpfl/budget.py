@@ -110,12 +110,13 @@ class Budget:
             "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
             "std_of_the_sum": query.std,
             **({drawn[0]: query.std / drawn[1]} if drawn else {}),
+            **{f"std_of_the_{other.name}": other.std for other in self.mechanism.queries if other.apart},
         }
 
     def sentence(self) -> str:
         """What the first guarantee's epsilon means, as a bound on the power of any test at a false-alarm rate of 5%."""
         hidden = "which samples were in the batches" if self.mechanism.placement == "step" else "who was in the cohorts"
-        return _means(self.guarantees[0], "" if self.mechanism.sampling.everyone else hidden)
+        return _means(self.guarantees[0], hidden if self.mechanism.sampling.hidden else "")
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
@@ -303,6 +304,7 @@ class PersonalBudget:
             "delta": self.mechanism.delta,
             "bound": self.mechanism.bound,
             "steps": self.mechanism.steps,
+            **({f"std_of_the_{beside.name}": beside.std} if (beside := self.mechanism.beside) else {}),
             "quantiles": {"at": list(SHARES)} | {name: [_to_json(value) for value in self.quantiles(name)] for name in columns},
             "clients": [{name: _to_json(value) for name, value in row.items()} for row in self.rows],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
@@ -566,7 +568,8 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
     sensitivity = f"sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}"
     head.add_row("bound", f"{noise['bound']:.4g} for each {mechanism.unit}; {sensitivity}")
     stds = [f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}" for name, value in noise.items() if name.startswith("std_")]
-    together = f", the {len(mechanism.queries)} queries of a round together" if len(mechanism.queries) > 1 else ""
+    sums = sum(not query.apart for query in mechanism.queries)
+    together = f", the {sums} queries of a round together" if sums > 1 else ""
     head.add_row("noise", f"std {', '.join(stds)}")
     head.add_row("noise multiplier", f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})")
 
@@ -623,6 +626,8 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
     head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B")
     promised = {"rigorous": "to meet each client's budget", "paper": "by the formula of 003", "tcdp": "by the formula of 002 (tCDP)"}
     head.add_row("noise", f"at each step, {promised.get(mechanism.calibration, 'as given')}")
+    if mechanism.beside:
+        head.add_row("beside", f"the {mechanism.beside.name} of a client in each of its rounds, with noise of std {mechanism.beside.std:.4g}")
     names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": "promised"}
     names |= {name: name.removeprefix("epsilon_").removeprefix("paper_").replace("_", " ") for row in rows[:1] for name in row if "epsilon_" in name}
     names["epsilon_claimed"] = "promised"

@@ -118,15 +118,17 @@ class ClientActor:
         partial.peak_rss_mb = peak_rss_mb()
         return partial
 
-    def losses(self, model: np.ndarray, clients: Sequence[int]) -> list[float]:
-        """Mean loss of `model` (float32 [d]) over all rows of each of `clients`."""
+    def losses(self, model: np.ndarray, round: int, clients: Sequence[int]) -> list[float]:
+        """What each of `clients` answers of the losses of `model` (float32 [d]) on all of its rows: with noise, where the selection asks for any."""
+        selection, seed = self.experiment.selection, self.experiment.seed
         models.load(self.module, torch.tensor(model, device=self.device))
         found = []
         with torch.inference_mode():
             for client in clients:
                 x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
                 outputs = self.module(torch.from_numpy(x[0]).to(self.device))
-                found.append(float(sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "mean")))
+                each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none").double().cpu().numpy()
+                found.append(selection.answer(each, seed, round, client))
         return found
 
     def _contributions(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, partial: Partial) -> Iterator[torch.Tensor]:

@@ -118,7 +118,7 @@ class Coordinator:
         if not selection.needs_losses:
             return selection.draw(seed, t, self.plan.population)
         candidates = selection.candidates(seed, t, self.plan.population)
-        return selection.choose(seed, t, candidates, self.pool.losses(self.model, candidates.clients))
+        return selection.choose(seed, t, candidates, self.pool.losses(self.model, t, candidates.clients))
 
     def account(self, t: int) -> None:
         """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may not spend that."""
@@ -132,6 +132,7 @@ class Coordinator:
                 bound=self.bound,
                 std=self.plan.sum_std(self.bound),
                 count_std=self.plan.count_std,
+                **({"loss_std": asked.std} if (asked := self.experiment.selection.loss_query) else {}),
                 delta=self.experiment.noise.delta,
                 epsilon=spent,
             )

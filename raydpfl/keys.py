@@ -45,7 +45,7 @@ class Purpose(IntEnum):
     MODULE = 6  # randomness inside a module's forward pass (dropout)
     CLIENT_NOISE = 7
     SERVER_NOISE = 8
-    QUERY_NOISE = 9  # noise of a side query, for instance the count of clipped clients
+    QUERY_NOISE = 9  # noise of a side query, by step: 0, the count of clients below the bound; 1, the losses of candidates
     DROPOUT = 10  # which clients fail after training
     RESPONSE = 11  # response times
     STEP_NOISE = 12  # noise on a local step

@@ -171,9 +171,9 @@ def _scaled(drawn: torch.Tensor, std: float) -> np.ndarray:
     return np.multiply(drawn.numpy(), std, dtype=np.float64)
 
 
-def query_noise(seed: int, round: int, std: float, client: int = 0, draw: int = 0) -> float:
-    """Noise on the count of a round's side query: that of one client on its own indicator, or of the server on the sum (client 0)."""
-    return float(stream(seed, Purpose.QUERY_NOISE, round=round, client=client, draw=draw).standard_normal() * std)
+def query_noise(seed: int, round: int, std: float, client: int = 0, draw: int = 0, query: Literal["count", "losses"] = "count") -> float:
+    """Noise on the number that one client gives in a side query of a round, or the server's on the sum of all (client 0)."""
+    return float(stream(seed, Purpose.QUERY_NOISE, round=round, client=client, draw=draw, step=("count", "losses").index(query)).standard_normal() * std)
 
 
 FAMILY: dict[str, type[Noise]] = {"none": NoNoise, "gaussian": Gaussian, "banded_gaussian": BandedGaussian}

@@ -234,7 +234,7 @@ def _local_steps(experiment: Experiment, population: Population, data_root: Path
     release = {
         "samples": population.sizes, "batch": None if e.local.batch == "full" else e.local.batch, "steps": e.local.steps,
         "bound": e.bounding.sample_bound, "delta": noise.delta, "sampling": e.local.sampling,
-        "exclusions": (*e.data.exclusions, *e.selection.exclusions, SHOWN),
+        "exclusions": (*e.data.exclusions, *e.selection.exclusions, SHOWN), "beside": e.selection.loss_query,
     }  # fmt: skip
     if noise.epsilon is None:
         silent = LocalSteps(stds=np.zeros(len(population)), **release)
@@ -266,6 +266,7 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
         queries = (Query("updates", 1.0, z / math.sqrt(1 - bounding.share)), Query("count", 0.5, 0.5 * z / math.sqrt(bounding.share)))
     else:
         queries = (Query("updates", 1.0, z),)
+    queries += (selection.loss_query,) if selection.loss_query else ()
     exclusions = [*experiment.data.exclusions, *selection.exclusions, SHOWN]
     sampling = selection.sampling(population)
     if experiment.stateful and sampling.hidden and sampling.kind == "fixed":

@@ -230,6 +230,22 @@ def test_a_config_is_answered_as_its_run_reports(tmp_path):
     assert by_accountant(found)["pld"].noise_multiplier == pytest.approx(found.noise["noise_multiplier"], rel=1e-9)
 
 
+@pytest.mark.parametrize("noise", [{"epsilon": 9.0}, {"multiplier": 2.0}])
+def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, tmp_path):
+    """The multiplier that is found is the updates' alone, against every observer; the losses keep theirs."""
+    from raydpfl import run
+
+    losses = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0, "loss_std": 4.0}
+    given = {"selection": losses, "noise": {"kind": "gaussian", **noise}, "privacy": {"accountants": ["pld", "rdp", "paper"]}}
+    found = budget.of_config(experiment(**given))
+    assert list(found.guarantees) == run(experiment(**given), tmp_path / "out").guarantees
+    assert found.noise["std_of_the_losses"] == 4.0 and "4 of the losses" in shown(found) and "not who" not in found.sentence()
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["noise"]["std_of_the_losses"] == 4.0
+    for answer in found.answers if "epsilon" in noise else ():
+        if answer.guarantee.kind == "rigorous":
+            assert answer.guarantee.epsilon == pytest.approx(9.0, rel=1e-3) and answer.guarantee.epsilon <= 9.0
+
+
 def test_a_config_says_how_long_its_own_budget_lasts():
     asked = experiment(rounds=50, noise={"multiplier": 8.0}, privacy={"budget": 2.0})
     found = budget.of_config(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.keys import Purpose, normals
+from raydpfl.noise import query_noise
 from raydpfl.plan import Plan
 
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
@@ -159,6 +161,98 @@ def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp
     assert any("losses" in each for each in result.guarantees[0].exclusions)
 
 
+NOISED = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0, "loss_std": 4.0}
+
+
+def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, float]:
+    """Of every candidate of round t under `model`: the mean over its samples of the loss, clipped to the bound."""
+    shards = Shards.open(plan.shards)
+    module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
+    models.load(module, torch.tensor(model))
+    found = {}
+    for client in chosen.selection.candidates(chosen.seed, t, plan.population).clients.tolist():
+        x, y, _ = shards.lane([client], int(shards.sizes[client]))
+        each = torch.nn.functional.cross_entropy(module(torch.from_numpy(x[0])), torch.from_numpy(y[0]), reduction="none")
+        found[client] = each.double().clamp(0, chosen.selection.loss_bound).mean().item()
+    return found
+
+
+def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_path):
+    """The cohort is that of the largest exact losses plus noise of their keys; no column of the run and no line of its ledger holds an exact one."""
+    chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure={"clients": True}, rounds=3)
+    plan, exact = Plan.make(chosen), []
+    coordinator = Coordinator(plan, str(tmp_path), 0)
+    coordinator.start()
+    for t in range(3):
+        losses = exact_losses(chosen, plan, coordinator.model, t)
+        answers = {client: loss + query_noise(chosen.seed, t, 4.0, client, query="losses") for client, loss in losses.items()}
+        told = dict(zip(losses, coordinator.pool.losses(coordinator.model, t, np.array(list(losses))).tolist(), strict=True))
+        assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2
+        exact += losses.values()
+        coordinator.round()
+        took = [row["client"] for row in coordinator.client_table.rows if row["round"] == t]
+        assert took == sorted(sorted(answers, key=answers.get)[-5:])
+    coordinator.save()
+    shown = [value for name in ("rounds", "clients") for column in pq.read_table(tmp_path / f"{name}.parquet").columns for value in column.to_pylist()]
+    shown = np.array([value for value in shown if isinstance(value, float)] + [coordinator.finish("completed", False)["test_loss"]])
+    assert np.abs(shown[:, None] / np.array(exact) - 1).min() > 1e-5
+    assert not any(f"{loss:.5f}" in (tmp_path / "ledger.jsonl").read_text() for loss in exact)
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_takes_them_off(placement, tmp_path):
+    accountants = {"accountants": ["pld", "rdp", "paper"]}
+    chosen = experiment(selection=NOISED, noise={"kind": "gaussian", "epsilon": 9.0, "placement": placement}, privacy=accountants)
+    plan = Plan.make(chosen)
+    z, most = plan.mechanism.noise_multiplier, max(plan.participations(4).values())
+    result = run(chosen, tmp_path / "out")
+    mu = math.sqrt(most) * math.hypot(2 / z, 3.0 / 4.0)
+    assert 8.99 < result.guarantees[0].epsilon <= 9.0 and result.guarantees[0].epsilon == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
+    assert plan.sum_std(1.0) == pytest.approx(z)
+    exact = Plan.make(experiment(**{**chosen.to_dict(), "selection": {**NOISED, "loss_std": 0.0}}))
+    assert z > 1.02 * exact.mechanism.noise_multiplier
+    by = {(each.accountant, each.observer): each for each in result.guarantees}
+    if placement == "client":
+        alone = math.sqrt(most) * math.hypot(2 * math.sqrt(5) / z, 3.0 / 4.0)  # each update has less noise than the sum, each loss what it had
+        assert by["pld", "every single update"].epsilon == pytest.approx(privacy.gaussian_epsilon(alone, 1e-5), rel=1e-6)
+    for each in result.guarantees:
+        assert not any("losses" in exclusion and "local" in exclusion for exclusion in each.exclusions) and "losses of 20 candidates, noised" in each.sampling
+        assert any("the losses of clients" in condition for condition in each.conditions_failed) == (each.kind == "paper")
+    ledger = [json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
+    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.digest()} and {entry["loss_std"] for entry in ledger} == {4.0}
+    for name in accountants["accountants"]:
+        assert ledger[-1]["epsilon"][name] == pytest.approx(by[name, "every aggregate"].epsilon)
+
+
+def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_client(tmp_path):
+    noise = {"kind": "gaussian", "epsilon": {"kind": "uniform", "low": 2.0, "high": 5.0}}
+    given = {"selection": {**NOISED, "pool": 8, "loss_std": 0.05}, "bounding": STEP, "noise": noise, "data": {"clients": 15}}
+    chosen = experiment(**given, privacy={"accountants": ["pld", "rdp"]})
+    plan, result = Plan.make(chosen), run(chosen, tmp_path / "out")
+    counts = plan.participations(4)
+    quiet = Plan.make(experiment(**{**given, "selection": {**given["selection"], "loss_std": 0.0}}, privacy={"accountants": ["pld", "rdp"]}))
+    assert plan.mechanism.beside.std == 0.05 and quiet.mechanism.beside is None
+    for row in pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist():
+        k = row["client"]
+        assert row["participations"] == counts[k] and row["epsilon_claimed"] * 0.995 < row["epsilon_pld"] <= row["epsilon_claimed"] < row["epsilon_rdp"]
+        assert plan.mechanism.stds[k] > quiet.mechanism.stds[k]
+        beside = privacy.gaussian_epsilon(3.0 / (row["samples"] * 0.05) * math.sqrt(counts[k]), 1e-5)
+        assert 0 < beside < row["epsilon_pld"]
+    assert all("losses released at each" in each.sampling and "local losses" not in str(each.exclusions) for each in result.guarantees)
+    assert "local losses" in str(quiet.guarantees(4, counts)[0].exclusions)
+    entry = json.loads((tmp_path / "out" / "ledger.jsonl").read_text().splitlines()[-1])
+    assert entry["epsilon"]["pld"] == result.guarantees[0].epsilon and entry["loss_std"] == 0.05
+
+
+def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
+    adaptive = {"kind": "quantile_clip", "bound": 0.1}
+    plan = Plan.make(experiment(selection=NOISED, bounding=adaptive))
+    counted = Plan.make(experiment(selection={**NOISED, "loss_std": 0.0}, bounding=adaptive))
+    assert (plan.ratio, plan.count_std) == (counted.ratio, counted.count_std)
+    mu = [each.mechanism.mu("replace_one") for each in (plan, counted)]
+    assert mu[0] == pytest.approx(math.hypot(mu[1], 3.0 / 4.0)) and mu[1] == pytest.approx(2.0)
+
+
 def test_an_unsampled_client_counts_as_stale_with_the_unchanged_model(tmp_path):
     shared = {**QUIET, "rounds": 1}
     fresh = run(experiment(**shared, selection={"kind": "uniform", "cohort": 20}), tmp_path / "fresh")
@@ -234,6 +328,8 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
         ({"privacy": {"accountants": ["pld", "pld"]}}, "privacy.accountants"),
         ({"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}}, "noise.calibration = 'paper': rigorous"),
         ({"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}}, "noise.calibration = 'tcdp': rigorous or paper"),
+        ({"noise": {"kind": "gaussian", "epsilon": 1.0}, "selection": NOISED}, "noise.epsilon = 1.0: more: .* \\(the losses alone, .* spend"),
+        ({"noise": {"kind": "gaussian", "multiplier": 1.0}, "selection": NOISED, "privacy": {"relation": "add_remove"}}, "privacy.accountants = 'rdp': .*"),
         ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90}}, "noise.virtual_cohort = 90: none with placement step"),
     ],
 )

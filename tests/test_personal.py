@@ -8,13 +8,16 @@ import math
 import numpy as np
 import pyarrow as pa
 import pytest
+from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.rdp import RdpAccountant
 from pyarrow import csv, feather, parquet
 from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 
 from raydpfl import keys
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.local import Sgd, batches
-from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, epsilon, paper, personal
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, epsilon, gaussian_delta, gaussian_epsilon, paper, personal
 from raydpfl.privacy.budgets import Law, parse
 from raydpfl.privacy.personal import FORMULAS, SHARES, THEOREM5
 
@@ -196,6 +199,86 @@ def test_clients_that_are_alike_are_accounted_for_once(monkeypatch):
     monkeypatch.setattr(personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments))
     LocalSteps(np.full(500, 100), 10, 4, 1.0, 1e-5, np.full(500, 0.5)).epsilons("pld", np.full(500, 3))
     assert len(calls) == 1
+
+
+LOSSES = Query("losses", 2.5, 3.0, apart=True)  # losses clipped to [0, 5]
+
+
+def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
+    """The slow reference for client k: dp-accounting's composition of its steps and of the losses that it releases `beside` them."""
+    n, b, steps = int(mechanism.samples[k]), int(mechanism.batches[k]), mechanism.steps * count
+    q, mu, other = b / n, 2 * mechanism.bound / (b * mechanism.stds[k]), 5.0 / (n * 3.0)
+    if accountant == "rdp":
+        one = dp_event.SampledWithoutReplacementDpEvent(n, b, dp_event.GaussianDpEvent(1 / mu)) if q < 1 else dp_event.GaussianDpEvent(1 / mu)
+        library = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+        return library.compose(one, steps).compose(dp_event.GaussianDpEvent(1 / other), count).get_epsilon(mechanism.delta)
+    step = 8 * mu / 4000
+    points = np.arange(-4000, 4001)
+    inner = q * gaussian_delta(np.log1p(np.expm1(step * np.arange(4001)) / q), mu)
+    deltas = np.concatenate([(1 - np.exp(-step * np.arange(4001)) + np.exp(-step * np.arange(4001)) * inner)[:0:-1], inner])
+    one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1))
+    beside = privacy_loss_distribution.from_gaussian_mechanism(1 / other, value_discretization_interval=step).self_compose(count)
+    return one.self_compose(steps).compose(beside._pmf_remove.to_dense_pmf()).get_epsilon_for_delta(mechanism.delta)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(accountant):
+    counts = [4, 1, 3, 30]
+    found = LocalSteps(np.array([100, 500, 20, 60]), 20, 5, 1.0, 1e-5, np.array([0.2, 0.3, 0.4, 1.0]), beside=LOSSES)
+    silent = LocalSteps(found.samples, 20, 5, 1.0, 1e-5, found.stds)
+    for k, (count, value) in enumerate(zip(counts, found.epsilons(accountant, counts).tolist(), strict=True)):
+        assert value == pytest.approx(two_gaussians(found, k, count, accountant), rel=2e-3)
+        assert value > silent.epsilons(accountant, counts)[k]
+    (curve,) = found.curves([accountant], [[3]] * 30).values()
+    assert curve == pytest.approx([found.epsilons(accountant, {3: t})[3] for t in range(1, 31)], rel=1e-6)
+    assert curve[-1] == found.epsilons(accountant, {3: 30})[3]
+
+
+def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_grid():
+    """At the ends what is left is the one or the other, to a relative 1e-3, never below it."""
+    for mu, other in ((1e-4, 3.0), (1e-2, 50.0), (0.02, 1.0)):
+        louder, alone = personal._epsilons("pld", 0.01, mu, 1e-5, 5, 4, 4, other)[0], float(gaussian_epsilon(2 * other, 1e-5))
+        assert alone <= louder <= alone * 1.001
+    steps = personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4)[0]
+    assert steps <= personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4, 1e-9)[0] <= steps * 1.001
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
+def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_noise_would_not(accountant, sampling):
+    given = clients(10, seed=8) | {"sampling": sampling, "beside": Query("losses", 2.5, 1.0, apart=True)}
+    given |= {"budgets": np.maximum(given["budgets"], 2.0), "samples": np.maximum(given["samples"] // 5, 40)}
+    found, counts = LocalSteps.calibrated(**given, accountant=accountant), given["participations"]
+    quiet = LocalSteps.calibrated(**given | {"beside": None}, accountant=accountant)
+    less = personal.replace(found, stds=found.stds * (1 - 1e-3))
+    for spent, over, k in zip(found.epsilons(accountant, counts), less.epsilons(accountant, counts), range(10), strict=True):
+        if counts[k]:
+            assert spent <= given["budgets"][k] < over
+    assert (found.stds >= quiet.stds * (1 - 1e-3)).all() and (found.stds > quiet.stds * 1.02).sum() >= 2
+    if accountant == "pld":
+        found.check_claims(counts)
+
+
+def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_name():
+    given = {"samples": [600, 60], "batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5, "participations": [1, 4], "budgets": 1.0, "beside": LOSSES}
+    alone = float(gaussian_epsilon(5 / (60 * 3.0) * 2, 1e-5))
+    LocalSteps.calibrated(**given)
+    with pytest.raises(ConfigError, match=rf"selection.loss_std = 3.0: more, as the losses of client 1, with 60 samples, spend epsilon {alone:.4g} of its 0.1"):
+        LocalSteps.calibrated(**given | {"budgets": 0.1})
+    with pytest.raises(BudgetError, match=r"client 1 \(claimed epsilon 0.1, true"):  # by a formula that does not know of them
+        LocalSteps.calibrated(**given | {"budgets": 0.1, "calibration": "paper"}).check_claims([1, 4])
+
+
+def test_no_formula_covers_what_is_released_beside_the_steps():
+    given = {"samples": [600], "batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "participations": [1], "budgets": 0.3}
+    with pytest.raises(ConfigError, match="nothing is released beside the steps"):
+        LocalSteps.calibrated(**given, calibration="tcdp", beside=LOSSES)
+    found, silent = (LocalSteps.calibrated(**given, beside=beside) for beside in (LOSSES, None))
+    for said, without in zip(found.guarantees([1]), personal.replace(found, beside=None).guarantees([1]), strict=True):
+        beside = "nothing is released beside the steps (here too: the losses)"
+        assert (beside in said.conditions_failed) == (said.kind == "paper") and "losses released at each" in said.sampling
+        assert said.epsilon == without.epsilon if said.kind == "paper" else said.epsilon > without.epsilon
+    assert found.digest() != personal.replace(found, beside=None).digest() and found.stds[0] > silent.stds[0]
 
 
 def test_002_on_mnist_needs_an_eighth_of_what_its_formula_asks_for():

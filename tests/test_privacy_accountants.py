@@ -323,6 +323,37 @@ def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost():
         assert noise_for(2.0, run, relation, 1e-5) == pytest.approx(noise_for(2.0, mechanism("full", 5, 5, std=3.0, rounds=12), relation, 1e-5), rel=1e-3)
 
 
+@pytest.mark.parametrize(("relation", "moves"), [("replace_one", 2), ("zero_out", 1)])
+def test_a_query_apart_costs_what_the_library_says_of_two_gaussians_and_single_updates_hide_it_no_less(relation, moves):
+    z, bound, std, r, rounds = 3.0, 1.5, 4.0, 9, 6
+    queries = (Query("updates", 1.0, z), Query("losses", bound, std, apart=True))
+    both = Mechanism(Sampling("public", 100, r), queries, rounds, placement="client" if relation == "replace_one" else "server")
+
+    def library(spread: float, accountant) -> float:
+        for query in (dp_event.GaussianDpEvent(spread / moves), dp_event.GaussianDpEvent(std / (moves * bound))):
+            accountant.compose(query, rounds)
+        return accountant.get_epsilon(1e-5)
+
+    for name, make in (("pld", lambda: PLDAccountant(value_discretization_interval=1e-3)), ("rdp", RdpAccountant)):
+        for found, spread in zip(guarantees(both, relation, 1e-5, accountants=[name]), (z, z / math.sqrt(r)), strict=False):
+            assert found.epsilon == pytest.approx(library(spread, make()), rel=2e-3)
+    assert delta(both, relation, 5.0) == pytest.approx(float(gaussian_delta(5.0, moves * math.hypot(1 / z, bound / std) * math.sqrt(rounds))))
+    found = noise_for(20.0, both, relation, 1e-5)
+    assert epsilon(both.with_noise(found), relation, 1e-5) <= 20.0 < epsilon(both.with_noise(found * (1 - 2e-4)), relation, 1e-5)
+    alone = float(gaussian_epsilon(moves * bound / std * math.sqrt(rounds), 1e-5))
+    with pytest.raises(ConfigError, match=rf"no noise, however large.*the losses alone, with the noise they are given, spend {alone:.4g}"):
+        noise_for(0.99 * alone, both, relation, 1e-5)
+
+
+def test_the_papers_formula_claims_nothing_for_a_query_apart():
+    sums = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 1.0, 4.0),), 100)
+    both = Mechanism(sums.sampling, (*sums.queries, Query("losses", 1.0, 4.0, apart=True)), 100)
+    (without,), (found,) = (guarantees(each, "replace_one", 1e-5, accountants=["paper"]) for each in (sums, both))
+    assert found.epsilon == without.epsilon and set(found.conditions_failed) - set(without.conditions_failed) == {
+        "nothing is released beside the sum (here too: the losses of clients)"
+    }
+
+
 def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():
     run = Mechanism(Sampling("public", 50, 5, rule="taking turns"), (Query("update", 1.0, 3.0),), 12, placement="client")
     known, seen = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=7)

@@ -32,6 +32,7 @@ def test_any_change_changes_the_digest():
         replace(MECHANISM, sampling=Sampling("with_replacement", 1920, 80, p_max=0.001)),
         replace(MECHANISM, queries=(Query("update", 0.5, 2.0000001),)),
         replace(MECHANISM, queries=MECHANISM.queries * 2),
+        replace(MECHANISM, queries=(*MECHANISM.queries, Query("losses", 0.5, 2.0, apart=True))),
         replace(MECHANISM, rounds=101),
         replace(MECHANISM, unit="sample"),
         replace(MECHANISM, placement="client"),
@@ -57,6 +58,7 @@ def test_any_change_changes_the_digest():
         (lambda: Sampling("with_replacement", 10, 5, p_max=0.09), "p_max"),
         (lambda: Sampling("with_replacement", 10, 5, p_max=1.1), "p_max"),
         (lambda: Sampling("fixed", 10, 5, p_max=0.5), "p_max"),
+        (lambda: replace(MECHANISM, queries=(Query("losses", 1.0, 1.0, apart=True),)), "queries"),
         (lambda: replace(MECHANISM, rounds=0), "rounds"),
         (lambda: replace(MECHANISM, rounds=True), "rounds"),
         (lambda: replace(MECHANISM, queries=()), "queries"),
@@ -94,6 +96,18 @@ def test_with_noise_sets_the_joint_noise_multiplier(start):
     both = replace(MECHANISM, queries=(Query("update", 3.0, 3 * start), Query("count", 0.5, start)))
     assert both.with_noise(1.7).noise_multiplier == pytest.approx(1.7)
     assert not both.with_noise(0.0).private and both.with_noise(0.0).mu("zero_out") == math.inf
+
+
+def test_a_query_apart_keeps_its_noise_and_counts_beside_the_sums():
+    apart = Query("losses", 1.0, 5.0, apart=True)
+    both = replace(MECHANISM, queries=(*MECHANISM.queries, apart))
+    assert both.noise_multiplier == MECHANISM.noise_multiplier == 4.0
+    for z in (0.5, 4.0, 20.0):
+        louder = both.with_noise(z)
+        assert louder.noise_multiplier == pytest.approx(z) and louder.queries[1] == apart
+        assert louder.mu("replace_one") == pytest.approx(2 * math.hypot(1 / z, 1 / 5))
+    silent = replace(both, queries=(Query("update", 0.5, 0.0), apart))
+    assert silent.mu("replace_one") == math.inf and silent.with_noise(4.0) == both
 
 
 def test_of_local_steps_takes_the_std_of_the_mean_and_keeps_that_of_the_sum():

@@ -56,6 +56,10 @@ METHODS = {
     "fedavg-stale, data weights": {"selection": {"kind": "fedavg_stale", "cohort": 20}, "weights": {"kind": "data"}, "noise": {"kind": "none"}},
     "importance": {"selection": {"kind": "importance", "cohort": 20, "power": 0.5}, "noise": {"kind": "none"}},
     "power of choice": {"selection": {"kind": "power_of_choice", "cohort": 10, "pool": 30}, "noise": {"kind": "none"}},
+    "power of choice, noised losses": {
+        "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 30, "loss_bound": 5.0, "loss_std": 0.1},
+        "bounding": {"kind": "quantile_clip", "bound": 0.1},
+    },
     "virtual cohort": {"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 400}},
     "scaffold": {"local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}, "noise": {"kind": "none"}, "bounding": {"kind": "none"}},
     "scaffold, clipped and noised": {"local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}},
@@ -115,9 +119,9 @@ class Dealt(Inline):
             actor = self.clients[int(shares[index][0].clients[shares[index][0].slot]) if self.per_client else index]
             yield index, pickle.loads(pickle.dumps(actor.train(*pickle.loads(pickle.dumps((model, work, shares[index]))))))
 
-    def losses(self, model, clients):
+    def losses(self, model, round, clients):
         parts = np.array_split(clients, len(self.clients))
-        return np.concatenate([actor.losses(model, part.tolist()) for actor, part in zip(self.clients, parts, strict=True)])
+        return np.concatenate([actor.losses(model, round, part.tolist()) for actor, part in zip(self.clients, parts, strict=True)])
 
 
 def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:

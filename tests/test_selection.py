@@ -20,6 +20,7 @@ from scipy import stats
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import choose
+from raydpfl.noise import query_noise
 from raydpfl.privacy import Mechanism, Query, Sampling, covers
 from raydpfl.selection import FAMILY, Cohort, Population, Selection
 from raydpfl.selection.losses import successive
@@ -423,6 +424,45 @@ def test_power_of_choice_cannot_draw_without_losses_and_says_what_its_guarantee_
     assert not any(example(kind).exclusions for kind in FAMILY if kind != "power_of_choice")
 
 
+def noised(bound: float = 2.0, std: float = 0.5) -> Selection:
+    return example("power_of_choice", loss_bound=bound, loss_std=std)
+
+
+def test_a_loss_without_noise_keeps_the_label_and_one_with_noise_is_a_query_instead():
+    for fields in ({}, {"loss_bound": 2.0}, {"loss_bound": 2.0, "loss_std": 0.0}):
+        exact = example("power_of_choice", **fields)
+        assert len(exact.exclusions) == 1 and exact.loss_query is None and "noised" not in exact.sampling(clients()).rule
+    assert noised().exclusions == () and noised().loss_query == Query("losses", 1.0, 0.5, apart=True)
+    assert "noised" in noised().sampling(clients()).rule
+
+
+def test_answers_move_by_no_more_than_their_sensitivity_over_all_small_tables():
+    """L when a client's whole table changes, L / n when one of its n samples does, the middle when it gives nothing: each of them attained."""
+    bound, values = 2.0, [-math.inf, -1.0, 0.0, 0.3, 2.0, 7.0, math.inf, math.nan]
+    chosen, found = example("power_of_choice", loss_bound=bound), {}
+    for n in (1, 2, 3):
+        tables = list(itertools.product(range(len(values)), repeat=n))
+        found |= {table: chosen.answer(np.array(values)[list(table)], 0, 0, 0) for table in tables}
+        one = [abs(found[a] - found[(*a[:i], v, *a[i + 1 :])]) for a in tables for i in range(n) for v in range(len(values))]
+        assert max(one) == pytest.approx(bound / n, rel=1e-12)
+    answers = np.array(list(found.values()))
+    assert answers.max() - answers.min() == bound and np.abs(answers - bound / 2).max() == bound / 2
+    release = Mechanism(noised(bound).sampling(clients()), (Query("updates", 1.0, 1e12), noised(bound).loss_query), 1)
+    assert release.mu("replace_one") == pytest.approx(bound / 0.5) and release.mu("zero_out") == pytest.approx(bound / 2 / 0.5)
+
+
+def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody_elses():
+    """Kolmogorov-Smirnov and the correlation of 4000 answers with the counts' noise; false-alarm rates 1e-4 and 6e-7."""
+    losses, places = np.array([0.5, 1.0, 5.0]), [(t, k) for t in range(80) for k in range(50)]
+    exact = example("power_of_choice", loss_bound=2.0).answer(losses, 0, 0, 0)
+    noise = np.array([noised().answer(losses, 7, t, k) for t, k in places]) - exact
+    assert stats.kstest(noise / 0.5, "norm").pvalue > 1e-4
+    assert len(set(noise.tolist())) == len(places)
+    counts = np.array([query_noise(7, t, 1.0, k) for t, k in places])
+    assert abs(np.corrcoef(noise, counts)[0, 1]) < 5 / math.sqrt(len(places))
+    assert noised().answer(losses, 7, 3, 4) == noised().answer(losses[::-1], 7, 3, 4) != noised().answer(losses, 8, 3, 4)
+
+
 # What accountants ask.
 
 
@@ -508,6 +548,10 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
         ({"kind": "availability", "period": 6, "window": 2, "cohort": 17}, "selection.cohort"),
         ({"kind": "power_of_choice", "cohort": 5, "pool": 4}, "selection.pool"),
         ({"kind": "power_of_choice", "cohort": 5, "pool": 51}, "selection.pool"),
+        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 0.1}, "selection.loss_bound"),
+        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 0.1, "loss_bound": 0.0}, "selection.loss_bound"),
+        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": -0.1, "loss_bound": 1.0}, "selection.loss_std"),
+        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 1e-12, "loss_bound": 1.0}, "selection.loss_std"),
         ({"kind": "uniform", "cohort": 5, "replace": True}, "selection.replace"),
     ],
 )

@@ -163,7 +163,7 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
     if e.noise.virtual_cohort:
         raise ConfigError("noise.virtual_cohort", e.noise.virtual_cohort, "none: the clients that it stands for do not run, and cannot be audited")
     if e.selection.needs_losses:
-        raise ConfigError("selection.kind", e.selection.kind, "one that does not look at losses, which are outside of the guarantee")
+        raise ConfigError("selection.kind", e.selection.kind, "one that does not look at losses: a canary has none that would be its own")
     if canaries < 10:
         raise ConfigError("canaries", canaries, "at least 10; 1000 and more for a bound worth having")
     if not 0.5 <= confidence < 1:

@@ -166,7 +166,9 @@ def views(mechanism: Mechanism, relation: Relation, rounds: int, participations:
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
     sampling = str(mechanism.sampling) + (", cohort hidden" if mechanism.sampling.hidden else "")
     printed = paper.client_epsilon(mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v)
-    failed = printed.conditions_failed if mechanism.private else (NOISELESS,)
+    failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
+    if others := [query.name for query in mechanism.queries if query.apart]:
+        failed += (f"nothing is released beside the sum (here too: the {', '.join(others)} of clients)",)
     return Guarantee(
         "paper", "paper", mechanism.unit, "unstated", "every aggregate", sampling, printed.value, delta, mechanism.exclusions, failed
     )

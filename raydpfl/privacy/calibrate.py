@@ -46,8 +46,9 @@ def noise_for(
     """The noise multiplier z (std of the sum / bound, all queries of a round together) that spends at most `target` epsilon.
 
     At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only how its queries share
-    it. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl. Raises `ConfigError` for a
-    target that is not positive and finite, for a combination the accountant does not cover, and where no noise is enough or any is.
+    it; that of queries `apart` stays, and z is what the rest needs beside them. Cached on disk in $RAYDPFL_CACHE, else
+    $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl. Raises `ConfigError` for a target that is not positive and finite, for a combination
+    the accountant does not cover, and where no noise is enough or any is.
     """
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
@@ -112,6 +113,9 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
             below = excess(low)
     else:
         run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
+        if others := [query.name for query in mechanism.queries if query.apart]:
+            alone = epsilon(mechanism.with_noise(1e12), relation, delta, rounds, accountant, v)
+            run += f" (the {', '.join(others)} alone, with the noise they are given, spend {alone:.4g})"
         if above > 0:
             raise ConfigError("noise.epsilon", target, f"more: at delta {delta:g} no noise, however large, spends so little {run}")
         raise ConfigError("noise.delta", delta, f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}")

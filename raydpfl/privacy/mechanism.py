@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
@@ -43,11 +44,15 @@ class Query:
     `bound`: the L2 norm that one client can contribute to the sum, its weight included. `std`: the standard
     deviation of the Gaussian on each coordinate of the *sum*, in the same units; 0 means no noise. A count of
     indicators is centred first (indicator - 1/2), so its bound is 1/2.
+
+    `apart`: every client's contribution is released on its own with noise of that std, which is given: `Mechanism.with_noise` leaves it as it is,
+    and whoever sees single updates meets no less of it.
     """
 
     name: str
     bound: float
     std: float
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if not (0 < self.bound < math.inf):
@@ -136,6 +141,8 @@ class Mechanism:
             raise ConfigError("rounds", self.rounds, "an integer, at least 1")
         if not self.queries:
             raise ConfigError("queries", self.queries, "at least one query")
+        if all(query.apart for query in self.queries):
+            raise ConfigError("queries", self.queries, "at least one query of a sum")
         object.__setattr__(self, "queries", tuple(self.queries))
         object.__setattr__(self, "exclusions", tuple(self.exclusions))
 
@@ -158,35 +165,43 @@ class Mechanism:
 
     @property
     def noise_multiplier(self) -> float:
-        """z, std of the sum / bound, of the single Gaussian that all queries of a round amount to: 1/z^2 = sum (bound/std)^2."""
-        return 1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in self.queries)) if self.private else 0.0
+        """z, std of the sum / bound, of the single Gaussian that the sums of a round amount to: 1/z^2 = sum (bound/std)^2. None of `apart`."""
+        return _together(query for query in self.queries if not query.apart)
 
     def mu(self, relation: Relation) -> float:
-        """Sensitivity of the sum / std, all queries of a round together: k / z, with k = 2 under replace-one and 1 otherwise."""
+        """Sensitivity / std, all queries of a round together, those `apart` too: k / z, with k = 2 under replace-one and 1 otherwise."""
         one_of("privacy.relation", relation, Relation)
-        return (2 if relation == "replace_one" else 1) / self.noise_multiplier if self.private else math.inf
+        return (2 if relation == "replace_one" else 1) / _together(self.queries) if self.private else math.inf
 
     def with_noise(self, z: float) -> Mechanism:
-        """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by one factor.
+        """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by one factor, but for queries `apart`.
 
         A mechanism that has no noise yet gets equal shares: each of k queries std = sqrt(k) z bound.
         """
         if not (0 <= z < math.inf):
             raise ConfigError("noise.multiplier", z, "a finite number, zero or above")
-        if self.private:
-            scaled = [replace(query, std=query.std * z / self.noise_multiplier) for query in self.queries]
-        elif all(query.std == 0 for query in self.queries):
-            scaled = [replace(query, std=math.sqrt(len(self.queries)) * z * query.bound) for query in self.queries]
-        else:
-            bare = next(query for query in self.queries if query.std == 0)
+        sums, now = [query for query in self.queries if not query.apart], self.noise_multiplier
+        if not now and any(query.std for query in sums):
+            bare = next(query for query in sums if query.std == 0)
             raise ConfigError(f"{bare.name}.std", bare.std, "noise on every query, or on none")
-        return replace(self, queries=tuple(scaled))
+
+        def scaled(query: Query) -> float:
+            return query.std * z / now if now else math.sqrt(len(sums)) * z * query.bound
+
+        return replace(self, queries=tuple(query if query.apart else replace(query, std=scaled(query)) for query in self.queries))
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all fields (`p_max` and `rule` where there are any): its name in the ledger and the cache."""
+        """SHA-256 of the canonical JSON of all fields (`p_max`, `rule` and `apart` where there are any): its name in the ledger and the cache."""
         tree = asdict(self)
+        tree["queries"] = [{name: value for name, value in query.items() if value is not False} for query in tree["queries"]]
         tree["sampling"] = {name: value for name, value in tree["sampling"].items() if value not in (None, "")}
         return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _together(queries: Iterable[Query]) -> float:
+    """std / bound of the single Gaussian that Gaussian queries amount to; 0 when one of them has no noise."""
+    queries = tuple(queries)
+    return 1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in queries)) if all(query.std > 0 for query in queries) else 0.0
 
 
 def _is_count(value: object) -> bool:

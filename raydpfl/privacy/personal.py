@@ -32,7 +32,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -43,12 +43,13 @@ from raydpfl.privacy import paper, pld, renyi
 from raydpfl.privacy.accountants import NOISELESS
 from raydpfl.privacy.calibrate import cached
 from raydpfl.privacy.guarantee import Guarantee
-from raydpfl.privacy.mechanism import one_of
+from raydpfl.privacy.mechanism import Query, one_of
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
 TCDP, THEOREM5, BUDGETS = FORMULAS = ("paper 002 tCDP", "paper 002 Theorem 5", "paper 003")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # at which quantiles over clients are reported
 _TOLERANCE = 5e-4  # of log z: calibrated noise exceeds the smallest that will do by 1e-3 at most
+_MOST_BESIDE = 0.99  # of a budget that may be spent beside the steps
 _CLAIM = 1e-6  # relative; by how much a truth may exceed a claim
 
 Participations = Mapping[int, int] | ArrayLike
@@ -62,7 +63,9 @@ class LocalSteps:
     participation. `bound`: per-sample clip norm. `stds` float64: of the noise on the mean gradient of a batch, 0 for none.
     `sampling`: `fresh`, a uniform subset at each step, or `epochs`, shuffled samples in turn, for which nothing is amplified: see
     `compositions`. `claims` float64: the epsilon promised to each client at `delta` for the participations of the whole run (infinite: a
-    public client), None if nothing was; `calibration` says by whom. `exclusions`: what is not accounted for, in words.
+    public client), None if nothing was; `calibration` says by whom. `exclusions`: what is not accounted for, in words. `beside`: a query that every
+    participation answers in addition, by the mean over all n_k samples of something within [-bound, bound] and Gaussian noise of its std, so that
+    replacing a sample moves it by 2 bound / n_k; None for none. No formula knows of it.
     """
 
     samples: np.ndarray
@@ -75,6 +78,7 @@ class LocalSteps:
     claims: np.ndarray | None = None
     calibration: Calibration | None = None
     exclusions: tuple[str, ...] = ()
+    beside: Query | None = None
     _spent: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,15 +113,17 @@ class LocalSteps:
         accountant: str = "pld",
         sampling: Literal["fresh", "epochs"] = "fresh",
         exclusions: Sequence[str] = (),
+        beside: Query | None = None,
     ) -> LocalSteps:
         """The noise with which each client spends its own budget (`budgets`, one or [N]) over its `participations` of the whole run.
 
-        `rigorous`: at most 1e-3 above the smallest noise that spends no more, by `accountant` (pld or rdp). `paper`: sigma_k of 003
-        eq. 6. `tcdp`: the usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it fails. No noise
-        for public clients and for those that never take part. Raises `ConfigError`.
+        `rigorous`: at most 1e-3 above the smallest noise that spends no more, what is released `beside` included, by `accountant` (pld or rdp).
+        `paper`: sigma_k of 003 eq. 6. `tcdp`: the usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it fails. No
+        noise for public clients and for those that never take part. Raises `ConfigError`, too where what is released `beside` leaves the steps of some
+        client less than a hundredth of its budget.
         """
         one_of("noise.calibration", calibration, Calibration)
-        silent = cls(np.asarray(samples), batch, steps, bound, delta, np.zeros(len(samples)), sampling, budgets, calibration, tuple(exclusions))
+        silent = cls(np.asarray(samples), batch, steps, bound, delta, np.zeros(len(samples)), sampling, budgets, calibration, tuple(exclusions), beside)
         counts = silent._counts(participations)
         needy = np.flatnonzero((counts > 0) & (silent.samples > 0) & np.isfinite(silent.claims))
         stds = np.zeros(len(counts))
@@ -129,14 +135,14 @@ class LocalSteps:
             for k in needy.tolist():
                 printed = formula(float(silent.claims[k]), delta=delta, **silent._client(k, int(counts[k])))
                 stds[k] = printed.value
-                if calibration == "tcdp" and (reasons := silent._fresh_alone(printed.conditions_failed)):
+                if calibration == "tcdp" and (reasons := silent._steps_alone(printed.conditions_failed)):
                     failed[k] = reasons
             if failed:
                 first, reasons = next(iter(failed.items()))
                 who = f"{len(failed)} of {len(needy)} clients ({_some(failed)})"
                 why = f"client {first}, with {silent.samples[first]} samples and batches of {silent.batches[first]}: {'; '.join(reasons)}"
                 raise ConfigError("noise.calibration", calibration, f"rigorous or paper: conditions of 002 fail for {who}; for {why}")
-        return cls(silent.samples, batch, steps, bound, delta, stds, sampling, silent.claims, calibration, tuple(exclusions))
+        return replace(silent, stds=stds)
 
     @property
     def batches(self) -> np.ndarray:
@@ -163,6 +169,11 @@ class LocalSteps:
         return np.where(n == b, self.steps, np.where(n % b == 0, seen, 4 * (seen // 2) + seen % 2))
 
     @property
+    def beside_mu(self) -> np.ndarray:
+        """Sensitivity / std float64 [N] of what a participation releases `beside` its steps; 0 where that is nothing."""
+        return 2 * self.beside.bound / (np.maximum(self.samples, 1) * self.beside.std) if self.beside else np.zeros(len(self.samples))
+
+    @property
     def private(self) -> bool:
         """True if any client draws noise."""
         return bool((self.stds > 0).any())
@@ -175,6 +186,7 @@ class LocalSteps:
     def digest(self) -> str:
         """SHA-256 of all fields: the name of this mechanism in the ledger."""
         plain = [self.batch, self.steps, self.bound, self.delta, self.sampling, self.calibration, list(self.exclusions)]
+        plain += [asdict(self.beside)] if self.beside else []
         found = hashlib.sha256(json.dumps(plain).encode())
         for array in (self.samples, self.stds, *([] if self.claims is None else [self.claims])):
             found.update(np.ascontiguousarray(array).tobytes())
@@ -338,7 +350,7 @@ class LocalSteps:
             return np.array([self._printed(name, k, count)[0].value for count in counts])
         mu = 2 * self.bound / (self.batches[k] * self.stds[k])
         q = self.batches[k] / self.samples[k] if self.hidden[k] else 1.0
-        return _epsilons(name, float(q), float(mu), self.delta, int(self.compositions[k]), first, last)
+        return _epsilons(name, float(q), float(mu), self.delta, int(self.compositions[k]), first, last, float(self.beside_mu[k]))
 
     def _printed(self, name: str, k: int, count: int) -> tuple[paper.Printed, float]:
         """(Printed, its delta) by a formula of 002."""
@@ -354,10 +366,12 @@ class LocalSteps:
         else:
             printed, delta = self._printed(name, k, count)
             failed = printed.conditions_failed
-        return delta, self._fresh_alone(failed)
+        return delta, self._steps_alone(failed)
 
-    def _fresh_alone(self, failed: tuple[str, ...]) -> tuple[str, ...]:
-        return failed if self.sampling == "fresh" else (*failed, "a fresh batch at each step (here: shuffled epochs)")
+    def _steps_alone(self, failed: tuple[str, ...]) -> tuple[str, ...]:
+        """And the conditions that every formula has: fresh batches, and no other release."""
+        failed += () if self.sampling == "fresh" else ("a fresh batch at each step (here: shuffled epochs)",)
+        return (*failed, f"nothing is released beside the steps (here too: the {self.beside.name})") if self.beside else failed
 
     def _words(self, k: int, count: int, spent: np.ndarray) -> str:
         n, b, steps = self.samples[k], self.batches[k], self.steps * count
@@ -369,7 +383,8 @@ class LocalSteps:
             batches = f"{b} of {n} in shuffled epochs, order known, {self.compositions[k] * count} Gaussians without amplification"
         values = ", ".join(f"{value:.4g}" for value in np.quantile(spent, SHARES, method="inverted_cdf"))
         among = f", the worst of {len(spent)} whose epsilons have quartiles {values}" if len(spent) > 1 else ""
-        return f"batches: {batches}; client {k}, {steps} steps in {count} participations{among}"
+        also = f", the {self.beside.name} released at each" if self.beside else ""
+        return f"batches: {batches}; client {k}, {steps} steps in {count} participations{also}{among}"
 
     def _public_words(self, count: int) -> tuple[str, ...]:
         return (f"{count} public clients, who have an infinite budget and draw no noise",) if count else ()
@@ -385,26 +400,45 @@ class LocalSteps:
             idle = clients[seen <= self.delta]
             accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is used at all: at this delta no noise is called for by"
             raise ConfigError("noise.delta", self.delta, f"{accepted} {len(idle)} clients ({_some(idle.tolist())})")
-        kinds, member = np.unique(np.stack([q, times, self.claims[clients]], 1), axis=0, return_inverse=True)
+        columns = [q, self.compositions[clients], counts[clients], self.claims[clients], self.beside_mu[clients]]
+        kinds, first, member = np.unique(np.stack(columns, 1), axis=0, return_index=True, return_inverse=True)
+        if self.beside:
+            self._check_left(clients[first], kinds, accountant)
         question = ["local steps", kinds.tolist(), self.delta, accountant]
         z = cached(question, lambda: _noise_multipliers(*kinds.T, self.delta, accountant).tolist(), len(kinds))
         return np.array(z)[member.reshape(-1)] * self.bound / b
 
+    def _check_left(self, clients: np.ndarray, kinds: np.ndarray, accountant: str) -> None:
+        """Raises `ConfigError` where what is released `beside` the steps takes (nearly) all of the budget of one of these clients."""
+        alone = np.array([_epsilons(accountant, 1.0, mu, self.delta, 1, int(count), int(count))[0] for _, _, count, _, mu in kinds.tolist()])
+        budgets = kinds[:, 3]
+        if (alone > _MOST_BESIDE * budgets).any():
+            worst = int(np.argmax(alone / budgets))
+            what = f"the {self.beside.name} of client {clients[worst]}, with {self.samples[clients[worst]]} samples"
+            spent = f"spend epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in {kinds[worst, 2]:.0f} rounds, by {accountant}"
+            raise ConfigError("selection.loss_std", self.beside.std, f"more, as {what}, {spent} (99% at most, which leaves some to its steps)")
 
-def _epsilons(name: str, q: float, mu: float, delta: float, each: int, first: int, last: int) -> np.ndarray:
-    """Epsilon at `delta` after `each` x first, ..., `each` x last Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is hidden)."""
+
+def _epsilons(name: str, q: float, mu: float, delta: float, each: int, first: int, last: int, beside: float = 0.0) -> np.ndarray:
+    """Epsilon at `delta` after first, ..., last times `each` Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is hidden) and, if
+    `beside` is not 0, one Gaussian of that mu of everyone."""
     one_of("privacy.accountants", name, Literal["pld", "rdp"])
-    counts = each * np.arange(first, last + 1)
+    counts = np.arange(first, last + 1)
     if name == "rdp":
-        return renyi.epsilons(renyi.fixed_size(q, mu) if q < 1 else renyi.gaussian(mu), delta, counts)
+        return renyi.epsilons(each * (renyi.fixed_size(q, mu) if q < 1 else renyi.gaussian(mu)) + renyi.gaussian(beside), delta, counts)
     if q == 1:
-        return pld.gaussian_epsilon(mu * np.sqrt(counts), delta)
-    return pld.fixed_size(q, mu).epsilons(delta, each * first, each * last, each)
+        return pld.gaussian_epsilon(np.sqrt(counts * (each * mu**2 + beside**2)), delta)
+    loss, other = pld.fixed_size_and_gaussian(q, mu, each, beside) if beside else (pld.fixed_size(q, mu), None)
+    return loss.epsilons(delta, each * first, each * last, each, other)
 
 
-def _noise_multipliers(q: np.ndarray, times: np.ndarray, targets: np.ndarray, delta: float, accountant: str) -> np.ndarray:
-    """z float64 [k]: std of the sum / bound with which `times` Gaussians at fraction q spend at most `targets`; 1e-3 above the least, at most."""
-    mu = _central_limit_mu(q, times, targets, delta)
+def _noise_multipliers(
+    q: np.ndarray, each: np.ndarray, counts: np.ndarray, targets: np.ndarray, beside: np.ndarray, delta: float, accountant: str
+) -> np.ndarray:
+    """z float64 [k]: std of the sum / bound with which `counts` times `each` Gaussians at fraction q, and one of mu `beside`, spend at most `targets`;
+    1e-3 above the least, at most."""
+    times, others = each * counts, beside * np.sqrt(counts)
+    mu = _central_limit_mu(q, times, targets, others, delta)
     features = np.log(np.stack([mu, targets, q, times]))
     log_z, offsets = np.log(2 / mu), np.zeros(len(q))
     order = np.argsort(log_z, kind="stable")
@@ -416,12 +450,12 @@ def _noise_multipliers(q: np.ndarray, times: np.ndarray, targets: np.ndarray, de
         aim = float(targets[k]) * (1 - _CLAIM)
 
         def excess(x: float, k: int = k, aim: float = aim) -> float:
-            times_k = int(times[k])
-            spent = _epsilons(accountant, float(q[k]), 2 * math.exp(-x), delta, times_k, 1, 1)[0]
+            count = int(counts[k])
+            spent = _epsilons(accountant, float(q[k]), 2 * math.exp(-x), delta, int(each[k]), count, count, float(beside[k]))[0]
             return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 
         start = log_z[k] + offsets[k]
-        offsets[k] += _root(excess, start, -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], delta)) - start
+        offsets[k] += _root(excess, start, -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)) - start
     return np.exp(log_z + offsets)
 
 
@@ -458,8 +492,8 @@ def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
     return np.where(q == 1, mu * np.sqrt(times), q * np.sqrt(2 * times * spread))
 
 
-def _central_limit_mu(q: np.ndarray, times: np.ndarray, targets: np.ndarray, delta: float) -> np.ndarray:
-    """mu float64 [k] at which `_total_mu` has the epsilons `targets`."""
+def _central_limit_mu(q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float) -> np.ndarray:
+    """mu float64 [k] at which `_total_mu`, together with one Gaussian of mu `others`, has the epsilons `targets`."""
 
     def bisect(too_large: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         low, high = np.full(len(q), math.log(1e-9)), np.full(len(q), math.log(1e3))
@@ -470,14 +504,15 @@ def _central_limit_mu(q: np.ndarray, times: np.ndarray, targets: np.ndarray, del
         return np.exp(low)
 
     total = bisect(lambda mu: pld.gaussian_delta(targets, mu) > delta)
+    total = np.where(others > 0, np.sqrt(np.maximum(total**2 - others**2, 1e-3 * total**2)), total)
     return bisect(lambda mu: _total_mu(mu, q, times) > total)
 
 
-def _steepness(mu: float, q: float, times: float, delta: float) -> float:
-    """- d log epsilon / d log z by the central limit, from 0.3 to 20."""
+def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:
+    """- d log epsilon / d log z by the central limit, from 0.3 to 20, or from less where a Gaussian of mu `other` takes part of epsilon."""
     apart = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
-    more, less = np.log(np.maximum(pld.gaussian_epsilon(apart, delta), 1e-12))
-    return float(np.clip((more - less) / 0.02, 0.3, 20.0))
+    more, less = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(apart, other), delta), 1e-12))
+    return float(np.clip((more - less) / 0.02, 0.03 if other else 0.3, 20.0))
 
 
 def _budget_noise(epsilon: float, *, delta: float, **client: Any) -> paper.Printed:

@@ -73,9 +73,12 @@ class LossDistribution:
     masses: np.ndarray
     infinite: float
 
-    def epsilons(self, delta: float, first: int, last: int, every: int = 1) -> np.ndarray:
-        """Epsilon at `delta` after first, first + every, ..., last rounds, float64; infinite where delta is out of reach."""
-        return np.array([_epsilon_at(delta, self.step, tail) for tail in self._tails(first, last, every)])
+    def epsilons(self, delta: float, first: int, last: int, every: int = 1, beside: LossDistribution | None = None) -> np.ndarray:
+        """Epsilon at `delta` after first, first + every, ..., last rounds, float64; infinite where delta is out of reach.
+
+        `beside`, on the same grid, is what is released once in every `every` rounds in addition (`first` being a multiple of them).
+        """
+        return np.array([_epsilon_at(delta, self.step, tail) for tail in self._tails(first, last, every, beside)])
 
     def delta(self, epsilon: float, rounds: int) -> float:
         """Delta at `epsilon` after `rounds` rounds."""
@@ -92,47 +95,55 @@ class LossDistribution:
         losses = self.step * (np.arange(len(self.masses)) - len(self.masses) // 2)
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
-    def _tails(self, first: int, last: int, every: int = 1):
+    def _tails(self, first: int, last: int, every: int = 1, beside: LossDistribution | None = None):
         """For each number of rounds: delta at epsilon = 0, step, 2*step, ... up to where only the infinite mass is left."""
         from scipy.fft import irfft, next_fast_len, rfft
         from scipy.signal import lfilter
 
-        half = len(self.masses) // 2
+        other = beside or LossDistribution(self.step, np.ones(1), 0.0)
+        half, other_half = len(self.masses) // 2, len(other.masses) // 2
         rounds = np.arange(first, last + 1, every)
-        upper, lower = self._window(rounds)
-        size = next_fast_len(int(max((upper - lower).max() + 1, len(self.masses))), real=True)
+        times = rounds // every if beside else 0 * rounds
+        upper, lower = self._window(rounds, other, times)
+        size = next_fast_len(int(max((upper - lower).max() + 1, len(self.masses), len(other.masses))), real=True)
         transform = rfft(self.masses, size)
         modulus = np.minimum(np.abs(transform), 1.0)
         power, fading = transform ** int(first), modulus ** (first - 1)
         hop, fade = (transform, modulus) if every == 1 else (transform ** int(every), modulus**every)
-        for t, top in zip(rounds, upper, strict=True):
-            composed = np.roll(irfft(power, size), -half * t)  # now entry k is the loss k * step, modulo size
+        if beside:
+            transform = rfft(other.masses, size)
+            modulus = np.minimum(np.abs(transform), 1.0)
+            power, fading = power * transform ** int(times[0]), fading * modulus ** (times[0] - 1)
+            hop, fade = hop * transform, fade * modulus
+        for t, c, top in zip(rounds, times, upper, strict=True):
+            composed = np.roll(irfft(power, size), -half * t - other_half * c)  # now entry k is the loss k * step, modulo size
             masses = composed[top::-1].clip(min=0.0)
             above = np.concatenate([[0.0], masses[:-1].cumsum()])
             # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to overflow.
             finite = lfilter([-math.expm1(-self.step)], [1.0, -math.exp(-self.step)], above)[::-1]
-            # Each coefficient of the transform is off by a few ulp, of its t-th power by t times that; by Parseval and
+            # Each coefficient of a transform is off by a few ulp, of its t-th power by t times that; by Parseval and
             # Cauchy-Schwarz the entries of `composed`, however many are added, are off by no more than this in sum.
-            rounding = 4 * np.finfo(float).eps * (t + 1) * math.sqrt(2 * (fading @ fading))
-            yield finite + (_WINDOW + rounding - math.expm1(t * math.log1p(-self.infinite)))
+            rounding = 4 * np.finfo(float).eps * (t + c + 1) * math.sqrt(2 * (fading @ fading))
+            yield finite + (_WINDOW + rounding - math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite)))
             power, fading = power * hop, fading * fade
 
-    def _window(self, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each number of rounds, grid indices that the loss is above, or below, with probability at most 1e-15 (Chernoff)."""
-        half = len(self.masses) // 2
-        index = np.arange(-half, half + 1)
+    def _window(self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each number of rounds, with `times` as often the `other` loss, grid indices that the sum is above, or below, with
+        probability at most 1e-15 (Chernoff)."""
+        half, other_half = len(self.masses) // 2, len(other.masses) // 2
+        most = half * rounds + other_half * times
         surprise = math.log(1 / _WINDOW)
-        spread = max(self.std() / self.step, 1e-3)
+        spread = max(math.sqrt(self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]) / self.step, 1e-3)
         # The best order for one round, were the loss Gaussian; about 1 / half suits rare large losses.
         gaussian = math.sqrt(2 * surprise) / spread
         orders = np.geomspace(min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half), max(3 * gaussian, 100 / half), 40)
         with np.errstate(divide="ignore"):
-            logs = np.log(self.masses)
-        upper, lower = half * rounds, -half * rounds
+            parts = [(np.log(loss.masses), np.arange(-h, h + 1), n) for loss, h, n in ((self, half, rounds), (other, other_half, times))]
+        upper, lower = most, -most
         for order in orders:
-            up, down = _log_sum(logs + order * index), _log_sum(logs - order * index)
-            upper = np.minimum(upper, np.ceil((rounds * up + surprise) / order))
-            lower = np.maximum(lower, -np.ceil((rounds * down + surprise) / order))
+            up, down = (sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts) for sign in (1, -1))
+            upper = np.minimum(upper, np.ceil((up + surprise) / order))
+            lower = np.maximum(lower, -np.ceil((down + surprise) / order))
         return np.maximum(upper, 1).astype(int), np.minimum(lower, 0).astype(int)
 
 
@@ -219,6 +230,10 @@ def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
     return forward, _on_grid(added, removed, forward.step, len(forward.masses) // 2)
 
 
+def _fixed_size_curve(q: float, mu: float) -> Curve:
+    return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
+
+
 def fixed_size(q: float, mu: float) -> LossDistribution:
     """One round on a uniform subset of fixed size, replace-one: delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu) for eps >= 0.
 
@@ -226,11 +241,28 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
     follows from the reversed pair. Together they decrease and are convex in e^eps, hence are the curve of some pair that
     dominates the round, and domination survives adaptive composition [4].
     """
-
-    def curve(epsilon: np.ndarray) -> np.ndarray:
-        return q * gaussian_delta(_unsampled(epsilon, q), mu)
-
+    curve = _fixed_size_curve(q, mu)
     return discretise(curve, curve)
+
+
+def fixed_size_and_gaussian(q: float, mu: float, every: int, other: float) -> tuple[LossDistribution, LossDistribution]:
+    """`fixed_size(q, mu)`, and the loss of a Gaussian over everyone with sensitivity / std `other`, on one grid.
+
+    The grid suits the composition of one of the latter with `every` of the former: on one of step h far above their std s their variance
+    grows from s^2 to about h s sqrt(2 / pi), and h keeps that below 1e-4 of the whole.
+    """
+
+    def gaussian(epsilon: np.ndarray) -> np.ndarray:
+        return gaussian_delta(epsilon, other)
+
+    loss, reach = fixed_size(q, mu), _reach(gaussian)
+    s = loss.std()
+    suits = min(other / _STEPS_PER_STD, 1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi)))
+    step = max(loss.step, suits, reach / _MOST_POINTS)
+    if step > loss.step:
+        curve = _fixed_size_curve(q, mu)
+        loss = _on_grid(curve, curve, step, math.ceil(_reach(curve) / step))
+    return loss, _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
 
 
 def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:

@@ -20,7 +20,7 @@ fixed size 3 of 10
 | first_responders               | the r first of those asked                                   | fixed size, or public         |
 | cyclic                         | one group after another: all of it, or some                  | public, or within the group   |
 | availability                   | r of those whose window is open                              | fixed size within those       |
-| power_of_choice                | of some candidates the r with the largest losses             | public candidates             |
+| power_of_choice                | of some candidates the r with the largest losses             | public candidates, and losses |
 
 Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether the drawn cohort is secret is a matter of
 the observer, and every guarantee says which it assumes. The cost of a draw grows with the cohort, and with the population at most

@@ -13,7 +13,7 @@ from pydantic import Field
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member
-from raydpfl.privacy import Sampling
+from raydpfl.privacy import Query, Sampling
 
 
 class Population:
@@ -94,6 +94,7 @@ class Selection(Member):
     needs_losses: ClassVar[bool] = False  # whether the cohort is chosen among `candidates` by their local losses
     needs_costs: ClassVar[bool] = False  # whether it looks at `Population.privacy_cost`
     exclusions: ClassVar[tuple[str, ...]] = ()  # data-dependent choices that no accountant counts, in words
+    loss_query: ClassVar[Query | None] = None  # what `answer` releases, as accountants count it; None: nothing they know of
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
@@ -129,6 +130,10 @@ class Selection(Member):
     def separation(self) -> int:
         """The fewest rounds from one participation of a client to its next."""
         return 1
+
+    def answer(self, losses: np.ndarray, seed: int, round: int, client: int) -> float:
+        """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k], those of its samples."""
+        return float(losses.mean())
 
     def corrections(self, population: Population) -> np.ndarray | None:
         """Factors float64 [N] on the clients' weights, which undo that some are drawn more often than others; None: all 1."""

@@ -4,6 +4,11 @@
 >>> found = member.candidates(seed=0, round=0, population=clients)
 >>> found.clients, member.choose(0, 0, found, losses=np.array([0.1, 0.7, 0.3])).clients
 (array([1, 2, 3]), array([2]))
+>>> noised = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
+>>> round(noised.answer(np.array([0.2, 9.0]), seed=0, round=0, client=2), 3)  # (0.2 + 4) / 2, and noise
+2.569
+>>> noised.loss_query
+Query(name='losses', bound=2.0, std=0.5, apart=True)
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ from pydantic import Field, model_validator
 
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
-from raydpfl.privacy import Sampling
+from raydpfl.noise import query_noise
+from raydpfl.privacy import Query, Sampling
 from raydpfl.selection.base import Cohort, Population
 from raydpfl.selection.subsets import Sized
 
@@ -23,22 +29,55 @@ from raydpfl.selection.subsets import Sized
 class PowerOfChoice(Sized):
     """Of `pool` candidates, drawn without replacement in proportion to their data, the `cohort` with the largest local loss under the global model.
 
-    `candidates` says whose losses are needed, `choose` who then takes part; `draw` cannot say without them. The losses are a query
-    on the data that carries no noise: no accountant covers it, and every guarantee says so. What the accountants do count are the candidates, as
-    if each of them took part and everyone knew it. The weights are uniform.
+    `candidates` says whose losses are needed, `choose` who then takes part; `draw` cannot say without them. The weights are uniform.
+
+    The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of each of its samples to [0, L], L being `loss_bound`,
+    and answers with their mean plus Gaussian noise of that std, in units of the loss. Accountants count the answer in every round in which a client is
+    a candidate, and whoever they speak of may see all answers; who is chosen follows from these. Sensitivity of one answer:
+
+    - L where a client is replaced by another; L/2 where its contribution may be zero instead, which stands for the middle of the range;
+    - L / n_k where one of its n_k samples is replaced (noise at local steps), samples not seeing one another in the model's forward pass.
+
+    Without noise no accountant covers the query, and every guarantee says so. Either way candidates are counted as if each took part in the round and
+    everyone knew it.
     """
 
     kind: Literal["power_of_choice"] = "power_of_choice"
     needs_losses: ClassVar[bool] = True
-    exclusions: ClassVar[tuple[str, ...]] = ("clients are chosen by their local losses, a data-dependent query that is not noised",)
 
     pool: int = Field(ge=1)
+    loss_bound: float | None = Field(default=None, gt=0, le=1e15)
+    loss_std: float = Field(default=0.0, ge=0, le=1e15)  # 0: the losses are exact
 
     @model_validator(mode="after")
     def _pool(self) -> PowerOfChoice:
         if self.pool < self.cohort:
             raise ConfigError("selection.pool", self.pool, f"at least selection.cohort, {self.cohort}")
         return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> PowerOfChoice:
+        if self.loss_std and self.loss_bound is None:
+            raise ConfigError("selection.loss_bound", None, "a positive number with selection.loss_std: losses without a bound have no sensitivity")
+        if 0 < self.loss_std < 1e-9 * (self.loss_bound or 0.0):
+            raise ConfigError("selection.loss_std", self.loss_std, f"0, or at least {1e-9 * self.loss_bound:g}, a billionth of selection.loss_bound")
+        return self
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        return () if self.loss_std else ("clients are chosen by their local losses, a data-dependent query that is not noised",)
+
+    @property
+    def loss_query(self) -> Query | None:
+        """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
+        return Query("losses", self.loss_bound / 2, self.loss_std, apart=True) if self.loss_std else None
+
+    def answer(self, losses: np.ndarray, seed: int, round: int, client: int) -> float:
+        if self.loss_bound is None:
+            return super().answer(losses, seed, round, client)
+        clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
+        noise = query_noise(seed, round, self.loss_std, client, query="losses") if self.loss_std else 0.0
+        return float(clipped.mean()) + noise
 
     def check(self, count: int) -> None:
         super().check(count)
@@ -52,7 +91,7 @@ class PowerOfChoice(Sized):
     def choose(self, seed: int, round: int, candidates: Cohort, losses: np.ndarray) -> Cohort:
         """The candidates with the largest losses, without those that drop out.
 
-        `losses` float64 [pool], in the order of `candidates.clients`; of equal ones the lower client comes first, NaN last.
+        `losses` float64 [pool], what each answered, in the order of `candidates.clients`; of equal ones the lower client comes first, NaN last.
         """
         order = np.argsort(-losses, kind="stable")
         return self.drop(seed, round, Cohort.of(candidates.clients[order[: self.cohort]]))
@@ -61,7 +100,9 @@ class PowerOfChoice(Sized):
         raise NotImplementedError("power_of_choice needs losses: candidates(...), then choose(...)")
 
     def sampling(self, population: Population) -> Sampling:
-        return Sampling("public", len(population), self.cohort, rule=f"the largest losses of {self.pool} candidates")
+        rule = f"the largest losses of {self.pool} candidates"
+        rule = f"{rule}, noised and seen by all" if self.loss_std else rule
+        return Sampling("public", len(population), self.cohort, rule=rule)
 
     def survivors(self, seed: int, rounds: int, population: Population) -> int:
         """At least so many: had all candidates that fail in a round been chosen in it."""
