@@ -139,12 +139,12 @@ class ClientActor:
         for slot, delta, loss in self._updates(parameters, shared, work, lane, partial):
             client = int(lane.clients[slot])
             own = self._memory(lane, slot, len(parameters))
-            vector = self._sent(parameters, delta, own, lr)
+            vector = self._sent(parameters, delta, own, shared, lr)
             norm = sent = float(torch.linalg.vector_norm(vector)) if delta is not None else math.nan
             if not math.isfinite(norm):  # the client's error: it counts as one that has not moved
                 if delta is not None:
                     self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
-                vector = self._sent(parameters, None, own, lr)
+                vector = self._sent(parameters, None, own, shared, lr)
                 norm, sent = math.nan, float(torch.linalg.vector_norm(vector))
             factor = bounding.factor(sent, work.bound)
             if work.bound is not None and not 0 <= factor * sent <= work.bound * (1 + 1e-12):
@@ -221,9 +221,13 @@ class ClientActor:
         stored = lane.memory.get(slot)
         return torch.zeros(d, device=self.device) if stored is None else torch.tensor(stored, device=self.device)
 
-    def _sent(self, parameters: torch.Tensor, delta: torch.Tensor | None, own: torch.Tensor | None, lr: float) -> torch.Tensor:
+    def _sent(
+        self, parameters: torch.Tensor, delta: torch.Tensor | None, own: torch.Tensor | None, shared: torch.Tensor | None, lr: float
+    ) -> torch.Tensor:
         """What a client with this update would send unbounded, float64 [d]; None: it has not moved."""
-        vector = torch.zeros(len(parameters), dtype=torch.float64, device=self.device) if delta is None else delta.double()
+        if delta is None:
+            delta = torch.zeros_like(parameters) if shared is None else self.experiment.local.unmoved(shared, lr)
+        vector = delta.double()
         if self.experiment.bounding.sends == "model":
             vector += parameters
         elif self.experiment.bounding.scaling == "gradient":
@@ -270,7 +274,9 @@ class ClientActor:
             own = [self._memory(lane, slot, len(parameters)) for slot in range(len(members))]
             corrections = torch.stack([self.experiment.local.correction(shared, each) for each in own])
         keyed = {"round": work.round, "clients": members, "draws": lane.draws}
-        yield from self.trainer.lane(parameters, x, y, sizes, **keyed, stds=lane.stds, corrections=corrections)
+        for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, stds=lane.stds, corrections=corrections):
+            idle = shared is not None and not sizes[slot]
+            yield slot, self.experiment.local.unmoved(shared, self.experiment.local.learning_rate(work.round)) if idle else delta, loss
 
     def _fails_alone(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, slot: int) -> str | None:
         alone = replace(lane, slot=int(slot))

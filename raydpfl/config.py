@@ -55,7 +55,7 @@ class Client(Section):
     num_gpus: float = Field(default=0, ge=0)
     lane: StrictInt | Literal["auto"] = "auto"  # clients trained and summed at once; part of the run's bits
     way: Literal["auto", "sample_space", "fused", "layerwise", "vmap", "loop", "noop"] = "auto"
-    on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0, and its noise
+    on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is), and its noise
 
     @field_validator("actors", "lane", mode="after")
     @classmethod
@@ -198,6 +198,9 @@ class Experiment(Section):
             raise ConfigError("bounding.kind", self.bounding.kind, f"a bounding without memory beside local.kind {self.local.kind}, which has one")
         if self.stateful and self.weights.kind != "uniform":
             raise ConfigError("weights.kind", self.weights.kind, f"uniform, as {self.stateful.kind} keeps the plain mean over all clients")
+        if self.local.stateful and self.noise.placement == "server":
+            accepted = f"client or step with local.kind {self.local.kind}: noise that no client's variate holds would add up in the server's, round after round"
+            raise ConfigError("noise.placement", "server", accepted)
         if self.local.stateful and self.bounding.sends == "model":
             raise ConfigError("bounding.kind", self.bounding.kind, f"one that sends updates, for local.kind {self.local.kind}")
 

@@ -164,6 +164,23 @@ def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
         data.describe(data.parse(keys | {"clients": 4, "partition": {"kind": "dirichlet", "psi": 1.0}}))
 
 
+class Gaps(data.Data):
+    """Clients of 0, 2, 0 and 3 samples."""
+
+    kind: str = "gaps"
+
+    def split(self, seed, root):
+        ends, x, y = [0, 0, 2, 2, 5], np.arange(10, dtype=np.float32).reshape(5, 2), np.arange(5) % 2
+        return data.Split(np.diff(ends), (2,), 2, lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]]), lambda: (x, y))
+
+
+def test_clients_without_samples_may_stand_anywhere():
+    opened = Shards.open(prepare(Gaps(), 0))
+    expected_x, expected_y, expected_n = slow_lane(Gaps(), 0, [0, 1, 2, 3], 3)
+    x, y, n = opened.lane([0, 1, 2, 3], 3)
+    assert np.array_equal(x, expected_x) and np.array_equal(y, expected_y) and n.tolist() == expected_n.tolist() == [0, 2, 0, 3]
+
+
 def test_shards_are_pickled_by_their_path():
     opened = Shards.open(prepare(mini(), seed=0))
     sent = pickle.dumps(opened)

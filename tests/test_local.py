@@ -316,6 +316,12 @@ def test_a_diverged_client_shows_it_and_spares_the_others(way):
     assert all(torch.equal(healthy[slot][0], sick[slot][0]) for slot in (0, 1, 4))
 
 
+@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(way):
+    local = Sgd(steps=50, batch=4, lr=1e9, weight_decay=1e-3)
+    assert not any(torch.isfinite(delta).all() for delta, _ in train(way, made("softmax"), local, *rows()).values())
+
+
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop", "noop"])
 def test_a_client_without_rows_sends_nothing(way):
     module = made("mlp")

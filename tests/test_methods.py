@@ -14,7 +14,7 @@ from conftest import experiment
 
 from raydpfl import local, models, privacy, run
 from raydpfl.coordinator import Coordinator
-from raydpfl.data import Shards
+from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.keys import Purpose, normals
 from raydpfl.noise import query_noise
@@ -45,6 +45,34 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_and_fedavg_does_not(t
         found[kind] = np.linalg.norm(flat(run(experiment(**QUIET, **QUADRATICS, local=steps), tmp_path / kind)))
     assert found["scaffold"] < 1e-4
     assert found["sgd"] > 0.05
+
+
+class Unlike(Data):
+    """Regression clients 1/2 (a_i x - b_i)^2, the first without data; the last is one that `Failing` cannot train."""
+
+    kind: str = "unlike"
+
+    def split(self, seed, root):
+        x, y, ends = np.array([[1.0], [2.0], [1.5], [99.0]], np.float32), np.array([4.0, 1.0, 2.0, 0.0], np.float32), [0, 0, 1, 2, 3, 4]
+        return Split(np.diff(ends), (1,), 0, lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]]), lambda: (x, y))
+
+
+class Failing(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+
+    def forward(self, x):
+        if (x > 50).any() and self.training:
+            raise ValueError("a row that it cannot do")
+        return super().forward(x)
+
+
+def test_clients_without_gradients_do_not_keep_scaffold_from_the_others_optimum(tmp_path):
+    local = {"kind": "scaffold", "steps": 5, "batch": "full", "lr": 0.1}
+    sections = {"data": {"kind": "test_methods:Unlike"}, "model": {"kind": "test_methods:Failing"}, "selection": {"kind": "full"}, "local": local}
+    result = run(experiment(**QUIET, **sections, rounds=40, client={"on_error": "drop"}, evaluate={"every": 40}), tmp_path / "run")
+    assert set(result.rounds["dropped"].to_pylist()) == {1}
+    assert flat(result) == pytest.approx([9 / 7.25], rel=1e-4)
 
 
 def test_error_feedback_takes_the_bias_of_normalising_away(tmp_path):
@@ -319,6 +347,7 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
         ({"noise": {"kind": "gaussian", "epsilon": {"kind": "uniform"}}}, "noise.epsilon = .*: a number; budgets of clients' own"),
         ({"local": {"kind": "scaffold"}, "bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "bounding.kind = 'alpha_norm_ec': a bounding without memory"),
         ({"local": {"kind": "scaffold"}, "weights": {"kind": "data"}}, "weights.kind = 'data': uniform"),
+        ({"local": {"kind": "scaffold"}, "noise": {"kind": "gaussian", "std": 1.0, "placement": "server"}}, "noise.placement = 'server': client or step"),
         ({"selection": {"kind": "privacy_aware", "cohort": 5}}, "selection.kind = 'privacy_aware'"),
         ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0}, "client": {"on_error": "drop"}}, "client.on_error = 'drop': fail"),
         ({"bounding": STEP, "noise": {"kind": "gaussian", "std": 1.0}, "data": {"partition": {"kind": "overlapping", "per_client": 9}}}, "data.partition.kind"),

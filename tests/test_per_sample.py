@@ -535,6 +535,50 @@ def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, rea
     assert reason in caplog.messages[0]
 
 
+class Drawing(nn.Module):
+    """A layer with a parameter and a dropout of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.ones(72)), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(x.flatten(1) * self.weight)
+
+
+def test_a_layer_that_cannot_be_drawn_sample_by_sample_is_left_to_the_loop():
+    module = nn.Sequential(Drawing(), nn.Linear(72, CLASSES))
+    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "loop"
+    module[0].dropout.p = 0.0
+    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "layerwise"
+
+
+def test_linear_layers_over_positions_are_no_stack_of_matrices_but_trained_layerwise():
+    module = nn.Sequential(nn.Flatten(2), nn.Linear(36, 5), nn.Flatten(), nn.Linear(10, CLASSES))
+    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "layerwise"
+
+
+class Shrinking(nn.Module):
+    """Writes to its parameter while it is run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(72, CLASSES)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight[:, x.flatten(1).mean(0) > 0] *= 0.9
+        return self.linear(x.flatten(1))
+
+
+def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides_that():
+    with pytest.raises(ConfigError, match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter linear.weight changes"):
+        resolve(Shrinking(), Sgd(), 20, SHAPE, clip=1.0)
+    table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
+    with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
+        resolve(table, Sgd(), 20, SHAPE, clip=1.0)
+
+
 class Mixing(nn.Module):
     """Subtracts the mean of the batch, so that a gradient is no sum over samples."""
 

@@ -53,6 +53,35 @@ def test_with_inputs_only_nothing_goes_back_to_the_parameters():
     assert by_parameters == [None, None]
 
 
+class Penalised(nn.Module):
+    """Gives the squared norm of its layer's gradient by the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(*BIG[1:])
+
+    def forward(self, x):
+        by_x = torch.autograd.grad(torch.tanh(self.layer(input=x)).sum(), x, create_graph=True)[0]
+        return by_x.square().sum()
+
+
+def test_a_gradient_of_a_gradient_is_torchs():
+    plain, x = Penalised(), torch.randn(BIG[:2], requires_grad=True)
+    expected = torch.autograd.grad(plain(x), list(plain.parameters()))
+    products.speed_up(plain)
+    for ours, theirs in zip(torch.autograd.grad(plain(x), list(plain.parameters())), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_works_under_torch_func_and_autocast_as_it_did():
+    layer, x = nn.Linear(*BIG[1:]), torch.randn(2, *BIG[:2])
+    expected = torch.func.vmap(layer)(x)
+    products.speed_up(layer)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), expected, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
 def test_a_class_of_the_users_own_is_left_alone():
     class Doubled(nn.Linear):
         def forward(self, x):

@@ -271,6 +271,13 @@ def test_privacy_aware_probabilities_solve_problem_1_by_either_solver():
     assert member("privacy_aware", cohort=5, scale=1e-9).probabilities(population) == pytest.approx(population.shares, abs=0)
 
 
+@pytest.mark.parametrize("solver", ["exact", "cvxpy"])
+def test_a_client_without_data_is_never_asked_however_little_it_costs(solver):
+    population = Population([0, 50, 0, 50], np.array([3.0, 100.0, 0.0, 1000.0]))
+    p = member("privacy_aware", cohort=5, solver=solver).probabilities(population)
+    assert (p > 0).tolist() == [False, True, False, True] and p.sum() == pytest.approx(1)
+
+
 def test_privacy_aware_selection_needs_budgets():
     with pytest.raises(ConfigError, match=r"selection\.kind = 'privacy_aware': clients with privacy budgets"):
         example("privacy_aware").draw(0, 0, Population.balanced(9))

@@ -98,10 +98,10 @@ class PlantedClient(ClientActor):
         bounding, lr = self.experiment.bounding, self.experiment.local.learning_rate(work.round)
         for slot, delta, loss in super()._updates(parameters, shared, work, lane, partial):
             own = self._memory(lane, slot, len(parameters))
-            sent = self._sent(parameters, delta, own, lr)
+            sent = self._sent(parameters, delta, own, shared, lr)
             norm = float(torch.linalg.vector_norm(sent))
             if not math.isfinite(norm):
-                sent = self._sent(parameters, None, own, lr)
+                sent = self._sent(parameters, None, own, shared, lr)
                 norm = float(torch.linalg.vector_norm(sent))
             self.expected = sent * (bounding.factor(norm, self.record.bound) * float(lane.weights[slot]))
             yield slot, delta, loss

@@ -76,7 +76,8 @@ def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None 
 
 def _write(split: Split, config: dict, folder: Path) -> None:
     ends = np.cumsum(split.sizes)
-    row_bytes = split.rows(0, 1)[0][0].nbytes
+    some = int(np.argmax(split.sizes > 0))  # a client that has a row
+    row_bytes = split.rows(some, some + 1)[0][0].nbytes
     needed, free = int(ends[-1]) * (row_bytes + 8), shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError("RAYDPFL_CACHE", str(folder.parent), f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}")

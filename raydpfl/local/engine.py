@@ -56,7 +56,7 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
     vmap. With `clip`, the bound on a sample's gradient: a stack of linear layers fused, any other module layerwise, or else by vmap. The
     way's first steps are compared with the loop's on made-up rows. Where they fail or differ, `auto` takes the next, in the end the loop,
     and logs why. Raises `ConfigError` for a way that does not fit and was asked for by name; for a module that has BatchNorm or changes its
-    buffers, with `clip`; and for one with more than one output, for `regression`.
+    buffers or parameters, with `clip`; and for one with more than one output, for `regression`.
     """
     if not isinstance(local, Sgd):
         raise ConfigError("local.kind", local.kind, "sgd, or the import path of a class that derives from raydpfl.local.Sgd")
@@ -79,7 +79,9 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
 def _choices(module: nn.Module, local: Sgd, rows: int, clip: float | None) -> list[str]:
     try:
         layers = stack(module)
-        return ["sample_space" if clip is None and not local.stateful and SampleSpace.pays(layers, rows, local) else "fused"]
+        if clip is not None:
+            return ["fused", "layerwise", "vmap"]
+        return ["sample_space" if not local.stateful and SampleSpace.pays(layers, rows, local) else "fused"]
     except NoStack:
         if clip is not None:
             return ["layerwise", "vmap"]
@@ -116,12 +118,15 @@ def _check_apart(module: nn.Module, shape: tuple[int, ...]) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm):
             raise refuse(f"{name or 'it'} is a {type(layer).__name__} (raydpfl.models.group_norm converts it)")
+        if getattr(layer, "max_norm", None) is not None:  # of an Embedding: it shortens the rows that it is asked for
+            raise refuse(f"{name or 'it'} is a {type(layer).__name__} with max_norm, which changes its weight with what it is given")
     tried = copy.deepcopy(module).train()
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():  # what it raises it will raise in training too
         tried(torch.ones(2, *shape))
-    for (name, before), after in zip(module.named_buffers(), tried.buffers(), strict=True):
-        if not torch.equal(before, after):
-            raise refuse(f"its buffer {name} changes with what it is given")
+    for kind, named, afterwards in (("buffer", module.named_buffers(), tried.buffers()), ("parameter", module.named_parameters(), tried.parameters())):
+        for (name, before), after in zip(named, afterwards, strict=True):
+            if not torch.equal(before, after):
+                raise refuse(f"its {kind} {name} changes with what it is given")
 
 
 def _median_norm(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -144,7 +149,7 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, c
         module = copy.deepcopy(module)
         for layer in module.modules():
             if isinstance(layer, _DropoutNd):
-                layer.p = 0.0
+                layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
     sizes, parameters = [6, 5, 3], models.flatten(module)
     generator = stream(0, Purpose.DATA)
     x = torch.from_numpy(generator.random((3, 6, *shape), dtype=np.float32))

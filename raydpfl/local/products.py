@@ -29,11 +29,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _dnnl(a, b.T, None, "none", [], "") if _pays(a, b.shape[1]) else a @ b
 
 
-def linear(layer: nn.Linear, x: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
-    """What the layer gives for `x`, as `nn.Linear.forward` does; with `inputs_only` no gradient goes back to its weight and bias."""
-    if not _pays(x, layer.out_features):
-        return F.linear(x, layer.weight, layer.bias)
-    return _Linear.apply(x.reshape(-1, x.shape[-1]), layer.weight, layer.bias, inputs_only).view(*x.shape[:-1], -1)
+def linear(layer: nn.Linear, input: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
+    """What the layer gives for `input`, as `nn.Linear.forward` does; with `inputs_only` no gradient goes back to its weight and bias."""
+    plain = torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu")  # what _Linear does not know of
+    if plain or not _pays(input, layer.out_features):
+        return F.linear(input, layer.weight, layer.bias)
+    return _Linear.apply(input.reshape(-1, input.shape[-1]), layer.weight, layer.bias, inputs_only).view(*input.shape[:-1], -1)
 
 
 def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
@@ -58,7 +59,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         by_x, by_weight, by_bias, _ = ctx.needs_input_grad
-        by_x = product(g, weight) if by_x else None
+        multiply = torch.matmul if torch.is_grad_enabled() else product  # a gradient of this gradient: oneDNN's operator has none
+        by_x = multiply(g, weight) if by_x else None
         if ctx.inputs_only:
             return by_x, None, None, None
-        return by_x, product(g.T, x) if by_weight else None, g.sum(0) if by_bias else None, None
+        return by_x, multiply(g.T, x) if by_weight else None, g.sum(0) if by_bias else None, None

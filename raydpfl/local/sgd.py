@@ -79,7 +79,8 @@ class Scaffold(Sgd):
     The second form makes c the mean of all c_i, round after round; the first needs nothing but the sent updates, so what is released
     of them covers c too. With per-sample clipping and noise at each step this is DP-SCAFFOLD (Noble, Bellet and Dieuleveut 2022; the
     DPSCAFFOLD of 002), whose variates are made of noised gradients likewise. Weight decay counts as part of a client's loss, so it is
-    in the variates; momentum and a proximal term are refused, for with them -sent / (Q lr) is no mean of gradients.
+    in the variates; momentum and a proximal term are refused, for with them -sent / (Q lr) is no mean of gradients. So is noise that the
+    server draws: the mean of what was sent would hold it and no c_i, so that c would keep all of it for good, a random walk away from their mean.
 
     All vectors are [d], or [C, d] for C clients, numpy or torch alike, and no method rounds them: give float64, keep c in float64, and
     round c_i to float32 where memory counts. lr is `learning_rate` of the round that was trained.
@@ -112,6 +113,10 @@ class Scaffold(Sgd):
     def next_own(self, own: A, shared: A, sent: A, lr: float) -> A:
         """c_i+ of a client that trained with `correction(shared, own)` and sent the update `sent`."""
         return own - shared - sent / (self.steps * lr)
+
+    def unmoved(self, shared: A, lr: float) -> A:
+        """The update of a client that has no gradients (it failed, or has no data): the one after which `next_own` is its c_i as it was."""
+        return -shared * (self.steps * lr)
 
     def next_shared(self, shared: A, mean: A, lr: float, share: float) -> A:
         """c+ from the mean of what the cohort sent, each client with the same weight; `share` is r/N."""

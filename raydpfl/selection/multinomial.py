@@ -121,7 +121,7 @@ class PrivacyAware(WithReplacement):
     """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the clients that p asks (003 sec. V).
 
     `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact` (see `solve`) or the reference it is tested
-    against. The weights are uniform: the bias is what Problem 1 has paid for.
+    against. The weights are uniform: the bias is what Problem 1 has paid for. A client without data is never drawn.
     """
 
     kind: Literal["privacy_aware"] = "privacy_aware"
@@ -132,8 +132,7 @@ class PrivacyAware(WithReplacement):
     def law(self, population: Population) -> np.ndarray:
         if population.privacy_cost is None:
             raise ConfigError("selection.kind", self.kind, "clients with privacy budgets: noise at local steps, with noise.epsilon")
-        cost = self.scale * population.privacy_cost
-        if self.solver == "exact":
-            return solve(population.shares, cost).probabilities
-        p = np.maximum(solve_cvxpy(population.shares, cost), 0)
-        return p / p.sum()
+        p, has = np.zeros(len(population)), population.sizes > 0
+        shares, cost = population.shares[has], self.scale * population.privacy_cost[has]
+        p[has] = solve(shares, cost).probabilities if self.solver == "exact" else np.maximum(solve_cvxpy(shares, cost), 0)
+        return p if self.solver == "exact" else p / p.sum()
