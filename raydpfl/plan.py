@@ -70,7 +70,7 @@ class Plan:
         if experiment.stateful and selection.corrections(population) is not None:
             accepted = f"one without weights of its own, as {experiment.stateful.kind} keeps the plain mean over all clients"
             raise ConfigError("selection.kind", selection.kind, accepted)
-        weight = float(_weights(experiment, population, np.arange(len(sizes))).max())
+        weight = float(np.abs(_weights(experiment, population, np.arange(len(sizes)))).max())
         survivors = selection.survivors(seed, rounds, population)
         plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, selection.exposures(seed, rounds, population))
         if not experiment.private:
@@ -269,7 +269,7 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     queries += (selection.loss_query,) if selection.loss_query else ()
     exclusions = [*experiment.data.exclusions, *selection.exclusions, SHOWN]
     sampling = selection.sampling(population)
-    if experiment.stateful and sampling.hidden and sampling.kind == "fixed":
+    if experiment.stateful and sampling.hidden and sampling.kind != "poisson":  # whose other coins may be known: they say nothing of a client's own
         exclusions.append(f"that a hidden cohort amplifies privacy is proved for rounds without memory; {experiment.stateful.kind} has one")
     if noise.virtual_cohort:
         if sampling.kind == "public" or sampling.rule or sampling.p_max:
@@ -304,7 +304,7 @@ def _multiplier(experiment: Experiment, mechanism: Mechanism, weight: float, sur
     if noise.calibration == "tcdp":
         raise ConfigError("noise.calibration", "tcdp", "rigorous or paper; tcdp (002) is for noise at local steps")
     if noise.calibration == "paper":
-        return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, experiment.rounds, noise.delta, noise.v)
+        return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, mechanism.rounds, noise.delta, noise.v)
     accountant = _rigorous(experiment)
     if accountant is None:
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import experiment
 
-from raydpfl import local, models, privacy, run
+from raydpfl import budget, local, models, privacy, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
@@ -310,6 +311,47 @@ def test_a_virtual_cohort_leaves_on_the_mean_the_noise_it_would_have_and_says_wh
     assert any("stand for 200 of 10000" in each for each in found[0].exclusions)
     with pytest.raises(ConfigError, match=r"noise.virtual_cohort = 10: at least the simulated cohort of 20"):
         Plan.make(experiment(noise={"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 10}))
+
+
+@pytest.mark.parametrize("memory", [{"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, {"local": {"kind": "scaffold"}}])
+@pytest.mark.parametrize(
+    ("selection", "says"),
+    [
+        ({"kind": "uniform", "cohort": 20}, True),
+        ({"kind": "multinomial", "cohort": 20}, True),
+        ({"kind": "availability", "period": 3, "window": 2, "cohort": 9}, True),
+        ({"kind": "full"}, False),  # nothing is hidden
+        ({"kind": "cyclic", "period": 5}, False),
+    ],
+)
+def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_amplify(selection, says, memory):
+    """What the others remember tells of their own draws, and those of a client's, unless all draw on their own."""
+    exclusions = Plan.make(experiment(**memory, selection=selection, privacy={"accountants": ["pld"]})).mechanism.exclusions
+    assert any("proved for rounds without memory" in each for each in exclusions) == says
+
+
+@pytest.mark.parametrize(
+    "selection", [{"kind": "cyclic", "period": 5}, {"kind": "availability", "period": 4, "window": 2, "cohort": 9}, {"kind": "uniform", "cohort": 20}]
+)
+def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked_for(selection):
+    noise = {"kind": "gaussian", "epsilon": 5.0, "calibration": "paper"}
+    asked = experiment(selection=selection, noise=noise, rounds=12, privacy={"accountants": ["rdp", "paper"]})
+    plan = Plan.make(asked)
+    printed = plan.guarantees(12, plan.participations(12))[-1]
+    assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
+    answer = budget.of_config(asked).answers[-1]
+    assert answer.noise_multiplier == pytest.approx(plan.mechanism.noise_multiplier)
+
+
+def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
+    (tmp_path / "mine_weights.py").write_text(
+        "import numpy as np\nfrom raydpfl.server import Weights\n"
+        "class Signed(Weights):\n    def of(self, sizes, samples, population):\n        return np.full(len(sizes), -3.0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = Plan.make(experiment(weights={"kind": "mine_weights:Signed"}))
+    assert plan.weight == 3.0 and plan.sum_std(1.0) == pytest.approx(3.0)  # noise multiplier 1
+    sys.modules.pop("mine_weights")
 
 
 def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(tmp_path):

@@ -476,3 +476,20 @@ def test_what_is_no_mechanism_is_refused(change, field):
     with pytest.raises(ConfigError) as refused:
         LocalSteps.calibrated(**given | change)
     assert refused.value.field == field
+
+
+def test_a_delta_out_of_numerical_reach_is_said_to_be_the_reason_for_an_infinite_epsilon():
+    steps = LocalSteps([600], 10, 300, 1.0, 1e-16, [2.0])
+    for row in (steps.table([1], ["pld"])[0]["conditions_failed"], steps.guarantees([1], ["pld"])[0].conditions_failed):
+        assert len(row) == 1 and "delta is too small for pld" in row[0]
+    assert steps.guarantees([1], ["rdp"])[0].conditions_failed == ()
+
+
+def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkeypatch):
+    asked = {"samples": [600], "batch": 10, "steps": 300, "bound": 1.0, "participations": [1], "budgets": [1.0], "delta": 1e-14}
+    calls, real = [], personal._epsilons
+    monkeypatch.setattr(personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments))
+    with pytest.raises(ConfigError, match=r"noise.delta = 1e-14: more, or rdp as the first accountant: delta is too small for pld .* after 300 steps"):
+        LocalSteps.calibrated(**asked)
+    assert len(calls) < 15
+    assert LocalSteps.calibrated(**asked, accountant="rdp").epsilons("rdp", [1])[0] <= 1

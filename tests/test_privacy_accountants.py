@@ -205,6 +205,9 @@ def test_the_printed_curve_and_its_reflection_are_convex_so_a_dominating_pair_ex
 
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     assert epsilon(mechanism(), "replace_one", 1e-16) == math.inf
+    found = guarantees(mechanism(), "replace_one", 1e-16, accountants=["pld", "rdp"])
+    assert found[0].epsilon == math.inf and found[0].conditions_failed == ("delta is too small for pld to tell an epsilon in double precision",)
+    assert all(math.isfinite(each.epsilon) and not each.conditions_failed for each in found[1:])  # without sampling, and by rdp, it is in reach
 
 
 @pytest.mark.parametrize(

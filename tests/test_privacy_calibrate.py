@@ -103,7 +103,7 @@ def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
         noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
 
 
-def test_a_target_that_no_noise_reaches_is_said_to_be_too_small():
+def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
     """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
-    with pytest.raises(ConfigError, match=r"noise\.epsilon = 1\.0: more: at delta 1e-30 no noise, however large, spends so little"):
+    with pytest.raises(ConfigError, match=r"noise\.delta = 1e-30: more, or rdp as the first accountant: delta is too small for pld"):
         noise_for(1.0, mechanism(rounds=1), "replace_one", 1e-30)

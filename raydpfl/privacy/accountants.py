@@ -37,6 +37,7 @@ from raydpfl.privacy.mechanism import Mechanism, Relation, Sampling, one_of
 
 Name = Literal["pld", "rdp", "paper"]
 NOISELESS = "no noise is added, so nothing is private"
+UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
 def covers(accountant: Name, mechanism: Mechanism, relation: Relation) -> str | None:
@@ -133,7 +134,7 @@ def guarantees(
         for observer, sampling, observed, under, times in views(mechanism, relation, rounds, participations):
             reason = covers(name, observed, under) if mechanism.private else NOISELESS
             spent = math.inf if reason else epsilon(observed, under, delta, times, name) if times else 0.0
-            failed = (reason,) if reason else ()
+            failed = (reason,) if reason else (UNREACHED.format(name),) if math.isinf(spent) else ()
             found.append(Guarantee("rigorous", name, mechanism.unit, under, observer, sampling, spent, delta, mechanism.exclusions, failed))
     return found
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.accountants import Name, epsilon
+from raydpfl.privacy.accountants import UNREACHED, Name, epsilon
 from raydpfl.privacy.mechanism import Mechanism, Relation
 
 _VERSION = 2  # of what noise_for returns for the same question: part of the cache's key
@@ -113,6 +113,8 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
             below = excess(low)
     else:
         run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
+        if above > 0 and math.isinf(epsilon(mechanism.with_noise(math.exp(high)), relation, delta, rounds, accountant, v)):
+            raise ConfigError("noise.delta", delta, f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}")
         if others := [query.name for query in mechanism.queries if query.apart]:
             alone = epsilon(mechanism.with_noise(1e12), relation, delta, rounds, accountant, v)
             run += f" (the {', '.join(others)} alone, with the noise they are given, spend {alone:.4g})"

@@ -40,7 +40,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.privacy import paper, pld, renyi
-from raydpfl.privacy.accountants import NOISELESS
+from raydpfl.privacy.accountants import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
 from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.mechanism import Query, one_of
@@ -360,7 +360,7 @@ class LocalSteps:
     def _conditions(self, name: str, k: int, count: int, epsilon: float) -> tuple[float, tuple[str, ...]]:
         """(delta, conditions that fail) of the `epsilon` that an accountant or a formula gives for client k."""
         if self.stds[k] == 0 or name not in FORMULAS:
-            return self.delta, (NOISELESS,) if self.stds[k] == 0 else ()
+            return self.delta, (NOISELESS,) if self.stds[k] == 0 else (UNREACHED.format(name),) if math.isinf(epsilon) else ()
         if name == BUDGETS:
             failed, delta = paper.lemma2(epsilon, self.delta, batch=int(self.batches[k]), samples=int(self.samples[k])), self.delta
         else:
@@ -447,14 +447,15 @@ def _noise_multipliers(
         if place:  # what the approximation was off by for the client most like this one
             near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
             offsets[k] = offsets[near]
-        aim = float(targets[k]) * (1 - _CLAIM)
+        aim, start = float(targets[k]) * (1 - _CLAIM), log_z[k] + offsets[k]
 
-        def excess(x: float, k: int = k, aim: float = aim) -> float:
+        def excess(x: float, k: int = k, aim: float = aim, start: float = start) -> float:
             count = int(counts[k])
             spent = _epsilons(accountant, float(q[k]), 2 * math.exp(-x), delta, int(each[k]), count, count, float(beside[k]))[0]
+            if math.isinf(spent) and x > start + 5:  # noise so far beyond what is looked for changes nothing any more
+                raise ConfigError("noise.delta", delta, f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} after {times[k]:.0f} steps")
             return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 
-        start = log_z[k] + offsets[k]
         offsets[k] += _root(excess, start, -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)) - start
     return np.exp(log_z + offsets)
 
