@@ -540,8 +540,8 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
 
 def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
     size, unit = mechanism.sampling.population, mechanism.unit
-    if delta * size > 1:
-        yield f"delta {delta:g} is above 1/{size}: it would allow some {unit}'s data to be published outright"
+    if loose := privacy.loose(delta, size, unit):
+        yield loose
     if mechanism.placement == "client":
         yield "k clients who pool what they know of their own noise, or k that drop out, leave sqrt((r - k) / r) of the noise on a sum of r"
     if mechanism.placement == "step":

@@ -335,7 +335,7 @@ class Coordinator:
 
     def _per_client(self) -> dict[str, list[float]]:
         """Writes every client's own guarantee to guarantees.parquet; quantiles of epsilon over the clients by accountant, for the summary."""
-        accountants, (_, seen) = self.experiment.privacy.accountants, self._recorded()
+        accountants, (_, seen) = self.plan.named, self._recorded()
         table = Table(self.out / "guarantees.parquet")
         table.rows = self.plan.mechanism.table(seen, accountants)
         table.flush()

@@ -25,7 +25,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.noise import BandedGaussian
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, paper
 from raydpfl.privacy.factorization import check as check_bands
-from raydpfl.selection import Population, Selection, WithReplacement
+from raydpfl.selection import FedAvgStale, Population, Selection, WithReplacement
 
 log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
@@ -61,7 +61,7 @@ class Plan:
         d = models.parameter_count(module)
         clip, regression = experiment.bounding.sample_bound, shards.classes == 0
         way = local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way, clip=clip, regression=regression)
-        population = Population(sizes, _costs(experiment, sizes, d, data_root))
+        population = Population(sizes, _costs(experiment, sizes, d, data_root), experiment.selection.table(len(sizes), data_root))
         experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
         seed, rounds, selection = experiment.seed, experiment.rounds, experiment.selection
         if experiment.bounding.sends == "model" and not _means(selection, population):
@@ -69,6 +69,9 @@ class Plan:
             raise ConfigError("selection.kind", selection.kind, accepted)
         if experiment.stateful and selection.corrections(population) is not None:
             accepted = f"one without weights of its own, as {experiment.stateful.kind} keeps the plain mean over all clients"
+            raise ConfigError("selection.kind", selection.kind, accepted)
+        if experiment.bounding.stateful and isinstance(selection, FedAvgStale):
+            accepted = f"another with bounding.kind {experiment.bounding.kind}, whose mean has every client's memory in it, drawn or not"
             raise ConfigError("selection.kind", selection.kind, accepted)
         weight = float(np.abs(_weights(experiment, population, np.arange(len(sizes)))).max())
         survivors = selection.survivors(seed, rounds, population)
@@ -104,6 +107,12 @@ class Plan:
         return _rigorous(self.experiment) or next(iter(self.experiment.privacy.accountants), None)
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The accountants that guarantees are given by: those asked for, and rdp where that is paper alone, which never stands by itself."""
+        asked = self.experiment.privacy.accountants
+        return (*asked, "rdp") if asked and _rigorous(self.experiment) is None else asked
+
+    @property
     def cohort(self) -> int:
         """The nominal size of a cohort."""
         return self.experiment.selection.sampling(self.population).cohort
@@ -136,6 +145,11 @@ class Plan:
         e = self.experiment
         if e.weights.kind == "data" and isinstance(e.selection, WithReplacement):
             log.warning("weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have", e.selection.kind)
+        if self.mechanism:
+            steps = isinstance(self.mechanism, LocalSteps)
+            size = int(self.population.sizes.max()) if steps else self.mechanism.sampling.population
+            if loose := privacy.loose(e.noise.delta, size, "sample" if steps else "client"):
+                log.warning(loose)
         if isinstance(self.mechanism, LocalSteps):
             seen = self.participations(self.experiment.rounds)
             for warning in self.mechanism.warnings(seen):
@@ -169,10 +183,10 @@ class Plan:
             return []
         e = self.experiment
         if isinstance(self.mechanism, LocalSteps):
-            return self.mechanism.guarantees(participations, e.privacy.accountants)
+            return self.mechanism.guarantees(participations, self.named)
         most = None if e.noise.virtual_cohort else max(participations.values(), default=0)
         composed = int(self.exposures[rounds - 1])
-        return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, composed, e.privacy.accountants, participations=most, v=e.noise.v)
+        return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, composed, self.named, participations=most, v=e.noise.v)
 
 
 def lane_width(cohort: int) -> int:

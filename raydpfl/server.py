@@ -60,9 +60,6 @@ class Weights(Member):
         """Weights float64 [r] of clients with `sizes` samples (int64 [r]) of `samples` over the whole population."""
         raise NotImplementedError
 
-    def largest(self, sizes: np.ndarray) -> float:
-        """The largest weight over the whole population (`sizes` int64 [N])."""
-        raise NotImplementedError
 
 
 class UniformWeights(Weights):
@@ -73,9 +70,6 @@ class UniformWeights(Weights):
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
         return np.ones(len(sizes))
 
-    def largest(self, sizes: np.ndarray) -> float:
-        return 1.0
-
 
 class DataWeights(Weights):
     """w_i = N p_i, p_i = n_i / sum n_j: unbiased for sum p_i Delta_i under uniform sampling (002 Lemma 5)."""
@@ -84,9 +78,6 @@ class DataWeights(Weights):
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
         return sizes * (population / samples)
-
-    def largest(self, sizes: np.ndarray) -> float:
-        return float(sizes.max()) * (len(sizes) / float(sizes.sum()))
 
 
 WEIGHTS: dict[str, type[Weights]] = {"uniform": UniformWeights, "data": DataWeights}

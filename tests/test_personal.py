@@ -81,13 +81,14 @@ def test_a_share_of_the_clients_is_public_whatever_the_law():
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "npz"])
-def test_a_column_of_any_table_file_gives_the_budgets_and_inf_is_public(suffix, tmp_path):
+def test_a_column_of_any_table_file_gives_the_budgets_and_inf_is_public(suffix, tmp_path, caplog):
     columns = {"epsilon": np.array([0.5, math.inf, 0.001, 4.0]), "who": np.array([30, 10, 20, 40])}
     path, table = tmp_path / f"budgets.{suffix}", pa.table(columns)
     write = {"csv": csv.write_csv, "parquet": parquet.write_table, "arrow": feather.write_feather, "npz": lambda *_: np.savez(path, **columns)}
     write[suffix](table, path)
     law = {"kind": "column", "path": str(path)}
     assert parse(law).draw(0, 4).tolist() == [0.5, math.inf, 0.01, 4.0]
+    assert "below noise.epsilon.floor are raised to 0.01: 1 of" in caplog.text and "the first in row 2, which asks for 0.001" in caplog.text
     assert parse(law | {"client": "who"}).draw(0, 4).tolist() == [math.inf, 0.01, 0.5, 4.0]
     assert parse({**law, "path": path.name}).draw(0, 4, root=tmp_path).tolist() == [0.5, math.inf, 0.01, 4.0]
 

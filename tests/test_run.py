@@ -111,6 +111,21 @@ def test_a_budget_stops_the_run_before_the_round_that_would_overspend(tmp_path):
     assert len((result.out / "ledger.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_papers_epsilon_never_stands_by_itself(tmp_path):
+    result = run(experiment(privacy={"accountants": ["paper"]}), tmp_path / "client")
+    assert {guarantee.kind for guarantee in result.guarantees} == {"paper", "rigorous"}
+    step = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": {"kind": "gaussian", "placement": "step", "std": 0.1, "delta": 1e-5}}
+    result = run(experiment(**step, privacy={"accountants": ["paper"]}), tmp_path / "step")
+    assert {guarantee.accountant for guarantee in result.guarantees if guarantee.kind == "rigorous"} == {"rdp"}
+    assert "epsilon_rdp" in pq.read_table(tmp_path / "step" / "guarantees.parquet").column_names
+
+
+@pytest.mark.parametrize("delta,warned", [(0.019, False), (0.021, True)])  # of 50 clients
+def test_a_delta_that_allows_someones_data_to_be_published_is_warned_of(delta, warned, tmp_path, caplog):
+    run(experiment(noise={"delta": delta}, rounds=1), tmp_path / "out")
+    assert ("is above 1/50: it would allow some client's data to be published outright" in caplog.text) == warned
+
+
 def test_a_run_without_noise_says_that_it_is_not_private(tmp_path):
     result = run(experiment(noise={"kind": "none"}), tmp_path / "out")
     assert result.guarantees == [] and not any(name.startswith("epsilon") for name in result.rounds.column_names)

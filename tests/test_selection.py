@@ -244,6 +244,11 @@ def test_importance_probabilities_may_come_from_a_column(suffix, tmp_path):
     chosen, population = member("importance", cohort=2, path=str(path), column="chance"), Population([1, 1, 2])
     assert chosen.probabilities(population).tolist() == [0.5, 0.25, 0.25]
     assert chosen.corrections(population).tolist() == [0.5, 1.0, 2.0]
+    named = member("importance", cohort=2, path=path.name, column="chance")  # relative to the data root, and read once, wherever a draw is made
+    carried = Population([1, 1, 2], table=named.table(3, tmp_path))
+    path.unlink()
+    assert named.probabilities(pickle.loads(pickle.dumps(carried))).tolist() == [0.5, 0.25, 0.25]
+    (csv.write_csv if suffix == "csv" else parquet.write_table)(pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path)
     for column, others, field in (("other", population, "column"), ("name", population, "column"), ("chance", Population([1, 2]), "path")):
         with pytest.raises(ConfigError, match=f"selection.{field}"):
             member("importance", cohort=2, path=str(path), column=column).probabilities(others)

@@ -110,6 +110,34 @@ class Table(Dealt):
         return x, y, client
 
 
+def clients_table(field: str, path: str, root: Path | None, **wanted: str | None) -> dict[str, np.ndarray]:
+    """Columns of a CSV, Parquet, Arrow or NPZ file that says something of every client: by the key of the section `field` that names it, where one
+    does (`column="epsilon"`). `path`: absolute, or relative to the data root or the working folder. Raises `ConfigError` naming the field."""
+    file = find_file(f"{field}.path", path, root)
+    try:
+        columns = _csv_columns(file) if file.suffix == ".csv" else read_columns(file)
+    except Exception as error:  # whatever a broken file makes its reader raise
+        raise ConfigError(f"{field}.path", path, f"a CSV, Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
+    for key, name in wanted.items():
+        if name is not None and name not in columns:
+            raise ConfigError(f"{field}.{key}", name, f"a column of {file.name}: {', '.join(columns)}")
+    return {key: plain(columns[name], name, f"{field}.{key}") for key, name in wanted.items() if name is not None}
+
+
+def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:
+    """The column as float64 [n]. Raises `ConfigError` naming `field` if it is none of numbers."""
+    if column.dtype.kind not in "iuf" or column.ndim != 1:
+        raise ConfigError(field, name, f"a column of numbers, not {column.dtype}")
+    return column.astype(np.float64)
+
+
+def _csv_columns(path: Path) -> dict[str, Any]:
+    from pyarrow import csv
+
+    table = csv.read_csv(path)
+    return dict(zip(table.column_names, table.columns, strict=True))
+
+
 def read_columns(path: Path) -> dict[str, Any]:
     """The columns of a Parquet, Arrow or NPZ file by name; raises whatever its reader does."""
     if path.suffix == ".npz":

@@ -26,7 +26,7 @@ References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2
 
 from raydpfl.privacy.accountants import covers, delta, epsilon, epsilon_curve, guarantees
 from raydpfl.privacy.calibrate import noise_for, rounds_for
-from raydpfl.privacy.guarantee import Guarantee
+from raydpfl.privacy.guarantee import Guarantee, loose
 from raydpfl.privacy.ledger import Ledger, Spent, check_budget
 from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.paper import paper_multiplier
@@ -50,6 +50,7 @@ __all__ = [
     "gaussian_delta",
     "gaussian_epsilon",
     "guarantees",
+    "loose",
     "noise_for",
     "paper_multiplier",
     "rounds_for",

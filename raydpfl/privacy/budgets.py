@@ -22,6 +22,7 @@ clients take one pass over it.
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,13 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raydpfl.data.files import find_file
-from raydpfl.data.table import plain, read_columns
+from raydpfl.data.table import clients_table, numbers
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member, choose
 
 FLOOR = 0.01
+log = logging.getLogger("raydpfl")
 FIELD = "noise.epsilon"
 
 
@@ -135,24 +136,17 @@ class Column(Law):
     client: str | None = None
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
-        path, clients = find_file(f"{FIELD}.path", self.path, root), len(uniform)
-        try:
-            columns = _csv_columns(path) if path.suffix == ".csv" else read_columns(path)
-        except Exception as error:  # whatever a broken file makes its reader raise
-            raise ConfigError(f"{FIELD}.path", self.path, f"a CSV, Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
-        for key in ("column", "client"):
-            name = getattr(self, key)
-            if name is not None and name not in columns:
-                raise ConfigError(f"{FIELD}.{key}", name, f"a column of {path.name}: {', '.join(columns)}")
-        found = plain(columns[self.column], self.column, f"{FIELD}.column")
-        if found.dtype.kind not in "iuf" or found.ndim != 1:
-            raise ConfigError(f"{FIELD}.column", self.column, f"a column of numbers, not {found.dtype}")
-        found = found.astype(np.float64)
+        columns = clients_table(FIELD, self.path, root, column=self.column, client=self.client)
+        found, clients = numbers(f"{FIELD}.column", self.column, columns["column"]), len(uniform)
         rows = np.flatnonzero(~(found > 0))
         if len(rows):
             raise ConfigError(f"{FIELD}.column", self.column, f"positive numbers, inf for a public client; row {rows[0]} has {found[rows[0]]:g}")
+        rows = np.flatnonzero(found < self.floor)
+        if len(rows):
+            first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, which asks for {found[rows[0]]:g}"
+            log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
         if self.client is not None:
-            ids, first, number = np.unique(plain(columns[self.client], self.client, f"{FIELD}.client"), return_index=True, return_inverse=True)
+            ids, first, number = np.unique(columns["client"], return_index=True, return_inverse=True)
             rows = np.flatnonzero(found != found[first][number])
             if len(rows):
                 raise ConfigError(f"{FIELD}.column", self.column, f"one budget for each client; client {ids[number[rows[0]]]} has several")
@@ -160,13 +154,6 @@ class Column(Law):
         if len(found) != clients:
             raise ConfigError(f"{FIELD}.path", self.path, f"a budget for each of the {clients} clients; it has {len(found)}")
         return found
-
-
-def _csv_columns(path: Path) -> dict[str, Any]:
-    from pyarrow import csv
-
-    table = csv.read_csv(path)
-    return dict(zip(table.column_names, table.columns, strict=True))
 
 
 FAMILY: dict[str, type[Law]] = {"constant": Constant, "uniform": Uniform, "normal_mixture": NormalMixture, "column": Column}

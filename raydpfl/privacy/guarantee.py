@@ -64,3 +64,12 @@ class Guarantee:
         if self.conditions_failed:
             text += f" Conditions that fail: {'; '.join(self.conditions_failed)}."
         return text
+
+
+def loose(delta: float, size: int, unit: str) -> str | None:
+    """What is wrong with `delta` where `size` units are protected, in words; None: nothing.
+
+    >>> loose(1e-2, 600, "sample")
+    "delta 0.01 is above 1/600: it would allow some sample's data to be published outright"
+    """
+    return f"delta {delta:g} is above 1/{size}: it would allow some {unit}'s data to be published outright" if delta * size > 1 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,12 +21,13 @@ class Population:
     """What is public about the clients, and all that a selection may look at.
 
     `sizes` int64 [N]: samples per client. `privacy_cost` float64 [N], or None where no client has a budget of its own: d V_k, the squared norm
-    of client k's noise per squared bound and step (003 Problem 1); 0 for a public client. `samples`: of all clients together.
+    of client k's noise per squared bound and step (003 Problem 1); 0 for a public client. `table` float64 [N]: what a file that the selection
+    names says of each client (`Selection.table`), or None. `samples`: of all clients together.
 
     Arrays derived from these are computed once and remembered, so that a draw costs O(cohort log N) and not O(N). A pickle leaves them out.
     """
 
-    def __init__(self, sizes: np.ndarray, privacy_cost: np.ndarray | None = None):
+    def __init__(self, sizes: np.ndarray, privacy_cost: np.ndarray | None = None, table: np.ndarray | None = None):
         self.sizes = np.asarray(sizes, np.int64)
         if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.min() < 0 or not self.sizes.any():
             raise ConfigError("sizes", sizes, "samples per client: whole numbers from 0, not all 0")
@@ -33,6 +35,7 @@ class Population:
         self.privacy_cost = None if privacy_cost is None else np.asarray(privacy_cost, np.float64)
         if self.privacy_cost is not None and (self.privacy_cost.shape != self.sizes.shape or not (self.privacy_cost >= 0).all()):
             raise ConfigError("privacy_cost", privacy_cost, f"{len(self.sizes)} numbers from 0, one per client")
+        self.table = table
         self._memo: dict[Hashable, Any] = {}
 
     @classmethod
@@ -47,8 +50,8 @@ class Population:
         return f"Population({len(self)} clients, {self.samples} samples{'' if self.privacy_cost is None else ', with budgets'})"
 
     def __reduce__(self):
-        alike = self.sizes.strides == (0,) and self.privacy_cost is None
-        return (Population.balanced, (len(self),)) if alike else (Population, (self.sizes, self.privacy_cost))
+        alike = self.sizes.strides == (0,) and self.privacy_cost is None and self.table is None
+        return (Population.balanced, (len(self),)) if alike else (Population, (self.sizes, self.privacy_cost, self.table))
 
     def remember(self, name: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, once for every `name`."""
@@ -134,6 +137,10 @@ class Selection(Member):
     def answer(self, losses: np.ndarray, seed: int, round: int, client: int) -> float:
         """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k], those of its samples."""
         return float(losses.mean())
+
+    def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
+        """What the file that this selection names says of each of `count` clients, float64 [N]; None: it names none."""
+        return None
 
     def corrections(self, population: Population) -> np.ndarray | None:
         """Factors float64 [N] on the clients' weights, which undo that some are drawn more often than others; None: all 1."""

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from raydpfl.data.table import clients_table, numbers
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.privacy import Sampling
@@ -66,8 +67,8 @@ class Importance(WithReplacement):
     """Any p, with each update weighted by p^u_k / p_k, which keeps the sum unbiased for sum p^u_k Delta_k (Luo et al. 2024).
 
     p is in proportion to (p^u)^power, from 1 (the same as multinomial) to 0 (uniform) and beyond; or to `column` of the table `path`, a
-    Parquet or CSV file with a row per client in client order. Whoever has data must have p > 0. A client that is rarely asked speaks the louder:
-    its correction multiplies what it may contribute to the sum.
+    CSV, Parquet, Arrow or NPZ file with a row per client in client order, absolute or relative to the data root or the working folder. Whoever
+    has data must have p > 0. A client that is rarely asked speaks the louder: its correction multiplies what it may contribute to the sum.
     """
 
     kind: Literal["importance"] = "importance"
@@ -87,7 +88,8 @@ class Importance(WithReplacement):
         shares = population.shares
         field, given = ("selection.power", self.power) if self.path is None else ("selection.column", self.column)
         with np.errstate(divide="ignore", over="ignore"):
-            p = shares**self.power if self.path is None else self._column(len(population))
+            table = population.table if population.table is not None else self.table(len(population))
+            p = shares**self.power if table is None else table
         if not (np.isfinite(p) & (p >= 0)).all() or (p[shares > 0] == 0).any():
             raise ConfigError(field, given, "probabilities that are finite, not negative, and above 0 for every client that has data")
         return p / p.sum()
@@ -99,19 +101,10 @@ class Importance(WithReplacement):
 
         return population.remember((self, "corrections"), ratio)
 
-    def _column(self, count: int) -> np.ndarray:
-        from pyarrow import csv, parquet
-
-        try:
-            table = (csv.read_csv if Path(self.path).suffix == ".csv" else parquet.read_table)(self.path)
-        except Exception as error:  # whatever a missing or broken file makes its reader raise
-            raise ConfigError("selection.path", self.path, f"a Parquet or CSV file that can be read ({type(error).__name__}: {error})") from None
-        if self.column not in table.column_names:
-            raise ConfigError("selection.column", self.column, f"a column of {self.path}: {', '.join(table.column_names)}")
-        try:
-            values = table[self.column].to_numpy().astype(np.float64)
-        except (TypeError, ValueError):
-            raise ConfigError("selection.column", self.column, "a column of numbers") from None
+    def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
+        if self.path is None:
+            return None
+        values = numbers("selection.column", self.column, clients_table("selection", self.path, root, column=self.column)["column"])
         if len(values) != count:
             raise ConfigError("selection.path", self.path, f"a row for each of the {count} clients; this has {len(values)}")
         return values

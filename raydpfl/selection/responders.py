@@ -72,7 +72,7 @@ class FirstResponders(Sized):
 
     `contacted` None asks everyone up to 10,000 clients, and 10,000 of more (or ten times the cohort, if that is more). A client's scale is
     exp(spread Z_k), Z_k standard normal and keyed by client. With spread 0 the law is that of uniform, and so is the accounting; otherwise fast clients
-    are drawn the more often, no closed form says how often, and only the rounds a client was in are counted.
+    are drawn the more often, no closed form says how often, only the rounds a client was in are counted, and no weights take the bias away.
     """
 
     kind: Literal["first_responders"] = "first_responders"
