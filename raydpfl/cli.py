@@ -271,9 +271,15 @@ class _Display:
             if row["test_loss"] is not None:
                 self.score = f"loss {row['test_loss']:.4g}" if row["test_accuracy"] is None else f"accuracy {row['test_accuracy']:.2%}"
                 if not self.console.is_terminal:
-                    self.console.print(f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {row['clients_per_second']:,.0f} clients/s")
-            state = "  ".join(part for part in (self.score, epsilon, f"{row['clients_per_second']:,.0f} clients/s") if part)
+                    self.console.print(f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {_rate(row)}")
+            state = "  ".join(part for part in (self.score, epsilon, f"{_rate(row)}") if part)
             self.progress.update(self.task, completed=row["round"] + 1, state=state)
+
+
+def _rate(row: dict) -> str:
+    """Clients per second in three digits, or all that stand before the point."""
+    value = row["clients_per_second"]
+    return f"{value:,.0f} clients/s" if value >= 100 else f"{value:.3g} clients/s"
 
 
 def _report(console: Console, result) -> None:
@@ -284,7 +290,7 @@ def _report(console: Console, result) -> None:
         accuracy = "" if summary["test_accuracy"] is None else f"accuracy {summary['test_accuracy']:.2%}, "
         console.print(
             f"Test {accuracy}loss {summary['test_loss']:.4g}, "
-            f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({summary['clients_per_second']:,.0f} clients/s)"
+            f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({_rate(summary)})"
         )
     if not result.guarantees:
         console.print("No privacy guarantee: the run had no noise that an accountant was asked to account for.")

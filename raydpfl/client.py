@@ -182,27 +182,29 @@ class ClientActor:
             partial.measured.setdefault(name, []).append(value)
 
     def _expected_norms(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane) -> dict[int, float]:
-        """||E Delta_i|| of each slot, from `measure.repeats` more trainings with batches and noise of their own (000 Theorem 3.1).
+        """Norm of the expectation of what each slot would send unbounded, ||E Delta_i|| for updates, from `measure.repeats` more trainings
+        with batches and noise of their own (000 Theorem 3.1).
 
         The variance of the mean, as the repeats show it, is taken off its squared norm.
         """
         members, repeats = self._members(lane), self.experiment.measure.repeats
-        scale = self.experiment.local.learning_rate(work.round) if self.experiment.bounding.scaling == "gradient" else 1.0
+        lr = self.experiment.local.learning_rate(work.round)
         sums: dict[int, torch.Tensor] = {}
         squares: dict[int, float] = {}
         for k in range(1, repeats + 1):
             again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
             try:
                 for slot, delta, _ in self._train(parameters, shared, work, again, members):
-                    sums[slot] = sums.get(slot, 0.0) + delta.double()
-                    squares[slot] = squares.get(slot, 0.0) + float(delta.double() @ delta.double())
+                    sent = self._sent(parameters, delta, self._memory(lane, slot, len(parameters)), shared, lr)
+                    sums[slot] = sums.get(slot, 0.0) + sent
+                    squares[slot] = squares.get(slot, 0.0) + float(sent @ sent)
             except Exception:  # some client's, which is found and named when the lane is trained
                 return {}
         found = {}
         for slot, total in sums.items():
             mean = float(total @ total) / repeats**2
             spread = max(squares[slot] / repeats - mean, 0.0) / max(repeats - 1, 1)
-            found[slot] = math.sqrt(max(mean - spread, 0.0)) / scale
+            found[slot] = math.sqrt(max(mean - spread, 0.0))
         return found
 
     @staticmethod

@@ -24,7 +24,8 @@ def of_bounding(norms: np.ndarray, bound: float | None, measured: Mapping[str, n
     """The columns that `measure.bounding` adds to a round.
 
     `norms` float64 [r]: of what each client would have sent, in client order. `measured`, float64 [r] each and all optional: `bounded_norm` and
-    `noise_norm` of what it sent and drew, `angle` of its update to the last global one in degrees, `expected_norm` ||E Delta_i||.
+    `noise_norm` of what it sent and drew, `angle` of its update to the last global one in degrees, `expected_norm`, the norm of
+    the expectation of what it would have sent (||E Delta_i|| for an update).
     A client that failed has NaN, and is left out.
     """
     row: dict[str, float | None] = {"snr": None}

@@ -40,9 +40,13 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping of keys to values")
     try:
-        return cls.model_validate(dict(values))
+        found = cls.model_validate(dict(values))
     except ValidationError as error:
         raise _complaint(cls, section, error) from None
+    for name, value in values.items():
+        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):  # pydantic would take `yes` for 1
+            raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
+    return found
 
 
 def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[M]) -> M:

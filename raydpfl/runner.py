@@ -37,7 +37,7 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.placement import cores, wanted
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee
-from raydpfl.tracking import TensorBoard, replace_file, write_json
+from raydpfl.tracking import TensorBoard, make_folder, replace_file, write_json
 
 # What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
 FREE = {"client": {"actors", "num_cpus"}, "measure": {"tensorboard"}}
@@ -85,7 +85,7 @@ def run(
         actors = cluster.actors(plan)
         if resume:
             _same_run(plan.experiment, folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with alone(folder):
             replace_file(folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode()))
             cluster.start(plan, actors)

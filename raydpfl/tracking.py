@@ -20,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydpfl.errors import ConfigError
+
 KEEP = 2  # checkpoints
 SHARE = 0.05  # of a run's time that snapshots may take
 
@@ -148,6 +150,14 @@ class TensorBoard:
 def write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     replace_file(path, lambda part: part.write(text.encode()))
+
+
+def make_folder(path: Path) -> None:
+    """Makes the directory that `--out` names, unless it is there. Raises `ConfigError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--out", str(path), f"a directory that can be made ({error.strerror})") from None
 
 
 def replace_file(path: Path, write: Any) -> None:

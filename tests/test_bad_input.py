@@ -19,6 +19,9 @@ BAD = {
     "key of another member": (["bounding.quantile=0.5"], "bounding.quantile = 0.5: no such key; the keys here are"),
     "no number": (["local.lr=fast"], "local.lr = 'fast': should be a valid number"),
     "no whole number": (["rounds=2.5"], "rounds = 2.5: should be a valid integer"),
+    "truth value for a number": (["local.lr=yes"], "local.lr = True: a number, not a truth value"),
+    "truth value for a count": (["rounds=true"], "rounds = True: a number, not a truth value"),
+    "truth value for a count of a plain section": (["evaluate.every=on"], "evaluate.every = True: a number, not a truth value"),
     "no rounds": (["rounds=0"], "rounds = 0: should be greater than or equal to 1"),
     "negative seed": (["seed=-1"], "seed = -1: should be greater than or equal to 0"),
     "seed too large": (["seed=18446744073709551616"], "seed = 18446744073709551616: should be less than 18446744073709551616"),
@@ -120,6 +123,14 @@ def test_a_directory_that_holds_something_else(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path], monkeypatch, capsys)
     assert said.endswith("a new or empty directory, or --resume to go on with the run in it")
+
+
+@pytest.mark.parametrize("command", ["run", "audit", "sweep"])
+def test_a_directory_that_cannot_be_made(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {})))
+    said = complain([command, tmp_path / "small.yaml", "--out", tmp_path / "file" / "out"], monkeypatch, capsys)
+    assert said == f"--out = '{tmp_path}/file/out': a directory that can be made (Not a directory)"
 
 
 def test_resuming_what_is_no_run(tmp_path, monkeypatch, capsys):

@@ -163,6 +163,18 @@ def test_a_column_of_ids_makes_natural_clients(tmp_path):
         described.model_copy(update={"clients": 4}).split(0, tmp_path)
 
 
+def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
+    ids = np.repeat(np.arange(30), np.arange(30) % 2 + 1)
+    np.savez(tmp_path / "t.npz", x=np.arange(45.0)[:, None], label=np.zeros(45, int), who=ids)
+    found = table(train="t.npz", x="x", client="who", partition={"kind": "natural"}, clients=30, test_fraction=0.3)
+    split = found.split(0, tmp_path)
+    rows, held = split.rows(0, 30)[0][:, 0].astype(int), split.test()[0][:, 0].astype(int)
+    assert len(held) == 14 and sorted([*rows, *held]) == list(range(45)) and np.array_equal(ids[rows], np.repeat(np.arange(30), split.sizes))
+    np.savez(tmp_path / "t.npz", x=np.zeros((3, 1)), label=np.zeros(3, int), who=np.arange(3))
+    with pytest.raises(ConfigError, match=r"data.test = None: a table that leaves at least one row to test"):
+        found.split(0, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -204,6 +216,34 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
     with pytest.raises(ConfigError) as refused:
         table(**({"train": "t.parquet", "x": "a"} | keys)).split(0, tmp_path)
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("label", np.array([0, 1, np.inf, 1]), "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes"),
+        ("label", np.array([0, 1, 10**12, 1]), "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes"),
+        ("label", np.eye(4), "data.y = 'label': one number or name to a row; this array has shape (4, 4)"),
+        ("who", np.ones((4, 2)), "data.client = 'who': one number or name to a row; this array has shape (4, 2)"),
+        ("who", np.array([0, np.nan, 1, 1]), "data.client = 'who': a column without gaps; row 1 of t.npz is one"),
+        ("x", np.float32(1), "data.x = 'x': at least one number to a row; this array has shape ()"),
+        ("x", np.zeros((4, 0)), "data.x = 'x': at least one number to a row; this array has shape (4, 0)"),
+        ("x", np.full((4, 2), 1e300), "data.x = ('x',): finite numbers; row 0 of t.npz has another"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_a_wrong_shape_or_range_are_refused_in_one_line(name, column, message, tmp_path):
+    arrays = {"x": np.zeros((4, 2)), "label": np.array([0, 1, 0, 1]), "who": np.array([0, 0, 1, 1])}
+    np.savez(tmp_path / "t.npz", **(arrays | {name: column}))
+    with pytest.raises(ConfigError) as refused:
+        table(train="t.npz", x="x", client="who", partition={"kind": "natural"}).split(0, tmp_path)
+    assert str(refused.value) == message
+
+
+def test_a_label_that_is_a_list_is_refused(tmp_path):
+    pq.write_table(pa.table({"a": [0.0, 1.0], "label": [[0, 1], [1, 0]]}), tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match=r"data.y = 'label': one number or name to a row, not list"):
+        table(train="t.parquet", x="a").split(0, tmp_path)
 
 
 def test_a_config_read_back_is_the_same_config():

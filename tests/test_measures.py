@@ -81,6 +81,16 @@ def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_
     assert all(0 < row["alpha_mean"] <= 1 and row["bias_across"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("bounding", [{"kind": "model_clip", "bound": 0.5}, {"kind": "alpha_norm_ec", "bound": 0.2}])
+def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_what_is_remembered(bounding, tmp_path):
+    """With full gradients nothing is random, so that it is what is sent."""
+    sections = {"local": {"kind": "sgd", "steps": 2, "batch": "full"}, "bounding": bounding, "measure": {"clients": True, "bounding": True, "repeats": 2}}
+    rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
+    clients = pq.read_table(tmp_path / "out" / "clients.parquet")
+    assert np.allclose(clients["expected_norm"].to_numpy(), clients["norm"].to_numpy(), rtol=1e-6)
+    assert all(row["bias_within"] < 1e-6 for row in rows)
+
+
 def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(tmp_path):
     sections = {
         "bounding": {"kind": "normalize", "bound": 1.0}, "measure": {"bounding": True}, "data": {"clients": 1}, "selection": {"kind": "full"},

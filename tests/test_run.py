@@ -14,7 +14,7 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, bounding, privacy, run
+from raydpfl import Experiment, bounding, cli, privacy, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.plan import Plan
@@ -298,6 +298,11 @@ def test_diverging_training_ends_in_one_sentence(tmp_path):
     wild = experiment(local={"kind": "sgd", "steps": 50, "lr": 1e6}, bounding={"kind": "none"}, noise={"kind": "none"})
     with pytest.raises(RunError, match=r"diverged|norm"):
         run(wild, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")])
+def test_slow_clients_are_not_shown_as_none_per_second(value, shown):
+    assert cli._rate({"clients_per_second": value}) == f"{shown} clients/s"
 
 
 def test_two_runs_cannot_write_to_one_directory(tmp_path):

@@ -39,7 +39,7 @@ from raydpfl.audit.views import View
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan
-from raydpfl.tracking import write_json
+from raydpfl.tracking import make_folder, write_json
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
@@ -139,6 +139,8 @@ def audit(
     _check(experiment, canaries, confidence, delta)
     plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
     delta = delta or experiment.noise.delta
+    if folder is not None:
+        make_folder(folder)
     if experiment.noise.placement == "step":
         done = _of_samples(plan, canaries, delta, confidence, on_round)
     else:
@@ -148,7 +150,6 @@ def audit(
     if folder is not None:
         from raydpfl.audit.figure import draw
 
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(plan.experiment.to_yaml())
         draw(done.views, folder / "audit.png")
         write_json(folder / "audit.json", done.to_dict())

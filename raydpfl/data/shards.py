@@ -45,7 +45,7 @@ from raydpfl.data.files import cache_root
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 

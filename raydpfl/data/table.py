@@ -25,13 +25,16 @@ from raydpfl.data.sources import Dealt, Samples
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 
+CLASSES = 1 << 20  # at most: a larger class number is an id or a mistake, and a model would have an output for each number below it
+
 
 class Table(Dealt):
     """Training rows, test rows from a second file or held out at random, and columns by name.
 
     `train`, `test`: files (.parquet, .arrow, .feather, .npz), absolute, or relative to the data root or the working folder.
-    `test_fraction`: of the training rows, held out when there is no `test`. `y`: whole numbers from 0, or names, which are
-    numbered in sorted order; with `regression`, any numbers, the targets. `client`: column of client ids, for partition natural.
+    `test_fraction`: of the training rows, held out when there is no `test` (but from no client, where `client` names them, its last).
+    `y`: whole numbers from 0, or names, which are numbered in sorted order; with `regression`, any numbers, the targets.
+    `client`: column of client ids, for partition natural.
     `mean`, `std`: per channel, public constants to normalise images by, after scaling to [0, 1].
     """
 
@@ -75,8 +78,10 @@ class Table(Dealt):
                 raise ConfigError("data.test", self.test, f"samples like those of data.train: {kinds}")
         else:
             held = np.zeros(len(y), bool)
-            chosen = stream(seed, Purpose.PARTITION, step=1).permutation(len(y))[: max(1, round(self.test_fraction * len(y)))]
-            held[chosen] = True
+            order = stream(seed, Purpose.PARTITION, step=1).permutation(len(y))
+            if client is not None:  # the last of each client's rows is left to it
+                order = np.delete(order, len(y) - 1 - np.unique(client[order][::-1], return_index=True)[1])
+            held[order[: max(1, round(self.test_fraction * len(y)))]] = True
             test_x, test_y, x, y, client = x[held], y[held], x[~held], y[~held], None if client is None else client[~held]
         for key, rows in (("train", y), ("test", test_y)):
             if not len(rows):
@@ -105,6 +110,8 @@ class Table(Dealt):
             raise ConfigError("data.x", self.x, f"finite numbers; row {int(np.argwhere(~np.isfinite(x))[0, 0])} of {path.name} has another")
         y = plain(columns[self.y], self.y, "data.y")
         client = plain(columns[self.client], self.client, "data.client") if self.client and key == "train" else None
+        if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
+            raise ConfigError("data.client", self.client, f"a column without gaps; row {np.argmin(np.isfinite(client))} of {path.name} is one")
         if len({len(x), len(y), *([len(client)] if client is not None else [])}) > 1:
             raise ConfigError(f"data.{key}", name, "columns of one length")
         return x, y, client
@@ -154,11 +161,15 @@ def read_columns(path: Path) -> dict[str, Any]:
 
 def plain(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
-    if isinstance(column, np.ndarray):
-        return column
-    if column.null_count:
-        raise ConfigError(field, name, f"a column without gaps; this one lacks {column.null_count} values")
-    return np.asarray(column.to_pylist()) if pa.types.is_dictionary(column.type) else column.to_numpy()
+    if not isinstance(column, np.ndarray):
+        if column.null_count:
+            raise ConfigError(field, name, f"a column without gaps; this one lacks {column.null_count} values")
+        if pa.types.is_nested(column.type):
+            raise ConfigError(field, name, f"one number or name to a row, not {column.type}")
+        column = np.asarray(column.to_pylist()) if pa.types.is_dictionary(column.type) else column.to_numpy()
+    if column.ndim != 1:
+        raise ConfigError(field, name, f"one number or name to a row; this array has shape {column.shape}")
+    return column
 
 
 def _features(column: Any, name: str) -> np.ndarray:
@@ -184,8 +195,11 @@ def _features(column: Any, name: str) -> np.ndarray:
 def _array(values: np.ndarray, name: str) -> np.ndarray:
     if values.dtype.kind not in "biuf":
         raise ConfigError("data.x", name, f"numbers, lists of numbers, or encoded images, not {values.dtype}")
+    if not values.ndim or not all(values.shape[1:]):
+        raise ConfigError("data.x", name, f"at least one number to a row; this array has shape {values.shape}")
     if values.dtype != np.uint8 or values.ndim < 3:
-        return values.astype(np.float32)
+        with np.errstate(over="ignore"):  # it is refused as not finite
+            return values.astype(np.float32)
     if values.ndim == 3:
         return values[:, None]
     last = values.ndim == 4 and values.shape[1] not in (1, 3) and values.shape[3] in (1, 3)
@@ -221,8 +235,8 @@ def _numbered(name: str, y: np.ndarray, test_y: np.ndarray) -> tuple[np.ndarray,
     """Int64 class numbers: whole numbers from 0 as they are, names by their place in sorted order."""
     both = np.concatenate([y, test_y])
     if both.dtype.kind in "biuf":
-        if not (both.min() >= 0 and (both == np.floor(both)).all()):
-            raise ConfigError("data.y", name, "whole numbers from 0, or names")
+        if not (both.min() >= 0 and both.max() < CLASSES and (both == np.floor(both)).all()):
+            raise ConfigError("data.y", name, f"whole numbers from 0, or names; at most {CLASSES:,} classes")
         both = both.astype(np.int64)
     else:
         both = np.unique(both.astype(str), return_inverse=True)[1].astype(np.int64)

@@ -30,7 +30,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.placement import capacity, cores
 from raydpfl.plan import Plan
 from raydpfl.runner import alone, connect
-from raydpfl.tracking import replace_file
+from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.proposals import Guided, Listed, Proposals, optuna
 from raydpfl.tune.results import Result, write
 from raydpfl.tune.sweep import Setting, Sweep, Trial
@@ -89,7 +89,7 @@ def run(
         for experiment in sweep.probes:
             cluster.check(experiment)
         _check_metric(sweep, Plan.make(sweep.probes[0], root))
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with alone(folder):
             for left in _left_over(folder):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
