@@ -302,6 +302,9 @@ class Coordinator:
         if self.experiment.measure.heterogeneity and status == "completed":
             decay = self.experiment.local.weight_decay
             found["heterogeneity"] = heterogeneity.of_clients(self._module(), self.shards, self.model, decay)
+            table = Table(self.out / "heterogeneity.parquet")
+            table.rows = found["heterogeneity"].pop("clients")
+            table.flush()
         evaluated = next((row for row in reversed(self.table.rows) if row["test_loss"] is not None), {})
         clients = sum(row["cohort"] for row in self.table.rows)
         if isinstance(self.plan.mechanism, LocalSteps):

@@ -30,13 +30,15 @@ PRECISION = 1e-7  # of a gradient's largest coordinate, at a minimum
 
 def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0) -> dict:
     """`gamma_n` at `model` (flat [d]), and for convex models `gamma_s`, `optimum` (f*) and `gap`: of f_i(w*) - f_i* over the clients, its
-    mean, median and largest value."""
+    mean, median and largest value. `clients` has a row for each client with data: ||grad f_i - grad f|| at `model` as `gradient_gap`, and
+    for convex models f_i* as `optimum` and f_i(w*) - f_i* as `gap`."""
     objective = _Objective(module, shards, weight_decay)
     shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
     everyone = np.flatnonzero(shares)
     _, mean = objective.mixture(model, everyone, shares)
-    spread = sum(shares[i] * float(np.sum((objective.client(model, i)[1] - mean) ** 2)) for i in everyone)
-    found: dict = {"gamma_n": float(np.sqrt(spread)), "gamma_s": None, "optimum": None, "gap": None}
+    apart = np.array([float(np.linalg.norm(objective.client(model, i)[1] - mean)) for i in everyone])
+    rows = [{"client": int(i), "gradient_gap": gap} for i, gap in zip(everyone, apart.tolist(), strict=True)]
+    found: dict = {"gamma_n": float(np.sqrt(shares[everyone] @ apart**2)), "gamma_s": None, "optimum": None, "gap": None, "clients": rows}
     try:
         layers = stack(module)
     except NoStack:
@@ -44,7 +46,10 @@ def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_deca
     if len(layers) > 1 or layers[0].activation:
         return found
     best = _minimum(lambda w: objective.mixture(w, everyone, shares), model)
-    gaps = np.array([objective.client(best.x, i)[0] - _minimum(lambda w, i=i: objective.client(w, i), best.x).fun for i in everyone])
+    least = np.array([_minimum(lambda w, i=i: objective.client(w, i), best.x).fun for i in everyone])
+    gaps = np.array([objective.client(best.x, i)[0] for i in everyone]) - least
+    for row, optimum, gap in zip(rows, least.tolist(), gaps.tolist(), strict=True):
+        row |= {"optimum": optimum, "gap": gap}
     gap = {"mean": float(gaps.mean()), "median": float(np.median(gaps)), "max": float(gaps.max())}
     return found | {"gamma_s": float(shares[everyone] @ gaps), "optimum": float(best.fun), "gap": gap}
 
@@ -61,6 +66,17 @@ class _Objective:
     def __init__(self, module: nn.Module, shards: Shards, weight_decay: float):
         self.module, self.shards, self.decay = copy.deepcopy(module).double().eval(), shards, weight_decay
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._held: tuple = (None, None)  # the rows that were read last, as a search asks for the same ones many times
+
+    def _rows(self, clients: np.ndarray, shares) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(x float64 [n, ...], y [n], the rows' weights float64 [n]) of these clients together."""
+        asked = (clients.tobytes(), shares[clients[0]])
+        if self._held[0] != asked:
+            rows = [self.shards.lane([i], int(self.shards.sizes[i])) for i in clients]
+            x, y = (torch.from_numpy(np.concatenate([each[k][0] for each in rows])) for k in (0, 1))
+            weights = torch.from_numpy(np.concatenate([np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)]))
+            self._held = asked, (x.double(), y.double() if y.is_floating_point() else y, weights)
+        return self._held[1]
 
     def client(self, w: np.ndarray, client: int) -> tuple[float, np.ndarray]:
         return self.mixture(w, [client], {client: 1.0})
@@ -74,10 +90,8 @@ class _Objective:
         value, gradient = 0.5 * self.decay * float(w @ w), self.decay * w
         held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
         for together in np.split(np.asarray(clients), np.flatnonzero(np.diff(held // ROWS)) + 1):
-            rows = [self.shards.lane([i], int(self.shards.sizes[i])) for i in together]
-            x, y = (torch.from_numpy(np.concatenate([each[k][0] for each in rows])) for k in (0, 1))
-            weights = torch.from_numpy(np.concatenate([np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(together, rows, strict=True)]))
-            loss = sample_loss(self.module(x.double()), y.double() if y.is_floating_point() else y, "none") @ weights
+            x, y, weights = self._rows(together, shares)
+            loss = sample_loss(self.module(x), y, "none") @ weights
             gradients = torch.autograd.grad(loss, self.parameters)
             value += float(loss.detach())
             gradient = gradient + torch.cat([each.flatten() for each in gradients]).numpy()

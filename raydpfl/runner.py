@@ -154,7 +154,7 @@ def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, o
                     board.write(rows)
                 enough = on_rows(rows) is True
         if interrupts.asked:
-            status, failure = "interrupted", KeyboardInterrupt()
+            status, failure = "interrupted", KeyboardInterrupt("interrupted by a signal")
         elif enough and call("position") < plan.experiment.rounds:
             status = "stopped"
     except BudgetError as error:

@@ -142,7 +142,11 @@ def test_what_was_done_is_written_down():
     assert described == {
         "clients": 300, "samples": 9000, "test_samples": 2000, "unused": 0,
         "samples_per_client": {"min": 30, "median": 30.0, "max": 30}, "classes_per_client": {"min": 2, "median": 4.0, "max": 5},
+        "commonest_class_per_client": {"min": 0.2, "median": 0.4, "max": 0.6},
     }  # fmt: skip
+    kinds = ({"kind": "iid"}, {"kind": "dirichlet", "psi": 5}, {"kind": "dirichlet", "psi": 0.1})
+    shares = [data.describe(mini(clients=20, partition=kind))["commonest_class_per_client"]["median"] for kind in kinds]
+    assert 0.1 < shares[0] < 0.15 < shares[1] < 0.4 < shares[2] <= 1
     overlapping = data.describe(mini(clients=3, sizes={"kind": "balanced"}, partition={"kind": "overlapping", "per_client": 1000}))
     assert overlapping["samples"] == 3000 and 6000 < overlapping["unused"] < 8000 and overlapping["classes_per_client"]["min"] == 10
 

@@ -134,6 +134,10 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     gradients = [value(model.astype(float), [i])[1] for i in everyone]
     mean = value(model.astype(float), everyone)[1]
     assert found["gamma_n"] == pytest.approx(math.sqrt(sum(p * np.sum((g - mean) ** 2) for p, g in zip(shares, gradients, strict=True))), rel=1e-5)
+    rows = found["clients"]
+    assert [row["client"] for row in rows] == everyone and [row["optimum"] for row in rows] == pytest.approx(alone, abs=1e-5)
+    assert [row["gradient_gap"] for row in rows] == pytest.approx([np.linalg.norm(g - mean) for g in gradients], rel=1e-5)
+    assert shares @ [row["gap"] for row in rows] == pytest.approx(found["gamma_s"]) and max(row["gap"] for row in rows) == found["gap"]["max"]
 
 
 def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
@@ -147,6 +151,7 @@ def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
 def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
     result = run(experiment(model={"kind": "mlp", "hidden": [4]}, rounds=1, data={"clients": 20}, measure={"heterogeneity": True}), tmp_path / "out")
     assert result.summary["heterogeneity"]["gamma_s"] is None and result.summary["heterogeneity"]["gamma_n"] > 0
+    assert pq.read_table(tmp_path / "out" / "heterogeneity.parquet").column_names == ["client", "gradient_gap"]
 
 
 @pytest.mark.parametrize("values", [{"repeats": 2}, {"bounding": True, "repeats": 1}])

@@ -40,6 +40,17 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
     assert np.all(norms * factors <= 1.0 + 1e-12)
 
 
+def test_tensorboard_shows_every_number_of_every_row(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = run(experiment(measure={"tensorboard": True}), tmp_path / "out")
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    for name in ("train_loss", "test_accuracy", "epsilon_rdp", "cohort"):
+        expected = [(row["round"], row[name]) for row in result.rounds.to_pylist() if row[name] is not None]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == [(t, pytest.approx(value, rel=1e-6)) for t, value in expected]
+
+
 def test_the_written_config_is_complete_and_gives_the_run_again(tmp_path):
     first = run(experiment(), tmp_path / "a")
     again = Experiment.from_yaml(first.out / "config.yaml")

@@ -81,7 +81,7 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     needed, free = int(ends[-1]) * (row_bytes + 8), shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError("RAYDPFL_CACHE", str(folder.parent), f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}")
-    held = np.zeros(len(split.sizes), np.int64)
+    held, most = np.zeros((2, len(split.sizes)), np.int64)  # classes of a client, and its samples of the commonest
     writer, first = None, 0
     while first < len(ends):
         start = ends[first] - split.sizes[first]
@@ -91,7 +91,9 @@ def _write(split: Split, config: dict, folder: Path) -> None:
         writer.write_batch(batch)
         owner = np.repeat(np.arange(last - first), split.sizes[first:last])
         if split.classes:
-            held[first:last] = np.bincount(np.unique(owner * split.classes + part[1]) // split.classes, minlength=last - first)
+            kinds, counts = np.unique(owner * split.classes + part[1], return_counts=True)
+            held[first:last] = np.bincount(kinds // split.classes, minlength=last - first)
+            np.maximum.at(most, first + kinds // split.classes, counts)
         first = last
     writer.close()
     test = _batch(*split.test(), split.classes)
@@ -99,12 +101,16 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     for name, batch in (("test.arrow", test), ("clients.arrow", clients)):
         with pa.ipc.new_file(str(folder / name), batch.schema) as writer:
             writer.write_batch(batch)
+    labels = {}
+    if split.classes:
+        has = split.sizes > 0
+        labels = {"classes_per_client": _spread(held), "commonest_class_per_client": _spread((most[has] / split.sizes[has]).round(4))}
     about = {
         "shape": list(split.shape), "classes": split.classes, "mean": list(split.mean), "std": list(split.std), "config": config,
         "description": {
             "clients": len(split.sizes), "samples": int(split.sizes.sum()), "test_samples": test.num_rows, "unused": split.unused,
             "samples_per_client": _spread(split.sizes),
-        } | ({"classes_per_client": _spread(held)} if split.classes else {}) | ({} if split.optimum is None else {"optimum": split.optimum}),
+        } | labels | ({} if split.optimum is None else {"optimum": split.optimum}),
     }  # fmt: skip
     (folder / "data.json").write_text(json.dumps(about, indent=1))
 
@@ -115,7 +121,7 @@ def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
+    return {"min": values.min().item(), "median": float(np.median(values)), "max": values.max().item()}
 
 
 class _Mapped:
@@ -234,7 +240,8 @@ class Shards:
             file.map.madvise(mmap.MADV_DONTNEED)
 
     def describe(self) -> dict:
-        """What the partition did: clients, samples, test samples, unused samples, and samples and classes per client (min, median, max).
+        """What the partition did: clients, samples, test samples, unused samples; and per client (min, median, max) samples, classes, and the
+        share of its samples that are of its commonest class.
 
         For regression no classes; and `optimum` where the least loss on the test set that a linear model can reach is known.
         """
