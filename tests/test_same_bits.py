@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -195,17 +196,17 @@ def test_the_torch_generator_of_the_process_is_neither_read_nor_moved(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def _kill_client_actors(ray, stop: threading.Event, killed: list[int]) -> None:
-    """Kills a busy client actor every now and then, as soon as one has started."""
+def _kill_client_actors(stop: threading.Event, killed: list[int]) -> None:
+    """Kills a busy client actor of this process's Ray every now and then, as soon as one has started."""
     import psutil
 
     while not stop.wait(0.3):
-        for process in psutil.process_iter(["name", "cmdline"]):
-            title = " ".join(process.info["cmdline"] or [])
-            if title.startswith("ray::ClientActor.train"):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-                break
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if " ".join(process.cmdline()).startswith("ray::ClientActor.train"):
+                    process.kill()
+                    killed.append(process.pid)
+                    break
         if len(killed) >= 2:
             return
 
@@ -214,7 +215,7 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
     heavy = {"rounds": 6, "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1}, "selection": {"kind": "uniform", "cohort": 48}}
     quiet = sha(experiment(**heavy, client={"actors": 0, "way": "fused"}), tmp_path / "quiet")
     stop, killed = threading.Event(), []
-    killer = threading.Thread(target=_kill_client_actors, args=(shared_ray, stop, killed))
+    killer = threading.Thread(target=_kill_client_actors, args=(stop, killed))
     killer.start()
     try:
         result = run(experiment(**heavy, client={"actors": 2, "way": "fused"}), tmp_path / "killed")
@@ -223,7 +224,7 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
         killer.join()
     assert killed, "no client actor was caught at work"
     assert result.summary["model_sha256"] == quiet
-    assert result.summary["replaced_actors"] == len(killed)
+    assert 1 <= result.summary["replaced_actors"] <= len(killed)  # one that had just given its last share needs no replacing
 
 
 RUN = "import sys; from raydpfl.cli import main; sys.argv = ['raydpfl', *sys.argv[1:]]; main()"
