@@ -104,7 +104,7 @@ def clients_normals(
     together = max(1, _BLOCK // max(half, 1))
     for first in range(0, len(clients), together):
         rows = slice(first, first + together)
-        streams = [_philox(seed, purpose, round, client, draw, step) for client, draw in zip(clients[rows], draws[rows], strict=True)]
+        streams = [_philox(seed, purpose, round, int(client), int(draw), step) for client, draw in zip(clients[rows], draws[rows], strict=True)]
         for start in range(0, half, _BLOCK):
             end = min(start + _BLOCK, half)
             words = np.stack([each.random_raw(end - start) for each in streams])

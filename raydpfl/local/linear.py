@@ -74,7 +74,7 @@ class _Weights:
         moved, keep, step = (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
         moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
         for bias in moved[1:]:
-            bias.mul_(keep).add_(g.sum(1, keepdim=True), alpha=step)
+            (bias if keep == 1 else bias.mul_(keep)).add_(g.sum(1, keepdim=True), alpha=step)
         for part, constant in zip(moved, self.constant, strict=False):
             part.add_(constant, alpha=step)
         for part, drawn in zip(moved, () if noise is None else self.layer.views(noise), strict=False):

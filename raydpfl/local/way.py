@@ -101,7 +101,7 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
 
     All in float32: a clipped gradient may be longer than the bound by a few 1e-7 of it.
     """
-    return (bound / norms).clamp(max=1) + 0 * norms
+    return (bound / norms).clamp(max=1).add(norms, alpha=0)
 
 
 class Way(Protocol):
