@@ -51,8 +51,9 @@ class Plan:
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
         """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the accountants cannot give."""
         if experiment.data.clients is not None:  # what can be said before the data are touched
-            experiment.selection.check(experiment.data.clients)
-            _mechanism(experiment, Population.balanced(experiment.data.clients), 1.0)
+            count = experiment.data.clients
+            experiment.selection.check(count)
+            _mechanism(experiment, Population.balanced(count, experiment.selection.table(count, data_root)), 1.0)
         folder = data.prepare(experiment.data, experiment.seed, data_root)
         shards = Shards.open(folder)
         sizes = np.array(shards.sizes)

@@ -8,6 +8,7 @@ import math
 import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -445,3 +446,15 @@ def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
     louder = dataclasses.replace(plan, ratio=3 * plan.ratio, mechanism=plan.mechanism.with_noise(3 * plan.ratio))
     with pytest.raises(RunError, match="its bits would differ"):
         Coordinator(louder, str(tmp_path), 0, resume=True).start()
+
+
+def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):
+    pq.write_table(pa.table({"chance": np.arange(1.0, 51.0)}), tmp_path / "chances.parquet")
+    chosen = {"kind": "importance", "cohort": 10, "path": "chances.parquet", "column": "chance"}
+    result = run(experiment(selection=chosen, rounds=1, privacy={"accountants": ["pld"]}), tmp_path / "out", data_root=tmp_path)
+    assert result.summary["status"] == "completed" and result.guarantees
+
+
+def test_error_feedback_refuses_an_average_whose_divisor_it_has_no_use_for(tmp_path):
+    with pytest.raises(ConfigError, match=r"selection.kind = 'fedavg_stale': another with bounding.kind alpha_norm_ec"):
+        run(experiment(selection={"kind": "fedavg_stale", "cohort": 10}, bounding={"kind": "alpha_norm_ec", "bound": 1.0}), tmp_path / "out")

@@ -27,6 +27,9 @@ from raydpfl.plan import Plan
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
 
+LARGE = {  # enough for products by oneDNN
+    "model": {"kind": "mlp", "hidden": [512]}, "local": {"kind": "sgd", "steps": 2, "batch": 16}, "selection": {"kind": "uniform", "cohort": 6}, "rounds": 3,
+}  # fmt: skip
 METHODS = {
     "fedavg": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
     "clip": {},
@@ -91,6 +94,8 @@ METHODS = {
         "selection": {"kind": "full"},
     },
     "mlp in sample space": {"model": {"kind": "mlp", "hidden": [16]}, "client": {"way": "sample_space"}},
+    "large products, loop": {**LARGE, "client": {"way": "loop"}},
+    "large products, per-sample clipping": {**LARGE, "bounding": SAMPLE, "noise": STEPS, "client": {"way": "layerwise"}},
     "cnn, loop": {
         "model": {"kind": "cnn"},
         "local": {"kind": "sgd", "steps": 1, "batch": 4},

@@ -221,10 +221,10 @@ class Trainer:
             raise ValueError(f"{self.local.kind} needs corrections" if corrections is None else "this way adds no corrections")
         members = np.asarray(clients) >= 0
         present = np.where(members, sizes, 0)
-        names = [np.asarray(clients), np.asarray(draws), np.asarray(stds)]
+        names = {"clients": np.asarray(clients), "draws": np.asarray(draws), "stds": np.asarray(stds)}
 
         def noise(slots: Sequence[int], step: int) -> torch.Tensor:
-            who = dict(zip(("clients", "draws", "stds"), names if len(slots) == len(members) else [each[slots] for each in names], strict=True))
+            who = {name: each[slots] for name, each in names.items()}
             return keys.clients_normals(self.seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who).to(self.device)
 
         regression = torch.as_tensor(y).is_floating_point()

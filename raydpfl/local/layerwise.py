@@ -186,7 +186,7 @@ class Layerwise(Loop):
     """
 
     private = True
-    layerwise = True
+    inputs_only = True
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         super().__init__(module, local, device)

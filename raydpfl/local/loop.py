@@ -2,7 +2,8 @@
 
 The parameters of a working copy of the module are views of one flat buffer and their gradients of another, so a step is one or two
 in-place operations over all of them and needs no optimiser. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out is in torch's logical order.
+channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out is in torch's logical order. Large linear layers take
+their products from oneDNN (`raydpfl.local.products`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class Loop:
     """
 
     private, corrects = None, True
-    layerwise = False  # whether gradients by parameters are made from what the layers leave behind, and not by autograd
+    inputs_only = False  # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made in another way
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local, self.device = local, device
         self.module = copy.deepcopy(module).to(device).train()
-        speed_up(self.module, inputs_only=self.layerwise)
+        speed_up(self.module, inputs_only=self.inputs_only)
         has = [any(isinstance(layer, kind) for layer in self.module.modules()) for kind in (nn.MaxPool2d, nn.GroupNorm)]
         self.layout = torch.channels_last if has == [True, False] else torch.contiguous_format
         self.trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

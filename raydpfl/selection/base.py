@@ -39,9 +39,9 @@ class Population:
         self._memo: dict[Hashable, Any] = {}
 
     @classmethod
-    def balanced(cls, count: int) -> Population:
-        """`count` clients with one sample each: all alike."""
-        return cls(np.broadcast_to(np.int64(1), count))
+    def balanced(cls, count: int, table: np.ndarray | None = None) -> Population:
+        """`count` clients with one sample each: all alike, but for what a `table` says of them."""
+        return cls(np.broadcast_to(np.int64(1), count), table=table)
 
     def __len__(self) -> int:
         return len(self.sizes)
