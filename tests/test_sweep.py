@@ -23,7 +23,7 @@ from test_same_bits import RUN, kill_tree
 from raydpfl import Experiment, cli
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
-from raydpfl.tune import Sweep, run
+from raydpfl.tune import Sweep, driver, run
 from raydpfl.tune.display import table
 from raydpfl.tune.driver import scheduler
 from raydpfl.tune.proposals import Guided
@@ -187,7 +187,9 @@ def swept(shared_ray, tmp_path_factory):
     )
     seen = []
     out = tmp_path_factory.mktemp("sweep") / "out"
-    result = run(sweep, out, on_change=lambda settings: seen.append([trial.status for setting in settings for trial in setting.trials]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "SHOW", 0.0)  # every change, however fast the trials are
+        result = run(sweep, out, on_change=lambda settings: seen.append([trial.status for setting in settings for trial in setting.trials]))
     return sweep, out, result, seen
 
 
@@ -238,7 +240,8 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
     assert lines[0].split() == ["local.lr", "test", "accuracy", "rounds", "trials"]
     order = [float(line.split()[0]) for line in lines[1:]]
     assert order[0] == result.best.values["local.lr"] and order[-1] == 1e30
-    assert any("running" in states and "completed" in states for states in seen)
+    for k in range(6):  # each was shown under way, those before it ended and those after it not begun
+        assert any(states[k : k + 1] == ["running"] and {*states[:k]} <= {"completed", "failed"} and {*states[k + 1 :]} <= {"waiting"} for states in seen)
 
 
 def test_the_result_says_that_choosing_is_a_query_and_among_how_many(swept):

@@ -37,6 +37,7 @@ from raydpfl.tune.sweep import Setting, Sweep, Trial
 from raydpfl.tune.trial import TrialActor, work
 
 RETRIES = 2  # of a trial whose process died; it goes on from its checkpoint
+SHOW = 0.25  # seconds between showings of what has changed
 EVERY = 5.0  # seconds between looks at the cluster, and between writings of the results so far
 LOST = 60.0  # seconds that a cluster may be too small for every waiting trial, before the sweep gives up
 TUNE = {
@@ -328,7 +329,7 @@ class _Watch(tune.Callback):
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()
-        if self._changed and now - self._shown > 0.25:
+        if self._changed and now - self._shown > SHOW:
             self._changed, self._shown = False, now
             self._show()
             if now - self._written > EVERY:
