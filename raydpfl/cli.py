@@ -312,6 +312,8 @@ def main() -> None:
         _fail(str(error), 2)
     except RunError as error:
         _fail(str(error), 1)
+    except MemoryError as error:  # numpy says how much was asked for
+        _fail(f"not enough memory: {error}", 1)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; a run that had begun goes on with --resume", 130)
     except Exception as error:

@@ -25,7 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, StrictInt, fi
 
 from raydpfl import bounding, data, local, models, noise, selection, server
 from raydpfl.errors import ConfigError
-from raydpfl.member import Member, choose, validate
+from raydpfl.member import Member, choose, load, validate
+from raydpfl.privacy import budgets
 
 
 class Section(BaseModel):
@@ -97,13 +98,18 @@ FAMILIES: dict[str, tuple[dict, type]] = {
     "weights": (server.WEIGHTS, server.Weights),
     "server": (server.FAMILY, server.Server),
 }
+KINDS: dict[str, dict] = {  # of every section that is a choice, those within others too
+    **{name: family for name, (family, _) in FAMILIES.items()},
+    "data": data.FAMILY, "model": models.FAMILY, "data.sizes": data.SIZES, "data.partition": data.PARTITIONS, "data.features": data.FEATURES,
+    "selection.response": selection.RESPONSES, "noise.epsilon": budgets.FAMILY,
+}  # fmt: skip
 
 
 class Experiment(Section):
     """Everything that decides a run's bits, and how it is carried out. See `raydpfl show` for all keys with their defaults."""
 
     seed: int = Field(default=0, ge=0, lt=1 << 64)
-    rounds: int = Field(default=100, ge=1)
+    rounds: int = Field(default=100, ge=1, le=10**9)
     data: SerializeAsAny[data.Data]
     model: SerializeAsAny[models.Model]
     selection: SerializeAsAny[selection.Selection]
@@ -262,19 +268,23 @@ def _override(tree: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise ConfigError(path, text, "a value in YAML") from None
     *sections, key = path.split(".")
-    if len(sections) == 1 and key == "kind" and isinstance(value, str) and isinstance(tree.get(sections[0]), dict) and tree[sections[0]].get("kind") != value:
-        _keep_known(tree, sections[0], value)
     node: Any = tree
     for depth, name in enumerate(sections):
         node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys")
+    if key == "kind" and isinstance(value, str) and node.get("kind") != value:
+        _keep_known(node, ".".join(sections), value)
     node[key] = value
 
 
-def _keep_known(tree: dict[str, Any], section: str, kind: Any) -> None:
+def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:
     """Another kind of a family: of the old member's keys, those that the new one has too are kept."""
-    families = {name: family for name, (family, _) in FAMILIES.items()} | {"data": data.FAMILY, "model": models.FAMILY}
-    member = families.get(section, {}).get(kind)
-    if member:
-        tree[section] = {key: value for key, value in tree[section].items() if key in member.model_fields}
+    found = KINDS.get(section, {}).get(kind)
+    if found is None and section in KINDS and (":" in kind or "." in kind):
+        found = load(kind, f"{section}.kind")
+        if section == "model" and not (isinstance(found, type) and issubclass(found, models.Model)):
+            found = models.Module
+    if isinstance(found, type) and issubclass(found, Member):  # of an unknown kind all keys stay, and the kind is what is complained of
+        for name in node.keys() - found.model_fields.keys():
+            del node[name]

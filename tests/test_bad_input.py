@@ -23,6 +23,9 @@ BAD = {
     "truth value for a count": (["rounds=true"], "rounds = True: a number, not a truth value"),
     "truth value for a count of a plain section": (["evaluate.every=on"], "evaluate.every = True: a number, not a truth value"),
     "no rounds": (["rounds=0"], "rounds = 0: should be greater than or equal to 1"),
+    "more rounds than can be": (["rounds=1000000000000"], "rounds = 1000000000000: should be less than or equal to 1000000000"),
+    "more clients than can be": (["data.clients=100000000000000000000"], "data.clients = 100000000000000000000: should be less than or equal to 1000000000"),
+    "more draws than can be": (["selection={kind: multinomial, cohort: 1000000000000}"], "selection.cohort = 1000000000000: should be less than or equal to"),
     "negative seed": (["seed=-1"], "seed = -1: should be greater than or equal to 0"),
     "seed too large": (["seed=18446744073709551616"], "seed = 18446744073709551616: should be less than 18446744073709551616"),
     "negative learning rate": (["local.lr=-0.1"], "local.lr = -0.1: should be greater than 0"),
@@ -79,13 +82,13 @@ BAD = {
 }  # fmt: skip
 
 
-def complain(arguments, monkeypatch, capsys) -> str:
-    """The one line that the command prints to standard error, after it has ended with code 2."""
+def complain(arguments, monkeypatch, capsys, code=2) -> str:
+    """The one line that the command prints to standard error, after it has ended with `code`."""
     monkeypatch.setattr(sys, "argv", ["raydpfl", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     said = capsys.readouterr().err
-    assert stop.value.code == 2, said
+    assert stop.value.code == code, said
     assert said.count("\n") == 1 and "Traceback" not in said
     assert said.startswith("raydpfl: ")
     return said.removeprefix("raydpfl: ").rstrip()
@@ -103,6 +106,12 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(bad,
     said = complain(["run", config, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys)
     assert said.startswith(line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+
+
+def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"noise": {"kind": "none"}}))
+    said = complain(["run", tmp_path / "small.yaml", "client.actors=0", "client.lane=1000000000000000", "--out", tmp_path / "out"], monkeypatch, capsys, code=1)
+    assert said.startswith("not enough memory: Unable to allocate 7.11 PiB")
 
 
 def test_a_config_that_is_not_there(tmp_path, monkeypatch, capsys):

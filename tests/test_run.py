@@ -283,6 +283,21 @@ def test_overrides_change_one_field_and_a_new_kind_keeps_what_it_knows():
     assert (tree.bounding.kind, tree.bounding.bound) == ("normalize", 1.0)
     assert tree.local.lr == 0.01 and tree.noise.placement == "server"
     assert Experiment.from_dict(SMALL, ["server.kind=sgd"]).server.kind == "sgd"
+    assert Experiment.from_dict({}, ["selection.kind=full"]).selection.kind == "full"  # beside the defaults of a section that is not written
+    dealt = {"kind": "fashion_mnist_mini", "clients": 30, "partition": {"kind": "shards", "per_client": 5}}
+    assert Experiment.from_dict({"data": dealt}, ["data.partition.kind=iid"]).data.partition.kind == "iid"
+    law = {"kind": "uniform", "low": 0.1, "high": 2, "public": 0.25}
+    personal = {"bounding": {"kind": "per_sample_clip", "bound": 1}, "noise": {"kind": "gaussian", "epsilon": law}}
+    assert Experiment.from_dict(personal, ["noise.epsilon.kind=constant", "noise.epsilon.epsilon=1"]).noise.epsilon.public == 0.25
+    assert Experiment.from_dict({"model": {"kind": "mlp", "hidden": [9]}}, ["model.kind=torch.nn:Flatten"]).model.args == {}
+
+
+def test_an_override_by_a_member_of_the_users_own_keeps_what_it_knows(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("from raydpfl.server import Server\nclass Plain(Server):\n    kind: str = ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    server = Experiment.from_dict({"server": {"kind": "momentum", "lr": 0.5, "momentum": 0.8}}, ["server.kind=own:Plain"]).server
+    assert (server.kind, server.lr) == ("own:Plain", 0.5)
+    sys.modules.pop("own")
 
 
 def test_a_shown_config_is_the_experiment(tmp_path):

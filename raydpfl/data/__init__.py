@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raydpfl.data.features import FEATURES
 from raydpfl.data.files import data_root
-from raydpfl.data.partitions import Partition, Sizes
+from raydpfl.data.partitions import PARTITIONS, SIZES, Partition, Sizes
 from raydpfl.data.quadratics import Quadratics, ScalarQuadratics
 from raydpfl.data.shards import Shards, prepare
 from raydpfl.data.sources import (
@@ -43,7 +44,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.member import choose
 
 __all__ = [
-    "FAMILY", "Data", "Dealt", "Partition", "Samples", "Shards", "Sizes", "Split", "catalogue", "describe", "fetch", "parse", "prepare",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Samples", "Shards", "Sizes", "Split",
+    "catalogue", "describe", "fetch", "parse", "prepare",
 ]  # fmt: skip
 
 FAMILY: dict[str, type[Data]] = {

@@ -49,7 +49,7 @@ class Quadratics(Data):
     """
 
     kind: Literal["quadratics"] = "quadratics"
-    clients: int = Field(default=100, ge=1)
+    clients: int = Field(default=100, ge=1, le=10**9)
     dimension: int = Field(default=200, ge=1)
     rank: int = Field(default=20, ge=1)
     variance: float | None = Field(default=None, gt=0)

@@ -65,7 +65,7 @@ class Samples:
 class Data(Member):
     """Base of the family; a user's own source derives from it, or from `Dealt`."""
 
-    clients: int | None = Field(default=None, ge=1)
+    clients: int | None = Field(default=None, ge=1, le=10**9)
 
     def split(self, seed: int, root: Path | None) -> Split:
         """The samples and who holds them. Raises `ConfigError` for what the data cannot give; writes nothing."""

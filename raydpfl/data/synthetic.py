@@ -35,7 +35,7 @@ class Synthetic(Sized):
     """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in all, spread evenly over clients."""
 
     kind: Literal["synthetic"] = "synthetic"
-    clients: int = Field(ge=1)
+    clients: int = Field(ge=1, le=10**9)
     samples: int = Field(default=100, ge=1)
     test_samples: int = Field(default=10_000, ge=1)
     u: float = Field(default=1.0, ge=0)

@@ -30,7 +30,7 @@ from raydpfl.keys import Purpose, torch_stream
 from raydpfl.models.family import FAMILY, Model, Module
 from raydpfl.models.norms import group_norm
 
-__all__ = ["FAMILY", "Model", "build", "flatten", "group_norm", "load", "parameter_count", "parse"]
+__all__ = ["FAMILY", "Model", "Module", "build", "flatten", "group_norm", "load", "parameter_count", "parse"]
 
 
 def parse(values: Mapping[str, Any]) -> Model:

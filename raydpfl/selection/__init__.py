@@ -33,11 +33,11 @@ from raydpfl.selection.base import Cohort, Population, Selection
 from raydpfl.selection.losses import PowerOfChoice
 from raydpfl.selection.multinomial import Importance, Multinomial, PrivacyAware, WithReplacement
 from raydpfl.selection.privacy_aware import Solution, kkt_residual, solve, solve_cvxpy
-from raydpfl.selection.responders import FirstResponders
+from raydpfl.selection.responders import RESPONSES, FirstResponders
 from raydpfl.selection.subsets import FedAvgStale, Full, Poisson, Uniform
 from raydpfl.selection.windows import Availability, Cyclic
 
-__all__ = ["FAMILY", "Cohort", "Population", "Selection", "Solution", "Uniform", "WithReplacement", "kkt_residual", "solve", "solve_cvxpy"]
+__all__ = ["FAMILY", "RESPONSES", "Cohort", "Population", "Selection", "Solution", "Uniform", "WithReplacement", "kkt_residual", "solve", "solve_cvxpy"]
 
 FAMILY: dict[str, type[Selection]] = {
     "uniform": Uniform,

@@ -30,7 +30,7 @@ from raydpfl.selection.privacy_aware import solve, solve_cvxpy
 class WithReplacement(Selection):
     """Base of these members: `cohort` draws, each from `probabilities`; the sum is divided by `cohort`."""
 
-    cohort: int = Field(ge=1)
+    cohort: int = Field(ge=1, le=10**9)
 
     def law(self, population: Population) -> np.ndarray:
         """p float64 [N], non-negative with sum 1, computed anew."""
