@@ -270,6 +270,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
     *sections, key = path.split(".")
     node: Any = tree
     for depth, name in enumerate(sections):
+        if depth and node.get(name, {}) is None:  # a section that is not there: data.features
+            del node[name]
         node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
         if not isinstance(node, dict):
             raise ConfigError(path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys")

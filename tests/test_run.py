@@ -300,6 +300,20 @@ def test_an_override_by_a_member_of_the_users_own_keeps_what_it_knows(tmp_path, 
     sys.modules.pop("own")
 
 
+def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one_behind():
+    law = {"kind": "uniform", "high": 2.0, "public": 0.1}
+    tree = experiment(
+        data={"sizes": {"kind": "balanced"}, "partition": {"kind": "shards", "per_client": 5}, "features": None},
+        bounding={"kind": "per_sample_clip", "bound": 1.0}, noise={"kind": "gaussian", "epsilon": law},
+    ).to_dict()  # fmt: skip
+    changes = ["data.partition.kind=similarity", "data.partition.s=30", "data.sizes.kind=power-law", "data.features.kind=pca", "data.features.components=9"]
+    changed = Experiment.from_dict(tree, [*changes, "noise.epsilon.kind=constant", "noise.epsilon.epsilon=3"])
+    assert (changed.data.partition.kind, changed.data.partition.s, changed.data.sizes.kind) == ("similarity", 30, "power-law")
+    assert (changed.data.features.kind, changed.data.features.components) == ("pca", 9)
+    assert (changed.noise.epsilon.epsilon, changed.noise.epsilon.public) == (3, 0.1)  # what both laws know is kept
+    assert Experiment.from_dict(tree, ["data.partition.kind=iid"]).data.partition.kind == "iid"
+
+
 def test_a_shown_config_is_the_experiment(tmp_path):
     first = experiment()
     (tmp_path / "shown.yaml").write_text(first.to_yaml())
