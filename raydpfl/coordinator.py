@@ -232,7 +232,8 @@ class Coordinator:
         row |= {"test_loss": None, "test_accuracy": None}
         row |= {f"epsilon_{name}": float(curve[t]) for name, curve in self.curves.items()}
         std = None if self.experiment.noise.placement == "step" else self.plan.sum_std(self.bound)  # of the sum; at steps each client has its own
-        row |= {"bound": self.bound, "noise_std": std, "clipped": _mean(factors < 1.0)}
+        by_sample = self.experiment.bounding.sample_bound  # which clips gradients within the steps, and no update
+        row |= {"bound": by_sample or self.bound, "noise_std": std, "clipped": None if by_sample else _mean(factors < 1.0)}
         row |= {f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None for q in (10, 50, 90)}
         row |= {"update_norm": float(np.linalg.norm(update)), "lr": self.experiment.local.learning_rate(t)}
         with open(self.out / "dropped.jsonl", "a") if any(partial.dropped for partial in partials) else nullcontext() as file:
@@ -321,7 +322,7 @@ class Coordinator:
             "clients_per_second": clients / self.seconds if self.seconds else 0.0,
             "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
             "seed": self.experiment.seed,
-            "noise_multiplier": self.plan.ratio,
+            "noise_multiplier": None if isinstance(self.plan.mechanism, LocalSteps) else self.plan.ratio,
             "replaced_actors": self.pool.replaced,
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees()],
         }

@@ -67,8 +67,12 @@ def load(folder: Path) -> Checkpoint | None:
     return None
 
 
+# What may be missing from every row are numbers, and lists of words.
+_UNFILLED = {pa.null(): pa.float64(), pa.list_(pa.null()): pa.list_(pa.string())}
+
+
 class Table:
-    """Rows in memory, a Parquet file on disk at every flush."""
+    """Rows in memory, a Parquet file on disk at every flush. A column's dtype does not depend on whether it holds anything."""
 
     def __init__(self, path: Path):
         self.path, self.rows = path, list[dict[str, Any]]()
@@ -84,7 +88,8 @@ class Table:
 
     def arrow(self) -> pa.Table:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
-        return pa.table({name: [row.get(name) for row in self.rows] for name in names})
+        table = pa.table({name: [row.get(name) for row in self.rows] for name in names})
+        return table.cast(pa.schema([(column.name, _UNFILLED.get(column.type, column.type)) for column in table.schema]))
 
 
 class Trajectory:

@@ -314,6 +314,28 @@ def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one
     assert Experiment.from_dict(tree, ["data.partition.kind=iid"]).data.partition.kind == "iid"
 
 
+def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(tmp_path):
+    every = {"bounding": True, "clients": True}
+    full = run(experiment(measure=every), tmp_path / "full")
+    step = {"bounding": {"kind": "per_sample_clip", "bound": 0.7}, "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}}
+    empty = run(experiment(**step, measure=every), tmp_path / "empty")
+    assert empty.rounds["noise_std"].null_count == empty.rounds["alpha_mean"].null_count == empty.rounds.num_rows
+    assert {field.name: str(field.type) for field in empty.rounds.schema} == {field.name: str(field.type) for field in full.rounds.schema}
+    stated = {**step, "noise": {"kind": "gaussian", "std": 3.0, "delta": 1e-5}, "privacy": {"accountants": ["rdp"]}}
+    run(experiment(**stated), tmp_path / "stated")
+    promised = pq.read_schema(tmp_path / "empty" / "guarantees.parquet")
+    table = pq.read_table(tmp_path / "stated" / "guarantees.parquet")
+    assert table["epsilon_claimed"].null_count == table.num_rows and not any(table["conditions_failed"].to_pylist())
+    assert all(str(field.type) == str(promised.field(field.name).type) for field in table.schema)
+
+
+def test_clipping_of_samples_shows_its_bound_and_says_nothing_of_updates_or_of_a_noise_multiplier(tmp_path):
+    step = {"bounding": {"kind": "per_sample_clip", "bound": 0.7}, "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}}
+    result = run(experiment(**step), tmp_path / "out")
+    assert set(result.rounds["bound"].to_pylist()) == {0.7} and set(result.rounds["clipped"].to_pylist()) == {None}
+    assert result.summary["noise_multiplier"] is None  # every client has its own: guarantees.parquet
+
+
 def test_a_shown_config_is_the_experiment(tmp_path):
     first = experiment()
     (tmp_path / "shown.yaml").write_text(first.to_yaml())
