@@ -50,6 +50,7 @@ from raydpfl.privacy.personal import SHARES, Participations
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from raydpfl.config import Experiment
 
@@ -577,13 +578,13 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
         columns: dict[str, list[tuple[Guarantee, str]]] = {}
         for guarantee, cell in cells:
             columns.setdefault(_label(guarantee), []).append((guarantee, cell))
-        made = Table(title=title, title_justify="left", title_style="bold")
+        made = _table(title)
         told_apart = len({guarantee.relation for guarantee, _ in columns["pld"]}) > 1
         made.add_column("against whoever sees", no_wrap=True)
         if told_apart:
             made.add_column("relation", no_wrap=True)
         for name in columns:
-            made.add_column(name, justify="right")
+            made.add_column(name, justify="right", overflow="fold")
         for place, (guarantee, _) in enumerate(columns["pld"]):
             knows = guarantee.sampling.removeprefix("batches: ").removeprefix(str(sampling)).split(", ")[1:2]
             row = [column[place][1] if place < len(column) else "" for column in columns.values()]
@@ -633,10 +634,10 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
     names["epsilon_claimed"] = "promised"
 
     def table(title: str, first: str, lines: list[tuple[str, list[Any]]]) -> Table:
-        made = Table(title=title, title_justify="left", title_style="bold")
+        made = _table(title)
         made.add_column(first, no_wrap=True)
         for name in names.values():
-            made.add_column(name.replace("theorem", "thm"), justify="right")
+            made.add_column(name.replace("theorem", "thm"), justify="right", overflow="fold")
         for label, values in lines:
             made.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
         return made
@@ -655,6 +656,14 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
             parts.append(Text(f"- {guarantee.accountant}: conditions that fail for the client it finds worst: {'; '.join(guarantee.conditions_failed)}"))
     parts += [Text(f"- {note}") for note in budget.notes]
     return Group(*parts, "", Text(budget.sentence(), style="bold"))
+
+
+def _table(title: str) -> Table:
+    """So narrow that 80 columns hold the numbers of all accountants."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _label(guarantee: Guarantee) -> str:

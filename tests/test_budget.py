@@ -45,8 +45,8 @@ def ask(unit, given, rounds=None, **options) -> budget.Budget:
     return budget.from_options(unit, **given, **options, **({repeated: rounds} if rounds else {}))
 
 
-def shown(found) -> str:
-    console = Console(width=100, file=io.StringIO(), highlight=False)
+def shown(found, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(budget.render(found))
     return console.file.getvalue()
 
@@ -385,3 +385,17 @@ def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, ca
     code, said, complaint = command(monkeypatch, capsys, *arguments)
     assert code == 2 and not said and complaint.count("\n") == 1
     assert complaint.removeprefix("raydpfl: ").startswith(BAD[options])
+
+
+def test_every_number_is_shown_whole_in_80_columns():
+    given = {"samples": 500, "batch": 250, "steps": 1, "participations": 1}
+    found = budget.of_samples(**given, epsilon=20.0, delta=1e-5)
+    text = shown(found, width=80)
+    assert "…" not in text
+    assert all(f"{answer.noise_multiplier:.4g}" in text for answer in found.answers if math.isfinite(answer.noise_multiplier))
+    step = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "local": {"kind": "sgd", "steps": 2, "batch": 5}}
+    law = {"kind": "normal_mixture", "components": [{"weight": 0.3, "mean": 0.5, "std": 0.2}, {"weight": 0.7, "mean": 10, "std": 1}]}
+    found = budget.of_config(experiment(**step, noise={"kind": "gaussian", "epsilon": law, "delta": 1e-3}, privacy={"accountants": ["pld", "rdp", "paper"]}))
+    text = shown(found, width=80)
+    assert "…" not in text
+    assert all(f"{value:.4g}" in text for name in ("noise_std", "epsilon_pld", "epsilon_paper_003") for value in found.quantiles(name))
