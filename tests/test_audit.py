@@ -363,7 +363,7 @@ def test_with_half_the_noise_the_canaries_alone_tell(epsilon, monkeypatch):
 
 STEPS = {
     "rounds": 3,
-    "data": {"kind": "synthetic", "clients": 6, "samples": 100},
+    "data": {"kind": "synthetic", "clients": 6, "samples": 100, "sizes": {"kind": "balanced"}},
     "selection": {"kind": "uniform", "cohort": 3},
     "local": {"kind": "sgd", "steps": 3, "batch": 100, "lr": 0.01},
     "bounding": {"kind": "per_sample_clip", "bound": 1.0},

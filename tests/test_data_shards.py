@@ -30,7 +30,7 @@ def mini(**keys):
 
 
 def synthetic(**keys):
-    return data.parse({"kind": "synthetic", "clients": 40, "samples": 30, "test_samples": 100} | keys)
+    return data.parse({"kind": "synthetic", "clients": 40, "samples": 30, "sizes": {"kind": "balanced"}, "test_samples": 100} | keys)
 
 
 def slow_lane(described, seed, clients, rows):

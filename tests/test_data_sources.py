@@ -270,12 +270,20 @@ def slow_synthetic(seed, client, samples, u, v):
 
 
 def test_synthetic_data_follow_their_definition():
-    split = data.parse({"kind": "synthetic", "clients": 4, "samples": 25, "u": 0.5, "v": 2.0}).split(3, None)
+    split = data.parse({"kind": "synthetic", "clients": 4, "samples": 25, "sizes": {"kind": "balanced"}, "u": 0.5, "v": 2.0}).split(3, None)
     for client in range(4):
         x, y = split.rows(client, client + 1)
         slow_x, slow_y = slow_synthetic(3, client, 25, 0.5, 2.0)
         np.testing.assert_allclose(x, slow_x, atol=1e-5)
         assert (y == slow_y).mean() > 0.95  # a tie may fall either way in float32
+
+
+def test_the_sizes_of_synthetic_clients_follow_a_power_law_unless_they_are_said_to_be_even():
+    sizes = data.parse({"kind": "synthetic", "clients": 50, "samples": 100}).split(0, None).sizes
+    assert sizes.sum() == 5000
+    np.testing.assert_allclose(np.sort(sizes)[::-1], 5000 / np.sum(1 / np.arange(1, 51)) / np.arange(1, 51), atol=1.5)
+    even = data.parse({"kind": "synthetic", "clients": 50, "samples": 100, "sizes": {"kind": "balanced"}}).split(0, None)
+    assert set(even.sizes.tolist()) == {100}
 
 
 def test_u_changes_no_label():
@@ -284,7 +292,7 @@ def test_u_changes_no_label():
 
 
 def test_iid_synthetic_clients_share_one_model_and_the_test_rows_are_new():
-    split = data.parse({"kind": "synthetic", "clients": 50, "samples": 200, "iid": True, "test_samples": 2000}).split(0, None)
+    split = data.parse({"kind": "synthetic", "clients": 50, "samples": 200, "sizes": {"kind": "balanced"}, "iid": True, "test_samples": 2000}).split(0, None)
     x, y = split.rows(0, 50)
     test_x, test_y = split.test()
     # Means of 10,000 rows: std 0.01 for the first feature, less for the others; 60 two-sided tests at 4.5 std: false alarm below 5e-4.

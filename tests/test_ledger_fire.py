@@ -28,7 +28,7 @@ ROUNDS = 10
 EXPERIMENT = {
     "seed": 5,
     "rounds": ROUNDS,
-    "data": {"kind": "synthetic", "clients": 20, "samples": 10, "test_samples": 20},
+    "data": {"kind": "synthetic", "clients": 20, "samples": 10, "sizes": {"kind": "balanced"}, "test_samples": 20},
     "selection": {"kind": "uniform", "cohort": 6},
     "local": {"kind": "sgd", "steps": 2, "batch": 5, "lr": 0.1},
     "bounding": {"kind": "quantile_clip", "bound": 0.2},

@@ -101,7 +101,7 @@ def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(t
 
 
 def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
-    data = {"kind": "synthetic", "clients": 6, "samples": 30, "u": 1.0, "v": 1.0}
+    data = {"kind": "synthetic", "clients": 6, "samples": 30, "sizes": {"kind": "balanced"}, "u": 1.0, "v": 1.0}
     plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)

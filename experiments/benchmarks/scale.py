@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 CONFIG = """
-data: {{kind: synthetic, clients: {clients}, samples: 20}}
+data: {{kind: synthetic, clients: {clients}, samples: 20, sizes: {{kind: balanced}}}}
 model: {{kind: softmax}}
 selection: {{kind: uniform, cohort: 150}}
 local: {{kind: sgd, steps: 20, batch: 10, lr: 0.05}}

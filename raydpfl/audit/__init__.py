@@ -5,8 +5,8 @@ an observer can tell about those coins bounds epsilon from below [2] and estimat
 everything else that is known of the audited runs is checked against what was accounted for (`checks`).
 
 >>> experiment = Experiment.from_dict({
-...     "rounds": 1, "data": {"kind": "synthetic", "clients": 500, "samples": 5, "test_samples": 10}, "model": {"kind": "mlp", "hidden": 100},
-...     "selection": {"kind": "full"}, "bounding": {"kind": "clip", "bound": 1.0},
+...     "rounds": 1, "data": {"kind": "synthetic", "clients": 500, "samples": 5, "sizes": {"kind": "balanced"}, "test_samples": 10},
+...     "model": {"kind": "mlp", "hidden": 100}, "selection": {"kind": "full"}, "bounding": {"kind": "clip", "bound": 1.0},
 ...     "noise": {"kind": "gaussian", "placement": "server", "epsilon": 4.0}, "privacy": {"accountants": ["pld"], "relation": "zero_out"}})
 >>> done = audit(experiment, canaries=2000)
 >>> (view,) = done.views

@@ -3,7 +3,7 @@
 >>> import tempfile
 >>> from raydpfl.data.synthetic import Synthetic
 >>> with tempfile.TemporaryDirectory() as cache:
-...     shards = Shards.open(prepare(Synthetic(clients=3, samples=4), seed=0, cache=Path(cache)))
+...     shards = Shards.open(prepare(Synthetic(clients=3, samples=4, sizes={"kind": "balanced"}), seed=0, cache=Path(cache)))
 ...     x, y, n = shards.lane([2, -1], rows=5)
 ...     shards.clients, shards.shape, shards.classes, x.shape, n
 (3, (60,), 10, (2, 5, 60), array([4, 0]))

@@ -8,9 +8,10 @@ Client k draws its own model and its own inputs:
 The second argument is a variance, as printed; the code that Li et al. released takes u and v for standard deviations (the same for
 0 and 1). U_k adds (1 + sum_j x_j) U_k to the score of every class alike, so u changes no label: of the two knobs only v
 turns anything, and a sweep over Synthetic(u, u) is a sweep over v. The iid form shares W and b, from N(0, 1), and has
-v_k = 0. A client's samples depend on (seed, k) and on how many it has:
+v_k = 0. Sizes follow a power law unless `sizes` says otherwise: the largest of a thousand clients holds 13 % of all samples, of a
+million 7 %. A client's samples depend on (seed, k) and on how many it has:
 
->>> data = Synthetic(clients=3, samples=4, u=1, v=1)
+>>> data = Synthetic(clients=3, samples=4, u=1, v=1, sizes={"kind": "balanced"})
 >>> x, y = data.split(seed=0, root=None).rows(1, 2)
 >>> x.shape, x.dtype, y
 ((4, 60), dtype('float32'), array([2, 2, 2, 2]))
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
+from raydpfl.data.partitions import PowerLaw, Sizes
 from raydpfl.data.sources import Sized, Split
 from raydpfl.keys import Purpose, stream
 
@@ -41,6 +43,7 @@ class Synthetic(Sized):
     u: float = Field(default=1.0, ge=0)
     v: float = Field(default=1.0, ge=0)
     iid: bool = False
+    sizes: SerializeAsAny[Sizes] = PowerLaw()
     features: int = Field(default=60, ge=1)
     classes: int = Field(default=10, ge=2)
 
