@@ -7,8 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from dp_accounting import dp_event
+from dp_accounting.privacy_accountant import NeighboringRelation
+from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
 from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_sample_wor_gaussian as reference
-from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
 from raydpfl.privacy import renyi
 
@@ -20,6 +22,16 @@ def test_divergences_and_epsilons_are_dp_accountings(q, mu):
     for delta in (1e-2, 1e-5):
         expected = [compute_epsilon(renyi.ORDERS, theirs * count, delta)[0] for count in (1, 40, 3000)]
         assert renyi.epsilons(ours, delta, [1, 40, 3000]) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "z", "counts", "delta"),
+    [(10_000, 261, 54.931, 50, 1e-12), (600, 1, 9.938, 50, 1e-5), (10_000, 63, 3.966, 1, 1e-5), (20, 1, 98.555, 10_000, 1e-12), (10**6, 100, 0.6, 10**4, 1e-8)],
+)
+def test_epsilons_far_from_the_usual_are_dp_accountings_too(samples, batch, z, counts, delta):
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)  # with the orders that it has by default
+    accountant.compose(dp_event.SampledWithoutReplacementDpEvent(samples, batch, dp_event.GaussianDpEvent(z / 2)), counts)
+    assert float(renyi.epsilons(renyi.fixed_size(batch / samples, 2 / z), delta, counts)) == pytest.approx(accountant.get_epsilon(delta), rel=1e-8)
 
 
 @pytest.mark.parametrize("mu", [0.02, 0.002])

@@ -29,7 +29,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import UNREACHED, Name, epsilon
 from raydpfl.privacy.mechanism import Mechanism, Relation
 
-_VERSION = 2  # of what noise_for returns for the same question: part of the cache's key
+_VERSION = 3  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
 _MOST_ROUNDS = 1 << 20
 
