@@ -28,7 +28,7 @@ from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, RunError
-from raydpfl.local import Trainer, single_thread, tune_allocator
+from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import sample_loss
 from raydpfl.noise import client_noise
 from raydpfl.server import snap
@@ -41,7 +41,7 @@ class Lane:
     clients: np.ndarray  # int64 [C], ascending; -1 for an empty slot
     draws: np.ndarray  # int64 [C], how often the client stands before in the cohort
     weights: np.ndarray  # float64 [C]
-    rows: int  # rows of its largest client, which all others are padded to
+    rows: int  # that any of its clients trains on in a round at most, which all others are padded to
     slot: int | None = None  # the one slot to train, when each client is its own actor
     stds: np.ndarray | None = None  # float64 [C]: std of the noise on the mean gradient of each client's local steps
     memory: Mapping[int, np.ndarray] = field(default_factory=dict)  # slot -> what its client remembers, float32 [d]; absent: zeros
@@ -106,7 +106,7 @@ class ClientActor:
         broadcast = torch.tensor(model, device=self.device)  # a copy: what Ray hands out may not be written to
         parameters, shared = broadcast if broadcast.dim() == 2 else (broadcast, None)
         partial = Partial(np.zeros(len(parameters)))
-        self.shards.prefetch(np.concatenate([lane.clients if lane.slot is None else lane.clients[[lane.slot]] for lane in lanes]))
+        self.shards.prefetch(np.concatenate([self._members(lane) for lane in lanes]), max(lane.rows for lane in lanes))
         for lane in lanes:
             total = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
             for contribution in self._contributions(parameters, shared, work, lane, partial):
@@ -270,13 +270,17 @@ class ClientActor:
     def _train(
         self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, members: np.ndarray
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
-        x, y, sizes = self.shards.lane(members, lane.rows)
+        keyed = {"round": work.round, "clients": members, "draws": lane.draws}
+        local, sizes = self.experiment.local, np.where(members < 0, 0, self.shards.sizes[members])
+        index, batch_sizes = batches(self.experiment.seed, sizes=sizes, local=local, rows=lane.rows, **keyed)
+        rows, index = picked(index, batch_sizes, sizes, local)
+        x, y, sizes = self.shards.lane(members, lane.rows, rows)
         corrections = None
         if shared is not None:
             own = [self._memory(lane, slot, len(parameters)) for slot in range(len(members))]
             corrections = torch.stack([self.experiment.local.correction(shared, each) for each in own])
-        keyed = {"round": work.round, "clients": members, "draws": lane.draws}
-        for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, stds=lane.stds, corrections=corrections):
+        drawn = index, batch_sizes
+        for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, stds=lane.stds, corrections=corrections, drawn=drawn):
             idle = shared is not None and not sizes[slot]
             yield slot, self.experiment.local.unmoved(shared, self.experiment.local.learning_rate(work.round)) if idle else delta, loss
 

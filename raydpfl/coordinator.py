@@ -140,7 +140,8 @@ class Coordinator:
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[Partial]]:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each actor's account of them."""
         clients, shared = cohort.clients, self.state.get("shared") if self.experiment.local.stateful else None
-        cut = lanes(cohort, self.plan.weights(clients), self.plan.population.sizes[clients], self.experiment.client.lane, self.plan.step_stds(clients))
+        sizes = self.experiment.local.rows_used(self.plan.population.sizes[clients])
+        cut = lanes(cohort, self.plan.weights(clients), sizes, self.experiment.client.lane, self.plan.step_stds(clients))
         cut = [replace(lane, memory=self._remembered(lane)) for lane in cut] if self.memory else cut
         broadcast = self.model if shared is None else np.stack([self.model, shared.astype(np.float32)])
         shares = self.pool.shares(cut)

@@ -34,7 +34,7 @@ LOST = (RayActorError, OutOfMemoryError, ObjectLostError)  # the actor is gone, 
 def lanes(cohort: Cohort, weights: np.ndarray, sizes: np.ndarray, width: int, stds: np.ndarray | None = None) -> list[Lane]:
     """The cohort cut into lanes of `width`, in client order, the last one filled up with empty slots.
 
-    `weights` float64 [r], `sizes` int64 [r] (samples) and `stds` float64 [r] (noise of local steps) are those of the cohort's clients;
+    `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local steps) are those of the cohort's clients;
     a lane's rows are those of its largest.
     """
     cut = []

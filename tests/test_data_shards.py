@@ -89,8 +89,24 @@ def test_what_a_lane_and_a_test_batch_return_may_be_written_to():
 
 
 def test_a_lane_that_is_too_short_is_refused():
-    with pytest.raises(ValueError, match="client 2 has 30 samples, more than the 29 rows"):
+    with pytest.raises(ValueError, match="30 samples of client 2 are more than the 29 rows"):
         Shards.open(prepare(synthetic(), seed=0)).lane([2, -1], 29)
+
+
+@pytest.mark.parametrize("near", [100, shards.NEAR])
+@pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
+def test_rows_that_are_picked_are_those_of_the_whole_client(described, near, monkeypatch):
+    monkeypatch.setattr(shards, "NEAR", near)
+    opened = Shards.open(prepare(described, seed=5))
+    clients = [3, -1, 0, 17, 5]
+    whole_x, whole_y, sizes = opened.lane(clients, int(opened.sizes.max()))
+    picked = [np.array([1, 4]), None, np.arange(sizes[2] - 1), None, np.array([sizes[4] - 1])]
+    x, y, n = opened.lane(clients, int(sizes.max()), picked)
+    assert n.tolist() == [2, 0, sizes[2] - 1, sizes[3], 1]
+    for slot, rows in enumerate(picked):
+        rows = np.arange(n[slot]) if rows is None else rows
+        assert np.array_equal(x[slot, : n[slot]], whole_x[slot, rows]) and np.array_equal(y[slot, : n[slot]], whole_y[slot, rows])
+        assert not x[slot, n[slot] :].any() and not y[slot, n[slot] :].any()
 
 
 def test_the_sum_of_the_shards_is_the_data_set():
@@ -156,7 +172,7 @@ def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
     np.savez(tmp_path / "t.npz", v=x, cost=y, who=who)
     keys = {"kind": "table", "train": str(tmp_path / "t.npz"), "test": str(tmp_path / "t.npz"), "x": "v", "y": "cost", "regression": True}
     opened = Shards.open(prepare(data.parse(keys | {"client": "who", "partition": {"kind": "natural"}}), 0))
-    opened.prefetch(np.array([0, -1, 2]))
+    opened.prefetch(np.array([0, -1, 2]), 1)
     _, lane_y, n = opened.lane([2, 0], 8)
     assert opened.classes == 0 and "classes_per_client" not in opened.describe()
     for slot, client in enumerate((2, 0)):

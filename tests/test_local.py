@@ -20,7 +20,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, torch_stream
-from raydpfl.local import FAMILY, Local, Scaffold, Sgd, Trainer, batches, linear, resolve
+from raydpfl.local import FAMILY, Local, Scaffold, Sgd, Trainer, batches, linear, picked, resolve
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
@@ -385,6 +385,29 @@ def test_shuffled_epochs_show_each_row_once_before_any_twice():
 
 
 # ----------------------------------------------------------------------------------------------------- which way
+
+
+@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+def test_rows_that_no_batch_takes_are_not_needed(way):
+    sizes, clients, draws = np.array([40, 0, 12, 13, 7]), [5, -1, 6, 7, 8], [0] * 5
+    local = Sgd(steps=4, batch=3)
+    assert local.rows_used(sizes).tolist() == [12, 0, 12, 12, 7] and Sgd(batch="full").rows_used(sizes).tolist() == sizes.tolist()
+    x, y = torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1)), torch.arange(200).view(5, 40) % CLASSES
+    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), nn.ReLU(), nn.Linear(9, CLASSES))
+    trainer, parameters, name = Trainer(module, local, way=way, seed=4), models.flatten(module), {"round": 2, "clients": clients, "draws": draws}
+    index, batch_sizes = batches(4, sizes=sizes, local=local, rows=12, **name)
+    rows, places = picked(index, batch_sizes, sizes, local)
+    assert [slot for slot, each in enumerate(rows) if each is not None] == [0, 3]  # who may have more than it can use
+    few_x, few_y, few = torch.full((5, 12, *SHAPE), torch.nan), torch.full((5, 12), -1), []
+    for slot, some in enumerate(rows):
+        some = np.arange(sizes[slot]) if some is None else some
+        few_x[slot, : len(some)], few_y[slot, : len(some)] = x[slot, some], y[slot, some]
+        few.append(len(some))
+    assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
+    whole, ours = trainer.lane(parameters, x, y, sizes, **name), trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes))
+    for (_, delta, loss), (_, our_delta, our_loss) in zip(whole, ours, strict=True):
+        torch.testing.assert_close(our_delta, delta, atol=1e-6, rtol=0)
+        assert our_loss == pytest.approx(loss, abs=1e-6) and delta.norm() > 0.01
 
 
 def test_the_learning_rate_follows_its_schedule():

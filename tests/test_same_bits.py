@@ -47,6 +47,7 @@ METHODS = {
         "server": {"kind": "adam", "lr": 0.01},
         "data": {"sizes": {"kind": "spread"}},
     },
+    "a client with most of the data": {"data": {"sizes": {"kind": "power-law"}}, "selection": {"kind": "multinomial", "cohort": 20}, "noise": {"kind": "none"}},
     "full gradient, fused": {
         "selection": {"kind": "full"},
         "local": {"kind": "sgd", "steps": 2, "batch": "full", "momentum": 0.5},

@@ -102,11 +102,13 @@ class PlantedShards:
     def __getattr__(self, name: str):
         return getattr(self._shards, name)
 
-    def lane(self, clients, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        x, y, n = self._shards.lane(clients, rows)
+    def lane(self, clients, rows: int, picked=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        x, y, n = self._shards.lane(clients, rows, picked)
         for slot, client in enumerate(np.asarray(clients).tolist()):
             if client >= 0 and self._canaries.part(client) is not None:
-                x[slot, : n[slot]], y[slot, : n[slot]] = self._canaries.rows(client, self._shards.shape, self._shards.classes)
+                rows = slice(None) if picked is None or picked[slot] is None else picked[slot]
+                for into, planted in zip((x, y), self._canaries.rows(client, self._shards.shape, self._shards.classes), strict=True):
+                    into[slot, : n[slot]] = planted[rows]
         return x, y, n
 
 

@@ -46,6 +46,7 @@ from raydpfl.data.sources import Data, Split
 from raydpfl.errors import ConfigError
 
 FORMAT = 2
+NEAR = 32 << 10  # bytes that are read as fast as another call is made: so many for each row wanted, before rows are read one by one
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 
@@ -143,6 +144,18 @@ class _Mapped:
         if os.preadv(self.file.fileno(), [into], at) != into.nbytes:
             raise OSError(f"{self.file.name} is cut short")
 
+    def take(self, into: np.ndarray, at: int, count: int, rows: np.ndarray | None) -> None:
+        """Of `count` rows from `at` on, those at `rows`, or all for None."""
+        if rows is None:
+            self.read(into, at)
+        elif count * into[0].nbytes <= NEAR * len(rows):
+            whole = np.empty((count, *into.shape[1:]), into.dtype)
+            self.read(whole, at)
+            np.take(whole, rows, axis=0, out=into)
+        else:
+            for place, row in enumerate(rows.tolist()):
+                self.read(into[place : place + 1], at + row * into[0].nbytes)
+
 
 class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
@@ -183,25 +196,28 @@ class Shards:
     def test_size(self) -> int:
         return len(self._test_y)
 
-    def lane(self, clients: Sequence[int], rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All samples of some clients, each padded with zeros to `rows`; a client of -1 is a dummy without samples.
+    def lane(
+        self, clients: Sequence[int], rows: int, picked: Sequence[np.ndarray | None] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The samples of some clients, each padded with zeros to `rows`; a client of -1 is a dummy without samples.
 
-        Returns x float32 [len(clients), rows, *shape], y int64 [len(clients), rows] and the numbers of samples, int64 [len(clients)].
-        Raises ValueError if a client has more than `rows` samples.
+        `picked` has the rows to take of each client, ascending, or None for all. Returns x float32 [len(clients), rows, *shape], y int64
+        [len(clients), rows] and the numbers of samples taken, int64 [len(clients)]. Raises ValueError if that is more than `rows`.
         """
         members = np.asarray(clients, np.int64)
         x = np.zeros((len(members), rows, *self.shape), np.float32)
         y = np.zeros((len(members), rows), self._test_y.dtype)
-        n = np.where(members < 0, 0, self.sizes[members])
+        sizes = np.where(members < 0, 0, self.sizes[members])
+        picked = [None] * len(members) if picked is None else picked
+        n = np.array([size if some is None else len(some) for size, some in zip(sizes, picked, strict=True)], np.int64)
         if n.max(initial=0) > rows:
-            raise ValueError(f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane")
+            raise ValueError(f"{n.max()} samples of client {members[n.argmax()]} are more than the {rows} rows of the lane")
         raw = np.empty((rows, *self.shape), self._test_x.dtype)
         for lane, (batch, before, count) in enumerate(zip(*self._rows_of(members), n.tolist(), strict=True)):
             if count:
-                x_at, y_at = self._places[batch]
                 stored = raw[:count] if raw.dtype == np.uint8 else x[lane, :count]
-                self._train.read(stored, x_at + before * self._row_bytes)
-                self._train.read(y[lane, :count], y_at + before * y.itemsize)
+                for into, at in zip((stored, y[lane, :count]), self._places[batch], strict=True):
+                    self._train.take(into, at + before * into[0].nbytes, int(sizes[lane]), picked[lane])
                 if raw.dtype == np.uint8:
                     self._scaled(stored, x[lane, :count])
         return x, y, n
@@ -211,12 +227,12 @@ class Shards:
         batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
         return batches.tolist(), (self._first[members] - self._starts[batches]).tolist()
 
-    def prefetch(self, clients: np.ndarray) -> None:
-        """Asks the system to have the rows of these clients (int64, -1 for a dummy) in memory soon; returns at once."""
+    def prefetch(self, clients: np.ndarray, rows: int) -> None:
+        """Asks the system to have these clients (int64, -1 for a dummy) in memory soon, but for those of whom `rows` are a small part; returns at once."""
         if not hasattr(os, "posix_fadvise"):
             return
         members = np.asarray(clients, np.int64)
-        members = members[members >= 0]
+        members = members[(members >= 0) & (self.sizes[members] * self._row_bytes <= NEAR * rows)]
         for batch, before, count in zip(*self._rows_of(members), self.sizes[members].tolist(), strict=True):
             for at, width in zip(self._places[batch], (self._row_bytes, self._test_y.itemsize), strict=True):
                 os.posix_fadvise(self._train.file.fileno(), at + before * width, count * width, os.POSIX_FADV_WILLNEED)

@@ -18,9 +18,9 @@ but sample_space, and all but sample_space can clip each sample's gradient and a
 'loop'
 """
 
-from raydpfl.local.batches import batches
+from raydpfl.local.batches import batches, picked
 from raydpfl.local.engine import WAYS, Trainer, resolve
 from raydpfl.local.process import single_thread, tune_allocator
 from raydpfl.local.sgd import FAMILY, Local, Scaffold, Sgd
 
-__all__ = ["FAMILY", "WAYS", "Local", "Scaffold", "Sgd", "Trainer", "batches", "resolve", "single_thread", "tune_allocator"]
+__all__ = ["FAMILY", "WAYS", "Local", "Scaffold", "Sgd", "Trainer", "batches", "picked", "resolve", "single_thread", "tune_allocator"]

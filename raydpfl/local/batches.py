@@ -53,6 +53,21 @@ def batches(
     return index, batch_sizes
 
 
+def picked(index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local: Local) -> tuple[list[np.ndarray | None], np.ndarray]:
+    """(the rows of each client that its batches take, int64, ascending; `index` with their places among these in place of the rows).
+
+    A client that could use all of its rows (`Local.rows_used`) keeps them, whatever this round takes: None, and its part of `index` as
+    it is. So what a client of millions of rows costs is what it trains on.
+    """
+    rows: list[np.ndarray | None] = [None] * len(sizes)
+    places = index.copy()
+    for slot in np.flatnonzero(local.rows_used(sizes) < sizes):
+        batches = (slot, slice(None), slice(batch_sizes[slot]))
+        rows[slot], inverse = np.unique(index[batches], return_inverse=True)
+        places[batches] = inverse.reshape(index[batches].shape)
+    return rows, places
+
+
 def _shuffled(words: np.ndarray) -> np.ndarray:
     """Row numbers shuffled along the last axis by random uint64 `words` (changed in place); where all bits of a word are set, last.
 

@@ -203,6 +203,7 @@ class Trainer:
         draws: Sequence[int],
         stds: np.ndarray | None = None,
         corrections: torch.Tensor | np.ndarray | None = None,
+        drawn: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """(slot, update float32 [d] on the device, mean training loss over the steps) of each client of the lane, in its order.
 
@@ -212,7 +213,8 @@ class Trainer:
         and n, not on what is in the other slots. A client without rows gives zeros and the loss NaN; a diverged update comes back as it is.
 
         `stds` float64 [C] is the std of the Gaussian noise on the mean gradient of each step, in each coordinate, and needs `clip`;
-        `corrections` float32 [C, d] is added to every gradient after that. Raises ValueError for stds without clip, and for a stateful
+        `corrections` float32 [C, d] is added to every gradient after that. `drawn` are the batches, as `batches` gives them, where x holds
+        other rows than all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for stds without clip, and for a stateful
         `local` without corrections or corrections for a way that cannot add them.
         """
         if stds is not None and self.clip is None:
@@ -228,7 +230,7 @@ class Trainer:
             return keys.clients_normals(self.seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who).to(self.device)
 
         regression = torch.as_tensor(y).is_floating_point()
-        index, batch_sizes = batches(self.seed, round, clients, draws, present, self.local, rows=y.shape[1])
+        index, batch_sizes = drawn or batches(self.seed, round, clients, draws, present, self.local, rows=y.shape[1])
         lane = LaneData(
             x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
             y=torch.as_tensor(y, dtype=torch.float32 if regression else torch.int64, device=self.device),

@@ -52,6 +52,10 @@ class Local(Member):
         """Rows in each batch of a client that has `rows`."""
         return rows if self.batch == "full" else min(self.batch, rows)
 
+    def rows_used(self, sizes: np.ndarray) -> np.ndarray:
+        """How many of its rows, `sizes` int64 [C], each client can train on in a round at most, int64 [C]."""
+        return sizes if self.batch == "full" else np.minimum(sizes, self.steps * self.batch)
+
 
 class Sgd(Local):
     """v <- momentum v + g + weight_decay x + proximal (x - x_t);  x <- x - lr v, with v = 0 and x = x_t, the model, at a round's start.
