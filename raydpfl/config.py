@@ -139,7 +139,8 @@ class Experiment(Section):
         for name, section in (("privacy", Privacy), ("client", Client), ("evaluate", Evaluate), ("measure", Measure)):
             built[name] = validate(section, name, tree.get(name, {}))
         if built["noise"].placement == "auto":
-            placement = "client" if built["bounding"].sample_bound is None else "step"
+            alone = "server" if _poisson(built["selection"]) else "client"
+            placement = alone if built["bounding"].sample_bound is None else "step"
             built["noise"] = built["noise"].model_copy(update={"placement": placement})
         experiment = validate(cls, "", built)
         experiment._combinations()
@@ -173,14 +174,14 @@ class Experiment(Section):
             return "replace_one"
         if self.privacy.relation != "auto":
             return self.privacy.relation
-        return "add_remove" if "poisson" in (self.selection.kind, getattr(self.selection, "law", None)) else "replace_one"
+        return "add_remove" if _poisson(self.selection) else "replace_one"
 
     def _combinations(self) -> None:
         """What no single section can refuse."""
         size = self.noise.model_dump(exclude_none=True)
         if self.private and not isinstance(self.noise, noise.Gaussian):
             raise ConfigError("noise.kind", self.noise.kind, "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise")
-        if self.stateful and self.private and "poisson" in (self.selection.kind, getattr(self.selection, "law", None)) and self.local.stateful:
+        if self.stateful and self.private and _poisson(self.selection) and self.local.stateful:
             raise ConfigError("selection.kind", self.selection.kind, f"one with cohorts of known size: the server of {self.local.kind} divides by it")
         by_sample = self.bounding.sample_bound is not None
         if self.private and self.bounding.initial_bound is None and not by_sample:
@@ -278,6 +279,11 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if key == "kind" and isinstance(value, str) and node.get("kind") != value:
         _keep_known(node, ".".join(sections), value)
     node[key] = value
+
+
+def _poisson(selected: selection.Selection) -> bool:
+    """Whether the size of a cohort is a secret."""
+    return "poisson" in (selected.kind, getattr(selected, "law", None))
 
 
 def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:

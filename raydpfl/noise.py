@@ -64,7 +64,7 @@ class Gaussian(Noise):
     """
 
     kind: Literal["gaussian"] = "gaussian"
-    placement: Literal["auto", "client", "server", "step"] = "auto"  # auto: step with per_sample_clip, else client
+    placement: Literal["auto", "client", "server", "step"] = "auto"  # auto: step with per_sample_clip, server with Poisson cohorts, else client
     delta: float = Field(default=1e-5, gt=0, lt=1)
     epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
     multiplier: float | None = Field(default=None, ge=1e-9, le=1e15)

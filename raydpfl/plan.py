@@ -104,8 +104,13 @@ class Plan:
 
     @property
     def accountant(self) -> str | None:
-        """The accountant that calibrates the noise and holds the budget: the first rigorous one asked for, or paper if there is no other."""
-        return _rigorous(self.experiment) or next(iter(self.experiment.privacy.accountants), None)
+        """The accountant that calibrates the noise and holds the budget: the first rigorous one that can, or paper if there is no other."""
+        return _rigorous(self.experiment, self.mechanism) or next(iter(self.experiment.privacy.accountants), None)
+
+    @property
+    def covering(self) -> tuple[str, ...]:
+        """Of the accountants asked for, those that cover the mechanism; of the others the guarantees say why they do not."""
+        return tuple(name for name in self.experiment.privacy.accountants if not _uncovered(name, self.experiment, self.mechanism))
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -164,8 +169,8 @@ class Plan:
         e = self.experiment
         if isinstance(self.mechanism, LocalSteps):
             return self.mechanism.curves(e.privacy.accountants, self.draws(e.rounds))
-        found = {}
-        for name in e.privacy.accountants:
+        found = {name: np.full(e.rounds, np.inf) for name in e.privacy.accountants}
+        for name in self.covering:
             curve = privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, self.mechanism.rounds, name, v=e.noise.v)
             found[name] = np.concatenate([[0.0], curve])[self.exposures]
         return found
@@ -206,8 +211,14 @@ def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     return experiment.model_copy(update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})})
 
 
-def _rigorous(experiment: Experiment) -> str | None:
-    return next((name for name in experiment.privacy.accountants if name != "paper"), None)
+def _rigorous(experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None) -> str | None:
+    """The first rigorous accountant asked for, of those that cover the mechanism if it is known."""
+    return next((name for name in experiment.privacy.accountants if name != "paper" and not _uncovered(name, experiment, mechanism)), None)
+
+
+def _uncovered(name: str, experiment: Experiment, mechanism: Mechanism | LocalSteps | None) -> str | None:
+    """Why this accountant does not cover the mechanism; None if it does."""
+    return privacy.covers(name, mechanism, experiment.relation) if isinstance(mechanism, Mechanism) else None
 
 
 def _weights(experiment: Experiment, population: Population, clients: np.ndarray) -> np.ndarray:
@@ -272,7 +283,7 @@ def _draws(experiment: Experiment, population: Population, rounds: int) -> list[
 def _mechanism(experiment: Experiment, population: Population, z: float, rounds: int | None = None) -> Mechanism | None:
     """The mechanism at noise multiplier `z` per unit of bound, `rounds` being those that compose; None when there is no noise on updates.
 
-    Raises `ConfigError` when one of the accountants asked for does not cover it.
+    Raises `ConfigError` when none of the rigorous accountants asked for covers it.
     """
     if not experiment.private or experiment.noise.placement == "step":
         return None
@@ -299,10 +310,9 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
             raise ConfigError("noise.virtual_population", virtual, accepted)
         sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
     mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, exclusions=tuple(exclusions))
-    for name in experiment.privacy.accountants:
-        reason = privacy.covers(name, mechanism, experiment.relation)
-        if reason:
-            raise ConfigError("privacy.accountants", name, reason)
+    rigorous = [name for name in experiment.privacy.accountants if name != "paper"]
+    if rigorous and _rigorous(experiment, mechanism) is None:
+        raise ConfigError("privacy.accountants", rigorous[0], _uncovered(rigorous[0], experiment, mechanism))
     return mechanism
 
 
@@ -320,7 +330,7 @@ def _multiplier(experiment: Experiment, mechanism: Mechanism, weight: float, sur
         raise ConfigError("noise.calibration", "tcdp", "rigorous or paper; tcdp (002) is for noise at local steps")
     if noise.calibration == "paper":
         return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, mechanism.rounds, noise.delta, noise.v)
-    accountant = _rigorous(experiment)
+    accountant = _rigorous(experiment, mechanism)
     if accountant is None:
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
         raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), accepted)

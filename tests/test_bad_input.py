@@ -63,7 +63,7 @@ BAD = {
     "unknown accountant": (["privacy.accountants=[gdp]"], "privacy.accountants.0 = 'gdp': should be 'pld', 'rdp' or 'paper'"),
     "budget without noise": (["noise={kind: none}", "privacy.budget=2"], "privacy.budget = 2.0: a budget needs noise and an accountant"),
     "accountant that does not cover the mechanism": (["privacy.relation=add_remove"], "privacy.accountants = 'rdp': "),
-    "noise that tells the size of a secret cohort": (["selection.kind=poisson"], "privacy.accountants = 'rdp': "),
+    "noise that tells the size of a secret cohort": (["selection.kind=poisson", "noise.placement=client"], "privacy.accountants = 'rdp': "),
     "more clients than samples": (["data.clients=9001"], "data.clients = 9001: "),
     "shards that the data cannot give": (["data.partition={kind: shards, per_client: 200}"], "data.clients = 50: 1 to 45 with 200 one-class shards each"),
     "more classes than there are": (["data.partition={kind: classes-per-client, k: 11}"], "data.partition.k = 11: "),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import experiment
 
-from raydpfl import budget, local, models, privacy, run
+from raydpfl import Experiment, budget, local, models, privacy, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
@@ -446,6 +446,36 @@ def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
     louder = dataclasses.replace(plan, ratio=3 * plan.ratio, mechanism=plan.mechanism.with_noise(3 * plan.ratio))
     with pytest.raises(RunError, match="its bits would differ"):
         Coordinator(louder, str(tmp_path), 0, resume=True).start()
+
+
+SELECTIONS = {
+    "uniform": {}, "poisson": {}, "full": None, "multinomial": {}, "unbiased": {}, "importance": {"power": 0.5}, "fedavg_stale": {}, "first_responders": {},
+    "cyclic": None, "availability": {"period": 5, "window": 2}, "power_of_choice": {"pool": 20},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_every_selection_runs_privately_with_the_accountants_that_a_config_has_by_itself(kind, tmp_path):
+    chosen = {"kind": kind, **({"cohort": 10} | SELECTIONS[kind] if SELECTIONS[kind] is not None else {"period": 5} if kind == "cyclic" else {})}
+    tree = experiment(selection=chosen, rounds=3, noise={"kind": "gaussian", "epsilon": 6.0}).to_dict()
+    del tree["privacy"], tree["noise"]["placement"]
+    result = run(Experiment.from_dict(tree), tmp_path / "out")
+    assert {each.accountant for each in result.guarantees} == {"pld", "rdp", "paper"}
+    first = {each.accountant: each for each in reversed(result.guarantees)}  # against an observer who does not see the cohort
+    assert 5.9 < first["pld"].epsilon < 6.0001
+    uncovered = kind in ("multinomial", "unbiased", "importance")
+    assert math.isinf(first["rdp"].epsilon) == uncovered and ("not covered by rdp" in first["rdp"].sentence()) == uncovered
+    assert np.isinf(result.rounds["epsilon_rdp"].to_numpy()).all() == uncovered
+    recorded = [json.loads(line)["epsilon"] for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
+    assert (recorded[-1]["rdp"] == "infinity") == uncovered and recorded[-1]["pld"] == pytest.approx(result.rounds["epsilon_pld"][-1].as_py())
+
+
+def test_noise_is_calibrated_by_the_first_accountant_that_covers_it_and_refused_if_none_does(tmp_path):
+    chosen = {"selection": {"kind": "multinomial", "cohort": 10}, "noise": {"kind": "gaussian", "epsilon": 6.0}, "rounds": 3}
+    result = run(experiment(**chosen, privacy={"accountants": ["rdp", "pld"], "budget": 6.1}), tmp_path / "out")
+    assert result.summary["status"] == "completed" and result.rounds["epsilon_pld"][-1].as_py() == pytest.approx(6.0, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"privacy.accountants = 'rdp': draws with replacement are not covered by rdp; nearest: pld"):
+        run(experiment(**chosen, privacy={"accountants": ["rdp", "paper"]}), tmp_path / "refused")
 
 
 def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):

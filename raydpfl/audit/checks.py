@@ -59,7 +59,7 @@ def ledger(records: Sequence[Record]) -> Check:
             if not math.isclose(recorded[t]["std"], std, rel_tol=_ROUNDING):
                 return Check("ledger", False, f"round {t} is recorded with noise of std {recorded[t]['std']:.6g}; the accountants were told {std:.6g}", 0.0)
         last = recorded[max(recorded)]["epsilon"]
-        for name in e.privacy.accountants:
+        for name in plan.covering:
             composed = int(plan.exposures[len(record.rounds) - 1])
             truth = privacy.epsilon(plan.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v) if composed else 0.0
             if float(last[name]) < truth * (1 - _ROUNDING):

@@ -55,7 +55,7 @@ class Guarantee:
 
     def sentence(self) -> str:
         """The whole guarantee in plain English, no part left out."""
-        what = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}" if math.isfinite(self.epsilon) else "No privacy (epsilon is infinite)"
+        what = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}" if math.isfinite(self.epsilon) else "No privacy is shown (epsilon infinite)"
         how = "the formula as printed" if self.kind == "paper" else "rigorous"
         text = f"{what} for one {self.unit}, {_RELATIONS[self.relation]}, against whoever sees {self.observer} "
         text += f"({self.sampling}): {how}, by {self.accountant}."
