@@ -115,6 +115,9 @@ class PerSampleClip(Unbounded):
 
     The sum over a batch moves by at most G when a sample is added and 2 G when it is replaced; the mean over B by 2 G / B. What
     the client sends after its steps is not bounded again. 002 assumes gradients bounded by G and never clips them.
+
+    Column `clipped` of a client in clients.parquet is the share of its (sample, step) pairs whose gradient was longer than G, NaN for one
+    without samples or whose update failed; that of a round in rounds.parquet is the mean over its other clients.
     """
 
     kind: Literal["per_sample_clip"] = "per_sample_clip"

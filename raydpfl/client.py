@@ -66,6 +66,7 @@ class Partial:
     clients: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # L2 norm of what each would have sent, before bounding and weight
     factors: list[float] = field(default_factory=list)  # what bounding multiplied it by
+    clipped: list[float] = field(default_factory=list)  # 1 for a factor below 1, else 0; of per-sample clipping see `PerSampleClip`
     losses: list[float] = field(default_factory=list)  # mean local training loss
     dropped: list[tuple[int, str]] = field(default_factory=list)
     memory: list[np.ndarray] = field(default_factory=list)  # what each client remembers from now on, float32 [d]; empty: nothing
@@ -95,6 +96,7 @@ class ClientActor:
         local, clip = experiment.local, experiment.bounding.sample_bound
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.trainer = Trainer(module, local, way=experiment.client.way, seed=experiment.seed, device=self.device, clip=clip)
+        self.clipped = np.empty(0)  # float64 [C], of the lane in training: see `Trainer.lane`
 
     def ready(self) -> int:
         """The actor's process id, once it can work."""
@@ -166,6 +168,10 @@ class ClientActor:
             partial.clients.append(client)
             partial.norms.append(norm)
             partial.factors.append(factor)
+            if bounding.sample_bound is None:
+                partial.clipped.append(float(factor < 1.0))
+            else:
+                partial.clipped.append(float(self.clipped[slot]) if math.isfinite(norm) else math.nan)
             partial.losses.append(loss)
             yield vector
 
@@ -279,8 +285,9 @@ class ClientActor:
         if shared is not None:
             own = [self._memory(lane, slot, len(parameters)) for slot in range(len(members))]
             corrections = torch.stack([self.experiment.local.correction(shared, each) for each in own])
-        drawn = index, batch_sizes
-        for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, stds=lane.stds, corrections=corrections, drawn=drawn):
+        self.clipped = np.empty(len(members))
+        more = {"stds": lane.stds, "corrections": corrections, "drawn": (index, batch_sizes), "clipped": self.clipped}
+        for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, **more):
             idle = shared is not None and not sizes[slot]
             yield slot, self.experiment.local.unmoved(shared, self.experiment.local.learning_rate(work.round)) if idle else delta, loss
 

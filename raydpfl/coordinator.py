@@ -227,14 +227,13 @@ class Coordinator:
         def gather(name: str) -> np.ndarray:
             return np.array([value for partial in partials for value in getattr(partial, name)], float)
 
-        norms, factors, losses = gather("norms"), gather("factors"), gather("losses")
+        norms, clipped, losses = gather("norms"), gather("clipped"), gather("losses")
         finite = norms[np.isfinite(norms)]
         row: dict[str, Any] = {"round": t, "cohort": len(cohort), "train_loss": _mean(losses[np.isfinite(losses)])}
         row |= {"test_loss": None, "test_accuracy": None}
         row |= {f"epsilon_{name}": float(curve[t]) for name, curve in self.curves.items()}
         std = None if self.experiment.noise.placement == "step" else self.plan.sum_std(self.bound)  # of the sum; at steps each client has its own
-        by_sample = self.experiment.bounding.sample_bound  # which clips gradients within the steps, and no update
-        row |= {"bound": by_sample or self.bound, "noise_std": std, "clipped": None if by_sample else _mean(factors < 1.0)}
+        row |= {"bound": self.experiment.bounding.sample_bound or self.bound, "noise_std": std, "clipped": _mean(clipped[np.isfinite(clipped)])}
         row |= {f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None for q in (10, 50, 90)}
         row |= {"update_norm": float(np.linalg.norm(update)), "lr": self.experiment.local.learning_rate(t)}
         with open(self.out / "dropped.jsonl", "a") if any(partial.dropped for partial in partials) else nullcontext() as file:
@@ -250,7 +249,8 @@ class Coordinator:
             row |= measures.of_bounding(norms, self.bound, measured) | ({"snr": self._snr} if self._snr else {})
             self.state["previous"] = update.astype(np.float32)
         if self.experiment.measure.clients:
-            columns = {"client": gather("clients").astype(int), "norm": norms, "factor": factors, "train_loss": losses, **measured}
+            columns = {"client": gather("clients").astype(int), "norm": norms, "factor": gather("factors"), "clipped": clipped, "train_loss": losses}
+            columns |= measured
             names, lists = list(columns), [column.tolist() for column in columns.values()]
             self.client_table.rows += [{"round": t, **dict(zip(names, values, strict=True))} for values in zip(*lists, strict=True)]
         return row

@@ -18,6 +18,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals
 from raydpfl.local import Scaffold, Sgd, Trainer, batches, layerwise, resolve, vmap
 from raydpfl.local.layerwise import Layerwise, NotLayerwise
+from raydpfl.local.way import LaneData
 
 SHAPE, CLASSES = (2, 6, 6), 4
 SIZES = [7, 3, 5, 0, 7]  # one with fewer rows than a batch, one empty slot
@@ -212,28 +213,30 @@ def gradients(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     return torch.stack(each)
 
 
-def by_the_book(module: nn.Module, local: Sgd, clip: float, x, y, index, slot: int, std: float, correction) -> torch.Tensor:
-    """One client's update, step by step as the papers print it, on a float64 model."""
+def by_the_book(module: nn.Module, local: Sgd, clip: float, x, y, index, slot: int, std: float, correction) -> tuple[torch.Tensor, np.ndarray]:
+    """One client's update, step by step as the papers print it, on a float64 model; and the norms that its samples' gradients had, [steps, batch]."""
     start = models.flatten(module).double()
-    now, velocity = start.clone(), torch.zeros_like(start)
+    now, velocity, norms = start.clone(), torch.zeros_like(start), []
     for step, batch in enumerate(index):
         each = gradients(models.load(copy.deepcopy(module), now.float()), x[batch], y[batch])
+        norms.append([float(one.norm()) for one in each])
         g = sum(one * min(1.0, clip / float(one.norm())) for one in each) / len(batch)
         g += std * normals(SEED, Purpose.STEP_NOISE, len(start), round=ROUND, client=CLIENTS[slot], draw=DRAWS[slot], step=step).double()
         g += local.weight_decay * now + local.proximal * (now - start) + correction.double()
         velocity = local.momentum * velocity + g
         now = now - local.learning_rate(ROUND) * velocity
-    return now - start
+    return now - start, np.array(norms)
 
 
 @cache
 def median_norm(name: str) -> float:
+    """About; between the norms of two samples, so that rounding decides of none whether it is clipped."""
     x, y = rows()
-    return float(gradients(made(name), x[0], y[0]).norm(dim=1).median())
+    return float(gradients(made(name), x[0], y[0]).norm(dim=1).quantile(0.45))
 
 
 @cache
-def expected(name: str, method: str) -> dict[int, torch.Tensor]:
+def expected(name: str, method: str) -> dict[int, tuple[torch.Tensor, np.ndarray]]:
     module, local = made(name), LOCALS[method]
     x, y = rows()
     stds, corrections = noise_and_corrections(module)
@@ -266,7 +269,7 @@ def test_every_way_clips_each_sample_as_autograd_by_the_book_does(way, name):
         got = train(way, module, LOCALS[method], median_norm(name), *rows(), stds=stds, corrections=corrections)
         assert torch.equal(models.flatten(module), before)
         assert list(got) == [0, 1, 2, 4]
-        for slot, update in expected(name, method).items():
+        for slot, (update, _) in expected(name, method).items():
             assert (got[slot][0] - update).norm() <= 2e-5 * update.norm()
 
 
@@ -302,7 +305,7 @@ def test_gradients_that_are_formed_and_those_that_are_not_agree(name, ghost, few
     module = made(name)
     stds, corrections = noise_and_corrections(module)
     got = train("layerwise", module, LOCALS["all terms"], median_norm(name), *rows(), stds=stds, corrections=corrections)
-    for slot, update in expected(name, "all terms").items():
+    for slot, (update, _) in expected(name, "all terms").items():
         assert (got[slot][0] - update).norm() <= 2e-5 * update.norm()
 
 
@@ -328,14 +331,16 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
 
 @pytest.mark.parametrize("way,module,name", [("layerwise", layerwise, "channels last"), ("vmap", vmap, "bare parameter")])
 def test_a_batch_that_takes_too_much_memory_is_cut(way, module, name, monkeypatch):
-    whole = train(way, made(name), LOCALS["plain"], median_norm(name), *rows())
+    shares, shares_cut = np.empty(5), np.empty(5)
+    whole = train(way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares)
     calls = []
     spied = {"layerwise": (Layerwise, "_forward"), "vmap": (vmap.Vmap, "_loss")}[way]
     inner = getattr(*spied)
     monkeypatch.setattr(*spied, lambda self, *arguments: (calls.append(1), inner(self, *arguments))[1])
     monkeypatch.setattr(module, "LIMIT", 1)
-    for slot, (delta, loss) in train(way, made(name), LOCALS["plain"], median_norm(name), *rows()).items():
+    for slot, (delta, loss) in train(way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares_cut).items():
         assert (delta - whole[slot][0]).norm() <= 1e-5 * delta.norm() and loss == pytest.approx(whole[slot][1])
+    np.testing.assert_array_equal(shares, shares_cut)
     assert len(calls) >= 4 * 2
 
 
@@ -416,6 +421,48 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
         among = train(way, module, local, clip, others_x, others_y, np.where(keep, SIZES, 7), np.where(keep, CLIENTS, np.arange(40, 45)), **others)
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
+
+
+@pytest.mark.parametrize("way,name", PRIVATE)
+def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_longer_than_the_bound(way, name):
+    module, clip = made(name), median_norm(name)
+    stds, corrections = noise_and_corrections(module)
+    for method in LOCALS:
+        clipped, seen = np.zeros(5), {}
+        trainer = Trainer(module, LOCALS[method], way=way, seed=SEED, clip=clip)
+        x, y = rows()
+        keyed = {"round": ROUND, "clients": CLIENTS, "draws": DRAWS, "stds": stds, "corrections": corrections}
+        for slot, _, _ in trainer.lane(models.flatten(module), x, y, SIZES, **keyed, clipped=clipped):
+            seen[slot] = clipped[slot]  # there once the slot is yielded
+        norms = {slot: norms for slot, (_, norms) in expected(name, method).items()}
+        assert all(np.abs(each / clip - 1).min() > 5e-5 for each in norms.values())  # rounding decides of none
+        assert seen == pytest.approx({slot: np.mean(each > clip) for slot, each in norms.items()}, rel=1e-15)
+        assert any(0 < share < 1 for share in seen.values()) and np.isnan(clipped[3])
+
+
+@pytest.mark.parametrize("way,name", PRIVATE)
+def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_that_is_not_finite(way, name):
+    module, (x, y), local = made(name), rows(), Sgd(steps=1, batch="full")
+    clipped = np.empty(5)
+    for clip, share in ((1e9, 0.0), (1e-9, 1.0)):
+        train(way, module, LOCALS["epochs"], clip, x, y, clipped=clipped)
+        np.testing.assert_array_equal(clipped, [share, share, share, np.nan, share])
+    for value in (float("nan"), float("inf")):
+        x[2, 3] = value
+        train(way, module, local, 1e-9, x, y, clipped=clipped)
+        np.testing.assert_array_equal(clipped, [1.0, 1.0, 0.8, np.nan, 1.0])
+    if way != "layerwise":
+        train(way, module, local, None, *rows(), clipped=clipped)
+        assert np.isnan(clipped).all()
+
+
+def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
+    index, factors = np.array([[[3, 0, 3], [1, 1, 3]], [[2, 0, 0], [1, 0, 0]]]), torch.ones(2, 2, 4)
+    factors[0, 0, 3] = factors[1, 0, 1] = factors[0, 1, 0] = factors[1, 1, 1] = 0.5  # [steps, clients, rows]
+    x, y, sizes, batch_sizes = torch.zeros(2, 4, 1), torch.zeros(2, 4), np.array([4, 3]), np.array([3, 1])
+    lane = LaneData(x, y, sizes, index, batch_sizes, [0, 1], 0.1, lambda slot: torch.Generator(), clip=1.0, clipped=np.empty(2))
+    lane.count_clipped(list(factors))
+    np.testing.assert_array_equal(lane.clipped, [4 / 6, 1 / 2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

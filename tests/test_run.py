@@ -35,9 +35,10 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
     assert isinstance(summary["peak_rss_mb"], float)
     assert list((result.out / "tensorboard").glob("events.out.tfevents.*"))
     clients = pq.read_table(result.out / "clients.parquet")
-    assert clients.num_rows == 4 * 20 and set(clients.column_names) == {"round", "client", "norm", "factor", "train_loss"}
+    assert clients.num_rows == 4 * 20 and set(clients.column_names) == {"round", "client", "norm", "factor", "clipped", "train_loss"}
     norms, factors = clients["norm"].to_numpy(), clients["factor"].to_numpy()
     assert np.all(norms * factors <= 1.0 + 1e-12)
+    assert np.array_equal(clients["clipped"].to_numpy(), factors < 1.0)
 
 
 def test_tensorboard_shows_every_number_of_every_row(tmp_path):
@@ -247,6 +248,15 @@ def test_clients_that_fail_can_be_dropped_and_the_others_count_as_ever(tmp_path)
     assert result.summary["status"] == "completed"
 
 
+def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
+    tree = cursed(tmp_path, overflow=True).to_dict()
+    tree |= {"bounding": {"kind": "per_sample_clip", "bound": 1e-6}, "noise": {"kind": "none"}, "measure": tree["measure"] | {"clients": True}}
+    result = run(change(Experiment.from_dict(tree), on_error="drop"), tmp_path / "out")
+    assert result.rounds["dropped"].to_pylist() == [2, 2] and result.rounds["clipped"].to_pylist() == [1.0, 1.0]
+    each = pq.read_table(result.out / "clients.parquet")
+    np.testing.assert_array_equal(each["clipped"].to_numpy(), 2 * [1, 1, np.nan, 1, np.nan, 1])
+
+
 def test_a_dropped_client_leaves_the_same_bits_on_ray(tmp_path, shared_ray):
     dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
     bits = {run(change(dropping, actors=actors), tmp_path / str(actors)).summary["model_sha256"] for actors in (0, 2)}
@@ -329,10 +339,14 @@ def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(
     assert all(str(field.type) == str(promised.field(field.name).type) for field in table.schema)
 
 
-def test_clipping_of_samples_shows_its_bound_and_says_nothing_of_updates_or_of_a_noise_multiplier(tmp_path):
-    step = {"bounding": {"kind": "per_sample_clip", "bound": 0.7}, "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}}
-    result = run(experiment(**step), tmp_path / "out")
-    assert set(result.rounds["bound"].to_pylist()) == {0.7} and set(result.rounds["clipped"].to_pylist()) == {None}
+def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_multiplier(tmp_path):
+    step = {"bounding": {"kind": "per_sample_clip", "bound": 5.0}, "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}}
+    result = run(experiment(**step, measure={"clients": True}), tmp_path / "out")
+    clients = pq.read_table(result.out / "clients.parquet")
+    for t, (bound, clipped) in enumerate(zip(result.rounds["bound"].to_pylist(), result.rounds["clipped"].to_pylist(), strict=True)):
+        shares = clients["clipped"].to_numpy()[clients["round"].to_numpy() == t]
+        assert bound == 5.0 and 0 < clipped < 1 and clipped == pytest.approx(shares.mean())
+        np.testing.assert_allclose(shares * 50, np.round(shares * 50), rtol=0, atol=1e-9)  # 5 steps of 10 samples
     assert result.summary["noise_multiplier"] is None  # every client has its own: guarantees.parquet
 
 

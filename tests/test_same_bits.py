@@ -150,6 +150,8 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
     inline = parameters_of(plan, tmp_path / "inline", None)
     for actors in (0, 1, 3):
         assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
+        rows, expected = (pq.read_table(tmp_path / name / "rounds.parquet") for name in (str(actors), "inline"))
+        assert all(rows[name].to_pylist() == expected[name].to_pylist() for name in ("train_loss", "bound", "clipped", "norm_p50", "update_norm"))
 
 
 # On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to actors, pickled, in one process.

@@ -204,6 +204,7 @@ class Trainer:
         stds: np.ndarray | None = None,
         corrections: torch.Tensor | np.ndarray | None = None,
         drawn: tuple[np.ndarray, np.ndarray] | None = None,
+        clipped: np.ndarray | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """(slot, update float32 [d] on the device, mean training loss over the steps) of each client of the lane, in its order.
 
@@ -216,7 +217,12 @@ class Trainer:
         `corrections` float32 [C, d] is added to every gradient after that. `drawn` are the batches, as `batches` gives them, where x holds
         other rows than all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for stds without clip, and for a stateful
         `local` without corrections or corrections for a way that cannot add them.
+
+        Into `clipped`, float64 [C], is written, by the time that a slot is yielded, the share of its (sample, step) pairs whose gradient was
+        longer than `clip`: a gradient that is not finite is not. NaN for a slot without rows, and for all where nothing is clipped.
         """
+        if clipped is not None:
+            clipped.fill(np.nan)
         if stds is not None and self.clip is None:
             raise ValueError("noise on a step needs gradients that are clipped per sample")
         if (corrections is None) if self.local.stateful else (corrections is not None and not self._way.corrects):
@@ -243,6 +249,7 @@ class Trainer:
             clip=self.clip,
             corrections=None if corrections is None else torch.as_tensor(corrections, dtype=torch.float32, device=self.device),
             noise=None if stds is None else noise,
+            clipped=clipped,
         )
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)

@@ -240,7 +240,8 @@ class Layerwise(Loop):
             with torch.no_grad():
                 terms = [term for leaf, g in zip(self.leaves, gradients, strict=True) if g is not None for term in leaf.terms(g)]
                 norms = torch.stack([squares for _, (squares, _) in terms]).sum(0).sqrt()
-                s = clip_factors(norms, clip) / len(x)
+                self.factors.append(clip_factors(norms, clip))
+                s = self.factors[-1] / len(x)
                 for place, (_, total) in terms:
                     sums[place].add_(total(s))
         return losses / len(x)

@@ -202,7 +202,7 @@ class _Stack:
         target = target.mT.contiguous().mT if whole else target
         chain = [self.first(self.layers[0], parameters, x.flatten(2), lane, self.local, whole)]
         chain += [_Weights(layer, parameters, lane, self.local) for layer in self.layers[1:]]
-        losses = x.new_zeros(len(x), target.shape[2], batches[0][1].shape[2])
+        losses, clipped_by = x.new_zeros(len(x), target.shape[2], batches[0][1].shape[2]), []
         for step, (rows, shares) in enumerate(batches):
             a, outputs = rows, []
             for place in chain:
@@ -227,13 +227,15 @@ class _Stack:
                 gradients.append(g)
             if lane.clip is not None:
                 norms = sum(place.squares(g) for place, g in zip(reversed(chain), gradients, strict=True)).sqrt_()
-                factors = clip_factors(norms, lane.clip).mul_(shares.mT)
+                clipped_by.append(clip_factors(norms, lane.clip))
+                factors = clipped_by[-1] * shares.mT
                 gradients = [g * factors for g in gradients]
             noise = lane.step_noise(step)
             for place, g in zip(reversed(chain), gradients, strict=True):
                 place.step(g, noise)
         if not lane.regression:
             losses.mul_(wanted if whole else shares)
+        lane.count_clipped(clipped_by)
         return chain, (losses.sum((1, 2)) / -len(batches)).tolist()
 
 

@@ -43,6 +43,7 @@ class Loop:
         for parameter, now, gradient in zip(self.trainable, self._views(self.flat), self._views(self.gradient), strict=True):
             parameter.data, parameter.grad = now, gradient
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        self.factors: list[torch.Tensor] = []  # that the client's samples were clipped by in the steps so far
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a vector in the order that the parameters have inside, the part of each parameter, in its shape."""
@@ -79,6 +80,7 @@ class Loop:
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
         self.velocity.zero_()
+        self.factors.clear()
         losses = torch.zeros((), device=self.device)
         x, y, index = lane.x[slot], lane.y[slot], torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device)
         for step, rows in enumerate(index):
@@ -88,6 +90,8 @@ class Loop:
             if lane.noise is not None:
                 self._add_inside(self.gradient, lane.noise([slot], step)[0])
             self._step(lane.lr, start, correction)
+        if self.factors and lane.clipped is not None:
+            lane.clipped[slot] = float(torch.cat(self.factors).lt(1).double().mean())
         return float(losses) / len(index)
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
@@ -97,10 +101,12 @@ class Loop:
             loss = sample_loss(self.module(x), y)
             loss.backward()
             return loss.detach()
-        total, losses = torch.zeros_like(self.gradient), torch.zeros((), device=self.device)
+        total, losses, factors = torch.zeros_like(self.gradient), torch.zeros((), device=self.device), []
         for sample in zip(x.split(1), y.split(1), strict=True):
             losses += self._gradient(*sample, None)
-            total += self.gradient * clip_factors(torch.linalg.vector_norm(self.gradient), clip)
+            factors.append(clip_factors(torch.linalg.vector_norm(self.gradient), clip))
+            total += self.gradient * factors[-1]
+        self.factors.append(torch.stack(factors))
         torch.div(total, len(x), out=self.gradient)
         return losses / len(x)
 

@@ -38,16 +38,20 @@ class Vmap:
         return sample_loss(functional_call(self.module, parameters, (x,)), y, reduction="none") @ weights
 
     def _clipped(self, parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, clip: float) -> Any:
-        """Of one client, what `_gradients` gives: the sum of its samples' clipped gradients, and that of their losses, by their shares."""
-        total, loss = {name: torch.zeros_like(part) for name, part in parameters.items()}, 0.0
+        """Of one client, what `_gradients` gives: the sum of its samples' clipped gradients, and that of their losses, by their shares.
+
+        And the factors that they were clipped by, float32 [B].
+        """
+        total, loss, found = {name: torch.zeros_like(part) for name, part in parameters.items()}, 0.0, []
         samples = max(1, LIMIT // (4 * sum(shape.numel() for shape in self.shapes)))
         for some, labels, share in zip(x.split(samples), y.split(samples), shares.split(samples), strict=True):
             gradients, losses = self._each(parameters, some[:, None], labels[:, None], torch.ones_like(share[:1]))
             squares = [each.flatten(1).square().sum(1) for each in gradients.values()]
-            factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip) * share
+            found.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
+            factors = found[-1] * share
             total = {name: total[name] + torch.tensordot(factors, each, 1) for name, each in gradients.items()}
             loss = loss + losses @ share
-        return total, loss
+        return total, loss, torch.cat(found)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of `flat` [..., d], as [..., *its shape]."""
@@ -63,14 +67,15 @@ class Vmap:
         corrections = [] if lane.corrections is None else [part.contiguous() for part in self._parts(lane.corrections)]
         now = [start.expand(clients, *start.shape).clone() for start in starts]
         velocity = [torch.zeros_like(part) for part in now] if self.local.momentum else []
-        losses = x.new_zeros(clients)
+        losses, factors = x.new_zeros(clients), []
         gradients_of = self._gradients
         if lane.clip is not None:
             numbers = lane.index.shape[2] * len(parameters)
             gradients_of = vmap(partial(self._clipped, clip=lane.clip), randomness="error", chunk_size=max(1, LIMIT // (4 * numbers)))
         for step, (rows, shares) in enumerate(batches):
             named = dict(zip(self.names, now, strict=True))
-            gradients, loss = gradients_of(named, take(x, rows), take(y, rows), shares[:, 0])
+            gradients, loss, *found = gradients_of(named, take(x, rows), take(y, rows), shares[:, 0])
+            factors += found
             losses += loss
             direction = list(gradients.values())
             if lane.noise is not None:
@@ -86,5 +91,6 @@ class Vmap:
                 torch._foreach_add_(velocity, direction)
                 direction = velocity
             torch._foreach_add_(now, direction, alpha=-lane.lr)
+        lane.count_clipped(factors)
         for slot, loss in zip(lane.slots, (losses[list(lane.slots)] / lane.index.shape[1]).tolist(), strict=True):
             yield slot, torch.cat([(part[slot] - start).flatten() for part, start in zip(now, starts, strict=True)]), loss

@@ -33,6 +33,7 @@ class LaneData:
     clip: float | None = None  # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
     corrections: torch.Tensor | None = None  # float32 [C, d]: what is added to every gradient of the client
     noise: Callable[[Sequence[int], int], torch.Tensor] | None = None  # on the mean gradients of some slots at a step, float32 [slots, d]
+    clipped: np.ndarray | None = None  # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip factor below 1
 
     @property
     def regression(self) -> bool:
@@ -77,6 +78,17 @@ class LaneData:
         shares = shares.to(self.y.device)
         return [(each, shares) for each in rows.to(self.y.device).unbind()]
 
+    def count_clipped(self, factors: list[torch.Tensor]) -> None:
+        """Fills `clipped`, where it is wanted, from every step's clip factors, [C, B] or [C, B, 1], of the rows that `batches` gave."""
+        if self.clipped is None or self.clip is None:
+            return
+        below = torch.stack(factors).flatten(2).lt(1).transpose(0, 1).cpu().numpy()
+        if below.shape[2] == self.y.shape[1]:  # of all rows, whose order a batch need not keep
+            below = np.take_along_axis(below, self.index, 2)
+        slots, (steps, width) = list(self.slots), self.index.shape[1:]
+        real = np.arange(width) < self.batch_sizes[slots, None]
+        self.clipped[slots] = (below[slots] & real[:, None]).sum((1, 2)) / (steps * self.batch_sizes[slots])
+
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """`source` [C, n, ...] at `rows` (see `LaneData.batches`) as [C, B, ...]; without rows, itself."""
@@ -115,5 +127,6 @@ class Way(Protocol):
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
         """(slot, update float32 [d], mean over the steps of the batches' losses) of each of `lane.slots`, in order.
 
-        `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged update is passed on as it is.
+        `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged update is passed on as it is. A way that
+        clips fills a slot of `lane.clipped` by the time that it gives it.
         """
