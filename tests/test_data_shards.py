@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
 import threading
 
@@ -109,6 +110,23 @@ def test_rows_that_are_picked_are_those_of_the_whole_client(described, near, mon
         assert not x[slot, n[slot] :].any() and not y[slot, n[slot] :].any()
 
 
+def test_a_read_that_stops_short_goes_on(monkeypatch):
+    opened = Shards.open(prepare(synthetic(), seed=5))
+    x, y, _ = opened.lane([3, 7], 30)
+    read, calls = os.preadv, []
+
+    def short(descriptor, buffers, at):  # Linux stops at 2 GiB
+        calls.append(at)
+        return read(descriptor, [buffers[0][:1001]], at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    again_x, again_y, _ = opened.lane([3, 7], 30)
+    assert np.array_equal(again_x, x) and np.array_equal(again_y, y) and len(calls) > 4
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match=r"train\.arrow is cut short"):
+        opened.lane([3], 30)
+
+
 def test_the_sum_of_the_shards_is_the_data_set():
     described = mini()
     opened = Shards.open(folder := prepare(described, seed=1))
@@ -185,20 +203,30 @@ def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
 
 
 class Gaps(data.Data):
-    """Clients of 0, 2, 0 and 3 samples."""
+    """Clients of 0, 2, 0, 3 and 0 samples."""
 
     kind: str = "gaps"
 
     def split(self, seed, root):
-        ends, x, y = [0, 0, 2, 2, 5], np.arange(10, dtype=np.float32).reshape(5, 2), np.arange(5) % 2
+        ends, x, y = [0, 0, 2, 2, 5, 5], np.arange(10, dtype=np.float32).reshape(5, 2), np.arange(5) % 2
         return data.Split(np.diff(ends), (2,), 2, lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]]), lambda: (x, y))
 
 
 def test_clients_without_samples_may_stand_anywhere():
     opened = Shards.open(prepare(Gaps(), 0))
-    expected_x, expected_y, expected_n = slow_lane(Gaps(), 0, [0, 1, 2, 3], 3)
-    x, y, n = opened.lane([0, 1, 2, 3], 3)
-    assert np.array_equal(x, expected_x) and np.array_equal(y, expected_y) and n.tolist() == expected_n.tolist() == [0, 2, 0, 3]
+    expected_x, expected_y, expected_n = slow_lane(Gaps(), 0, [0, 1, 2, 3, 4], 3)
+    x, y, n = opened.lane([0, 1, 2, 3, 4], 3)
+    assert np.array_equal(x, expected_x) and np.array_equal(y, expected_y) and n.tolist() == expected_n.tolist() == [0, 2, 0, 3, 0]
+
+
+@pytest.mark.parametrize("near,rows,wanted", [(shards.NEAR, 1, [1, 3]), (7, 2, [1]), (7, 3, [1, 3]), (8, 2, [1]), (12, 2, [1, 3])])
+def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, monkeypatch):
+    monkeypatch.setattr(shards, "NEAR", near)  # a row is 8 bytes
+    opened, asked = Shards.open(prepare(Gaps(), 0)), []
+    places = {opened._places[0][0] + 8 * first: client for client, first in ((1, 0), (3, 2))}
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, at, *_: asked.append(at))
+    opened.prefetch(np.array([0, 1, -1, 2, 3, 4]), rows)
+    assert [places[at] for at in asked if at in places] == wanted and len(asked) == 2 * len(wanted)
 
 
 def test_shards_are_pickled_by_their_path():

@@ -141,8 +141,12 @@ class _Mapped:
         return column.ctypes.data - np.frombuffer(self.map, np.uint8).ctypes.data
 
     def read(self, into: np.ndarray, at: int) -> None:
-        if os.preadv(self.file.fileno(), [into], at) != into.nbytes:
-            raise OSError(f"{self.file.name} is cut short")
+        rest = memoryview(into).cast("B")
+        while rest:  # Linux reads 2 GiB at a time at most
+            count = os.preadv(self.file.fileno(), [rest], at)
+            if not count:
+                raise OSError(f"{self.file.name} is cut short")
+            rest, at = rest[count:], at + count
 
     def take(self, into: np.ndarray, at: int, count: int, rows: np.ndarray | None) -> None:
         """Of `count` rows from `at` on, those at `rows`, or all for None."""
@@ -232,7 +236,9 @@ class Shards:
         if not hasattr(os, "posix_fadvise"):
             return
         members = np.asarray(clients, np.int64)
-        members = members[(members >= 0) & (self.sizes[members] * self._row_bytes <= NEAR * rows)]
+        members = members[members >= 0]
+        sizes = self.sizes[members]
+        members = members[(sizes > 0) & ((sizes <= rows) | (sizes * self._row_bytes <= NEAR * rows))]
         for batch, before, count in zip(*self._rows_of(members), self.sizes[members].tolist(), strict=True):
             for at, width in zip(self._places[batch], (self._row_bytes, self._test_y.itemsize), strict=True):
                 os.posix_fadvise(self._train.file.fileno(), at + before * width, count * width, os.POSIX_FADV_WILLNEED)
