@@ -384,6 +384,19 @@ def test_shuffled_epochs_show_each_row_once_before_any_twice():
         assert len({tuple(epoch) for epoch in epochs.tolist()}) == len(epochs)
 
 
+@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
+def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, monkeypatch):
+    name, sizes, local = {"seed": 1, "round": 0}, [33, 7, 8, 9], Sgd(steps=40, batch=6, sampling=sampling)
+    monkeypatch.setattr(sys.modules["raydpfl.local.batches"], "BITS", 3)  # 24 as it is, which 16.8 million rows fill
+    index, _ = batches(**name, clients=[5, 6, 7, 8], draws=[0] * 4, sizes=sizes, local=local)
+    for slot, n in enumerate(sizes):
+        assert set(index[slot].ravel()) == set(range(n))
+        assert sampling == "epochs" or (np.diff(np.sort(index[slot]), axis=1) > 0).all()
+        assert np.array_equal(index[[slot]], batches(**name, clients=[5 + slot], draws=[0], sizes=[n], local=local)[0])  # whoever is beside it
+    if sampling == "epochs":
+        assert np.array_equal(np.sort(index[0].ravel()[:231].reshape(-1, 33)), np.tile(np.arange(33), (7, 1)))
+
+
 # ----------------------------------------------------------------------------------------------------- which way
 
 

@@ -15,7 +15,7 @@ from raydpfl.keys import Purpose, stream
 from raydpfl.local.sgd import Local, Sgd  # noqa: F401  (Sgd: the example above)
 
 FEW = 8  # a batch of at least 1/FEW of the rows is drawn by ranking all rows, a smaller one row by row
-ROW = np.uint64((1 << 24) - 1)  # the bits of a row's number: no client has 2^24 rows
+BITS = 24  # of a shuffled word that hold the row's number; more for a client with more rows than that
 
 
 def batches(
@@ -40,9 +40,11 @@ def batches(
         if local.sampling == "epochs":
             epochs = _shuffled(keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n))
             index[slot, :, :b] = epochs.ravel()[: local.steps * b].reshape(local.steps, b)
-        elif n <= FEW * b:
+        elif n <= FEW * b and n <= 1 << BITS:
             ranked.append(slot)
             raw.append(keyed.bit_generator.random_raw(local.steps * n))
+        elif n <= FEW * b:  # alone: how many bits its rows take is not to show in the others
+            index[slot, :, :b] = _shuffled(keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n))[:, :b]
         else:
             index[slot, :, :b] = _floyd(keyed.random((local.steps, b)), n)
     if ranked:  # all of these have batches of the full width
@@ -71,12 +73,15 @@ def picked(index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local:
 def _shuffled(words: np.ndarray) -> np.ndarray:
     """Row numbers shuffled along the last axis by random uint64 `words` (changed in place); where all bits of a word are set, last.
 
-    The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their order, with probability 2^-40.
+    The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their order, with probability 2^-40, or
+    2^(b - 64) where its number takes b > 24 bits.
     """
-    words &= ~ROW
-    words |= np.arange(words.shape[-1], dtype=np.uint64)
+    count = words.shape[-1]
+    low = np.uint64((1 << max(BITS, (count - 1).bit_length())) - 1)
+    words &= ~low
+    words |= np.arange(count, dtype=np.uint64)
     words.sort(axis=-1)
-    return words & ROW
+    return words & low
 
 
 def _floyd(uniform: np.ndarray, n: int) -> np.ndarray:
