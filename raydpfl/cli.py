@@ -258,7 +258,7 @@ class _Display:
         self.progress.stop()
 
     def start(self, plan) -> None:
-        e = plan.experiment
+        e, self.spent = plan.experiment, f"epsilon_{plan.accountant}"
         noise = f"noise multiplier {plan.ratio:.4g}" if plan.ratio else "noise at each local step" if plan.mechanism else "no noise: not private"
         self.console.print(
             f"{e.data.kind}, {len(plan.population):,} clients, {plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
@@ -267,7 +267,7 @@ class _Display:
 
     def rows(self, rows: list[dict]) -> None:
         for row in rows:
-            epsilon = next((f"epsilon {value:.3g}" for name, value in row.items() if name.startswith("epsilon_")), "")
+            epsilon = f"epsilon {row[self.spent]:.3g}" if self.spent in row else ""
             if row["test_loss"] is not None:
                 self.score = f"loss {row['test_loss']:.4g}" if row["test_accuracy"] is None else f"accuracy {row['test_accuracy']:.2%}"
                 if not self.console.is_terminal:

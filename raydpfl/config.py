@@ -294,5 +294,7 @@ def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:
         if section == "model" and not (isinstance(found, type) and issubclass(found, models.Model)):
             found = models.Module
     if isinstance(found, type) and issubclass(found, Member):  # of an unknown kind all keys stay, and the kind is what is complained of
-        for name in node.keys() - found.model_fields.keys():
-            del node[name]
+        for name, value in [*node.items()]:
+            field = found.model_fields.get(name)
+            if field is None or (value is None and field.default is not None):  # null says nothing where the new one has something
+                del node[name]

@@ -324,6 +324,22 @@ def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one
     assert Experiment.from_dict(tree, ["data.partition.kind=iid"]).data.partition.kind == "iid"
 
 
+def test_a_key_that_was_left_empty_is_the_new_kinds_default():
+    tree = experiment(data={"kind": "fashion_mnist_mini", "clients": 30}).to_dict()
+    assert tree["data"]["features"] is None
+    made = Experiment.from_dict(tree, ["data.kind=synthetic"]).data  # whose features are a number
+    assert (made.kind, made.clients, made.features) == ("synthetic", 30, 60)
+
+
+def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(tmp_path, monkeypatch, capsys):
+    told = experiment(selection={"kind": "multinomial", "cohort": 10}, noise={"kind": "gaussian", "epsilon": 6.0}, privacy={"accountants": ["rdp", "pld"]})
+    (tmp_path / "run.yaml").write_text(told.to_yaml())
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "run", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "out")])
+    cli.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
+    assert "epsilon 6 " in lines[-1] and not any("inf" in line for line in lines)
+
+
 def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(tmp_path):
     every = {"bounding": True, "clients": True}
     full = run(experiment(measure=every), tmp_path / "full")

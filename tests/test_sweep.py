@@ -244,6 +244,21 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
         assert any(states[k : k + 1] == ["running"] and {*states[:k]} <= {"completed", "failed"} and {*states[k + 1 :]} <= {"waiting"} for states in seen)
 
 
+def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_path):
+    sweep = Sweep.from_dict(tree(local={"lr": {"grid": [0.05, 0.1]}}))
+    settings = [sweep.setting(values) for values in sweep.listed()]
+    for setting, rdp in zip(settings, (3.0, "infinity"), strict=True):
+        sweep.add_trials(setting, tmp_path)
+        spent = {"rdp": rdp, "paper": 0.5, "pld": 2.5}
+        setting.trials[0].summary = {"guarantees": [{"accountant": name, "epsilon": epsilon} for name, epsilon in spent.items()]}
+    console = Console(width=120)
+    with console.capture() as printed:
+        for some in (settings, settings[:1], settings[1:]):
+            console.print(table(some, sweep))
+    assert [line.split()[3:5] for line in printed.get().splitlines() if "epsilon" in line] == [["epsilon", "(pld)"], ["epsilon", "(rdp)"], ["epsilon", "(pld)"]]
+    assert "inf" not in printed.get()
+
+
 def test_the_result_says_that_choosing_is_a_query_and_among_how_many(swept):
     _, out, result, _ = swept
     assert "by the test accuracy of 6 runs on one test set" in result.summary["choice"]

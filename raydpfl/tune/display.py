@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -58,9 +59,9 @@ class Display:
 
 
 def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) -> Table:
-    """The settings, best first, at most `rows` of them; epsilon by the first accountant, the largest of the seeds."""
+    """The settings, best first, at most `rows` of them; epsilon, the largest of the seeds, by one accountant (see `_told`)."""
     metric, shown = sweep.search.metric, Table(box=None, pad_edge=False, header_style="bold")
-    kind = next((kind for setting in settings for trial in setting.trials for kind in epsilons(trial)), None)
+    kind = _told([trial for setting in settings for trial in setting.trials])
     for name in (*sweep.spaces, metric.replace("_", " "), *([kind.replace("_", " (") + ")"] if kind else []), "rounds", "trials"):
         shown.add_column(name, justify="left" if name in sweep.spaces else "right")
 
@@ -82,10 +83,19 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
     return shown
 
 
+def _told(trials: Sequence[Trial]) -> str | None:
+    """The first rigorous accountant that covers all of them; if none does, the first of all; None if there is none."""
+    spent = [epsilons(trial) for trial in trials]
+    kinds = list(dict.fromkeys(kind for each in spent for kind in each))
+    rigorous = [kind for kind in kinds if not kind.startswith("epsilon_paper")]
+    return next((kind for kind in rigorous if all(math.isfinite(each.get(kind, 0.0)) for each in spent)), next(iter(kinds), None))
+
+
 def _line(trial: Trial, sweep: Sweep) -> str:
     value, metric = trial.value(sweep.search.metric), sweep.search.metric
     parts = [trial.setting.named(), f"seed={trial.seed}"]
     if value is not None:
         parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")
-    parts += [f"epsilon {value:.3g} ({name.removeprefix('epsilon_')})" for name, value in list(epsilons(trial).items())[:1]]
+    if kind := _told([trial]):
+        parts.append(f"epsilon {epsilons(trial)[kind]:.3g} ({kind.removeprefix('epsilon_')})")
     return "  ".join([*parts, f"{(trial.summary or {}).get('rounds', trial.report.get('round', 0))} rounds", trial.status])
