@@ -139,8 +139,8 @@ class Experiment(Section):
         for name, section in (("privacy", Privacy), ("client", Client), ("evaluate", Evaluate), ("measure", Measure)):
             built[name] = validate(section, name, tree.get(name, {}))
         if built["noise"].placement == "auto":
-            alone = "server" if _poisson(built["selection"]) else "client"
-            placement = alone if built["bounding"].sample_bound is None else "step"
+            by_sample = built["bounding"].sample_bound is not None
+            placement = "step" if by_sample else "server" if _poisson(built["selection"]) else "client"
             built["noise"] = built["noise"].model_copy(update={"placement": placement})
         experiment = validate(cls, "", built)
         experiment._combinations()

@@ -215,7 +215,7 @@ class Shards:
         picked = [None] * len(members) if picked is None else picked
         n = np.array([size if some is None else len(some) for size, some in zip(sizes, picked, strict=True)], np.int64)
         if n.max(initial=0) > rows:
-            raise ValueError(f"{n.max()} samples of client {members[n.argmax()]} are more than the {rows} rows of the lane")
+            raise ValueError(f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane")
         raw = np.empty((rows, *self.shape), self._test_x.dtype)
         for lane, (batch, before, count) in enumerate(zip(*self._rows_of(members), n.tolist(), strict=True)):
             if count:

@@ -215,8 +215,8 @@ class Trainer:
 
         `stds` float64 [C] is the std of the Gaussian noise on the mean gradient of each step, in each coordinate, and needs `clip`;
         `corrections` float32 [C, d] is added to every gradient after that. `drawn` are the batches, as `batches` gives them, where x holds
-        other rows than all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for stds without clip, and for a stateful
-        `local` without corrections or corrections for a way that cannot add them.
+        other rows than all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for stds without clip, and
+        for a stateful `local` without corrections or corrections for a way that cannot add them.
 
         Into `clipped`, float64 [C], is written, by the time that a slot is yielded, the share of its (sample, step) pairs whose gradient was
         longer than `clip`: a gradient that is not finite is not. NaN for a slot without rows, and for all where nothing is clipped.

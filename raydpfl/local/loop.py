@@ -2,8 +2,8 @@
 
 The parameters of a working copy of the module are views of one flat buffer and their gradients of another, so a step is one or two
 in-place operations over all of them and needs no optimiser. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out is in torch's logical order. Large linear layers take
-their products from oneDNN (`raydpfl.local.products`).
+channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out is in torch's logical order.
+Large linear layers take their products from oneDNN (`raydpfl.local.products`).
 """
 
 from __future__ import annotations
