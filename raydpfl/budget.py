@@ -41,6 +41,8 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
+
 from raydpfl import privacy
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Relation, Sampling, paper
@@ -251,8 +253,10 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
         found = question.budget(mechanism)
     if e.privacy.budget is None:
         return found
-    lasts = int((plan.curves()[plan.accountant] <= e.privacy.budget).sum())
-    note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {plan.accountant}"
+    curves = plan.curves()
+    lasts = int((np.min([curves[name] for name in plan.rigorous], axis=0) <= e.privacy.budget).sum())
+    by = " and ".join(plan.rigorous)
+    note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {by}"
     return replace(found, notes=(*found.notes, note))
 
 
@@ -608,7 +612,7 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
             parts.append(Text(_worth(budget, answer, repeated), style="red" if answer.overclaims else ""))
     known = [each.sampling.partition("cohort known, ")[2] for each in budget.guarantees]
     notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
-    rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind == "rigorous"]
+    rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind != "paper"]
     notes += dict.fromkeys(f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed)
     parts += [Text(f"- {note}") for note in [*notes, *budget.notes]]
     return Group(*parts, "", Text(budget.sentence(), style="bold"))

@@ -258,7 +258,8 @@ class _Display:
         self.progress.stop()
 
     def start(self, plan) -> None:
-        e, self.spent = plan.experiment, f"epsilon_{plan.accountant}"
+        e = plan.experiment
+        self.spent = [f"epsilon_{name}" for name in plan.rigorous]
         noise = f"noise multiplier {plan.ratio:.4g}" if plan.ratio else "noise at each local step" if plan.mechanism else "no noise: not private"
         self.console.print(
             f"{e.data.kind}, {len(plan.population):,} clients, {plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
@@ -267,7 +268,8 @@ class _Display:
 
     def rows(self, rows: list[dict]) -> None:
         for row in rows:
-            epsilon = f"epsilon {row[self.spent]:.3g}" if self.spent in row else ""
+            spent = [row[name] for name in self.spent if name in row]
+            epsilon = f"epsilon {min(spent):.3g}" if spent else ""
             if row["test_loss"] is not None:
                 self.score = f"loss {row['test_loss']:.4g}" if row["test_accuracy"] is None else f"accuracy {row['test_accuracy']:.2%}"
                 if not self.console.is_terminal:
@@ -283,6 +285,8 @@ def _rate(row: dict) -> str:
 
 
 def _report(console: Console, result) -> None:
+    from raydpfl.privacy import sentences
+
     summary = result.summary
     if summary["status"] == "budget":
         console.print(f"[yellow]Stopped:[/] {summary['reason']}")
@@ -294,8 +298,8 @@ def _report(console: Console, result) -> None:
         )
     if not result.guarantees:
         console.print("No privacy guarantee: the run had no noise that an accountant was asked to account for.")
-    for guarantee in result.guarantees:
-        console.print(f"- {replace(guarantee, exclusions=()).sentence()}", markup=False)
+    for sentence in sentences([replace(one, exclusions=()) for one in result.guarantees]):
+        console.print(f"- {sentence}", markup=False)
     for exclusion in dict.fromkeys(each for guarantee in result.guarantees for each in guarantee.exclusions):
         console.print(f"  Not accounted for: {exclusion}.", markup=False)
     console.print(f"Run directory: {result.out}", markup=False)

@@ -28,7 +28,7 @@ from raydpfl.errors import RunError
 from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, Ledger, LocalSteps, check_budget
+from raydpfl.privacy import Guarantee, Ledger, LocalSteps, check_budget, holding
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.server import grid, snap
@@ -124,7 +124,8 @@ class Coordinator:
         """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may not spend that."""
         spent = {name: float(curve[t]) for name, curve in self.curves.items()}
         if self.experiment.privacy.budget is not None:
-            check_budget(t, spent, {self.plan.accountant: self.experiment.privacy.budget})
+            least = min(self.plan.rigorous, key=spent.__getitem__)
+            check_budget(t, spent, {least: self.experiment.privacy.budget})
         if self.plan.mechanism:
             self.ledger.record(
                 round=t,
@@ -311,6 +312,7 @@ class Coordinator:
         clients = sum(row["cohort"] for row in self.table.rows)
         if isinstance(self.plan.mechanism, LocalSteps):
             found["epsilon_quantiles"] = self._per_client()
+        guarantees = self.guarantees()
         return found | {
             "status": status,
             "rounds": self.next,
@@ -325,7 +327,8 @@ class Coordinator:
             "seed": self.experiment.seed,
             "noise_multiplier": None if isinstance(self.plan.mechanism, LocalSteps) else self.plan.ratio,
             "replaced_actors": self.pool.replaced,
-            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees()],
+            "guarantees": [guarantee.to_dict() for guarantee in guarantees],
+            "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
         }
 
     def guarantees(self) -> list[Guarantee]:

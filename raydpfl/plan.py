@@ -11,9 +11,10 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import torch
 from raydpfl import data, local, models, privacy
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.noise import BandedGaussian
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, paper
 from raydpfl.privacy.factorization import check as check_bands
@@ -74,13 +75,13 @@ class Plan:
         if experiment.bounding.stateful and isinstance(selection, FedAvgStale):
             accepted = f"another with bounding.kind {experiment.bounding.kind}, whose mean has every client's memory in it, drawn or not"
             raise ConfigError("selection.kind", selection.kind, accepted)
-        weight = float(np.abs(_weights(experiment, population, np.arange(len(sizes)))).max())
+        weight = float(np.abs(_weights(experiment, population)).max())
         survivors = selection.survivors(seed, rounds, population)
         plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, selection.exposures(seed, rounds, population))
         if not experiment.private:
             return plan
         if experiment.noise.placement == "step":
-            return replace(plan, mechanism=_local_steps(experiment, population, data_root))
+            return _held(replace(plan, mechanism=_local_steps(experiment, population, data_root)))
         if isinstance(experiment.noise, BandedGaussian):
             check_bands(experiment.noise.bands, selection.sampling(population), selection.separation)
             noise = experiment.noise.resolve(rounds, getattr(experiment.server, "momentum", 0.0))
@@ -92,7 +93,7 @@ class Plan:
         stds = {query.name: query.std / query.bound for query in mechanism.queries}
         # A virtual cohort's noise, scaled down to the sum of those who are simulated.
         share = selection.sampling(population).cohort / mechanism.sampling.cohort
-        return replace(plan, mechanism=mechanism, ratio=stds["updates"] * share, count_std=stds.get("count", 0.0) / 2 * share)
+        return _held(replace(plan, mechanism=mechanism, ratio=stds["updates"] * share, count_std=stds.get("count", 0.0) / 2 * share))
 
     def origin(self) -> dict[str, str]:
         """What a run's bits depend on beside the experiment, by name."""
@@ -103,20 +104,24 @@ class Plan:
         return {"data": self.shards.name, "clients": digest, **ran, "torch": str(torch.__version__), "numpy": np.__version__}
 
     @property
-    def accountant(self) -> str | None:
-        """The accountant that calibrates the noise and holds the budget: the first rigorous one that can, or paper if there is no other."""
-        return _rigorous(self.experiment, self.mechanism) or next(iter(self.experiment.privacy.accountants), None)
+    def rigorous(self) -> tuple[str, ...]:
+        """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of theirs is held against the budget."""
+        return tuple(name for name in self.named if name != "paper" and not _uncovered(name, self.experiment, self.mechanism))
 
     @property
     def covering(self) -> tuple[str, ...]:
-        """Of the accountants asked for, those that cover the mechanism; of the others the guarantees say why they do not."""
-        return tuple(name for name in self.experiment.privacy.accountants if not _uncovered(name, self.experiment, self.mechanism))
+        """Of `named`, those that cover the mechanism; of the others the guarantees say why they do not."""
+        return tuple(name for name in self.named if not _uncovered(name, self.experiment, self.mechanism))
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The accountants that guarantees are given by: those asked for, and rdp where that is paper alone, which never stands by itself."""
+        """The accountants that guarantees are given by: those asked for, and where that is paper alone, which never stands by itself,
+        a rigorous one that covers the mechanism: rdp, else pld."""
         asked = self.experiment.privacy.accountants
-        return (*asked, "rdp") if asked and _rigorous(self.experiment) is None else asked
+        if not asked or _rigorous(self.experiment):
+            return asked
+        beside = next((name for name in ("rdp", "pld") if not _uncovered(name, self.experiment, self.mechanism)), "rdp")
+        return (*asked, beside)
 
     @property
     def cohort(self) -> int:
@@ -129,8 +134,18 @@ class Plan:
         return self.experiment.selection.divisor(self.population)
 
     def weights(self, clients: np.ndarray) -> np.ndarray:
-        """The factors float64 [r] of these clients' contributions."""
-        return _weights(self.experiment, self.population, clients)
+        """The factors float64 [r] of these clients' contributions.
+
+        Raises `RunError` for one above `weight`, which is what the accountants were told.
+        """
+        weights = _weights(self.experiment, self.population)[clients]
+        heaviest = float(np.abs(weights).max(initial=0.0))
+        if not heaviest <= self.weight:
+            raise RunError(
+                f"weights.kind {self.experiment.weights.kind} gives a client weight {heaviest:g}, "
+                f"above the {self.weight:g} that was accounted for"
+            )
+        return weights
 
     def sum_std(self, bound: float | None) -> float:
         """Std of the noise on the sum of the contributions of a round with this bound; 0 when it is drawn at local steps."""
@@ -168,8 +183,8 @@ class Plan:
             return {}
         e = self.experiment
         if isinstance(self.mechanism, LocalSteps):
-            return self.mechanism.curves(e.privacy.accountants, self.draws(e.rounds))
-        found = {name: np.full(e.rounds, np.inf) for name in e.privacy.accountants}
+            return self.mechanism.curves(self.named, self.draws(e.rounds))
+        found = {name: np.full(e.rounds, np.inf) for name in self.named}
         for name in self.covering:
             curve = privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, self.mechanism.rounds, name, v=e.noise.v)
             found[name] = np.concatenate([[0.0], curve])[self.exposures]
@@ -211,9 +226,23 @@ def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     return experiment.model_copy(update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})})
 
 
-def _rigorous(experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None) -> str | None:
-    """The first rigorous accountant asked for, of those that cover the mechanism if it is known."""
-    return next((name for name in experiment.privacy.accountants if name != "paper" and not _uncovered(name, experiment, mechanism)), None)
+def _rigorous(experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None) -> tuple[str, ...]:
+    """The rigorous accountants asked for, of those that cover the mechanism if it is known."""
+    asked = [name for name in experiment.privacy.accountants if name != "paper"]
+    return tuple(name for name in asked if not _uncovered(name, experiment, mechanism))
+
+
+def _held(plan: Plan) -> Plan:
+    """`plan`. Raises `ConfigError` where its budget could only be held by an epsilon that no proof stands behind."""
+    budget, mechanism = plan.experiment.privacy.budget, plan.mechanism
+    if budget is None:
+        return plan
+    if not plan.rigorous:
+        reason = _uncovered(plan.named[-1], plan.experiment, mechanism)
+        raise ConfigError("privacy.budget", budget, f"none here, as no rigorous accountant can hold it: {reason}")
+    if isinstance(mechanism, Mechanism) and privacy.unproved(mechanism):
+        raise ConfigError("privacy.budget", budget, f"none here, as no proof holds it: {privacy.unproved(mechanism)}")
+    return plan
 
 
 def _uncovered(name: str, experiment: Experiment, mechanism: Mechanism | LocalSteps | None) -> str | None:
@@ -221,10 +250,23 @@ def _uncovered(name: str, experiment: Experiment, mechanism: Mechanism | LocalSt
     return privacy.covers(name, mechanism, experiment.relation) if isinstance(mechanism, Mechanism) else None
 
 
-def _weights(experiment: Experiment, population: Population, clients: np.ndarray) -> np.ndarray:
-    weights = experiment.weights.of(population.sizes[clients], population.samples, len(population))
-    corrections = experiment.selection.corrections(population)
-    return weights if corrections is None else weights * corrections[clients]
+def _weights(experiment: Experiment, population: Population) -> np.ndarray:
+    """The factor float64 [N] of every client's contribution, computed once for all clients together.
+
+    Raises `ConfigError` unless they are N finite numbers.
+    """
+
+    def compute() -> np.ndarray:
+        count, member = len(population), experiment.weights
+        weights = np.array(member.of(population.sizes, population.samples, count), np.float64)
+        if weights.shape != (count,) or not np.isfinite(weights).all():
+            accepted = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, accepted)
+        corrections = experiment.selection.corrections(population)
+        return weights if corrections is None else weights * corrections
+
+    members = (experiment.weights, experiment.selection)
+    return population.remember(tuple(member.model_dump_json() for member in members), compute)
 
 
 def _means(selection: Selection, population: Population) -> bool:
@@ -266,12 +308,13 @@ def _local_steps(experiment: Experiment, population: Population, data_root: Path
         silent = LocalSteps(stds=np.zeros(len(population)), **release)
         std = noise.multiplier * silent.bound / np.maximum(silent.batches, 1) if noise.std is None else noise.std
         return replace(silent, stds=std)
-    accountant = _rigorous(e)
-    if accountant is None and noise.calibration == "rigorous":
+    accountants = _rigorous(e)
+    if not accountants and noise.calibration == "rigorous":
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper or tcdp"
         raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
     budgets = _budgets(e, len(population), data_root)
-    return LocalSteps.calibrated(participations=counts, budgets=budgets, calibration=noise.calibration, accountant=accountant or "pld", **release)
+    release |= {"participations": counts, "budgets": budgets, "calibration": noise.calibration}
+    return _first_that_can(accountants or ("pld",), lambda name: LocalSteps.calibrated(accountant=name, **release))
 
 
 def _draws(experiment: Experiment, population: Population, rounds: int) -> list[np.ndarray]:
@@ -295,8 +338,6 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     queries += (selection.loss_query,) if selection.loss_query else ()
     exclusions = [*experiment.data.exclusions, *selection.exclusions, SHOWN]
     sampling = selection.sampling(population)
-    if experiment.stateful and sampling.hidden and sampling.kind != "poisson":  # whose other coins may be known: they say nothing of a client's own
-        exclusions.append(f"that a hidden cohort amplifies privacy is proved for rounds without memory; {experiment.stateful.kind} has one")
     if noise.virtual_cohort:
         if sampling.kind == "public" or sampling.rule or sampling.p_max:
             raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"none with selection.kind {selection.kind}; uniform, poisson or full scale to it")
@@ -309,9 +350,13 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
             accepted = f"{size} noise.virtual_cohort, {noise.virtual_cohort}, with selection.kind {selection.kind}"
             raise ConfigError("noise.virtual_population", virtual, accepted)
         sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
-    mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, exclusions=tuple(exclusions))
+    memory = experiment.stateful.kind if experiment.stateful else ""
+    mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, memory=memory)
+    unproved = privacy.unproved(mechanism)
+    exclusions += [unproved] if unproved else []
+    mechanism = replace(mechanism, exclusions=tuple(exclusions))
     rigorous = [name for name in experiment.privacy.accountants if name != "paper"]
-    if rigorous and _rigorous(experiment, mechanism) is None:
+    if rigorous and not _rigorous(experiment, mechanism):
         raise ConfigError("privacy.accountants", rigorous[0], _uncovered(rigorous[0], experiment, mechanism))
     return mechanism
 
@@ -330,8 +375,26 @@ def _multiplier(experiment: Experiment, mechanism: Mechanism, weight: float, sur
         raise ConfigError("noise.calibration", "tcdp", "rigorous or paper; tcdp (002) is for noise at local steps")
     if noise.calibration == "paper":
         return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, mechanism.rounds, noise.delta, noise.v)
-    accountant = _rigorous(experiment, mechanism)
-    if accountant is None:
+    accountants = _rigorous(experiment, mechanism)
+    if not accountants:
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
         raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), accepted)
-    return privacy.noise_for(noise.epsilon, mechanism, experiment.relation, noise.delta, accountant, mechanism.rounds)
+
+    def calibrated(name: str) -> float:
+        return privacy.noise_for(noise.epsilon, mechanism, experiment.relation, noise.delta, name, mechanism.rounds)
+
+    return _first_that_can(accountants, calibrated)
+
+
+def _first_that_can(accountants: Sequence[str], calibrate: Callable[[str], Any]) -> Any:
+    """What `calibrate` gives for the first accountant that it does not refuse; at a tiny delta pld reaches no epsilon.
+
+    Raises the `ConfigError` of the first accountant where it refuses all.
+    """
+    refusals = []
+    for name in accountants:
+        try:
+            return calibrate(name)
+        except ConfigError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]

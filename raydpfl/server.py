@@ -54,12 +54,15 @@ def snap(total: np.ndarray, grid: float) -> np.ndarray:
 
 
 class Weights(Member):
-    """Base of the weights' family."""
+    """Base of the weights' family.
+
+    A member is asked once, for all clients together: what it normalises by is the whole population, never a
+    round's cohort, so that the largest weight that the accountants are told is the largest of any round.
+    """
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
-        """Weights float64 [r] of clients with `sizes` samples (int64 [r]) of `samples` over the whole population."""
+        """Weights float64 [N] of all `population` clients, with `sizes` samples (int64 [N]), `samples` in all."""
         raise NotImplementedError
-
 
 
 class UniformWeights(Weights):

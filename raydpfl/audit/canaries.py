@@ -223,8 +223,12 @@ class Record:
             return
         direction = self.canaries.direction(place).numpy().astype(np.float64)
         most = self._weights[place] * self.bound
+        accounted = min(abs(most), self.plan.weight * self.bound)
         # With the client's noise on it, in its std; bare, in bounds.
-        self.along.append((self._round, client, float(direction @ noise) if self.by_client else float(np.linalg.norm(vector)) / most - 1))
+        beyond = float(np.linalg.norm(vector)) / accounted - 1
+        if self.by_client:
+            beyond = float(direction @ noise) + (abs(most) - accounted) / self._client_std
+        self.along.append((self._round, client, beyond))
         self.times[place, self._round] += 1
         if self.by_client:
             amplitude = most / self._client_std

@@ -19,7 +19,7 @@ from raydpfl.audit.canaries import Record
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon
+from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, unproved
 from raydpfl.privacy.accountants import views as observers
 from raydpfl.privacy.mechanism import Mechanism
 
@@ -85,7 +85,8 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
         if not spent:
             continue
         name = min(spent, key=spent.get)
-        claimed = Guarantee("rigorous", name, "client", relation, observer, words, spent[name], delta, mechanism.exclusions)
+        kind = "unproven" if unproved(mechanism) else "rigorous"
+        claimed = Guarantee(kind, name, "client", relation, observer, words, spent[name], delta, mechanism.exclusions)
         hidden, single = mechanism.sampling.hidden, observer == "every single update"
         parts, imagined = zip(*[_scores(record, mechanism.sampling.q if hidden else None, single) for record in records], strict=True)
         scores = Scores(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Scores)))

@@ -18,7 +18,8 @@ epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another, a
 (fixed size 80 of 1920, cohort known, a client in at most 12 of 100 rounds): rigorous, by pld.
 
 One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to mean something),
-`accountants`, `pld` (privacy loss distributions), `renyi`, `calibrate`, `paper` (formulas as printed), `ledger` (spending on disk),
+`accountants`, `memory` (clients that remember),
+`pld` (privacy loss distributions), `renyi`, `calibrate`, `paper` (formulas as printed), `ledger` (spending on disk),
 `personal` (noise at local steps, client by client), `budgets` (laws of personal budgets; imported by that name, since it reads tables).
 References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and
 003 (Section III-C3).
@@ -26,9 +27,10 @@ References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2
 
 from raydpfl.privacy.accountants import covers, delta, epsilon, epsilon_curve, guarantees
 from raydpfl.privacy.calibrate import noise_for, rounds_for
-from raydpfl.privacy.guarantee import Guarantee, loose
+from raydpfl.privacy.guarantee import Guarantee, holding, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Spent, check_budget
 from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
+from raydpfl.privacy.memory import unproved
 from raydpfl.privacy.paper import paper_multiplier
 from raydpfl.privacy.personal import LocalSteps
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
@@ -50,8 +52,11 @@ __all__ = [
     "gaussian_delta",
     "gaussian_epsilon",
     "guarantees",
+    "holding",
     "loose",
     "noise_for",
     "paper_multiplier",
     "rounds_for",
+    "sentences",
+    "unproved",
 ]

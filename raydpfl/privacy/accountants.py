@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import paper, pld, renyi
+from raydpfl.privacy import memory, paper, pld, renyi
 from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.mechanism import Mechanism, Relation, Sampling, one_of
 
@@ -135,7 +135,11 @@ def guarantees(
             reason = covers(name, observed, under) if mechanism.private else NOISELESS
             spent = math.inf if reason else epsilon(observed, under, delta, times, name) if times else 0.0
             failed = (reason,) if reason else (UNREACHED.format(name),) if math.isinf(spent) else ()
-            found.append(Guarantee("rigorous", name, mechanism.unit, under, observer, sampling, spent, delta, mechanism.exclusions, failed))
+            unproved = memory.unproved(observed)
+            kind = "unproven" if unproved else "rigorous"
+            if unproved:
+                failed += (unproved,)
+            found.append(Guarantee(kind, name, mechanism.unit, under, observer, sampling, spent, delta, mechanism.exclusions, failed))
     return found
 
 

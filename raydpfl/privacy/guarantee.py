@@ -12,6 +12,7 @@ TypeError: '<' not supported between instances of 'Guarantee' and 'Guarantee'
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -27,11 +28,12 @@ _RELATIONS = {
 class Guarantee:
     """(epsilon, delta) of one unit under one relation, against one observer, by one accountant (PRIVACY.md sec. 1).
 
-    `kind`: `paper`, the formula as printed, or `rigorous`, what holds for the mechanism that ran. `epsilon` is infinite when
-    nothing is guaranteed; `conditions_failed` then says why. `exclusions` lists in words what is not accounted for.
+    `kind`: `paper`, the formula as printed; `rigorous`, what holds for the mechanism that ran; or `unproven`, computed as if it were
+    rigorous for a mechanism for which no proof is known. `epsilon` is infinite when nothing is guaranteed; `conditions_failed` then
+    says why. `exclusions` lists in words what is not accounted for.
     """
 
-    kind: Literal["paper", "rigorous"]
+    kind: Literal["paper", "rigorous", "unproven"]
     accountant: str
     unit: str
     relation: Literal["add_remove", "zero_out", "replace_one", "unstated"]
@@ -48,6 +50,12 @@ class Guarantee:
         lists = {name: tuple(fields[name]) for name in ("exclusions", "conditions_failed")}
         return cls(**fields | lists | {"epsilon": float(fields["epsilon"])})
 
+    @property
+    def meaning(self) -> tuple:
+        """What two guarantees must have in common for their epsilons to be comparable."""
+        clients = self.sampling if self.unit == "client" else ""  # of samples it names the worst client, by this accountant
+        return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON can hold them: tuples as lists, an infinite epsilon as the string "infinity" (`float` reads it back)."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -56,7 +64,7 @@ class Guarantee:
     def sentence(self) -> str:
         """The whole guarantee in plain English, no part left out."""
         what = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}" if math.isfinite(self.epsilon) else "No privacy is shown (epsilon infinite)"
-        how = "the formula as printed" if self.kind == "paper" else "rigorous"
+        how = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}[self.kind]
         text = f"{what} for one {self.unit}, {_RELATIONS[self.relation]}, against whoever sees {self.observer} "
         text += f"({self.sampling}): {how}, by {self.accountant}."
         if self.exclusions:
@@ -64,6 +72,31 @@ class Guarantee:
         if self.conditions_failed:
             text += f" Conditions that fail: {'; '.join(self.conditions_failed)}."
         return text
+
+
+def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
+    """Of the guarantees that say the same by several accountants, the one with the smallest epsilon.
+
+    Each of them is valid, so the smallest is what holds. The papers' formulas are left out, and so is what is infinite.
+    """
+    alike: dict[tuple, list[Guarantee]] = {}
+    for one in guarantees:
+        if one.kind != "paper":
+            alike.setdefault(one.meaning, []).append(one)
+    least = [min(ones, key=lambda one: one.epsilon) for ones in alike.values()]
+    return [one for one in least if math.isfinite(one.epsilon)]
+
+
+def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
+    """Every guarantee in plain English; where several accountants say the same, the smallest is said to be what holds."""
+    least, found = holding(guarantees), []
+    for one in guarantees:
+        alike = [other.accountant for other in guarantees if other.kind != "paper" and other.meaning == one.meaning]
+        text = one.sentence()
+        if len(alike) > 1 and one in least:
+            text += f" This holds, the smallest by {' and '.join(alike)}."
+        found.append(text)
+    return found
 
 
 def loose(delta: float, size: int, unit: str) -> str | None:

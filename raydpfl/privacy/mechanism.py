@@ -124,7 +124,8 @@ class Mechanism:
     `client`, each of the r clients of a cohort draws std / sqrt(r), so that the sum carries std; `step`, one draw
     on the sum over a mini-batch at each local step (`rounds` counts steps, the population are samples).
     Against k participants who know their own noise, or after k dropouts, account for `with_noise(z * sqrt((r - k) / r))`.
-    `exclusions` are the data-dependent choices that are not accounted for, in words.
+    `exclusions` are the data-dependent choices that are not accounted for, in words. `memory` names the member by which a client's
+    contribution depends on the rounds that it took part in before; empty where none does (see `raydpfl.privacy.memory`).
     """
 
     sampling: Sampling
@@ -133,6 +134,7 @@ class Mechanism:
     unit: Literal["client", "sample"] = "client"
     placement: Placement = "server"
     exclusions: tuple[str, ...] = ()
+    memory: str = ""
 
     def __post_init__(self) -> None:
         one_of("noise.placement", self.placement, Placement)
@@ -191,8 +193,13 @@ class Mechanism:
         return replace(self, queries=tuple(query if query.apart else replace(query, std=scaled(query)) for query in self.queries))
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all fields (`p_max`, `rule` and `apart` where there are any): its name in the ledger and the cache."""
+        """SHA-256 of the canonical JSON of all fields: its name in the ledger and the cache.
+
+        `p_max`, `rule`, `apart` and `memory` are left out where there are none.
+        """
         tree = asdict(self)
+        if not self.memory:
+            del tree["memory"]
         tree["queries"] = [{name: value for name, value in query.items() if value is not False} for query in tree["queries"]]
         tree["sampling"] = {name: value for name, value in tree["sampling"].items() if value not in (None, "")}
         return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

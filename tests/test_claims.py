@@ -1,0 +1,226 @@
+"""Nothing is claimed that does not hold: weights, budgets, memory, and which of several epsilons it is that holds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import experiment
+from pydantic import Field
+from scipy.special import ndtr
+
+from raydpfl import run
+from raydpfl.audit import audit
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.plan import Plan
+from raydpfl.privacy import Mechanism, Query, Sampling, guarantees, holding, sentences, unproved
+from raydpfl.server import Weights
+
+UNEQUAL = {"data": {"sizes": {"kind": "power-law"}}, "noise": {"kind": "gaussian", "multiplier": 2.0}}
+
+
+# ---- weights ----
+
+
+class ByTheMean(Weights):
+    """Ordinary FedAvg's weights: n_i over the mean of those that are asked about."""
+
+    kind: str = "by the mean"
+
+    def of(self, sizes, samples, population):
+        return sizes / sizes.mean()
+
+
+class Drifting(ByTheMean):
+    """A member that gives other weights each time it is asked."""
+
+    calls: list = Field(default_factory=list)
+
+    def of(self, sizes, samples, population):
+        self.calls.append(None)
+        return super().of(sizes, samples, population) * len(self.calls)
+
+
+class NoNumber(ByTheMean):
+    def of(self, sizes, samples, population):
+        return np.where(sizes == sizes.max(), np.nan, 1.0)
+
+
+def test_weights_that_normalise_by_who_is_asked_are_those_of_the_whole_population():
+    plan = Plan.make(experiment(**UNEQUAL, weights=ByTheMean()))
+    sizes = plan.population.sizes
+    few = np.argsort(sizes)[:5]
+    np.testing.assert_array_equal(plan.weights(few), (sizes / sizes.mean())[few])
+    assert plan.weight == sizes.max() / sizes.mean() > 2
+    assert plan.weight == Plan.make(experiment(**UNEQUAL, weights={"kind": "data"})).weight
+
+
+def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_path):
+    """Each unequal client's contribution, in units of the noise on the sum, is within what the accountants were told."""
+    result = run(experiment(**UNEQUAL, weights=ByTheMean()), tmp_path / "run")
+    sizes = Plan.make(experiment(**UNEQUAL, weights=ByTheMean())).population.sizes
+    assert result.rounds["noise_std"].to_pylist() == [2.0 * sizes.max() / sizes.mean()] * 4
+
+
+def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp_path):
+    with pytest.raises(RunError, match="weights.kind by the mean gives a client weight .* accounted for"):
+        plan = Plan.make(experiment(**UNEQUAL, weights=Drifting()))
+        again = Plan(**{**vars(plan), "population": type(plan.population)(plan.population.sizes)})
+        again.weights(np.arange(len(again.population)))
+
+
+def test_a_weight_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=r"weights.kind = .*finite numbers, one per client"):
+        Plan.make(experiment(**UNEQUAL, weights=NoNumber()))
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_largest(placement, monkeypatch):
+    """The accounted weight is the mean, and nothing in the run looks at it again."""
+    noise = {"kind": "gaussian", "multiplier": 2.0, "placement": placement}
+    unequal = experiment(**{**UNEQUAL, "noise": noise}, weights={"kind": "data"}, rounds=2)
+    assert audit(unequal, canaries=50).passed
+    make = Plan.make.__func__
+    weights = Plan.make(unequal).weights(np.arange(50))
+
+    def by_the_mean(cls, *arguments):
+        plan = make(cls, *arguments)
+        return Plan(**{**vars(plan), "weight": 1.0})
+
+    monkeypatch.setattr(Plan, "make", classmethod(by_the_mean))
+    monkeypatch.setattr(Plan, "weights", lambda self, clients: weights[clients])
+    failed = {check.name for check in audit(unequal, canaries=50).checks if not check.passed}
+    assert "bounds" in failed
+
+
+# ---- budgets ----
+
+
+def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula_was_asked(tmp_path):
+    spending = {"multiplier": 1.6, "kind": "gaussian"}
+    asked = {"accountants": ["paper"], "budget": 6.0}
+    result = run(experiment(noise=spending, privacy=asked, rounds=40), tmp_path / "run")
+    spent = [one.epsilon for one in result.guarantees if one.accountant == "rdp" and "hidden" in one.sampling]
+    assert result.summary["status"] == "budget" and 0 < result.summary["rounds"] < 40
+    assert spent[0] <= 6.0 and "(rdp)" in result.summary["reason"]
+
+
+def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
+    memory = {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}
+    with pytest.raises(ConfigError, match="privacy.budget.*alpha_norm_ec"):
+        Plan.make(experiment(**memory, privacy={"accountants": ["pld"], "budget": 2.0}))
+    uncovered = {"selection": {"kind": "multinomial", "cohort": 20}}
+    with pytest.raises(ConfigError, match=r"privacy.accountants = 'rdp'"):
+        Plan.make(experiment(**uncovered, privacy={"accountants": ["rdp"], "budget": 2.0}))
+    assert Plan.make(experiment(**uncovered, privacy={"accountants": ["paper"], "budget": 2.0})).rigorous == ("pld",)
+
+
+def test_a_budget_is_held_by_the_smallest_rigorous_epsilon(tmp_path):
+    """At this delta pld reaches no epsilon, and rdp does: both are valid, so the budget lasts."""
+    noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-15}
+    asked = {"accountants": ["pld", "rdp"], "budget": 120.0}
+    result = run(experiment(noise=noise, privacy=asked, rounds=40), tmp_path / "run")
+    assert result.summary["status"] == "completed"
+    first, *_ = result.summary["holds"]
+    assert first["accountant"] == "rdp" and first["epsilon"] < 120.0
+    curves = {one.accountant: one.epsilon for one in result.guarantees if "hidden" in one.sampling}
+    assert math.isinf(curves["pld"]) and curves["rdp"] == first["epsilon"]
+
+
+def test_noise_is_calibrated_by_the_first_accountant_that_can_tell_an_epsilon():
+    noise = {"kind": "gaussian", "epsilon": 20.0, "delta": 1e-15}
+    alone = Plan.make(experiment(noise=noise, privacy={"accountants": ["rdp"]}, rounds=40))
+    both = Plan.make(experiment(noise=noise, privacy={"accountants": ["pld", "rdp"]}, rounds=40))
+    assert both.ratio == alone.ratio
+    with pytest.raises(ConfigError, match="noise.delta"):
+        Plan.make(experiment(noise=noise, privacy={"accountants": ["pld"]}, rounds=40))
+
+
+def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
+    queries = (Query("updates", 1.0, 4.0),)
+    found = guarantees(Mechanism(Sampling("fixed", 1920, 80), queries, 100), "replace_one", 1e-5, participations=12)
+    least = holding(found)
+    assert [one.accountant for one in least] == ["pld", "pld"] and len({one.sampling for one in least}) == 2
+    marked = [text for text in sentences(found) if "This holds, the smallest by pld and rdp." in text]
+    assert len(marked) == 2 and all("by pld" in text for text in marked)
+    assert not any("holds" in text for text in sentences([one for one in found if one.accountant == "pld"]))
+
+
+# ---- clients with memory ----
+
+
+@pytest.mark.parametrize(
+    "selection,kinds",
+    [
+        ({"kind": "uniform", "cohort": 20}, {"cohort hidden": "unproven", "cohort known": "rigorous"}),
+        ({"kind": "multinomial", "cohort": 20}, {"cohort hidden": "unproven", "cohort known": "rigorous"}),
+        ({"kind": "poisson", "cohort": 20}, {"cohort hidden": "rigorous", "cohort known": "rigorous"}),
+        ({"kind": "full"}, {"all 50": "rigorous"}),
+    ],
+)
+def test_amplification_of_clients_with_memory_is_rigorous_only_where_a_proof_is_known(selection, kinds, tmp_path):
+    memory = {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}, "selection": selection}
+    noise = {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}
+    result = run(experiment(**memory, noise=noise, privacy={"accountants": ["pld"]}), tmp_path / "run")
+    found = {words: one for words in kinds for one in result.guarantees if words in one.sampling}
+    assert {words: one.kind for words, one in found.items()} == kinds
+    for one in found.values():
+        assert ("not proved" in one.sentence()) == (one.kind == "unproven") == bool(one.conditions_failed)
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text())["guarantees"]
+    assert {each["kind"] for each in stored} == set(kinds.values())
+
+
+def test_scaffold_with_a_hidden_cohort_of_fixed_size_is_not_called_rigorous():
+    plan = Plan.make(experiment(local={"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}))
+    assert unproved(plan.mechanism) and "scaffold" in unproved(plan.mechanism)
+    assert {one.kind for one in plan.guarantees(4, {3: 2}) if "hidden" in one.sampling} == {"unproven"}
+
+
+def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
+    """The likelihood ratio of two rounds with a client of Poisson rate `q` against none, on a grid, and the grid's mass.
+
+    `signs(coin, y)`: the direction of its second contribution, by its first coin and the first release; norm c, noise 1.
+    """
+    y = np.linspace(-9, 9, 721)
+    density = np.exp(-(y**2) / 2) / math.sqrt(2 * math.pi) * (y[1] - y[0])
+    first, second = y[:, None], y[None, :]
+    total = np.zeros((len(y), len(y)))
+    for coins in itertools.product((0, 1), repeat=2):
+        chance = math.prod(q if coin else 1 - q for coin in coins)
+        value = c * signs(coins[0], first)
+        exponent = coins[0] * (first * c - c**2 / 2) + coins[1] * (second * value - value**2 / 2)
+        total += chance * np.exp(exponent)
+    return total, density[:, None] * density[None, :]
+
+
+@pytest.mark.parametrize("q,c", [(0.1, 1.0), (0.3, 0.5), (0.5, 2.0)])
+def test_memory_never_costs_more_than_none_under_poisson(q, c):
+    """The theorem of raydpfl.privacy.memory by quadrature: every strategy of two rounds, both directions, many epsilons."""
+    strategies = {
+        "forgetful": lambda coin, y: np.ones_like(y),
+        "turns back": lambda coin, y: np.ones_like(y) * (1 - 2 * coin),
+        "stays silent": lambda coin, y: np.ones_like(y) * (1 - coin),
+        "speaks if it spoke": lambda coin, y: np.ones_like(y) * coin,
+        "by the release": lambda coin, y: np.where(y > 0, 1.0, -1.0) * (1 - 2 * coin),
+        "by both": lambda coin, y: np.tanh(y) * coin + (1 - coin),
+    }
+    curves = {}
+    for name, signs in strategies.items():
+        ratio, mass = ratios(q, c, signs)
+        assert (ratio * mass).sum() == pytest.approx(1, abs=1e-6)
+        epsilons = np.exp(np.linspace(0, 3, 13))
+        there = [(np.maximum(ratio - e, 0) * mass).sum() for e in epsilons]
+        back = [(np.maximum(1 - e * ratio, 0) * mass).sum() for e in epsilons]
+        curves[name] = np.array([there, back])
+    for name, curve in curves.items():
+        assert (curve <= curves["forgetful"] + 1e-9).all(), name
+    assert (curves["turns back"] < curves["forgetful"] - 1e-4).any()
+    # One round of it is the hockey stick of the subsampled Gaussian: the quadrature itself is right.
+    one = ratios(q, c, lambda coin, y: np.zeros_like(y))
+    e = 1.2
+    threshold = math.log((e - (1 - q)) / q) / c + c / 2
+    exact = q * ndtr(c - threshold) - (e - (1 - q)) * ndtr(-threshold)
+    assert (np.maximum(one[0] - e, 0) * one[1]).sum() == pytest.approx(exact, abs=1e-4)
