@@ -66,7 +66,7 @@ def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_pat
 
 
 def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp_path):
-    with pytest.raises(RunError, match="weights.kind by the mean gives a client weight .* accounted for"):
+    with pytest.raises(RunError, match=r"weights\.kind by the mean gives a client weight .* accounted for"):
         plan = Plan.make(experiment(**UNEQUAL, weights=Drifting()))
         again = Plan(**{**vars(plan), "population": type(plan.population)(plan.population.sizes)})
         again.weights(np.arange(len(again.population)))
@@ -110,7 +110,7 @@ def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula
 
 def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
     memory = {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}
-    with pytest.raises(ConfigError, match="privacy.budget.*alpha_norm_ec"):
+    with pytest.raises(ConfigError, match=r"privacy\.budget.*alpha_norm_ec"):
         Plan.make(experiment(**memory, privacy={"accountants": ["pld"], "budget": 2.0}))
     uncovered = {"selection": {"kind": "multinomial", "cohort": 20}}
     with pytest.raises(ConfigError, match=r"privacy.accountants = 'rdp'"):
@@ -135,7 +135,7 @@ def test_noise_is_calibrated_by_the_first_accountant_that_can_tell_an_epsilon():
     alone = Plan.make(experiment(noise=noise, privacy={"accountants": ["rdp"]}, rounds=40))
     both = Plan.make(experiment(noise=noise, privacy={"accountants": ["pld", "rdp"]}, rounds=40))
     assert both.ratio == alone.ratio
-    with pytest.raises(ConfigError, match="noise.delta"):
+    with pytest.raises(ConfigError, match=r"noise\.delta"):
         Plan.make(experiment(noise=noise, privacy={"accountants": ["pld"]}, rounds=40))
 
 
