@@ -16,12 +16,15 @@ raydpfl.errors.ConfigError: bounding.kind = 'scael': one of scale, or the import
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raydpfl.errors import ConfigError
+from raydpfl.files import digest
 
 
 class Member(BaseModel):
@@ -67,6 +70,24 @@ def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
         raise ConfigError(f"{section}.kind", kind, f"a subclass of {base.__module__}.{base.__qualname__}")
     return validate(cls, section, values)
+
+
+def own_code(member: Member) -> dict[str, str | None]:
+    """The digest of the source of each module that a class of this member, or of one in its fields, comes from.
+
+    By the module's name; of raydpfl's own none, None for a module that is no file.
+    """
+    found: dict[str, str | None] = {}
+    for cls in type(member).__mro__:
+        module = cls.__module__
+        if issubclass(cls, Member) and not module.startswith("raydpfl."):
+            source = getattr(sys.modules.get(module), "__file__", None)
+            found[module] = digest(Path(source)) if source else None
+    for name in type(member).model_fields:
+        value = getattr(member, name)
+        if isinstance(value, Member):
+            found |= own_code(value)
+    return found
 
 
 def load(path: str, field: str) -> Any:

@@ -41,7 +41,7 @@ import raydpfl
 from raydpfl.errors import ConfigError, RunError
 
 ADDRESS = "http://127.0.0.1:8265"
-RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'  # of the head: cache_root of raydpfl.data.files, said in shell
+RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'  # of the head: cache_root of raydpfl.files, said in shell
 NOTE = "job.json"  # in the run directory here: whose it is
 PATIENCE = 60.0  # seconds without output after which the connection is made anew, and without an answer after which it is given up
 BEGIN, END = "<run directory>", "</run directory>"

@@ -26,8 +26,8 @@ from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
 from raydpfl import cli, run, submit
-from raydpfl.data.files import cache_root
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.files import cache_root
 
 OWN = """
 import math

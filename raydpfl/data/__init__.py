@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl.data.features import FEATURES
-from raydpfl.data.files import data_root
 from raydpfl.data.partitions import PARTITIONS, SIZES, Partition, Sizes
 from raydpfl.data.quadratics import Quadratics, ScalarQuadratics
 from raydpfl.data.shards import Shards, prepare
@@ -41,6 +40,7 @@ from raydpfl.data.sources import (
 from raydpfl.data.synthetic import Synthetic
 from raydpfl.data.table import Table
 from raydpfl.errors import ConfigError
+from raydpfl.files import data_root
 from raydpfl.member import choose
 
 __all__ = [

@@ -18,16 +18,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydpfl.data.files import cache_root, file_identity, find_file, impatient
 from raydpfl.errors import ConfigError
+from raydpfl.files import STILL, cache_root, digest, file_identity, find_file, impatient, put, whole
 from raydpfl.member import Member
 
 if TYPE_CHECKING:
@@ -41,13 +40,15 @@ IMAGES = 64  # that go through a net at once
 class Features(Member):
     """Base of the family."""
 
+    named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
+
     @property
     def exclusions(self) -> tuple[str, ...]:
         """Queries of the training data that no accountant counts, in words."""
         return ()
 
     def identity(self, root: Path | None) -> list:
-        """The files that the columns depend on, in JSON types; changes when they do."""
+        """The contents of the files that the columns depend on, in JSON types."""
         return []
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
@@ -62,6 +63,8 @@ class Pca(Features):
     `components`, as `principal_components` gives them and scikit-learn's PCA names them (p numbers to a sample).
     """
 
+    named: ClassVar[frozenset[str]] = frozenset({"file"})
+
     kind: Literal["pca"] = "pca"
     components: int = Field(default=60, ge=1)
     file: str | None = None
@@ -71,7 +74,7 @@ class Pca(Features):
         return () if self.file else ("the principal components are computed from the training data without noise",)
 
     def identity(self, root: Path | None) -> list:
-        return [file_identity(find_file("data.features.file", self.file, root), self.file)] if self.file else []
+        return [file_identity("data.features.file", self.file, root)] if self.file else []
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         p = int(np.prod(x.shape[1:]))
@@ -126,6 +129,8 @@ class ResNet18Features(Features):
     deviation. The table is kept in the cache by the digests of weights and images, so it is extracted once for all partitions and seeds.
     """
 
+    named: ClassVar[frozenset[str]] = frozenset({"weights"})
+
     kind: Literal["resnet18"] = "resnet18"
     weights: str = "imagenet"
     resize: int = Field(default=256, ge=32)
@@ -138,16 +143,24 @@ class ResNet18Features(Features):
         return self
 
     def identity(self, root: Path | None) -> list:
-        return [_pretrained().url if self.weights == "imagenet" else _digest(self._file(root).read_bytes())]
+        if self.weights == "imagenet":
+            return [_pretrained().url]
+        return [file_identity("data.features.weights", self.weights, root)]
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3):
             raise ConfigError("data.features.kind", self.kind, f"grey or colour images; the samples are {x.dtype} {x.shape[1:]}")
         weights = self.identity(root)
 
+        def extract(images: np.ndarray) -> np.ndarray:
+            columns = self._extract(images, root)
+            if self.identity(root) != weights:
+                raise ConfigError("data.features.weights", self.weights, STILL)
+            return columns
+
         def table(images: np.ndarray) -> np.ndarray:
             key = [*weights, self.resize, self.crop, images.shape, _digest(np.ascontiguousarray(images))]
-            return _kept(_digest(repr(key).encode()), lambda: self._extract(images, root))
+            return _kept(_digest(repr(key).encode()), lambda: extract(images))
 
         return table(x), table(test_x)
 
@@ -161,6 +174,7 @@ class ResNet18Features(Features):
 
         try:
             if self.weights == "imagenet":
+                _check_published()
                 with impatient():
                     state = _pretrained().get_state_dict(progress=False, check_hash=True)
             else:
@@ -206,24 +220,25 @@ def _pretrained() -> WeightsEnum:
     return ResNet18_Weights.IMAGENET1K_V1
 
 
+def _check_published() -> None:
+    """Raises `ConfigError` where torchvision would take a file for ImageNet's weights that is another."""
+    import torch
+
+    name = _pretrained().url.rpartition("/")[2]  # resnet18-f37072fd.pth, by the start of its SHA-256
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
+    published = name.rpartition("-")[2].removesuffix(".pth")
+    if path.exists() and not digest(path).startswith(published):
+        accepted = f"{path} as it was published; remove the file, so that it is downloaded again"
+        raise ConfigError("data.features.weights", "imagenet", accepted)
+
+
 def _digest(data: bytes | np.ndarray) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def _kept(name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array of this name in the cache, computed and put there (whole or not at all) unless it is."""
-    folder = cache_root() / "features"
-    path = folder / f"{name}.npy"
-    if not path.is_file():
-        scratch = folder / f".{name}-{uuid.uuid4().hex}.npy"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            scratch.touch()  # what cannot be kept is not worth the work
-            try:
-                np.save(scratch, compute())
-                scratch.rename(path)
-            finally:
-                scratch.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError("RAYDPFL_CACHE", str(cache_root()), f"a folder that can be written, with room ({error.strerror})") from None
-    return np.load(path)
+    """The array of this name in the cache, computed and put there unless it is there as it was computed."""
+    folder = cache_root() / "features" / name
+    if not whole(folder):
+        put(folder, lambda scratch: np.save(scratch / "columns.npy", compute()))
+    return np.load(folder / "columns.npy")

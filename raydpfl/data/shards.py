@@ -8,7 +8,8 @@
 ...     shards.clients, shards.shape, shards.classes, x.shape, n
 (3, (60,), 10, (2, 5, 60), array([4, 0]))
 
-A prepared folder is named by a digest of (format, data config, seed, identity of the source files) and never changes:
+A prepared folder is named by a digest of (format, data config, seed, contents of the source files, code of the user's own
+members), wherever the files are, and never changes:
 
 | file          | rows        | columns                                                                            |
 |---------------|-------------|------------------------------------------------------------------------------------|
@@ -17,6 +18,7 @@ A prepared folder is named by a digest of (format, data config, seed, identity o
 | clients.arrow | client      | first: int64, its first row in train.arrow; size: int64, how many rows              |
 | test.arrow    | sample      | as train.arrow, in one batch                                                        |
 | data.json     |             | shape, classes (0: regression), mean and std per channel, what the partition did    |
+| digests.json  |             | size and digest of each; what does not agree with them is prepared again            |
 
 It is written beside its place under another name and renamed, so a half-written one is never used, and of two runs that
 prepare the same data the later takes the earlier's.
@@ -33,7 +35,6 @@ import json
 import mmap
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,38 +42,47 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl.data.files import cache_root
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import ConfigError
+from raydpfl.files import STILL, cache_root, put, whole
+from raydpfl.member import own_code
 
-FORMAT = 2
+FORMAT = 3
 NEAR = 32 << 10  # bytes that are read as fast as another call is made: so many for each row wanted, before rows are read one by one
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 
 def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None = None) -> Path:
-    """The folder that holds `data` dealt to clients, written now unless it is there already.
+    """The folder that holds `data` dealt to clients, written now unless it is there already, whole and unchanged.
 
     `root` is where the source files are (None: RAYDPFL_DATA), `cache` where folders are kept (None: RAYDPFL_CACHE, or raydpfl under
     XDG_CACHE_HOME or ~/.cache). Raises `ConfigError` before anything is written for what the data cannot give.
     """
-    cache = cache or cache_root()
-    described: dict[str, Any] = {"format": FORMAT, "data": data.model_dump(mode="json"), "seed": seed, "sources": data.identity(root)}
-    folder = cache / "data" / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-    if folder.is_dir():
+    described = _described(data, seed, root)
+    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+    folder = (cache or cache_root()) / "data" / name
+    if whole(folder):
         return folder
     split = data.split(seed, root)
-    scratch = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
-    try:
-        scratch.mkdir(parents=True)
+
+    def fill(scratch: Path) -> None:
         _write(split, described["data"], scratch)
-        scratch.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():
-            raise ConfigError("RAYDPFL_CACHE", str(cache), f"a folder that can be written, with room ({error.strerror})") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if _described(data, seed, root) != described:
+            raise ConfigError("data.kind", data.kind, STILL)
+
+    put(folder, fill)
     return folder
+
+
+def _described(data: Data, seed: int, root: Path | None) -> dict[str, Any]:
+    """All that the prepared files are a function of, in JSON types."""
+    return {
+        "format": FORMAT,
+        "data": data.facts(),
+        "seed": seed,
+        "sources": data.identity(root),
+        "code": own_code(data),
+    }
 
 
 def _write(split: Split, config: dict, folder: Path) -> None:

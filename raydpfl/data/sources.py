@@ -14,7 +14,6 @@ files whose own mean or standard deviation is off by more than 0.01: they are no
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from raydpfl.data.features import FEATURES, Features
-from raydpfl.data.files import data_root, file_identity, impatient
 from raydpfl.data.partitions import PARTITIONS, SIZES, Balanced, Iid, Partition, Sizes
 from raydpfl.errors import ConfigError
+from raydpfl.files import data_root, digest, impatient
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member, choose
 
@@ -65,6 +64,8 @@ class Samples:
 class Data(Member):
     """Base of the family; a user's own source derives from it, or from `Dealt`."""
 
+    named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
+
     clients: int | None = Field(default=None, ge=1, le=10**9)
 
     def split(self, seed: int, root: Path | None) -> Split:
@@ -72,8 +73,12 @@ class Data(Member):
         raise NotImplementedError
 
     def identity(self, root: Path | None) -> list:
-        """What the samples depend on beside this config and the seed (files, in JSON types); changes when they do."""
+        """The contents of the files that the samples depend on, in JSON types (see `raydpfl.files.file_identity`)."""
         return []
+
+    def facts(self) -> dict[str, Any]:
+        """The config of the data in JSON types, without names of files: `identity` has what is in them."""
+        return self.model_dump(mode="json", exclude=set(self.named))
 
     @property
     def exclusions(self) -> tuple[str, ...]:
@@ -127,6 +132,13 @@ class Dealt(Sized):
 
     def identity(self, root: Path | None) -> list:
         return [*self.sources(root), *(self.features.identity(root) if self.features else [])]
+
+    def facts(self) -> dict[str, Any]:
+        found = super().facts()
+        if self.features:
+            named = set(self.features.named)
+            found["features"] = self.features.model_dump(mode="json", exclude=named)
+        return found
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not normalised."""
@@ -206,7 +218,7 @@ class FashionMnistMini(Images):
     def sources(self, root: Path | None) -> list:
         from raydpfl.data import embedded
 
-        return [hashlib.sha256(embedded.path(part).read_bytes()).hexdigest() for part in ("train", "test")]
+        return [digest(embedded.path(part)) for part in ("train", "test")]
 
 
 class TorchvisionImages(Images):
@@ -227,7 +239,13 @@ class TorchvisionImages(Images):
 
     def sources(self, root: Path | None) -> list:
         folder = self.ensure(root)
-        return [file_identity(folder / name, name) for name in self.files]
+        older = sorted((folder / self.dataset / "processed").glob("*.pt"))  # torchvision prefers them
+        names = [*self.files, *(str(path.relative_to(folder)) for path in older)]
+        try:
+            return [[name, digest(folder / name)] for name in names]
+        except OSError as error:
+            accepted = f"files under {folder} that can be read ({error.filename}: {error.strerror})"
+            raise ConfigError("data.kind", self.kind, accepted) from None
 
     def _part(self, folder: Path, train: bool, **options: Any) -> Any:
         from torchvision import datasets

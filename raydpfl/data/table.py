@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, field_validator, model_validator
 
-from raydpfl.data.files import file_identity, find_file
 from raydpfl.data.sources import Dealt, Samples
 from raydpfl.errors import ConfigError
+from raydpfl.files import file_identity, find_file
 from raydpfl.keys import Purpose, stream
 
 CLASSES = 1 << 20  # at most: a larger class number is an id or a mistake, and a model would have an output for each number below it
@@ -37,6 +37,8 @@ class Table(Dealt):
     `client`: column of client ids, for partition natural.
     `mean`, `std`: per channel, public constants to normalise images by, after scaling to [0, 1].
     """
+
+    named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
 
     kind: Literal["table"] = "table"
     train: str
@@ -67,7 +69,7 @@ class Table(Dealt):
 
     def sources(self, root: Path | None) -> list:
         files = {"train": self.train} | ({"test": self.test} if self.test else {})
-        return [file_identity(find_file(f"data.{key}", name, root), name) for key, name in files.items()]
+        return [file_identity(f"data.{key}", name, root) for key, name in files.items()]
 
     def samples(self, seed: int, root: Path | None) -> Samples:
         x, y, client = self._read("train", self.train, root)

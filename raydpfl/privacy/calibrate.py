@@ -15,17 +15,13 @@ whole search by pld, whose price does not grow as the noise shrinks.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from raydpfl.errors import ConfigError
+from raydpfl.files import cache_root, check, keep_json, read_json
 from raydpfl.privacy.accountants import UNREACHED, Name, epsilon
 from raydpfl.privacy.mechanism import Mechanism, Relation
 
@@ -79,16 +75,20 @@ def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: f
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
     """`compute()`, one noise multiplier or a list of `length` of them: from the cache if `question` (JSON values) was asked before."""
     question = [_VERSION, version("dp-accounting"), version("scipy"), version("numpy"), *question]
-    path = _cache() / f"noise-{hashlib.sha256(json.dumps(question).encode()).hexdigest()}.json"
+    path = cache_root() / f"noise-{check(question)}.json"
     try:
-        found = json.loads(path.read_text())["noise_multiplier"]
+        answer = read_json(path)
+        found = answer["noise_multiplier"]
         multipliers = [found] if length is None else found
-        if len(multipliers) == (length or 1) and all(isinstance(z, float) and 0 < z < math.inf for z in multipliers):
+        known = answer["check"] == check(question, found)
+        positive = all(isinstance(z, float) and 0 < z < math.inf for z in multipliers)
+        if known and positive and len(multipliers) == (length or 1):
             return found
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent, torn or foreign: it is computed again
     found = compute()
-    _keep(path, {"noise_multiplier": found, "question": question})
+    answer = {"noise_multiplier": found, "question": question, "check": check(question, found)}
+    keep_json(path, answer)
     return found
 
 
@@ -136,19 +136,3 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
 def _check(target: float) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("noise.epsilon", target, "a positive finite number")
-
-
-def _cache() -> Path:  # as raydpfl.data.files has it, which would import torch
-    if os.environ.get("RAYDPFL_CACHE"):
-        return Path(os.environ["RAYDPFL_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
-
-
-def _keep(path: Path, answer: dict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(answer, file)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a cache that cannot be written costs time, never the run

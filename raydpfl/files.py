@@ -1,0 +1,261 @@
+"""Files that are read and kept: the root of data sets, the cache, and what is known of a file's contents.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as place:
+...     folder = Path(place) / "answer"
+...     put(folder, lambda scratch: (scratch / "number").write_text("42"))
+...     whole(folder), (folder / "number").write_text("43"), whole(folder)
+(True, 2, False)
+
+A folder of the cache holds `SEAL` besides its files: the size and the digest of each, as written. What is cut, edited
+or missing is noticed when the folder is used again, and the folder is then made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from raydpfl.errors import ConfigError
+
+SEAL = "digests.json"
+STILL = "a file that stays as it is while it is read; this one was changed"
+SETTLED = 2 * 10**9  # nanoseconds after which another write to a file is sure to move its time of change
+log = logging.getLogger("raydpfl")
+
+
+def cache_root() -> Path:
+    """RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME, or ~/.cache/raydpfl."""
+    if found := os.environ.get("RAYDPFL_CACHE"):
+        return Path(found)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+
+
+def data_root(root: Path | None) -> Path:
+    """`root`, or RAYDPFL_DATA, or a folder of downloads in the cache."""
+    return Path(root or os.environ.get("RAYDPFL_DATA") or cache_root() / "downloads")
+
+
+def find_file(field: str, name: str, root: Path | None) -> Path:
+    """The file `name`, absolute, or relative to the data root or the working folder.
+
+    Raises `ConfigError` naming `field` where there is none.
+    """
+    for path in (data_root(root) / name, Path(name)):
+        with suppress(OSError):  # a name that is too long, or a folder that may not be entered
+            if path.is_file():
+                return path
+    where = f"{data_root(root)} (--data-root) or {Path.cwd()}"
+    raise ConfigError(field, name, f"a file, absolute or under {where}")
+
+
+def file_identity(field: str, name: str, root: Path | None) -> list[str]:
+    """Suffix and digest of the file `name`, which tell any other contents apart, and any other reader.
+
+    Raises `ConfigError` naming `field` where the file is missing or cannot be read.
+    """
+    path = find_file(field, name, root)
+    try:
+        return [path.suffix, digest(path)]
+    except OSError as error:
+        raise ConfigError(field, name, f"a file that can be read ({error.strerror})") from None
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a regular file's contents, in hex. Raises OSError.
+
+    It is remembered in the cache, so that a file is read once. A file is known again by its device, inode, size, and times
+    of writing and of change in nanoseconds: whatever replaces the file or changes it moves one of them, as the time of
+    change cannot be set. Nothing is remembered of a file that changed just now, as a write within the same tick of
+    the clock would not show, nor of one whose times are whole seconds, as file systems without a clock make them up.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(0, "no regular file", str(path))
+    with path.open("rb") as file:
+        facts = _facts(file.fileno())
+        known = _remembered(facts)
+        if known is not None:
+            return known
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        age = time.time_ns() - facts["changed"]
+        if facts == _facts(file.fileno()) and age > SETTLED and facts["changed"] % 10**9:
+            _remember(facts, found)
+    return found
+
+
+def _facts(descriptor: int) -> dict[str, int]:
+    found = os.fstat(descriptor)
+    return {
+        "device": found.st_dev,
+        "inode": found.st_ino,
+        "size": found.st_size,
+        "written": found.st_mtime_ns,
+        "changed": found.st_ctime_ns,
+    }
+
+
+def _memory(facts: dict[str, int]) -> Path:
+    return cache_root() / "digests" / f"{facts['device']:x}-{facts['inode']:x}.json"
+
+
+def _remembered(facts: dict[str, int]) -> str | None:
+    try:
+        entry = read_json(_memory(facts))
+    except (OSError, ValueError):
+        return None
+    sound = isinstance(entry, dict) and entry.get("check") == check(facts, entry.get("sha256"))
+    return entry["sha256"] if sound else None
+
+
+def _remember(facts: dict[str, int], found: str) -> None:
+    keep_json(_memory(facts), {"sha256": found, "check": check(facts, found)})
+
+
+def check(*values: object) -> str:
+    """A digest of JSON values, kept with them so that a change to them is noticed."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def keep_json(path: Path, value: object) -> None:
+    """Puts `value` into a file of the cache, whole or not at all; where that fails it costs time later, never the run."""
+    part = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            part = file.name
+            json.dump(value, file)
+        os.replace(part, path)
+    except OSError:
+        if part:
+            Path(part).unlink(missing_ok=True)
+
+
+def read_text(path: Path, most: int = 16 << 20) -> str:
+    """The text of a regular file of at most `most` bytes, or of a pipe that this process was started with.
+
+    Raises OSError, also for what would never end (a device, a pipe that nobody writes to), and UnicodeDecodeError.
+    """
+    given = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    if not stat.S_ISREG(path.stat().st_mode) and not given:
+        raise OSError(0, "Is a directory" if path.is_dir() else "Is no regular file", str(path))
+    with path.open("rb") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise OSError(0, f"Has more than {most:,} bytes", str(path))
+    return text.decode()
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError for anything that is no JSON."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("values within values, too deep") from None
+
+
+def whole(folder: Path) -> bool:
+    """Whether a folder that `put` made is there as it was made. Of one that is there but not so, a warning says why."""
+    if not os.path.lexists(folder):
+        return False
+    flaw = _flaw(folder)
+    if flaw:
+        log.warning("%s is made again: %s", folder, flaw)
+    return flaw is None
+
+
+def put(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Has `fill` write files into a folder of the cache that takes the place `folder`, whole or not at all.
+
+    One that is there already and whole stays; one that is not is replaced. Raises `ConfigError` for a cache that cannot be
+    written or has no room, and whatever else `fill` raises.
+    """
+    scratch = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    try:
+        scratch.mkdir(parents=True)
+        fill(scratch)
+        files = {path.name: [path.stat().st_size, digest(path)] for path in sorted(scratch.iterdir())}
+        (scratch / SEAL).write_text(json.dumps({"files": files, "check": check(files)}))
+        with _alone(folder.parent):
+            _swap(scratch, folder)
+    except OSError as error:
+        room = f"a folder that can be written, with room ({error.strerror})"
+        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), room) from None
+    finally:
+        _remove(scratch)
+
+
+def _flaw(folder: Path) -> str | None:
+    """What is wrong with a folder that `put` made; None: nothing."""
+    try:
+        seal = read_json(folder / SEAL)
+        files = seal["files"]
+        if seal["check"] != check(files):
+            return f"{SEAL} is damaged"
+        for name, (size, _) in files.items():  # at no cost
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes instead of {size:,}"
+        for name, (_, written) in files.items():
+            if digest(folder / name) != written:
+                return f"{name} has been changed"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{SEAL} is damaged"
+    return None
+
+
+def _swap(scratch: Path, folder: Path) -> None:
+    """Renames `scratch` to `folder`, unless another run has put a whole one there by now."""
+    if os.path.lexists(folder):
+        if _flaw(folder) is None:
+            return
+        aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+        folder.rename(aside)
+        scratch.rename(folder)
+        _remove(aside)
+    else:
+        scratch.rename(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds `folder` against other processes that hold it; where the file system has no locks, against none."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def impatient(seconds: float = 30) -> Iterator[None]:
+    """A network that does not answer is an error after so many seconds."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -1,0 +1,246 @@
+"""Files are known by what is in them: sources, prepared data, and answers that the cache keeps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raydpfl import data, files
+from raydpfl.data import Shards, features, prepare
+from raydpfl.data.features import ResNet18Features
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Mechanism, Query, Sampling, calibrate, noise_for
+
+PREPARED = ["train.arrow", "clients.arrow", "test.arrow", "data.json", files.SEAL]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RAYDPFL_DATA", raising=False)
+    return tmp_path / "cache"
+
+
+def table(root: Path, fill: float, name: str = "t.npz", **keys) -> data.Data:
+    """A table of 20 rows that are all `fill`, its time of writing 0; the files of any two are of one size."""
+    root.mkdir(exist_ok=True)
+    np.savez(root / name, image=np.full((20, 4), fill, np.float32), label=np.arange(20) % 2)
+    os.utime(root / name, (0, 0))
+    return data.parse({"kind": "table", "train": name, "clients": 2} | keys)
+
+
+def values(folder: Path) -> set[float]:
+    return set(np.unique(Shards.open(folder).lane([0, 1], 20)[0]).tolist()) - {0.0}
+
+
+def small() -> data.Data:
+    return data.parse({"kind": "synthetic", "clients": 3, "samples": 4, "test_samples": 5})
+
+
+def test_tables_of_one_name_size_and_time_are_told_apart_by_their_contents(tmp_path):
+    roots = tmp_path / "a", tmp_path / "b"
+    one, other = (prepare(table(root, fill), 0, root) for root, fill in zip(roots, (1.0, 2.0), strict=True))
+    stats = [(root / "t.npz").stat() for root in roots]
+    assert stats[0].st_size == stats[1].st_size and stats[0].st_mtime_ns == stats[1].st_mtime_ns == 0
+    assert values(one) == {1.0} and values(other) == {2.0}
+
+
+def test_a_table_that_is_replaced_at_its_place_is_noticed_at_any_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SETTLED", 0)
+    for fill in (1.0, 2.0, 3.0):
+        described = table(tmp_path / "root", fill)
+        time.sleep(0.02)  # so that the digest is remembered
+        for _ in range(2):
+            assert values(prepare(described, 0, tmp_path / "root")) == {fill}
+
+
+def test_the_same_contents_are_the_same_data_wherever_they_are(tmp_path):
+    for name in ("t.npz", "other.npz"):
+        folder = prepare(table(tmp_path / name[:1], 1.0, name), 0, tmp_path / name[:1])
+    assert len(list(folder.parent.iterdir())) == 1
+    components = {"mean": np.zeros(4), "components": np.eye(4)}
+    for name in ("pca.npz", "axes.npz"):
+        np.savez(tmp_path / "t" / name, **components)
+        front = {"kind": "pca", "components": 2, "file": name}
+        folder = prepare(table(tmp_path / "t", 1.0, features=front), 0, tmp_path / "t")
+    assert len(list(folder.parent.iterdir())) == 2
+
+
+def test_what_torchvision_prefers_to_the_raw_files_counts(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    described = data.parse({"kind": "mnist", "clients": 2})
+    for name in described.files:
+        (tmp_path / name).write_bytes(b"raw")
+    before = described.identity(tmp_path)
+    (raw.parent / "processed").mkdir()
+    (raw.parent / "processed" / "training.pt").write_bytes(b"older")
+    assert described.identity(tmp_path) != before
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, cache, monkeypatch):
+    described = table(tmp_path / "root", 1.0)
+    split = data.FAMILY["table"].split
+
+    def late(self, seed, root):
+        found = split(self, seed, root)
+        table(tmp_path / "root", 2.0)
+        return found
+
+    monkeypatch.setattr(data.FAMILY["table"], "split", late)
+    with pytest.raises(ConfigError, match="stays as it is while it is read"):
+        prepare(described, 0, tmp_path / "root")
+    assert not list((cache / "data").iterdir())
+
+
+def test_data_of_a_members_changed_code_are_made_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = (
+        "import numpy as np\nfrom raydpfl import data\nclass Own(data.Data):\n    kind: str = ''\n"
+        "    def split(self, seed, root):\n        x, y = np.full((4, 2), FILL, np.float32), np.arange(4) % 2\n"
+        "        return data.Split(np.array([2, 2]), (2,), 2, lambda a, b: (x[2 * a : 2 * b], y[2 * a : 2 * b]), lambda: (x, y))\n"
+    )
+    (tmp_path / "ownsource.py").write_text(code.replace("FILL", "1.0"))
+    described = data.parse({"kind": "ownsource:Own"})
+    first = prepare(described, 0)
+    (tmp_path / "ownsource.py").write_text(code.replace("FILL", "2.0"))
+    assert prepare(described, 0) != first
+
+
+def damage(path: Path, how: str) -> None:
+    """Cuts, edits (size and time of writing stay), empties, removes or replaces a file."""
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    if how == "edited":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif how == "cut":
+        os.truncate(path, len(content) - 1)
+    elif how == "emptied":
+        os.truncate(path, 0)
+    else:
+        path.unlink()
+        if how == "a folder":
+            path.mkdir()
+        elif how == "a pipe":
+            os.mkfifo(path)
+
+
+@pytest.mark.parametrize("how", ["edited", "cut", "emptied", "missing", "a folder", "a pipe"])
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_damaged_file_of_the_cache_is_prepared_again_and_says_so(name, how, caplog):
+    folder = prepare(small(), 0)
+    before = {each: (folder / each).read_bytes() for each in PREPARED}
+    damage(folder / name, how)
+    with caplog.at_level(logging.WARNING, logger="raydpfl"):
+        assert prepare(small(), 0) == folder
+    assert f"{folder} is made again: {name} " in caplog.text.replace(f"{name}:", f"{name} ")
+    assert {each: (folder / each).read_bytes() for each in PREPARED} == before
+    assert list(folder.parent.iterdir()) == [folder]
+    caplog.clear()
+    assert prepare(small(), 0) == folder and not caplog.text
+
+
+@pytest.mark.parametrize("how", ["a file", "an empty folder", "a broken link"])
+def test_whatever_stands_in_the_place_of_a_prepared_folder_gives_way(how, caplog):
+    folder = prepare(small(), 0)
+    shutil.rmtree(folder)
+    if how == "a file":
+        folder.write_text("")
+    elif how == "an empty folder":
+        folder.mkdir()
+    else:
+        folder.symlink_to("nowhere")
+    assert Shards.open(prepare(small(), 0)).clients == 3 and "is made again" in caplog.text
+
+
+def test_a_file_is_digested_once_and_again_after_any_change(tmp_path, monkeypatch):
+    read, path = [], tmp_path / "file"
+    digest = files.hashlib.file_digest
+    monkeypatch.setattr(files.hashlib, "file_digest", lambda *a: read.append(a) or digest(*a))
+    path.write_text("one")
+    assert files.digest(path) == files.digest(path) and len(read) == 2  # it has changed just now
+    monkeypatch.setattr(files, "SETTLED", 0)
+    time.sleep(0.02)
+    first = {files.digest(path) for _ in range(3)}
+    assert len(read) == 3 and len(first) == 1
+    for change in (lambda: path.write_text("two"), lambda: os.replace(shutil.copy(path, tmp_path / "x"), path)):
+        time.sleep(0.02)
+        stat, reads = path.stat(), len(read)
+        change()
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert files.digest(path) not in first and len(read) == reads + 1
+
+
+def test_digests_are_not_remembered_where_times_are_made_up(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("one")
+    made_up = dict.fromkeys(("device", "inode", "size", "written", "changed"), 10**9)
+    monkeypatch.setattr(files, "_facts", lambda _: made_up)
+    for text in ("one", "two"):
+        (tmp_path / "file").write_text(text)
+        assert files.digest(tmp_path / "file") == files.hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_remembered_digest_that_was_damaged_is_taken_again(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(files, "SETTLED", 0)
+    (tmp_path / "file").write_text("one")
+    time.sleep(0.02)
+    found = files.digest(tmp_path / "file")
+    (entry,) = (cache / "digests").iterdir()
+    for damaged in ("", "[]", "3", entry.read_text().replace(found, "0" * 64), "[" * 10_000):
+        entry.write_text(damaged)
+        assert files.digest(tmp_path / "file") == found
+
+
+def test_the_driver_digests_prepared_data_once_and_not_in_every_run(monkeypatch):
+    monkeypatch.setattr(files, "SETTLED", 0)
+    prepare(small(), 0)
+    time.sleep(0.02)
+    prepare(small(), 0)
+    monkeypatch.setattr(files.hashlib, "file_digest", lambda *_: pytest.fail("digested again"))
+    prepare(small(), 0)
+
+
+def test_a_calibration_that_was_edited_is_computed_again(cache):
+    mechanism = Mechanism(Sampling("full", 10, 10), (Query("update", bound=1.0, std=1.0),), rounds=3)
+    z = noise_for(2.0, mechanism, "zero_out", 1e-5)
+    (kept,) = cache.glob("noise-*.json")
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"noise_multiplier": z / 2}))
+    assert noise_for(2.0, mechanism, "zero_out", 1e-5) == z
+    assert json.loads(kept.read_text())["noise_multiplier"] == z
+    kept.write_text("[" * 10_000)
+    assert noise_for(2.0, mechanism, "zero_out", 1e-5) == z
+    assert calibrate.cached(["another"], lambda: 1.0) == 1.0 != z
+
+
+def test_features_of_the_cache_that_were_damaged_are_extracted_again(tmp_path, cache, monkeypatch, caplog):
+    monkeypatch.setattr(ResNet18Features, "_extract", lambda self, x, root: np.ones((len(x), 512), np.float32))
+    (tmp_path / "net.pt").write_bytes(b"weights")
+    front = ResNet18Features(weights="net.pt")
+    pixels = np.zeros((2, 1, 8, 8), np.uint8)
+    front.columns(pixels, pixels, tmp_path)
+    (kept,) = (cache / "features").glob("*/columns.npy")
+    damage(kept, "edited")
+    assert (front.columns(pixels, pixels, tmp_path)[0] == 1).all() and "is made again: columns.npy" in caplog.text
+
+
+def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.hub._hub_dir", str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"others")
+    with pytest.raises(ConfigError, match=r"data.features.weights = 'imagenet': .* as it was published"):
+        features.ResNet18Features().columns(np.zeros((2, 1, 8, 8), np.uint8), np.zeros((2, 1, 8, 8), np.uint8), None)
+
+
+def test_a_file_whose_name_no_file_has_is_refused(tmp_path):
+    for name in ("x" * 5000, "nowhere\0.npz", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"data.train = .*a file, absolute or under"):
+            prepare(data.parse({"kind": "table", "train": name, "clients": 2}), 0)
