@@ -308,7 +308,10 @@ def _report(console: Console, result) -> None:
 def main() -> None:
     """The `raydpfl` command."""
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Either asks to stop, also where SIGINT was ignored at the start: a script's `raydpfl ... &`, CI,
+    # a batch system that signals before its time limit. Python alone would leave it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
             raise KeyboardInterrupt

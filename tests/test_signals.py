@@ -1,0 +1,68 @@
+"""SIGINT stops a command also where its parent ignored it, as the shell of `raydpfl ... &` and some CI do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import SMALL
+from test_same_bits import RUN
+
+IGNORING = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+# Commands whose work is a wait that says when it begins.
+WAITING = {
+    "sweep": "from raydpfl import tune as module; module.run = wait",
+    "audit": "from raydpfl import audit as module; module.audit = wait",
+    "submit": "from raydpfl import submit as module; module.JobServer = wait",
+}
+WAIT = """
+import time
+def wait(*args, **options):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start():
+    """Starts a command; whatever of them goes on after the test is killed."""
+    begun = []
+
+    def start(code: str, *words: object) -> subprocess.Popen:
+        command = [*IGNORING, sys.executable, "-c", code, *map(str, words)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        begun.append(subprocess.Popen(command, **pipes))
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+
+
+@pytest.mark.parametrize("command", WAITING)
+def test_a_command_whose_parent_ignores_sigint_is_stopped_by_it(command, tmp_path, start):
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {})))
+    process = start(f"{WAIT}\n{WAITING[command]}\n{RUN}", command, config)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "Traceback" not in said, said
+
+
+def test_a_run_whose_parent_ignores_sigint_ends_after_its_round(tmp_path, start):
+    config, out = tmp_path / "long.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(SMALL | {"rounds": 100_000}))
+    process = start(RUN, "run", config, "--out", out, "--quiet")
+    deadline = time.monotonic() + 120
+    while not (out / "ledger.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "--resume" in said, said
+    assert json.loads((out / "summary.json").read_text())["status"] == "interrupted"
