@@ -41,6 +41,10 @@ from raydpfl.member import Member
 class Bounding(Member):
     """Base of the family; a user's own member derives from it and gives `factor`."""
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "adaptive": ("next_bound", "share"),
+        "stateful": ("beta",),
+    }
     sends: ClassVar[Literal["update", "model"]] = "update"
     adaptive: ClassVar[bool] = False
     stateful: ClassVar[bool] = False  # whether a client keeps a vector from one of its rounds to the next
@@ -64,7 +68,7 @@ class Bounding(Member):
 class Unbounded(Bounding):
     """The update as it is (FedAvg: 000 Alg. 1, 001 Alg. 3). No privacy can be claimed for it."""
 
-    kind: Literal["none"] = "none"
+    kind: str = "none"
     scaling: Literal["update"] = "update"
 
     def factor(self, norm: float, bound: float) -> float:
@@ -74,7 +78,7 @@ class Unbounded(Bounding):
 class Clip(Bounding):
     """u min(1, c / ||u||) (000 eq. 3, 001 eq. 4)."""
 
-    kind: Literal["clip"] = "clip"
+    kind: str = "clip"
     bound: float = Field(gt=0, le=1e15)
 
     def factor(self, norm: float, bound: float) -> float:
@@ -85,14 +89,14 @@ class ModelClip(Clip):
     """clip(x^Q, c): the model itself is clipped and sent, and the new model is the mean of what was sent (000 sec. 2.1)."""
 
     sends: ClassVar[Literal["update", "model"]] = "model"
-    kind: Literal["model_clip"] = "model_clip"
+    kind: str = "model_clip"
     scaling: Literal["update"] = "update"
 
 
 class Normalize(Bounding):
     """c u / ||u||, and 0 for u = 0 (001 eq. 12)."""
 
-    kind: Literal["normalize"] = "normalize"
+    kind: str = "normalize"
     bound: float = Field(gt=0, le=1e15)
 
     def factor(self, norm: float, bound: float) -> float:
@@ -102,7 +106,7 @@ class Normalize(Bounding):
 class SmoothNormalize(Bounding):
     """c u / (a + ||u||): normalisation without its jump at 0 (alpha-NormEC, 2025)."""
 
-    kind: Literal["smooth_normalize"] = "smooth_normalize"
+    kind: str = "smooth_normalize"
     bound: float = Field(gt=0, le=1e15)
     a: float = Field(default=0.01, gt=0)
 
@@ -120,7 +124,7 @@ class PerSampleClip(Unbounded):
     without samples or whose update failed; that of a round in rounds.parquet is the mean over its other clients.
     """
 
-    kind: Literal["per_sample_clip"] = "per_sample_clip"
+    kind: str = "per_sample_clip"
     bound: float = Field(gt=0, le=1e15)
 
     @property
@@ -142,7 +146,7 @@ class AlphaNormEC(SmoothNormalize):
     """
 
     stateful: ClassVar[bool] = True
-    kind: Literal["alpha_norm_ec"] = "alpha_norm_ec"
+    kind: str = "alpha_norm_ec"
     beta: float = Field(default=0.1, gt=0, le=1)
 
 
@@ -157,7 +161,7 @@ class QuantileClip(Clip):
     """
 
     adaptive: ClassVar[bool] = True
-    kind: Literal["quantile_clip"] = "quantile_clip"
+    kind: str = "quantile_clip"
     quantile: float = Field(default=0.5, gt=0, lt=1)
     lr: float = Field(default=0.2, gt=0)
     share: float = Field(default=0.05, gt=0, lt=1)

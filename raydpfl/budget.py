@@ -236,6 +236,7 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     """
     from raydpfl.plan import Plan
 
+    experiment = _without_model(experiment)
     if not experiment.private:
         raise ConfigError("noise.kind", experiment.noise.kind, "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}")
     plan = Plan.make(experiment, data_root)
@@ -258,6 +259,22 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     by = " and ".join(plan.rigorous)
     note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {by}"
     return replace(found, notes=(*found.notes, note))
+
+
+def _without_model(experiment: Experiment) -> Experiment:
+    """The experiment as far as privacy goes, without what need not be imported: an own model
+    where its size does not count, an own server where no noise is correlated."""
+    from raydpfl import models, noise, server
+
+    if experiment.selection.needs_costs or isinstance(experiment.noise, noise.BandedGaussian):
+        return experiment.imported()
+    changes: dict[str, Any] = {}
+    if "model" in experiment.unread:
+        changes["model"] = models.FAMILY["linear"]()
+        changes["client"] = experiment.client.model_copy(update={"way": "auto"})
+    if "server" in experiment.unread:
+        changes["server"] = server.Sgd()
+    return experiment.model_copy(update=changes)
 
 
 def from_options(unit: str = "client", **options: Any) -> Budget:

@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +21,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from raydpfl.errors import ConfigError, RunError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Differentially private federated learning, simulated on Ray."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Differentially private federated learning, simulated on Ray. A config is code where it "
+    "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
+    "Run no config that you have not read.",
 )
-Config = Annotated[str, typer.Argument(help="A YAML file, or the directory of a run.", metavar="CONFIG")]
+READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
+Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Fields to change, such as rounds=50 or bounding.bound=0.5.", metavar="[section.key=value ...]")
 ]
@@ -80,9 +87,15 @@ def sweep(
     display.report(result)
 
 
+SENT = (
+    "A YAML file (with a sweep section: a sweep), or the directory of a run. "
+    "The import paths in it are code that runs, here too."
+)
+
+
 @app.command()
 def submit(
-    config: Annotated[str | None, typer.Argument(help="A YAML file (with a sweep section: a sweep), or the directory of a run.", metavar="CONFIG")] = None,
+    config: Annotated[str | None, typer.Argument(help=SENT, metavar="CONFIG")] = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Where the run directory is brought back to; default: runs/ID.")] = None,
     address: Annotated[str | None, typer.Option(help="Of the cluster's job server; default: http://127.0.0.1:8265.")] = None,
@@ -116,10 +129,17 @@ def submit(
 
 @app.command()
 def show(config: Config, overrides: Overrides = None) -> None:
-    """Print a config complete, with defaults."""
-    print(_read(config, overrides)[0].to_yaml(), end="")
+    """Print a config complete, with defaults; own members are not imported and stand as written."""
+    experiment = _read(config, overrides, imports=())[0]
+    print(experiment.to_yaml(), end="")
+    for section, path in experiment.unread.items():
+        print(f"# {section}: {path} was not imported, so its own defaults are not here.")
 
 
+ASKED = (
+    "A config, or the directory of a run, to answer for; "
+    "the import paths in it that decide its privacy are code that runs."
+)
 GIVE, CLIENT, SAMPLE = "Two of noise, epsilon and rounds; the third is computed", "With --unit client", "With --unit sample"
 
 
@@ -130,7 +150,7 @@ def _option(panel: str, text: str = "") -> Any:
 @app.command()
 def budget(
     context: typer.Context,
-    config: Annotated[str | None, typer.Argument(help="A config, or the directory of a run, to answer for.", metavar="[CONFIG]")] = None,
+    config: Annotated[str | None, typer.Argument(help=ASKED, metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
     epsilon: Annotated[float | None, _option(GIVE)] = None,
     noise_multiplier: Annotated[float | None, _option(GIVE, "Std of the noise on the sum / --bound.")] = None,
@@ -155,13 +175,15 @@ def budget(
 ) -> None:
     """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
     from raydpfl import budget as calculator
+    from raydpfl.config import Experiment
 
     apart = ("config", "overrides", "as_json")
     options = {name: value for name, value in context.params.items() if value is not None and name not in apart}
     if config:
         for name in (name for name in options if name != "data_root"):
             raise ConfigError(f"--{name.replace('_', '-')}", options[name], "not with a CONFIG; change its fields, as in noise.epsilon=3")
-        found = calculator.of_config(_read(config, overrides)[0], data_root)
+        imports = set(Experiment.model_fields) - {"model", "server"}
+        found = calculator.of_config(_read(config, overrides, imports)[0], data_root)
     else:
         found = calculator.from_options(**options)
     if as_json:
@@ -227,17 +249,22 @@ def data_describe(config: Config, overrides: Overrides = None, data_root: DataRo
     """What each client of a config gets, in numbers."""
     from raydpfl import data
 
-    experiment = _read(config, overrides)[0]
+    experiment = _read(config, overrides, imports=("data",))[0]
     for name, value in data.describe(experiment.data, experiment.seed, data_root).items():
         print(f"{name}: {value}")
 
 
-def _read(config: str, overrides: list[str] | None):
-    """The experiment, and the run directory it was read from, if it was."""
+def _read(config: str, overrides: list[str] | None, imports: Collection[str] | None = None):
+    """The experiment, and the run directory it was read from, if it was. `imports`: see
+    `Experiment.from_dict`."""
     from raydpfl.config import Experiment
 
     folder = Path(config) if Path(config).is_dir() else None
-    return Experiment.from_yaml(folder / "config.yaml" if folder else config, overrides or ()), folder
+    if folder and (folder / "sweep.yaml").exists() and not (folder / "config.yaml").exists():
+        accepted = "a YAML file, or a run's directory; this one is a sweep's: raydpfl sweep DIR"
+        raise ConfigError("config", config, accepted)
+    path = folder / "config.yaml" if folder else Path(config)
+    return Experiment.from_yaml(path, overrides or (), imports), folder
 
 
 class _Display:

@@ -16,21 +16,38 @@ depends on the data or on the machine is checked by `raydpfl.plan` and `raydpfl.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, StrictInt, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    StrictInt,
+    field_validator,
+)
 
-from raydpfl import bounding, data, local, models, noise, selection, server
+from raydpfl import bounding, data, local, models, noise, own, selection, server
 from raydpfl.errors import ConfigError
-from raydpfl.member import Member, choose, load, validate
+from raydpfl.member import Member, choose, importing, imports, load, validate
 from raydpfl.privacy import budgets
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+def whole(value: Any) -> Any:
+    """A float without a fraction as the int that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[StrictInt, BeforeValidator(whole)]
 
 
 class Privacy(Section):
@@ -39,6 +56,11 @@ class Privacy(Section):
     accountants: tuple[Literal["pld", "rdp", "paper"], ...] = ("pld", "rdp", "paper")  # the first rigorous one calibrates the noise
     relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"  # auto: add_remove for Poisson, else replace_one
     budget: float | None = Field(default=None, gt=0)  # epsilon that the run stops short of exceeding
+
+    @field_validator("accountants", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("accountants", mode="after")
     @classmethod
@@ -51,10 +73,10 @@ class Privacy(Section):
 class Client(Section):
     """How clients become actors, and how they train."""
 
-    actors: StrictInt | Literal["auto", "per-client"] = "auto"
+    actors: Whole | Literal["auto", "per-client"] = "auto"
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
-    lane: StrictInt | Literal["auto"] = "auto"  # clients trained and summed at once; part of the run's bits
+    lane: Whole | Literal["auto"] = "auto"  # clients trained at once; the bits depend on it
     way: Literal["auto", "sample_space", "fused", "layerwise", "vmap", "loop", "noop"] = "auto"
     on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is), and its noise
 
@@ -108,7 +130,7 @@ KINDS: dict[str, dict] = {  # of every section that is a choice, those within ot
 class Experiment(Section):
     """Everything that decides a run's bits, and how it is carried out. See `raydpfl show` for all keys with their defaults."""
 
-    seed: int = Field(default=0, ge=0, lt=1 << 64)
+    seed: Annotated[int, BeforeValidator(whole)] = Field(default=0, ge=0, lt=1 << 64)
     rounds: int = Field(default=100, ge=1, le=10**9)
     data: SerializeAsAny[data.Data]
     model: SerializeAsAny[models.Model]
@@ -124,32 +146,75 @@ class Experiment(Section):
     measure: Measure = Measure()
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Experiment:
-        """Raises `ConfigError` naming the first field that is wrong. `overrides` are `section.key=value`, the value in YAML."""
-        tree = overridden(values, overrides)
-        unknown = [key for key in tree if key not in cls.model_fields]
-        if unknown:
-            raise ConfigError(unknown[0], tree[unknown[0]], f"no such section; the sections are {', '.join(cls.model_fields)}")
-        tree = {**DEFAULTS, **tree}
-        built: dict[str, Any] = {key: tree[key] for key in ("seed", "rounds") if key in tree}
-        built["data"] = data.parse(tree["data"])
-        built["model"] = models.parse(tree["model"])
-        for name, (family, base) in FAMILIES.items():
-            built[name] = choose(name, tree[name], family, base)
-        for name, section in (("privacy", Privacy), ("client", Client), ("evaluate", Evaluate), ("measure", Measure)):
-            built[name] = validate(section, name, tree.get(name, {}))
-        if built["noise"].placement == "auto":
-            by_sample = built["bounding"].sample_bound is not None
-            placement = "step" if by_sample else "server" if _poisson(built["selection"]) else "client"
-            built["noise"] = built["noise"].model_copy(update={"placement": placement})
-        experiment = validate(cls, "", built)
+    def from_dict(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Iterable[str] = (),
+        imports: Iterable[str] | None = None,
+    ) -> Experiment:
+        """Raises `ConfigError` naming the first field that is wrong. `overrides` are
+        `section.key=value`, the value in YAML.
+
+        `imports`: the sections whose import paths are imported (None: all). Members of the others
+        are `unread`, and what no single section can refuse is then left to whoever imports them
+        (`imported`).
+        """
+        with importing(imports):
+            tree = overridden(values, overrides)
+            _one_run(tree)
+            tree = {**DEFAULTS, **tree}
+            built: dict[str, Any] = {key: tree[key] for key in ("seed", "rounds") if key in tree}
+            built["data"] = data.parse(tree["data"])
+            built["model"] = models.parse(tree["model"])
+            for name, (family, base) in FAMILIES.items():
+                built[name] = choose(name, tree[name], family, base)
+            for name, section in SECTIONS.items():
+                built[name] = validate(section, name, tree.get(name, {}))
+            experiment = validate(cls, "", built)
+        if experiment.unread.keys() - {"model", "server"}:
+            return experiment
+        if experiment.noise.placement == "auto":
+            noise = experiment.noise.model_copy(update={"placement": experiment._placement()})
+            experiment = experiment.model_copy(update={"noise": noise})
         experiment._combinations()
         return experiment
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
+    def from_yaml(
+        cls, path: str | Path, overrides: Iterable[str] = (), imports: Iterable[str] | None = None
+    ) -> Experiment:
         """As `from_dict`, from a YAML file."""
-        return cls.from_dict(read(path), overrides)
+        return cls.from_dict(read(path), overrides, imports)
+
+    def imported(self) -> Experiment:
+        """With everything that the config names imported."""
+        return Experiment.from_dict(self.to_dict()) if self.unread else self
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """The sections that are, or hold, a member whose class was not imported, and the import
+        paths."""
+        found: dict[str, str] = {}
+        for section, member in self._every_member():
+            if member.unread():
+                found.setdefault(section.partition(".")[0], member.kind)
+        return found
+
+    def complete(self) -> None:
+        """Raises `ConfigError` for an own member that lacks what its base leaves to it."""
+        for section, member in self._every_member():
+            if ":" in member.kind or "." in member.kind:
+                own.complete(type(member), section, member.kind)
+
+    def _every_member(self) -> Iterator[tuple[str, Member]]:
+        for name in type(self).model_fields:
+            yield from _members(getattr(self, name), name)
+
+    def _placement(self) -> str:
+        """Where noise with placement auto is drawn."""
+        if self.bounding.sample_bound is not None:
+            return "step"
+        return "server" if _poisson(self.selection) else "client"
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
@@ -157,11 +222,11 @@ class Experiment(Section):
 
     def to_yaml(self) -> str:
         """The complete config; `from_yaml` of it is this experiment."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return dump(self.to_dict())
 
     @property
     def private(self) -> bool:
-        return self.noise.kind != "none"
+        return not isinstance(self.noise, noise.NoNoise)
 
     @property
     def stateful(self) -> Member | None:
@@ -199,11 +264,11 @@ class Experiment(Section):
             raise ConfigError("privacy.accountants", [], "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp")
         if self.privacy.budget is not None and not (self.private and self.privacy.accountants):
             raise ConfigError("privacy.budget", self.privacy.budget, "a budget needs noise and an accountant; this run spends without bound")
-        if self.bounding.sends == "model" and self.weights.kind != "uniform":
+        if self.bounding.sends == "model" and not isinstance(self.weights, server.UniformWeights):
             raise ConfigError("weights.kind", self.weights.kind, "uniform with model_clip: the new model is the mean of those sent")
         if self.local.stateful and self.bounding.stateful:
             raise ConfigError("bounding.kind", self.bounding.kind, f"a bounding without memory beside local.kind {self.local.kind}, which has one")
-        if self.stateful and self.weights.kind != "uniform":
+        if self.stateful and not isinstance(self.weights, server.UniformWeights):
             raise ConfigError("weights.kind", self.weights.kind, f"uniform, as {self.stateful.kind} keeps the plain mean over all clients")
         if self.local.stateful and self.noise.placement == "server":
             accepted = f"client or step with local.kind {self.local.kind}: noise that no client's variate holds would add up in the server's, round after round"
@@ -215,7 +280,7 @@ class Experiment(Section):
         """What noise at local steps refuses beside."""
         if self.client.on_error == "drop":
             raise ConfigError("client.on_error", "drop", "fail, with noise at local steps: a client that failed would send no noise, and be known by it")
-        if getattr(getattr(self.data, "partition", None), "kind", None) == "overlapping":
+        if isinstance(getattr(self.data, "partition", None), data.PARTITIONS["overlapping"]):
             accepted = "one that gives a sample to a single client, with noise at local steps, which protects samples"
             raise ConfigError("data.partition.kind", "overlapping", accepted)
         if "v" in self.noise.model_fields_set and self.noise.v != 4.0:
@@ -226,6 +291,12 @@ class Experiment(Section):
             raise ConfigError("privacy.relation", self.privacy.relation, "replace_one (of a sample), for noise at local steps")
 
 
+SECTIONS: dict[str, type[Section]] = {
+    "privacy": Privacy,
+    "client": Client,
+    "evaluate": Evaluate,
+    "measure": Measure,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"kind": "fashion_mnist_mini", "clients": 300},
     "model": {"kind": "softmax"},
@@ -241,12 +312,35 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def read(path: str | Path) -> Any:
     """What a YAML file holds, an empty mapping if nothing. Raises `ConfigError`."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = parse_yaml(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("config", str(path), f"a file that can be read ({getattr(error, 'strerror', None) or error})") from None
     except yaml.YAMLError as error:
         raise ConfigError("config", str(path), f"a YAML file ({error})") from None
     return {} if values is None else values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e1 is a number, as in YAML 1.2, and not text as in YAML 1.1."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """What `_Loader` reads back: text that looks like such a number stands in quotes."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _scientific = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _scientific, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """What a text in YAML says, numbers such as 1e1 being numbers. Raises `yaml.YAMLError`."""
+    return yaml.load(text, _Loader)
+
+
+def dump(values: Any) -> str:
+    """YAML that `parse_yaml` reads back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -265,7 +359,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise ConfigError("override", override, "section.key=value")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(path, text, "a value in YAML") from None
     *sections, key = path.split(".")
@@ -281,17 +375,52 @@ def _override(tree: dict[str, Any], override: str) -> None:
     node[key] = value
 
 
+# What a search space is named by (see `raydpfl.tune`).
+SPACES = ("grid", "choice", "uniform", "loguniform", "powers_of_two")
+
+
+def is_space(value: Any) -> bool:
+    """Whether this stands for several values, of which a sweep tries one after another."""
+    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SPACES
+
+
+def _one_run(tree: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for what is no section, and for a sweep, which is not one run."""
+    sweeps = "no part of one run: raydpfl sweep runs a config with search spaces"
+    if "sweep" in tree:
+        raise ConfigError("sweep", tree["sweep"], sweeps)
+    unknown = [key for key in tree if key not in Experiment.model_fields]
+    if unknown:
+        accepted = f"no such section; the sections are {', '.join(Experiment.model_fields)}"
+        raise ConfigError(unknown[0], tree[unknown[0]], accepted)
+    nodes = [(key, value) for key, value in tree.items()]
+    while nodes:
+        path, value = nodes.pop(0)
+        if is_space(value):
+            raise ConfigError(path, value, f"one value; this is a search space, {sweeps}")
+        if isinstance(value, Mapping):
+            nodes += [(f"{path}.{key}", each) for key, each in value.items()]
+
+
+def _members(value: Any, section: str) -> Iterator[tuple[str, Member]]:
+    """A member and those within it, with their sections."""
+    if isinstance(value, Member):
+        yield section, value
+        for name in type(value).model_fields:
+            yield from _members(getattr(value, name), f"{section}.{name}")
+
+
 def _poisson(selected: selection.Selection) -> bool:
     """Whether the size of a cohort is a secret."""
-    return "poisson" in (selected.kind, getattr(selected, "law", None))
+    return isinstance(selected, selection.Poisson) or getattr(selected, "law", None) == "poisson"
 
 
 def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:
     """Another kind of a family: of the old member's keys, those that the new one has too are kept."""
     found = KINDS.get(section, {}).get(kind)
-    if found is None and section in KINDS and (":" in kind or "." in kind):
+    if found is None and section in KINDS and (":" in kind or "." in kind) and imports(section):
         found = load(kind, f"{section}.kind")
-        if section == "model" and not (isinstance(found, type) and issubclass(found, models.Model)):
+        if section == "model" and not (isinstance(found, type) and issubclass(found, Member)):
             found = models.Module
     if isinstance(found, type) and issubclass(found, Member):  # of an unknown kind all keys stay, and the kind is what is complained of
         for name, value in [*node.items()]:

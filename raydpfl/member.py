@@ -15,14 +15,18 @@ raydpfl.errors.ConfigError: bounding.kind = 'scael': one of scale, or the import
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raydpfl import own
 from raydpfl.errors import ConfigError
 from raydpfl.files import digest
 
@@ -32,10 +36,47 @@ class Member(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
+    # flag -> what a class that sets it must give, and no other may
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {}
+
     kind: str = ""
+
+    @classmethod
+    def unread(cls) -> bool:
+        """Whether this stands for a class that was not imported: its keys are as the config has
+        them, without defaults."""
+        return cls.__name__ == "Unread"
 
 
 M = TypeVar("M", bound=BaseModel)
+_IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
+
+
+@contextmanager
+def importing(sections: Iterable[str] | None) -> Iterator[None]:
+    """Within it `choose` imports what these sections of a config name, and what stands within them
+    (None: all); of any other import path it makes a member that is `unread`. An import runs code,
+    which a question about a config need not do."""
+    token = _IMPORTS.set(None if sections is None else tuple(sections))
+    try:
+        yield
+    finally:
+        _IMPORTS.reset(token)
+
+
+def imports(section: str) -> bool:
+    """Whether what this section names may be imported here."""
+    allowed = _IMPORTS.get()
+    if allowed is None:
+        return True
+    return any(section == name or section.startswith(f"{name}.") for name in allowed)
+
+
+@functools.cache
+def _stand_in(base: type[M]) -> type[M]:
+    """A member of this family with whatever keys it is given."""
+    config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    return type("Unread", (base,), {"model_config": config, "__module__": __name__})
 
 
 def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
@@ -56,20 +97,48 @@ def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[
     """The member that `values["kind"]` names, from `family` or by import path, validated.
 
     Raises `ConfigError` for an unknown kind, a module that cannot be imported, a class that is not a `base`,
-    or a field the member refuses.
+    a field that the member refuses, or a class with methods or fields that nothing would read (see
+    `raydpfl.own`).
     """
     if isinstance(values, base):
-        return values
+        return _named(section, values, family, base)
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping with a kind")
     kind = values.get("kind")
     accepted = f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
     if not isinstance(kind, str) or not (kind in family or ":" in kind or "." in kind):
         raise ConfigError(f"{section}.kind", kind, accepted)
-    cls = family.get(kind) or load(kind, f"{section}.kind")
+    if kind in family:
+        return validate(family[kind], section, values)
+    if not imports(section):
+        return validate(_stand_in(base), section, values)
+    return validate(own_class(kind, section, base), section, values)
+
+
+def own_class(kind: str, section: str, base: type[M]) -> type[M]:
+    """The class at an import path, a `base` with nothing in it that would not be looked at.
+
+    Raises `ConfigError`.
+    """
+    cls = load(kind, f"{section}.kind")
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
         raise ConfigError(f"{section}.kind", kind, f"a subclass of {base.__module__}.{base.__qualname__}")
-    return validate(cls, section, values)
+    if cls.model_fields["kind"].annotation is not str:
+        accepted = "a class without a field kind of its own: the config's kind is its import path"
+        raise ConfigError(f"{section}.kind", kind, accepted)
+    own.check(cls, base, section, kind)
+    return cls
+
+
+def _named(section: str, values: M, family: Mapping[str, type[M]], base: type[M]) -> M:
+    """A member that was made in Python, its `kind` what a config would name it by."""
+    cls = type(values)
+    named = family.get(values.kind) is cls or ":" in values.kind
+    if named or values.unread() or not own.is_own(cls):
+        return values
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    own.check(cls, base, section, path)
+    return values.model_copy(update={"kind": path})
 
 
 def own_code(member: Member) -> dict[str, str | None]:
@@ -91,15 +160,19 @@ def own_code(member: Member) -> dict[str, str | None]:
 
 
 def load(path: str, field: str) -> Any:
-    """The object at `package.module:Name` (or `package.module.Name`)."""
+    """The object at `package.module:Name` (or `package.module.Name`), which may be a class within a
+    class. Nothing of it is called."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         found: Any = importlib.import_module(module)
-        for part in name.split("."):
+        *outer, last = name.split(".")
+        for part in outer:
             found = getattr(found, part)
-        return found
-    except Exception as error:  # a user's module may raise anything while it is imported
-        reason = f"{type(error).__name__}: {error}"
+            if not isinstance(found, type):
+                raise TypeError(f"{part} is no class")
+        return getattr(found, last)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(field, path, f"an import path package.module:Name that can be imported ({reason})") from None
 
 

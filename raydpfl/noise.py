@@ -51,7 +51,7 @@ class Noise(Member):
 class NoNoise(Noise):
     """No noise: the run is not private, and says so."""
 
-    kind: Literal["none"] = "none"
+    kind: str = "none"
     placement: ClassVar[str] = "client"
 
 
@@ -63,7 +63,7 @@ class Gaussian(Noise):
     noise truly gives. At local steps `epsilon` may be a law of budgets (`raydpfl.privacy.budgets`), each client having its own.
     """
 
-    kind: Literal["gaussian"] = "gaussian"
+    kind: str = "gaussian"
     placement: Literal["auto", "client", "server", "step"] = "auto"  # auto: step with per_sample_clip, server with Poisson cohorts, else client
     delta: float = Field(default=1e-5, gt=0, lt=1)
     epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
@@ -103,7 +103,7 @@ class BandedGaussian(Gaussian):
     by default those of least error, which `resolve` fills in, so that a resumed run cannot come to others.
     """
 
-    kind: Literal["banded_gaussian"] = "banded_gaussian"
+    kind: str = "banded_gaussian"
     placement: Literal["server"] = "server"
     bands: int = Field(ge=1)
     coefficients: tuple[float, ...] | None = None

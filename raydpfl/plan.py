@@ -27,6 +27,7 @@ from raydpfl.noise import BandedGaussian
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, paper
 from raydpfl.privacy.factorization import check as check_bands
 from raydpfl.selection import FedAvgStale, Population, Selection, WithReplacement
+from raydpfl.server import DataWeights
 
 log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
@@ -51,6 +52,7 @@ class Plan:
     @classmethod
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
         """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the accountants cannot give."""
+        experiment.complete()
         if experiment.data.clients is not None:  # what can be said before the data are touched
             count = experiment.data.clients
             experiment.selection.check(count)
@@ -164,7 +166,7 @@ class Plan:
     def check_claims(self) -> None:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some client has been promised more than will hold."""
         e = self.experiment
-        if e.weights.kind == "data" and isinstance(e.selection, WithReplacement):
+        if isinstance(e.weights, DataWeights) and isinstance(e.selection, WithReplacement):
             log.warning("weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have", e.selection.kind)
         if self.mechanism:
             steps = isinstance(self.mechanism, LocalSteps)

@@ -26,11 +26,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import yaml
 
 from raydpfl import models
 from raydpfl.client import peak_rss_mb
-from raydpfl.config import Experiment
+from raydpfl.config import Experiment, parse_yaml
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
@@ -189,7 +188,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
-    stored, asked = yaml.safe_load(path.read_text()), experiment.to_dict()
+    stored, asked = parse_yaml(path.read_text()), experiment.to_dict()
     if not isinstance(stored, dict):
         raise ConfigError("--resume", str(folder), "the directory of a run; its config.yaml is empty")
     for section, value in asked.items():

@@ -68,7 +68,7 @@ class Weights(Member):
 class UniformWeights(Weights):
     """w_i = 1: the mean over the cohort, 1/r each (000, 001)."""
 
-    kind: Literal["uniform"] = "uniform"
+    kind: str = "uniform"
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
         return np.ones(len(sizes))
@@ -77,7 +77,7 @@ class UniformWeights(Weights):
 class DataWeights(Weights):
     """w_i = N p_i, p_i = n_i / sum n_j: unbiased for sum p_i Delta_i under uniform sampling (002 Lemma 5)."""
 
-    kind: Literal["data"] = "data"
+    kind: str = "data"
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
         return sizes * (population / samples)
@@ -117,7 +117,7 @@ class Server(Member):
 class Sgd(Server):
     """x + lr u (000 Alg. 1-3, 001 Alg. 1-3, 002 Alg. 1)."""
 
-    kind: Literal["sgd"] = "sgd"
+    kind: str = "sgd"
 
     def direction(self, update: np.ndarray, state: State) -> np.ndarray:
         return update
@@ -126,7 +126,7 @@ class Sgd(Server):
 class Momentum(Server):
     """v = momentum v + u; x + lr v (001 App. G, with 0.8)."""
 
-    kind: Literal["momentum"] = "momentum"
+    kind: str = "momentum"
     momentum: float = Field(default=0.8, ge=0, lt=1)
 
     def start(self, d: int) -> State:
@@ -157,7 +157,7 @@ class _Adaptive(Server):
 class Adam(_Adaptive):
     """FedAdam: nu = beta2 nu + (1 - beta2) u^2, from tau^2, without bias correction (002 Alg. 2; Reddi et al. 2021)."""
 
-    kind: Literal["adam"] = "adam"
+    kind: str = "adam"
     beta2: float = Field(default=0.99, ge=0, lt=1)
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
@@ -167,7 +167,7 @@ class Adam(_Adaptive):
 class Yogi(_Adaptive):
     """FedYogi: nu = nu - (1 - beta2) u^2 sign(nu - u^2) (Reddi et al. 2021, Alg. 2)."""
 
-    kind: Literal["yogi"] = "yogi"
+    kind: str = "yogi"
     beta2: float = Field(default=0.99, ge=0, lt=1)
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
@@ -177,7 +177,7 @@ class Yogi(_Adaptive):
 class Adagrad(_Adaptive):
     """FedAdagrad: nu = nu + u^2 (Reddi et al. 2021, Alg. 2)."""
 
-    kind: Literal["adagrad"] = "adagrad"
+    kind: str = "adagrad"
     beta1: float = Field(default=0.0, ge=0, lt=1)
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:

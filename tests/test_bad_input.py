@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
 import yaml
 from conftest import SMALL
 
-from raydpfl import cli
+from raydpfl import Experiment, cli
+from raydpfl.config import dump, parse_yaml
 
 # ruff: noqa: E501
 # What is changed (overrides of the small experiment), and how the one line begins.
@@ -174,3 +176,45 @@ def test_an_address_where_nothing_answers(tmp_path, monkeypatch, capsys):
 
 def test_an_unknown_option_of_the_command(monkeypatch, capsys):
     assert "No such option" in complain(["run", "a.yaml", "--fast"], monkeypatch, capsys)
+
+
+WHOLE = {
+    "rounds=1e1": ("rounds", 10),
+    "seed=1E3": ("seed", 1000),
+    "seed=1e19": ("seed", 10**19),
+    "data.clients=1.5e2": ("data.clients", 150),
+    "selection.cohort=+.1e2": ("selection.cohort", 10),
+    "local.batch=5e0": ("local.batch", 5),
+    "client.lane=4e0": ("client.lane", 4),
+    "client.actors=2.0": ("client.actors", 2),
+    "evaluate.every=1e0": ("evaluate.every", 1),
+    "local.lr=1e-1": ("local.lr", 0.1),
+    "privacy.accountants=pld": ("privacy.accountants", ("pld",)),
+    "model={kind: mlp, hidden: 2e1}": ("model.hidden", (20,)),
+}
+
+
+@pytest.mark.parametrize("override", WHOLE)
+def test_whole_numbers_may_be_written_with_an_exponent_and_one_accountant_without_a_list(override):
+    path, expected = WHOLE[override]
+    experiment = Experiment.from_dict(SMALL, [override])
+    found = functools.reduce(getattr, path.split("."), experiment)
+    assert found == expected and type(found) is type(expected)
+    assert Experiment.from_dict(parse_yaml(experiment.to_yaml())) == experiment
+
+
+def test_text_that_looks_like_a_number_is_read_back_as_text():
+    tree = {"a": "1e1", "b": "1e-05", "c": 1e-05, "d": 10.0, "e": "-.5e+3", "f": "1e", "g": "e1"}
+    assert parse_yaml(dump(tree)) == tree
+
+
+@pytest.mark.parametrize("command", ["run", "audit", "budget", "show"])
+def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    config = tmp_path / "small.yaml"
+    for override in ("sweep.repeats=3", "local.lr={grid: [0.1, 0.2]}", "bounding={choice: [a, b]}"):
+        said = complain([command, config, override], monkeypatch, capsys)
+        assert said.startswith(override.split("=")[0].split(".r")[0]) and "raydpfl sweep" in said
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "sweep.yaml").write_text("sweep: {repeats: 2}")
+    assert "raydpfl sweep DIR" in complain([command, tmp_path / "swept"], monkeypatch, capsys)

@@ -58,14 +58,22 @@ class OwnModel(models.Model):
         return nn.Sequential(nn.Linear(shape[0], self.width), nn.Linear(self.width, classes))
 
 
-def frozen_first_layer():
+def frozen_first_layer() -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
     net[0].requires_grad_(False)
     return net
 
 
-def fail():
+def fail() -> nn.Module:
     raise RuntimeError("no\nsuch thing")
+
+
+def spectral() -> nn.Linear:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+
+def linear(wide=6) -> nn.Linear:
+    return nn.Linear(wide, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +82,6 @@ def user_module(monkeypatch):
     module = types.ModuleType("user_nets")
     vars(module).update({name: value for name, value in globals().items() if getattr(value, "__module__", None) == __name__})
     vars(module).update(number=3, Sequential=nn.Sequential, BatchNorm1d=nn.BatchNorm1d, LazyLinear=nn.LazyLinear, Dropout=nn.Dropout)
-    vars(module).update(spectral=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), linear=lambda wide=6: nn.Linear(wide, 6))
     monkeypatch.setitem(sys.modules, "user_nets", module)
 
 

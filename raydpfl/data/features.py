@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -65,7 +65,7 @@ class Pca(Features):
 
     named: ClassVar[frozenset[str]] = frozenset({"file"})
 
-    kind: Literal["pca"] = "pca"
+    kind: str = "pca"
     components: int = Field(default=60, ge=1)
     file: str | None = None
 
@@ -131,7 +131,7 @@ class ResNet18Features(Features):
 
     named: ClassVar[frozenset[str]] = frozenset({"weights"})
 
-    kind: Literal["resnet18"] = "resnet18"
+    kind: str = "resnet18"
     weights: str = "imagenet"
     resize: int = Field(default=256, ge=32)
     crop: int = Field(default=224, ge=32)

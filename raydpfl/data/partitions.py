@@ -46,7 +46,7 @@ class Sizes(Member):
 class Balanced(Sizes):
     """The same for all; when it does not come out even, the first clients hold one sample more."""
 
-    kind: Literal["balanced"] = "balanced"
+    kind: str = "balanced"
 
     def weights(self, clients: int, generator: np.random.Generator) -> np.ndarray:
         return np.ones(clients)
@@ -55,7 +55,7 @@ class Balanced(Sizes):
 class PowerLaw(Sizes):
     """Proportional to rank^-exponent, the ranks dealt to the clients at random (the unbalanced settings of 002)."""
 
-    kind: Literal["power-law"] = "power-law"
+    kind: str = "power-law"
     exponent: float = Field(default=1.0, gt=0)
 
     def weights(self, clients: int, generator: np.random.Generator) -> np.ndarray:
@@ -65,7 +65,7 @@ class PowerLaw(Sizes):
 class Spread(Sizes):
     """n v_k / sum v with v_k ~ U(low, high) (003 sec. VI)."""
 
-    kind: Literal["spread"] = "spread"
+    kind: str = "spread"
     low: float = Field(default=0.5, gt=0)
     high: float = Field(default=1.5, gt=0)
 
@@ -101,7 +101,7 @@ class Iid(Partition):
     """Every client an equally likely subset of its size."""
 
     by: ClassVar[Literal["label", "client", "row"]] = "row"
-    kind: Literal["iid"] = "iid"
+    kind: str = "iid"
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         counts = sizes.counts(len(labels), clients, generator)
@@ -113,7 +113,7 @@ class Overlapping(Partition):
     samples go unused (000 sec. 2.2, CIFAR-10: 500 samples, 50 of each class, for each of 1920 clients)."""
 
     sized: ClassVar[bool] = False
-    kind: Literal["overlapping"] = "overlapping"
+    kind: str = "overlapping"
     per_client: int = Field(ge=1)
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +135,7 @@ class LabelShards(Partition):
     """
 
     sized: ClassVar[bool] = False
-    kind: Literal["shards"] = "shards"
+    kind: str = "shards"
     per_client: int = Field(default=5, ge=1)
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +161,7 @@ class DominantLabels(Partition):
     clients in proportion to its samples.
     """
 
-    kind: Literal["dominant-labels"] = "dominant-labels"
+    kind: str = "dominant-labels"
     classes: int = Field(default=2, ge=1)
     share: float = Field(default=0.92, gt=0, le=1)
 
@@ -181,7 +181,7 @@ class DominantLabels(Partition):
 class ClassesPerClient(Partition):
     """Every client holds samples of exactly `k` classes (002 sec. VI, with 7), each class held by clients in proportion to its samples."""
 
-    kind: Literal["classes-per-client"] = "classes-per-client"
+    kind: str = "classes-per-client"
     k: int = Field(default=7, ge=1)
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -205,7 +205,7 @@ class ClassesPerClient(Partition):
 class Dirichlet(Partition):
     """Each client's mixture of classes is a draw from the symmetric Dirichlet(psi) (Hsu, Qi, Brown 2019; 002: psi = 100, 5, 0.1)."""
 
-    kind: Literal["dirichlet"] = "dirichlet"
+    kind: str = "dirichlet"
     psi: float = Field(gt=0)
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -218,7 +218,7 @@ class Dirichlet(Partition):
 class Similarity(Partition):
     """`s` percent of each client's samples drawn iid, the rest a stretch of what remains sorted by label (003 sec. VI: 100, 70, 30, 0)."""
 
-    kind: Literal["similarity"] = "similarity"
+    kind: str = "similarity"
     s: float = Field(ge=0, le=100)
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -238,7 +238,7 @@ class Natural(Partition):
 
     sized: ClassVar[bool] = False
     by: ClassVar[Literal["label", "client", "row"]] = "client"
-    kind: Literal["natural"] = "natural"
+    kind: str = "natural"
 
     def deal(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         return np.argsort(labels, kind="stable"), np.bincount(labels, minlength=clients)

@@ -48,7 +48,7 @@ class Quadratics(Data):
     0.2 and 1 are the starts w* + z/5 and w* + z, z ~ U(0,1)^d, of 001. `describe` has f(w*) as `optimum`.
     """
 
-    kind: Literal["quadratics"] = "quadratics"
+    kind: str = "quadratics"
     clients: int = Field(default=100, ge=1, le=10**9)
     dimension: int = Field(default=200, ge=1)
     rank: int = Field(default=20, ge=1)
@@ -81,7 +81,7 @@ class ScalarQuadratics(Data):
     test set is all of them, so the test loss is the mean of all f_i, 1/N of the paper's f.
     """
 
-    kind: Literal["scalar_quadratics"] = "scalar_quadratics"
+    kind: str = "scalar_quadratics"
     a: tuple[float, ...] = Field(min_length=1)
     b: tuple[float, ...] = Field(min_length=1)
 

@@ -20,7 +20,6 @@ million 7 %. A client's samples depend on (seed, k) and on how many it has:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
@@ -36,7 +35,7 @@ _TRAIN, _TEST, _SHARED = range(3)
 class Synthetic(Sized):
     """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in all, spread evenly over clients."""
 
-    kind: Literal["synthetic"] = "synthetic"
+    kind: str = "synthetic"
     clients: int = Field(ge=1, le=10**9)
     samples: int = Field(default=100, ge=1)
     test_samples: int = Field(default=10_000, ge=1)

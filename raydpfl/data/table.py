@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +40,7 @@ class Table(Dealt):
 
     named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
 
-    kind: Literal["table"] = "table"
+    kind: str = "table"
     train: str
     test: str | None = None
     test_fraction: float = Field(default=0.1, gt=0, lt=1)

@@ -28,6 +28,9 @@ class Local(Member):
     A user's own member derives from `Sgd`, and may give a `learning_rate` of its own.
     """
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "stateful": ("correction", "next_own", "unmoved", "next_shared")
+    }
     stateful: ClassVar[bool] = False  # whether a client keeps something between rounds, and its gradients need a correction for it
 
     steps: int = Field(default=20, ge=1)  # Q

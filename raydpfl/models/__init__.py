@@ -27,24 +27,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raydpfl import member
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, torch_stream
-from raydpfl.models.family import FAMILY, Model, Module
+from raydpfl.models.family import FAMILY, Model, Module, factory
 from raydpfl.models.norms import group_norm
 
-__all__ = ["FAMILY", "Model", "Module", "build", "flatten", "group_norm", "load", "parameter_count", "parse"]
+__all__ = [
+    "FAMILY", "Model", "Module", "build", "factory", "flatten", "group_norm", "load",
+    "parameter_count", "parse",
+]  # fmt: skip
 
 
 def parse(values: Mapping[str, Any]) -> Model:
     """The `model` section of a config. Raises `ConfigError`.
 
-    An import path may name a `Model` (then the other keys are its fields), or a class or function that makes a module (then `args`).
+    An import path may name a `Model` (then the other keys are its fields), or what makes a module
+    (then `args`; see `factory`).
     """
     kind = values.get("kind") if isinstance(values, Mapping) else None
     family = dict(FAMILY)
-    if isinstance(kind, str) and kind not in FAMILY and (":" in kind or "." in kind):
-        found = member.load(kind, "model.kind")
-        if not callable(found):
-            raise ConfigError("model.kind", kind, "a class or a function that makes a torch.nn.Module")
-        family[kind] = found if isinstance(found, type) and issubclass(found, Model) else Module
+    own = isinstance(kind, str) and kind not in FAMILY and (":" in kind or "." in kind)
+    if own and member.imports("model"):
+        found = factory(kind)
+        if not (isinstance(found, type) and issubclass(found, Model)):
+            family[kind] = Module
     return member.choose("model", values, family, Model)
 
 

@@ -17,8 +17,11 @@ monotone (they commute, and the activation then works on a quarter of the number
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
+from types import FunctionType
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -56,7 +59,7 @@ class Softmax(Model):
     """Softmax regression: one linear layer with bias. For targets that are numbers, see `linear`."""
 
     regression: ClassVar[bool] = False
-    kind: Literal["softmax"] = "softmax"
+    kind: str = "softmax"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), outputs))
@@ -68,7 +71,7 @@ class Linear(Model):
     With the quadratics of 001 sec. 5.3, whose optimum is the origin, `spread` 0.2 and 1 are its starts w* + z/5 and w* + z, z ~ U(0,1)^d.
     """
 
-    kind: Literal["linear"] = "linear"
+    kind: str = "linear"
     bias: bool = False
     start: float = 0.0
     spread: float = Field(default=0.0, ge=0)
@@ -86,14 +89,14 @@ class Mlp(Model):
     Sigmoid and ELU are left out: torch computes them differently by the position in a tensor, so a run's bits would depend on the lane.
     """
 
-    kind: Literal["mlp"] = "mlp"
+    kind: str = "mlp"
     hidden: tuple[int, ...] = (200,)
     activation: Literal["relu", "tanh"] = "relu"
 
     @field_validator("hidden", mode="before")
     @classmethod
     def _one(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) else value
+        return (value,) if isinstance(value, int | float) else value
 
     @field_validator("hidden")
     @classmethod
@@ -113,7 +116,7 @@ class Cnn(Model):
     The paper prints neither the kernel size nor the padding: here 5 x 5 by default, padded to keep the size.
     """
 
-    kind: Literal["cnn"] = "cnn"
+    kind: str = "cnn"
     kernel: int = Field(default=5, ge=1)
 
     @field_validator("kernel")
@@ -135,7 +138,7 @@ class DpCnn(Model):
     """The CNN that Tramer and Boneh 2021 train on CIFAR-10 with differential privacy: three pairs of 3 x 3 convolutions of 32, 64 and 128
     channels, each pair 2 x 2 max-pooled, a dense layer of 128 units, tanh."""
 
-    kind: Literal["dp_cnn"] = "dp_cnn"
+    kind: str = "dp_cnn"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, height, width = self.image(shape, 8)
@@ -153,7 +156,7 @@ class AlexNet(Model):
     000 prints 3.3M parameters and no layer; this form has 3.35M on EMNIST, on 28 x 28 and 32 x 32 alike (both end in 256 x 3 x 3).
     """
 
-    kind: Literal["alexnet"] = "alexnet"
+    kind: str = "alexnet"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, height, width = self.image(shape, 12)
@@ -167,7 +170,7 @@ class AlexNet(Model):
 class MobileNetV2(Model):
     """torchvision's MobileNetV2 with GroupNorm for BatchNorm. `stem: small` leaves out the first two strides, for small images."""
 
-    kind: Literal["mobilenet_v2"] = "mobilenet_v2"
+    kind: str = "mobilenet_v2"
     stem: Literal["small", "imagenet"] = "small"
     groups: int = Field(default=32, ge=1)  # at most; a layer uses the largest number that divides both this and its channels
 
@@ -186,7 +189,7 @@ class MobileNetV2(Model):
 class ResNet18(Model):
     """torchvision's ResNet-18 with GroupNorm for BatchNorm. `stem: small`, for small images: a 3 x 3 convolution, no stride, no pooling."""
 
-    kind: Literal["resnet18"] = "resnet18"
+    kind: str = "resnet18"
     stem: Literal["small", "imagenet"] = "small"
     groups: int = Field(default=32, ge=1)  # as in mobilenet_v2
 
@@ -204,18 +207,51 @@ class ResNet18(Model):
 
 
 class Module(Model):
-    """Any `torch.nn.Module`: `kind` is the import path of a class or function, `args` what it is called with."""
+    """Any `torch.nn.Module`: `kind` is the import path of a class or function (see `factory`),
+    `args` what it is called with."""
 
     kind: str
     args: dict[str, Any] = Field(default_factory=dict)
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
+        make = factory(self.kind)
         try:
-            return load(self.kind, "model.kind")(**self.args)
-        except ConfigError:
-            raise
+            return make(**self.args)
         except Exception as error:  # a user's constructor may raise anything
             raise ConfigError("model.args", self.args, f"what {self.kind} can be called with ({type(error).__name__}: {error})") from None
+
+
+def factory(path: str) -> Callable[..., Any]:
+    """What an import path names: a subclass of `Model` or of `torch.nn.Module`, or a function that
+    is declared to return a module, `def net() -> torch.nn.Module`.
+
+    Raises `ConfigError` for all else, having called nothing.
+    """
+    found = load(path, "model.kind")
+    if isinstance(found, type):
+        if issubclass(found, (nn.Module, Model)):
+            return found
+        raise ConfigError("model.kind", path, f"a torch.nn.Module, not {found.__name__}")
+    makes = _declared(found) if isinstance(found, FunctionType) else None
+    if isinstance(makes, type) and issubclass(makes, nn.Module):
+        return found
+    accepted = "a class or a function that makes a torch.nn.Module"
+    if callable(found):
+        said = f"def {path.split(':')[-1]}(...) -> torch.nn.Module"
+        accepted = f"a subclass of torch.nn.Module, or a function that says so: {said}"
+    raise ConfigError("model.kind", path, accepted)
+
+
+def _declared(function: FunctionType) -> Any:
+    """The return annotation of a function; text is looked up as a name, not evaluated."""
+    said = function.__annotations__.get("return")
+    if not isinstance(said, str):
+        return said
+    first, *parts = said.strip("'\"").split(".")
+    found = inspect.unwrap(function).__globals__.get(first)
+    for part in parts:
+        found = getattr(found, part, None)
+    return found
 
 
 FAMILY: dict[str, type[Model]] = {

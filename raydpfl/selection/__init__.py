@@ -37,7 +37,10 @@ from raydpfl.selection.responders import RESPONSES, FirstResponders
 from raydpfl.selection.subsets import FedAvgStale, Full, Poisson, Uniform
 from raydpfl.selection.windows import Availability, Cyclic
 
-__all__ = ["FAMILY", "RESPONSES", "Cohort", "Population", "Selection", "Solution", "Uniform", "WithReplacement", "kkt_residual", "solve", "solve_cvxpy"]
+__all__ = [
+    "FAMILY", "RESPONSES", "Cohort", "Poisson", "Population", "Selection", "Solution", "Uniform",
+    "WithReplacement", "kkt_residual", "solve", "solve_cvxpy",
+]  # fmt: skip
 
 FAMILY: dict[str, type[Selection]] = {
     "uniform": Uniform,

@@ -94,6 +94,7 @@ class Selection(Member):
     stays what it was; noise that the failed ones would have drawn is missing, which `survivors` tells the accountants.
     """
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {"needs_losses": ("candidates", "choose")}
     needs_losses: ClassVar[bool] = False  # whether the cohort is chosen among `candidates` by their local losses
     needs_costs: ClassVar[bool] = False  # whether it looks at `Population.privacy_cost`
     exclusions: ClassVar[tuple[str, ...]] = ()  # data-dependent choices that no accountant counts, in words

@@ -13,7 +13,7 @@ Query(name='losses', bound=2.0, std=0.5, apart=True)
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -42,7 +42,7 @@ class PowerOfChoice(Sized):
     everyone knew it.
     """
 
-    kind: Literal["power_of_choice"] = "power_of_choice"
+    kind: str = "power_of_choice"
     needs_losses: ClassVar[bool] = True
 
     pool: int = Field(ge=1)

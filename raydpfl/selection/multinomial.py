@@ -57,7 +57,7 @@ class Multinomial(WithReplacement):
     The sum over r of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are uniform.
     """
 
-    kind: Literal["multinomial", "unbiased"] = "multinomial"
+    kind: str = "multinomial"
 
     def law(self, population: Population) -> np.ndarray:
         return population.shares
@@ -71,7 +71,7 @@ class Importance(WithReplacement):
     has data must have p > 0. A client that is rarely asked speaks the louder: its correction multiplies what it may contribute to the sum.
     """
 
-    kind: Literal["importance"] = "importance"
+    kind: str = "importance"
     power: float | None = None
     path: str | None = None
     column: str | None = None
@@ -117,7 +117,7 @@ class PrivacyAware(WithReplacement):
     against. The weights are uniform: the bias is what Problem 1 has paid for. A client without data is never drawn.
     """
 
-    kind: Literal["privacy_aware"] = "privacy_aware"
+    kind: str = "privacy_aware"
     needs_costs: ClassVar[bool] = True
     scale: float = Field(default=1.0, gt=0, le=1e15)
     solver: Literal["exact", "cvxpy"] = "exact"

@@ -12,7 +12,7 @@ public cohorts of 3 of 10 (the first to respond, some always faster than others)
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
@@ -38,7 +38,7 @@ class Response(Member):
 class Exponential(Response):
     """Memoryless: however long one has waited, the mean wait is still 1."""
 
-    kind: Literal["exponential"] = "exponential"
+    kind: str = "exponential"
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
         return generator.standard_exponential(count)
@@ -47,7 +47,7 @@ class Exponential(Response):
 class Lognormal(Response):
     """exp(sigma Z), Z standard normal: many small delays multiplied."""
 
-    kind: Literal["lognormal"] = "lognormal"
+    kind: str = "lognormal"
     sigma: float = Field(default=1.0, gt=0)
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
@@ -57,7 +57,7 @@ class Lognormal(Response):
 class Pareto(Response):
     """P[time > x] = x^-alpha for x >= 1: a heavy tail, of infinite mean for alpha <= 1."""
 
-    kind: Literal["pareto"] = "pareto"
+    kind: str = "pareto"
     alpha: float = Field(default=1.5, gt=0)
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
@@ -75,7 +75,7 @@ class FirstResponders(Sized):
     are drawn the more often, no closed form says how often, only the rounds a client was in are counted, and no weights take the bias away.
     """
 
-    kind: Literal["first_responders"] = "first_responders"
+    kind: str = "first_responders"
     contacted: int | None = Field(default=None, ge=1)
     response: SerializeAsAny[Response] = Exponential()
     spread: float = Field(default=0.0, ge=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from pydantic import Field
 
@@ -34,7 +32,7 @@ class Uniform(Sized):
     With weights N p_k the sum over the divisor r is unbiased for sum p_k Delta_k (002 Lemma 5).
     """
 
-    kind: Literal["uniform"] = "uniform"
+    kind: str = "uniform"
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         return Cohort.of(distinct(stream(seed, Purpose.COHORT, round=round), len(population), self.cohort))
@@ -47,7 +45,7 @@ class FedAvgStale(Uniform):
     """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5): uniform, but the N - r clients that were not
     drawn count with the unchanged global model, so that the divisor is N. Biased towards standing still: each round moves r/N as far."""
 
-    kind: Literal["fedavg_stale"] = "fedavg_stale"
+    kind: str = "fedavg_stale"
 
     def divisor(self, population: Population) -> float:
         return float(len(population))
@@ -56,7 +54,7 @@ class FedAvgStale(Uniform):
 class Poisson(Sized):
     """Each client on its own with probability cohort / population; the divisor stays `cohort`, so it tells nothing."""
 
-    kind: Literal["poisson"] = "poisson"
+    kind: str = "poisson"
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         generator, count = stream(seed, Purpose.COHORT, round=round), len(population)
@@ -70,7 +68,7 @@ class Poisson(Sized):
 class Full(Selection):
     """Every client in every round (001 sec. 5.3)."""
 
-    kind: Literal["full"] = "full"
+    kind: str = "full"
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         return Cohort.of(np.arange(len(population)))

@@ -60,7 +60,7 @@ class Cyclic(Selection):
     N / period, so that every client counts the same, and the accountants are told of the smallest group.
     """
 
-    kind: Literal["cyclic"] = "cyclic"
+    kind: str = "cyclic"
     period: int = Field(ge=1)
     cohort: int | None = Field(default=None, ge=1)
     law: Literal["fixed", "poisson"] = "fixed"
@@ -107,7 +107,7 @@ class Cyclic(Selection):
 class Availability(Selection):
     """`cohort` clients uniformly without replacement from those that are available (time zones, charging at night)."""
 
-    kind: Literal["availability"] = "availability"
+    kind: str = "availability"
     period: int = Field(ge=1)
     window: int = Field(ge=1)
     cohort: int = Field(ge=1)

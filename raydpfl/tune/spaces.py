@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raydpfl.config import is_space, whole
 from raydpfl.errors import ConfigError
-
-_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # 1e-3 is text to YAML 1.1, a number to everybody else
-KINDS = ("grid", "choice", "uniform", "loguniform", "powers_of_two")
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,11 @@ class Interval:
 Space = Options | Interval
 
 
-def is_space(value: Any) -> bool:
-    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in KINDS
-
-
 def parse(field: str, value: Mapping[str, Any]) -> Space:
     """The space that `{kind: arguments}` describes. Raises `ConfigError` naming `field`."""
     ((kind, given),) = value.items()
-    if isinstance(given, list):
-        given = [float(each) if isinstance(each, str) and _SCIENTIFIC.fullmatch(each) else each for each in given]
+    if kind == "powers_of_two" and isinstance(given, list):
+        given = [whole(each) for each in given]
 
     def refuse(accepted: str) -> ConfigError:
         return ConfigError(field, dict(value), f"{kind}: {accepted}")

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 from pydantic import Field
 
-from raydpfl.config import Experiment, Section, overridden, read
+from raydpfl.config import Experiment, Section, dump, overridden, parse_yaml, read
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import validate
@@ -152,7 +151,7 @@ class Sweep:
 
     def to_yaml(self) -> str:
         """The config with its spaces; `from_yaml` of it is this sweep."""
-        return yaml.safe_dump({**self.tree, "sweep": self.search.model_dump(exclude_unset=True)}, sort_keys=False, allow_unicode=True)
+        return dump({**self.tree, "sweep": self.search.model_dump(exclude_unset=True)})
 
     @property
     def size(self) -> int:
@@ -200,7 +199,9 @@ class Sweep:
 
         Which values a searched field takes is no difference: trials are known by their values.
         """
-        here, there = (_flat(put(tree, dict.fromkeys(find(tree), "a search space"))) for tree in (yaml.safe_load(self.to_yaml()), stored))
+        trees = (parse_yaml(self.to_yaml()), stored)
+        spaces = ((tree, dict.fromkeys(find(tree), "a search space")) for tree in trees)
+        here, there = (_flat(put(tree, space)) for tree, space in spaces)
         for key in [*here, *(key for key in there if key not in here)]:
             if here.get(key) != there.get(key) and key not in CHANGEABLE:
                 return key, here.get(key), there.get(key)

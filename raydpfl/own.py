@@ -1,0 +1,265 @@
+"""What a class of the user's own may hold: nothing that would be given and never looked at.
+
+A member's public methods and constants are those of its base, each called or read by the project,
+and whatever its own code uses; its new fields are those that its own code reads. Anything else is a
+mistake (a hook of another family, a misspelt name) that would silently change nothing, so it is
+refused by name:
+
+>>> class Base:
+...     def of(self, x): ...
+>>> Base.__module__ = "raydpfl.example"
+>>> class Mine(Base):
+...     model_fields, scale = {}, 2.0
+...     def of(self, x): return self.scale * x
+...     def loss(self, x): return x
+>>> check(Mine, Base, "a", "m:A")
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: a.kind = 'm:A': a class without loss, which nothing reads (its base: of)
+
+Names with an underscore, validators and classes within the class are its own affair. What reads by
+names that are computed (`getattr`, `model_dump`, ...) may read any field. Code is looked at, never
+run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import cached_property, partialmethod
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from raydpfl.errors import ConfigError
+
+# A class whose code mentions one of these may read fields by names that are computed.
+COMPUTED = {
+    "getattr",
+    "vars",
+    "__dict__",
+    "model_dump",
+    "model_dump_json",
+    "model_fields",
+    "attrgetter",
+}
+DECORATED = (  # what pydantic calls by itself
+    "validators", "field_validators", "root_validators", "model_validators",
+    "field_serializers", "model_serializers", "computed_fields",
+)  # fmt: skip
+MOST = 2000  # functions that are looked at, of code that calls much else
+Code = list[
+    tuple[str, set[str], set[str]]
+]  # of each function its name, the names that it mentions, and the strings in it
+
+
+def is_own(cls: type) -> bool:
+    """Whether a class is no part of this package."""
+    return cls.__module__.partition(".")[0] != "raydpfl"
+
+
+def check(cls: type, base: type, section: str, kind: str) -> None:
+    """Raises `ConfigError` for a public method, constant or field of `cls` that nothing reads, or
+    one that its base has otherwise.
+
+    `base` is the base of the family, `section` and `kind` say where the config names `cls`.
+    """
+    own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
+    if not own:
+        return
+    theirs = [each for each in cls.__mro__ if issubclass(each, base) and not is_own(each)]
+    code = _code(own)
+    hooks = {name: value for each in reversed(theirs) for name, value in _public(each).items()}
+    known = hooks.keys() | {name for each in theirs for name in _fields(each)} | _flagged(cls)
+    for each in own:
+        for name, value in _public(each).items():
+            if name in hooks:
+                _same_use(name, value, hooks[name], section, kind)
+            elif name not in known and not any(
+                name in names for other, names, _ in code if other != name
+            ):
+                offered = ", ".join(sorted(name for name in hooks if name != "needs"))
+                reason = (
+                    f"a class without {name}, which nothing reads (its base: {offered})"
+                )
+                raise ConfigError(f"{section}.kind", kind, reason)
+    computed = any(COMPUTED & names for _, names, _ in code)
+    said = {text for _, _, texts in _code(theirs) for text in texts}  # what a base looks up by name
+    for name in _fields(cls) if not computed else ():
+        if name not in known | said and not any(name in names for _, names, _ in code):
+            raise ConfigError(
+                f"{section}.{name}",
+                kind,
+                f"a class without the field {name}, which none of its methods reads",
+            )
+
+
+def complete(cls: type, section: str, kind: str) -> None:
+    """Raises `ConfigError` for a class that lacks what its base leaves to it."""
+    excused = {"select"} if getattr(cls, "needs_losses", False) is True else set()
+    for name in sorted(dir(cls)):
+        found = inspect.getattr_static(cls, name)
+        left = isinstance(found, FunctionType) and "NotImplementedError" in found.__code__.co_names
+        if left and found.__module__.partition(".")[0] == "raydpfl" and name not in excused:
+            raise ConfigError(
+                f"{section}.kind",
+                kind,
+                f"a class with a method {name}{_named(inspect.signature(found))}",
+            )
+    for name in sorted(_flagged(cls)):
+        if not hasattr(cls, name) and name not in _fields(cls):
+            flags = [flag for flag, names in cls.needs.items() if name in names]
+            raise ConfigError(
+                f"{section}.kind", kind, f"a class with {name}, as its {flags[0]} says"
+            )
+
+
+def _flagged(cls: type) -> set[str]:
+    """What a class must give because of a flag that it sets, such as `adaptive`."""
+    needs = getattr(cls, "needs", {})
+    return {
+        name for flag, names in needs.items() if getattr(cls, flag, False) is True for name in names
+    }
+
+
+def _fields(cls: type) -> list[str]:
+    return [name for name in getattr(cls, "model_fields", ()) if name != "kind"]
+
+
+def _public(cls: type) -> dict[str, Any]:
+    """The public methods, properties and constants that a class defines itself, its validators and
+    inner classes apart."""
+    decorators = getattr(cls, "__pydantic_decorators__", None)
+    validators = {name for group in DECORATED for name in getattr(decorators, group, ())}
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not (
+            name.startswith(("_", "model_"))
+            or name in validators
+            or name == "kind"
+            or isinstance(value, type)
+        )
+    }
+
+
+def _same_use(name: str, mine: Any, theirs: Any, section: str, kind: str) -> None:
+    """Raises `ConfigError` where the project would call what cannot be called so, or read what is a
+    method."""
+    if not isinstance(theirs, FunctionType):
+        if isinstance(mine, FunctionType):
+            raise ConfigError(
+                f"{section}.kind",
+                kind,
+                f"a class whose {name} is a property or constant, not a method",
+            )
+        return
+    wanted = inspect.signature(theirs)
+    if not (callable(mine) or isinstance(mine, (classmethod, staticmethod, partialmethod))):
+        raise ConfigError(
+            f"{section}.kind", kind, f"a class whose {name} is a method, {name}{wanted}"
+        )
+    if isinstance(mine, FunctionType):
+        given = inspect.signature(mine)
+        try:
+            given.bind(*wanted.parameters)
+        except TypeError:
+            raise ConfigError(
+                f"{section}.kind",
+                kind,
+                f"a class whose {name} takes {_named(wanted)}, not {_named(given)}",
+            ) from None
+
+
+def _named(signature: inspect.Signature) -> str:
+    """The names of the parameters, self left out."""
+    return f"({', '.join([*signature.parameters][1:])})"
+
+
+def _code(classes: list[type]) -> Code:
+    """All functions of these classes, and those that they reach by global names, each once."""
+    waiting = [
+        (name, function)
+        for each in classes
+        for name, value in vars(each).items()
+        for function in _functions(value)
+    ]
+    seen: set[int] = set()
+    found: Code = []
+    while waiting and len(found) < MOST:
+        name, function = waiting.pop()
+        if id(function) in seen or (function.__module__ or "").startswith("pydantic"):
+            continue
+        seen.add(id(function))
+        names, texts = _mentioned(function.__code__)
+        found.append((name, names | texts, texts))
+        waiting += [("", each) for each in _reached(function, names)]
+    return found
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The Python functions behind a class attribute, decorated ones too."""
+    if isinstance(value, property):
+        parts = [value.fget, value.fset]
+    elif isinstance(value, (classmethod, staticmethod)):
+        parts = [value.__func__]
+    elif isinstance(value, (cached_property, partialmethod)):
+        parts = [value.func]
+    elif isinstance(value, FunctionType):
+        yield value
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        parts = [
+            each
+            for each in [getattr(value, "__wrapped__", None), *cells]
+            if isinstance(each, FunctionType)
+        ]
+    else:
+        parts = [getattr(value, "__wrapped__", None)]
+    for part in parts:
+        if part is not None:
+            yield from _functions(part)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _mentioned(code: CodeType) -> tuple[set[str], set[str]]:
+    """The names (globals and attributes) and the strings in a function, and in those within it."""
+    names, texts = set(code.co_names), {const for const in code.co_consts if isinstance(const, str)}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            more, others = _mentioned(const)
+            names, texts = names | more, texts | others
+    return names, texts
+
+
+def _reached(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
+    """The user's own functions that a function may hand itself to: by a global name, or a name in a
+    module or class that it names."""
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and _users(value.__name__):
+            yield from (
+                each for other in names if isinstance(each := vars(value).get(other), FunctionType)
+            )
+        elif isinstance(value, FunctionType) and _users(value.__module__):
+            yield value
+        elif (
+            isinstance(value, type)
+            and _users(value.__module__)
+            and not hasattr(value, "model_fields")
+        ):
+            yield from (part for each in vars(value).values() for part in _functions(each))
+
+
+def _users(module: str | None) -> bool:
+    """Whether a module is neither this package's nor Python's nor of what it is made with."""
+    top = (module or "").partition(".")[0]
+    return (
+        top
+        not in {"raydpfl", "torch", "torchvision", "numpy", "scipy", "pydantic", "ray"}
+        | sys.stdlib_module_names
+    )

@@ -1,0 +1,429 @@
+"""Classes of the user's own: what may be subclassed, what is refused by name, and when anything is
+imported or called."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import yaml
+from conftest import SMALL, experiment
+from test_bad_input import complain
+from torch import nn
+
+from raydpfl import Experiment, bounding, cli, data, local, models, noise, run, selection, server
+from raydpfl.data.features import Features
+from raydpfl.errors import ConfigError
+from raydpfl.member import choose
+from raydpfl.plan import Plan
+from raydpfl.privacy import budgets
+from raydpfl.selection.responders import Response
+
+FAMILIES = {
+    "bounding": (bounding.FAMILY, bounding.Bounding),
+    "data": (data.FAMILY, data.Data),
+    "data.features": (data.FEATURES, Features),
+    "data.partition": (data.PARTITIONS, data.Partition),
+    "data.sizes": (data.SIZES, data.Sizes),
+    "local": (local.FAMILY, local.Local),
+    "model": (models.FAMILY, models.Model),
+    "noise": (noise.FAMILY, noise.Noise),
+    "noise.epsilon": (budgets.FAMILY, budgets.Law),
+    "selection": (selection.FAMILY, selection.Selection),
+    "selection.response": (selection.RESPONSES, Response),
+    "server": (server.FAMILY, server.Server),
+    "weights": (server.WEIGHTS, server.Weights),
+}
+REQUIRED = {
+    "a": [1.0], "b": [1.0], "bands": 2, "bound": 1.0, "clients": 3, "cohort": 1, "epsilon": 1.0,
+    "components": [{"weight": 1, "mean": 1, "std": 1}], "k": 3, "path": "p", "per_client": 2,
+    "period": 2, "pool": 2, "psi": 1.0, "s": 3.0, "train": "t", "window": 1,
+}  # fmt: skip
+ALSO = {
+    "gaussian": {"multiplier": 1.0},
+    "banded_gaussian": {"multiplier": 1.0},
+    "importance": {"power": 1.0},
+}
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes a module `mine` of the user's own, which notes that it was imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> None:
+        head = "from __future__ import annotations\nfrom typing import ClassVar, Literal\n"
+        head += "from pathlib import Path\nPath('imported').touch()\n"
+        (tmp_path / "mine.py").write_text(f"{head}{text}\n")
+        sys.modules.pop("mine", None)
+
+    yield write
+    sys.modules.pop("mine", None)
+
+
+def refused(**sections) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Plan.make(experiment(**sections))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("section", FAMILIES)
+def test_every_member_that_comes_along_can_be_subclassed(section, monkeypatch):
+    family, base = FAMILIES[section]
+    module = types.ModuleType("subclasses")
+    monkeypatch.setitem(sys.modules, "subclasses", module)
+    for kind, cls in family.items():
+        own = type(f"My{cls.__name__}", (cls,), {"__module__": "subclasses"})
+        setattr(module, own.__name__, own)
+        fields = {
+            name: REQUIRED[name] for name, field in cls.model_fields.items() if field.is_required()
+        } | ALSO.get(kind, {})
+        found = choose(section, {"kind": f"subclasses:My{cls.__name__}", **fields}, family, base)
+        assert type(found) is own and found.kind == f"subclasses:My{cls.__name__}"
+        assert choose(section, found.model_dump(mode="json"), family, base) == found
+        assert (
+            choose(section, own(**fields), family, base) == found
+        )  # made in Python, it is named as a config would
+
+
+def test_a_subclass_of_a_built_in_computes_what_it_computes(tmp_path, mine):
+    mine("from raydpfl.bounding import Clip\nclass MyClip(Clip):\n    pass")
+    plain, own = (
+        run(experiment(bounding={"kind": kind, "bound": 0.5}), tmp_path / kind[:4])
+        for kind in ("clip", "mine:MyClip")
+    )
+    assert plain.summary["model_sha256"] == own.summary["model_sha256"]
+
+
+def test_a_subclass_counts_as_what_it_derives_from(mine):
+    mine(
+        "from raydpfl.selection import Poisson\nfrom raydpfl.noise import NoNoise\n"
+        "from raydpfl.data.partitions import Overlapping\n"
+        "class Coins(Poisson):\n    pass\nclass Quiet(NoNoise):\n    pass\n"
+        "class Shared(Overlapping):\n    pass"
+    )
+    coins = experiment(selection={"kind": "mine:Coins", "cohort": 20})
+    assert (coins.noise.placement, coins.relation) == ("server", "add_remove")
+    assert not experiment(noise={"kind": "mine:Quiet"}).private
+    with pytest.raises(ConfigError, match="one that gives a sample to a single client"):
+        experiment(
+            bounding={"kind": "per_sample_clip", "bound": 1},
+            data={"partition": {"kind": "mine:Shared", "per_client": 9}},
+        )
+
+
+# section, base, body of the class, what is said of it
+UNREAD = {
+    "a method of a local rule": (
+        "local",
+        "local:Sgd",
+        "def gradient(self, g): return g",
+        "a class without gradient, which nothing",
+    ),
+    "a field of a noise": (
+        "noise",
+        "noise:Gaussian",
+        "heat: float = 1.0",
+        "a class without the field heat, which none of",
+    ),
+    "a field of a bounding": (
+        "bounding",
+        "bounding:Clip",
+        "soft: float = 1.0\n    def factor(self, norm, bound): return 0.0",
+        "a class without the field soft",
+    ),
+    "a constant": (
+        "server",
+        "server:Sgd",
+        "warm: ClassVar[bool] = True",
+        "a class without warm, which nothing",
+    ),
+    "a property": (
+        "weights",
+        "server:UniformWeights",
+        "@property\n    def power(self): return 2",
+        "a class without power, which nothing",
+    ),
+    "a hook of another member": (
+        "bounding",
+        "bounding:Clip",
+        "def next_bound(self, bound, below): return bound",
+        "a class without next_bound",
+    ),
+    "a hook of another family": (
+        "selection",
+        "selection:Uniform",
+        "def step(self): return 1",
+        "without step",
+    ),
+    "a method only it itself calls": (
+        "local",
+        "local:Sgd",
+        "def again(self): return self.again()",
+        "without again",
+    ),
+    "a method where a property is read": (
+        "bounding",
+        "bounding:Clip",
+        "def sample_bound(self): return 1.0",
+        "a class whose sample_bound is a property",
+    ),
+    "a property where a method is called": (
+        "weights",
+        "server:UniformWeights",
+        "@property\n    def of(self): return 1",
+        "a class whose of is a method, of(self, sizes",
+    ),
+    "a method with other parameters": (
+        "bounding",
+        "bounding:Clip",
+        "def factor(self, norm): return 0.0",
+        "whose factor takes (norm, bound), not (norm)",
+    ),
+    "a method that is missing": (
+        "bounding",
+        "bounding:Bounding",
+        "bound: float",
+        "a class with a method factor(norm, bound)",
+    ),
+    "what a flag promises": (
+        "bounding",
+        "bounding:Clip",
+        "adaptive: ClassVar[bool] = True",
+        "a class with next_bound, as its adaptive says",
+    ),
+    "a kind of its own": (
+        "bounding",
+        "bounding:Clip",
+        "kind: Literal['own'] = 'own'",
+        "a class without a field kind of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_nothing_reads_of_an_own_member_is_refused_by_name(name, mine):
+    section, path, body, message = UNREAD[name]
+    module, base = path.split(":")
+    mine(f"from raydpfl.{module} import {base}\nclass Own({base}):\n    {body}")
+    said = refused(**{section: {**SMALL.get(section, {}), "kind": "mine:Own"}})
+    assert message in said and "mine:Own" in said and "\n" not in said
+
+
+READ = {
+    "helpers, properties, validators, helper functions, names looked up and underscores": (
+        "bounding",
+        """
+import functools, helping
+from pydantic import field_validator, computed_field
+from raydpfl.bounding import Clip
+
+def soften(member, norm):
+    return norm / (1 + member.softness)
+
+class Mixin:
+    def mixed(self): return 1.0
+
+class Base(Clip):
+    softness: float = 0.0
+    used_by_subclass: float = 0.0
+    by_name: float = 0.0
+    elsewhere: float = 0.0
+
+    @field_validator("softness")
+    @classmethod
+    def at_least_nothing(cls, value): return max(value, 0.0)
+
+class Own(Mixin, Base):
+    _private = 3
+    class Table: pass
+
+    @functools.cached_property
+    def half(self): return 0.5 * self.used_by_subclass
+    @staticmethod
+    def two(): return 2.0
+    @property
+    def scaled(self): return self.two() * self.half
+    def _unused(self): return 0
+    def factor(self, norm, bound):
+        size = getattr(self, "by_name") + helping.more(self)
+        less = soften(self, size) * self.scaled * self.mixed()
+        return max(min(1.0, bound / max(norm, 1e-9)) - less, 0.0)
+""",
+        {"bound": 1.0},
+    ),
+    "a selection of one's own": (
+        "selection",
+        """
+import numpy as np
+from pydantic import Field
+from raydpfl.privacy import Sampling
+from raydpfl.selection import Cohort, Selection
+
+class Own(Selection):
+    cohort: int = Field(ge=1)
+    def check(self, count): assert self.cohort <= count
+    def select(self, seed, round, population):
+        drawn = np.random.default_rng([seed, round]).permutation(len(population))
+        return Cohort.of(drawn[:self.cohort])
+    def sampling(self, population): return Sampling("fixed", len(population), self.cohort)
+""",
+        {"cohort": 10},
+    ),
+    "fields read by names that are computed": (
+        "server",
+        "from raydpfl.server import Sgd\nclass Own(Sgd):\n    a: float = 1.0\n"
+        "    def start(self, d): return {k: 0 for k in self.model_dump()} and {}",
+        {"a": 2.0},
+    ),
+    "an adaptive bound": (
+        "bounding",
+        "from raydpfl.bounding import Clip\nclass Own(Clip):\n"
+        "    adaptive: ClassVar[bool] = True\n    share: float = 0.1\n"
+        "    def next_bound(self, bound, below): return bound * (1.5 - below)",
+        {"bound": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_an_own_member_uses_itself_is_no_mistake(name, mine, tmp_path):
+    section, text, fields = READ[name]
+    (tmp_path / "helping.py").write_text("def more(member):\n    return member.elsewhere\n")
+    mine(text)
+    assert (
+        run(
+            experiment(rounds=1, **{section: {"kind": "mine:Own", **fields}}), tmp_path / "out"
+        ).summary["rounds"]
+        == 1
+    )
+    sys.modules.pop("helping", None)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "subprocess:getoutput",
+        "subprocess:Popen",
+        "os:system",
+        "builtins:eval",
+        "torch.hub:load",
+        "torch:load",
+        "functools:partial",
+        "mine:run",
+        "mine:Own.touch",
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "budget", "show", "audit"])
+def test_nothing_is_called_that_is_no_model(path, command, mine, tmp_path, monkeypatch, capsys):
+    mine("class Own:\n    def touch(*a, **k): Path('pwned').touch()\nrun = Own().touch")
+    tree = {
+        **SMALL,
+        "model": {"kind": path, "args": {"cmd": "touch pwned", "args": ["touch", "pwned"]}},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    if command in ("run", "audit"):
+        assert complain([command, "c.yaml", "--out", "out"], monkeypatch, capsys).startswith(
+            f"model.kind = '{path}': "
+        )
+    else:
+        monkeypatch.setattr(sys, "argv", ["raydpfl", command, "c.yaml"])
+        cli.main()
+    assert not (tmp_path / "pwned").exists()
+    assert (tmp_path / "imported").exists() == (
+        command in ("run", "audit") and path.startswith("mine:")
+    )
+
+
+@pytest.mark.parametrize("section", sorted(FAMILIES))
+def test_an_import_path_of_any_family_is_a_class_of_that_family(section):
+    family, base = FAMILIES[section]
+    for path in (
+        "subprocess:Popen",
+        "os:system",
+        "raydpfl.member:Member",
+        f"{base.__module__}:{base.__qualname__}",
+        "raydpfl.errors:ConfigError",
+    ):
+        with pytest.raises(ConfigError, match=rf"^{section}.kind = '{path}': "):
+            choose(section, {"kind": path}, family, base)
+
+
+def test_a_function_makes_a_model_if_it_says_so(mine):
+    mine(
+        "import torch\nfrom torch import nn\n"
+        "def said() -> nn.Module: return nn.Linear(6, 6)\n"
+        "def quoted() -> 'torch.nn.Linear': return nn.Linear(6, 6)\n"
+        "def silent(): return nn.Linear(6, 6)\n"
+        "def other() -> int: return nn.Linear(6, 6)\n"
+        "def unknown() -> nowhere.Module: return nn.Linear(6, 6)"
+    )
+    for name in ("said", "quoted"):
+        assert isinstance(
+            models.build(models.parse({"kind": f"mine:{name}"}), (6,), 6, 0), nn.Linear
+        )
+    for name in ("silent", "other", "unknown"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"or a function that says so: def {name}\(\.\.\.\) -> torch.nn.Module",
+        ):
+            models.parse({"kind": f"mine:{name}"})
+
+
+def test_questions_about_a_config_import_no_more_than_they_must(
+    mine, tmp_path, monkeypatch, capsys
+):
+    mine(
+        "from torch import nn\nfrom raydpfl.server import Sgd\n"
+        "class Net(nn.Linear):\n    pass\nclass Step(Sgd):\n    pass"
+    )
+    tree = {
+        **SMALL,
+        "model": {"kind": "mine:Net", "args": {"in_features": 784, "out_features": 10}},
+        "server": {"kind": "mine:Step", "lr": 0.5},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+
+    def say(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["raydpfl", *words])
+        cli.main()
+        return capsys.readouterr().out
+
+    shown = say("show", "c.yaml", "bounding.kind=mine:Clip", "data.partition.kind=mine:Deal")
+    assert (
+        yaml.safe_load(shown)["model"] == tree["model"]
+        and yaml.safe_load(shown)["bounding"]["kind"] == "mine:Clip"
+    )
+    assert (
+        "# bounding: mine:Clip was not imported" in shown
+        and "# data: mine:Deal was not imported" in shown
+    )
+    assert "clients: 50" in say(
+        "data", "describe", "c.yaml", "bounding.kind=mine:Clip", "selection.kind=mine:Draw"
+    )
+    assert "noise multiplier  1 " in say("budget", "c.yaml")
+    assert not (tmp_path / "imported").exists()
+    with pytest.raises(
+        ConfigError, match=r"bounding.kind = 'mine:Missing'"
+    ):  # it decides what is spent
+        Experiment.from_dict(tree, ["bounding.kind=mine:Missing"], imports={"bounding"})
+    assert (tmp_path / "imported").exists()
+
+
+def test_a_module_that_exits_while_it_is_imported_is_refused_in_one_line(mine):
+    mine("raise SystemExit(3)")
+    assert refused(model={"kind": "mine:Net"}).startswith(
+        "model.kind = 'mine:Net': an import path package.module:Name that can be imported (Sys"
+    )
+
+
+def test_help_says_that_a_config_is_code(monkeypatch, capsys):
+    for words in ([], ["run"], ["budget"], ["submit"]):
+        monkeypatch.setattr(sys, "argv", ["raydpfl", *words, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            cli.main()
+            raise SystemExit(0)
+        said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert "import paths in it" in said or "where it names an import path" in said
