@@ -8,12 +8,10 @@ record. The model after round t is a function of (experiment, seed, t) alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from raydpfl.privacy import Guarantee, Ledger, LocalSteps, check_budget, holding
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.server import grid, snap
-from raydpfl.tracking import Checkpoint, Clock, Pace, Table, Trajectory, load, replace_file, save
+from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory, load, save
 
 
 class Coordinator:
@@ -55,10 +53,12 @@ class Coordinator:
         noise, seed, d = self.experiment.noise, self.experiment.seed, plan.d
         correlated = Correlated(seed, noise.coefficients, d) if isinstance(noise, BandedGaussian) else None
         self._noise = correlated.draw if correlated else lambda t, std: server_noise(seed, t, std, d)
-        self.trajectory = Trajectory(self.out / "trajectory.bin", plan.d) if self.experiment.measure.trajectory else None
         self.curves = plan.curves()
-        self._begin(load(self.out / "checkpoints") if self._resume else None)
-        if self.trajectory:
+        self._begin(load(self.out / "checkpoints", self._flaw) if self._resume else None)
+        self.dropped = Dropped(self.out / "dropped.jsonl", self.next)
+        self.trajectory = None
+        if self.experiment.measure.trajectory:
+            self.trajectory = Trajectory(self.out / "trajectory.bin", plan.d, self.next)
             self.trajectory.write(self.next, self.model)
         per_client = self.experiment.client.actors == "per-client"
         self.pool = Actors(self.experiment, shards, self._actors, per_client) if self._actors else Inline(self.experiment, shards)
@@ -75,14 +75,8 @@ class Coordinator:
                 raise RunError(f"the run was started with {checkpoint.origin} and cannot go on with {self.plan.origin()}: its bits would differ")
             if self.plan.mechanism and self.ledger.spent().rounds < self.next:
                 raise RunError(f"the ledger has {self.ledger.spent().rounds} rounds and the checkpoint {self.next}: what this run has spent is unknown")
-            self.table.resume(self.next)
-            if len(self.table.rows) < self.next:
-                raise RunError(f"{self.table.path} does not hold all rounds below {self.next}, which the checkpoint counts on")
-            if experiment.measure.clients:
-                self.client_table.resume(self.next)
-            if (dropped := self.out / "dropped.jsonl").exists():
-                kept = [line for line in dropped.read_text().splitlines(keepends=True) if json.loads(line)["round"] < self.next]
-                replace_file(dropped, lambda file: file.write("".join(kept).encode()))
+            for name, table in self._tables().items():
+                table.resume(checkpoint.tables[name])
             return
         self.next, self.model = 0, models.flatten(self._module()).numpy()
         self.state, self.bound = experiment.server.start(self.plan.d), experiment.bounding.initial_bound
@@ -90,6 +84,23 @@ class Coordinator:
         self.memory: dict[int, np.ndarray] = {}  # what clients keep from one of their rounds to the next, float32 [d] each
         if experiment.stateful:
             self.state["shared"] = np.zeros(self.plan.d)
+
+    def _tables(self) -> dict[str, Table]:
+        """The tables of this run, by their names in a checkpoint."""
+        clients = {"clients": self.client_table} if self.experiment.measure.clients else {}
+        return {"rounds": self.table, **clients}
+
+    def _flaw(self, found: Checkpoint) -> str | None:
+        """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table makes its reader raise."""
+        for name, table in self._tables().items():
+            table.resume(found.tables[name])
+        rows, self.table.rows, self.client_table.rows = len(self.table.rows), [], []
+        if rows != found.round:
+            return f"it has rows of {rows} rounds and counts {found.round}"
+        bounding, state = self.experiment.bounding, self.experiment.server.start(self.plan.d)
+        if not bounding.adaptive and found.bound != bounding.initial_bound:
+            return f"its bound is {found.bound}, not {bounding.initial_bound}"
+        return found.flaw(self.plan.d, len(self.plan.population), self.experiment.rounds, state)
 
     def _module(self) -> torch.nn.Module:
         return models.build(self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed)
@@ -237,10 +248,10 @@ class Coordinator:
         row |= {"bound": self.experiment.bounding.sample_bound or self.bound, "noise_std": std, "clipped": _mean(clipped[np.isfinite(clipped)])}
         row |= {f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None for q in (10, 50, 90)}
         row |= {"update_norm": float(np.linalg.norm(update)), "lr": self.experiment.local.learning_rate(t)}
-        with open(self.out / "dropped.jsonl", "a") if any(partial.dropped for partial in partials) else nullcontext() as file:
-            for client, detail in (each for partial in partials for each in partial.dropped):
-                file.write(json.dumps({"round": t, "client": client, "detail": detail}) + "\n")
-        row |= {"lost": cohort.lost, "dropped": sum(len(partial.dropped) for partial in partials), "actors": self.pool.healthy, "replaced": self.pool.replaced}
+        dropped = [each for partial in partials for each in partial.dropped]
+        if dropped:
+            self.dropped.append(t, dropped)
+        row |= {"lost": cohort.lost, "dropped": len(dropped), "actors": self.pool.healthy, "replaced": self.pool.replaced}
         row["seconds_clients"] = sum(partial.seconds for partial in partials)
         self._client_rss = max([self._client_rss, *(partial.peak_rss_mb for partial in partials)])
         measured: dict[str, np.ndarray] = {}
@@ -285,14 +296,12 @@ class Coordinator:
         """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row that this completed, if any."""
         began = time.monotonic()
         complete = self._settle()
-        self.table.flush()
-        if self.experiment.measure.clients:
-            self.client_table.flush()
+        tables = {name: table.flush() for name, table in self._tables().items()}
         seen = np.array(sorted(self.participations.items()), np.int64).reshape(-1, 2)
         members = np.array(sorted(self.memory), np.int64)
         memory = np.stack([self.memory[client] for client in members.tolist()]) if len(members) else np.zeros((0, self.plan.d), np.float32)
         origin = self.plan.origin()
-        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory, origin))
+        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory, origin, tables))
         self._pace.took(time.monotonic() - began)
         return complete
 

@@ -1,18 +1,28 @@
 """What a run leaves behind: rounds table, clients table, checkpoints, TensorBoard events.
 
 A checkpoint is one `.npz` of arrays and a JSON text, read without pickle and put in place by a rename, so that a kill at any
-instant leaves the last whole one. The tables are written just before it: a run that is resumed from round t keeps the rows
-below t and makes the others again.
+instant leaves the last whole one. It is all that a run is resumed from, and holds the rows of the tables too: `rounds.parquet`
+and `clients.parquet` are copies for whoever reads them, and are written anew, whatever has become of them. A checkpoint that
+is torn or does not fit the run is passed over, with a warning, for the one before it. Of the files that grow by the round,
+`dropped.jsonl` loses what is torn and the rounds that are done again, and `trajectory.bin` has NaN where it was cut. What
+stands in the place of a file and is none, as a directory, is set aside under another name.
+
+A file that cannot be written (no room, no right to) ends the run with a `RunError` that names it; the run goes on with
+`--resume` from its last checkpoint.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +30,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, RunError
 
 KEEP = 2  # checkpoints
 SHARE = 0.05  # of a run's time that snapshots may take
+log = logging.getLogger("raydpfl")
 
 
 @dataclass(frozen=True)
@@ -39,32 +50,103 @@ class Checkpoint:
     members: np.ndarray  # int64 [m]: the clients that remember something
     memory: np.ndarray  # float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
+    tables: dict[str, bytes] = field(default_factory=dict)  # name -> `Table.flush`
+
+    def flaw(self, d: int, clients: int, rounds: int, state: Mapping[str, np.ndarray]) -> str | None:
+        """Why a run of so many parameters, clients and rounds cannot go on from it; None: it can.
+
+        `state` is what the server starts with; the names and shapes of its arrays stay.
+        """
+        if self.model.shape != (d,) or self.memory.shape != (len(self.members), d):
+            return f"it holds a model of {self.model.size:,} parameters, not of {d:,}"
+        shapes = {name: array.shape for name, array in self.server.items()}
+        if any(shapes.get(name) != array.shape for name, array in state.items()):
+            return "what it holds of the server is another server's"
+        if not np.isfinite(self.model).all() or not np.isfinite(self.memory).all():
+            return "its model has numbers that are not finite"
+        for name, array in self.server.items():
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                return f"the server's {name} is not a number somewhere"
+        seen = np.concatenate([self.participations[:, 0], self.members])
+        if seen.size and not 0 <= seen.min() <= seen.max() < clients:
+            return f"it knows of clients beyond the {clients:,} there are"
+        if not 0 <= self.round <= rounds:
+            return f"it has {self.round} rounds of {rounds}"
+        return None
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes it whole or not at all, and drops all but the last `KEEP`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes it whole or not at all, and drops all but the last `KEEP`. Raises `RunError`."""
+    with writing(folder):
+        clear(folder, folder=True)
+        folder.mkdir(parents=True, exist_ok=True)
     facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds, "origin": checkpoint.origin}
     arrays = {name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")}
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
+    arrays |= {f"table.{name}": np.frombuffer(table, np.uint8) for name, table in checkpoint.tables.items()}
     path = folder / f"round-{checkpoint.round:08d}.npz"
     replace_file(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
     for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:  # and what a kill left half written
-        old.unlink()
+        with suppress(OSError):
+            old.unlink()
 
 
-def load(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that can be read, or None."""
+def load(folder: Path, flaw: Callable[[Checkpoint], str | None] = lambda found: None) -> Checkpoint | None:
+    """The newest checkpoint that can be read and has no `flaw`; None where none can be read.
+
+    Warns of those that are passed over. Raises `RunError` where some can be read and all of them have flaws.
+    """
+    flawed, reason = None, None
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                facts = json.loads(stored["facts"].tobytes())
-                server = {name.removeprefix("server."): stored[name] for name in stored.files if name.startswith("server.")}
-                arrays = {name: stored[name] for name in ("model", "participations", "members", "memory")}
-                return Checkpoint(**facts, **arrays, server=server)
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
-            continue
+            found = _read(path)
+            reason = flaw(found)
+            flawed = flawed or (reason and f"{path}: {reason}")
+        except _UNREADABLE as error:
+            reason = f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        if not reason:
+            return found
+        log.warning("%s is passed over: %s", path, reason)
+    if flawed:
+        more = "without any checkpoint the run would start again from its first round"
+        raise RunError(f"no checkpoint can be gone on with; {flawed} ({more})")
+    if reason:
+        log.warning("no checkpoint in %s can be read: the run starts again from its first round", folder)
     return None
+
+
+# What the readers of damaged files raise.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    MemoryError,
+    RecursionError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+    pa.ArrowException,
+)
+
+
+def _read(path: Path) -> Checkpoint:
+    if not path.is_file():
+        raise OSError("it is no file")
+    with np.load(path, allow_pickle=False) as stored:
+        facts = json.loads(stored["facts"].tobytes())
+        if path.name != f"round-{facts['round']:08d}.npz":
+            raise ValueError(f"it is of round {facts['round']}")
+        arrays = {name: stored[name] for name in ("model", "participations", "members", "memory")}
+        groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "table": {}}
+        for name in stored.files:
+            group, _, rest = name.partition(".")
+            if rest:
+                groups[group][rest] = stored[name]
+    tables = {name: table.tobytes() for name, table in groups["table"].items()}
+    return Checkpoint(**facts, **arrays, server=groups["server"], tables=tables)
 
 
 # What may be missing from every row are numbers, and lists of words.
@@ -77,14 +159,17 @@ class Table:
     def __init__(self, path: Path):
         self.path, self.rows = path, list[dict[str, Any]]()
 
-    def resume(self, before: int) -> None:
-        """Takes up the rows of rounds below `before`."""
-        stored = pq.read_table(self.path).to_pylist() if self.path.exists() else []
-        self.rows = [row for row in stored if row["round"] < before]
+    def resume(self, flushed: bytes) -> None:
+        """Takes up the rows that `flush` returned."""
+        self.rows = pq.read_table(io.BytesIO(flushed)).to_pylist()
 
-    def flush(self) -> None:
-        table = self.arrow()
-        replace_file(self.path, lambda part: pq.write_table(table, part))
+    def flush(self) -> bytes:
+        """Writes the file, and returns what is in it."""
+        file = io.BytesIO()
+        pq.write_table(self.arrow(), file)
+        flushed = file.getvalue()
+        replace_file(self.path, lambda part: part.write(flushed))
+        return flushed
 
     def arrow(self) -> pa.Table:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
@@ -93,14 +178,24 @@ class Table:
 
 
 class Trajectory:
-    """The model before the first round and after each, float32 [d] one after another in one file; a round done again is written over."""
+    """The model before the first round and after each, float32 [d] one after another in one file; a round done again is written over.
 
-    def __init__(self, path: Path, d: int):
+    Of a run that is resumed after `rounds` rounds, models before that which the file has lost are NaN.
+    """
+
+    def __init__(self, path: Path, d: int, rounds: int = 0):
         self.path, self.bytes = path, 4 * d
-        path.touch()
+        with writing(path):
+            clear(path)
+            path.touch()
+            kept = min(path.stat().st_size // self.bytes, rounds)
+        if kept < rounds:
+            log.warning("%s has lost the models after rounds %d to %d; they are NaN", path, kept, rounds - 1)
+        for lost in range(kept, rounds):
+            self.write(lost, np.full(d, np.nan, np.float32))
 
     def write(self, round: int, model: np.ndarray) -> None:
-        with open(self.path, "r+b") as file:
+        with writing(self.path), open(self.path, "r+b") as file:
             file.seek(round * self.bytes)
             file.write(model.astype("<f4").tobytes())
 
@@ -108,6 +203,53 @@ class Trajectory:
     def read(path: Path, d: int) -> np.ndarray:
         """Float32 [rounds + 1, d]."""
         return np.fromfile(path, "<f4").reshape(-1, d)
+
+
+class Dropped:
+    """The clients whose updates were dropped, a line of JSON each, on disk with their round; there is no file before the first.
+
+    A run that is resumed keeps the lines of the rounds `before`: those of other rounds come again.
+    """
+
+    def __init__(self, path: Path, before: int):
+        self.path = path
+        if not os.path.lexists(path):
+            return
+        with writing(path):
+            clear(path)
+            text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+        lines = [f"{line}\n" for line in text.split("\n")]
+        lines[-1] = lines[-1].removesuffix("\n")
+        lines = [line for line in lines if line]
+        entries = [_dropped(line) for line in lines]
+        if None in entries:
+            log.warning("%s: %d damaged lines are left out", path, entries.count(None))
+        kept = [line for line, entry in zip(lines, entries, strict=True) if entry is not None and entry < before]
+        replace_file(path, lambda part: part.write("".join(kept).encode()))
+
+    def append(self, round: int, dropped: Sequence[tuple[int, str]]) -> None:
+        """Adds (client, what happened) of one round. Raises `RunError`."""
+        entries = [{"round": round, "client": client, "detail": detail} for client, detail in dropped]
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+        with writing(self.path):
+            # One write to an O_APPEND descriptor: a kill can tear no line but the last.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                if os.write(descriptor, lines) != len(lines):
+                    raise OSError(0, "no room left")
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _dropped(line: str) -> int | None:
+    """The round of a line of `dropped.jsonl`; None for one that is torn or damaged."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith("\n") and isinstance(entry, dict) and isinstance(entry.get("round"), int)
+    return entry["round"] if whole else None
 
 
 class Clock:
@@ -135,23 +277,28 @@ class Pace:
 
 
 class TensorBoard:
-    """The numbers of every row as scalars."""
+    """The numbers of every row as scalars. Raises `RunError` where they cannot be written."""
 
     def __init__(self, folder: Path, first: int):
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer, self._summary = SummaryWriter(str(folder), purge_step=first if first else None), Summary
+        self.folder, self._summary = folder, Summary
+        with writing(folder):
+            clear(folder, folder=True)
+            self._writer = SummaryWriter(str(folder), purge_step=first if first else None)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """One event a row: an event for each of its numbers, as `add_scalar` writes them, takes seven times as long."""
         for row in rows:
             numbers = [(name, value) for name, value in row.items() if name != "round" and isinstance(value, (int, float))]
             values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers]
-            self._writer.file_writer.add_summary(self._summary(value=values), row["round"])
+            with writing(self.folder):
+                self._writer.file_writer.add_summary(self._summary(value=values), row["round"])
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self.folder):
+            self._writer.close()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -167,11 +314,37 @@ def make_folder(path: Path) -> None:
         raise ConfigError("--out", str(path), f"a directory that can be made ({error.strerror})") from None
 
 
-def replace_file(path: Path, write: Any) -> None:
-    """What `write` puts into a file that it is given, at `path` whole or not at all."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An OSError within is a `RunError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"{path} cannot be written ({reason}); when it can be, go on with --resume") from None
+
+
+def clear(path: Path, folder: bool = False) -> None:
+    """Sets aside, under another name, what stands in the place of a file (or of a folder) and is none. Raises OSError."""
+    if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+        return
+    aside = path.with_name(f"{path.name}.aside-{time.time_ns()}")
+    path.rename(aside)
+    log.warning("%s is no %s; it is set aside as %s", path, "directory" if folder else "file", aside.name)
+
+
+def replace_file(path: Path, write: Callable[[Any], object]) -> None:
+    """What `write` puts into a file that it is given, at `path` whole or not at all. Raises `RunError` where that fails."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(part, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    with writing(path):
+        try:
+            with open(part, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            clear(path)
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)  # the room it takes may be all there was
+            raise

@@ -1,0 +1,172 @@
+"""The files of a run: whatever becomes of those beside its checkpoints, it goes on to the same bits and rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import experiment
+from test_run import change, cursed
+
+from raydpfl import Experiment, run
+from raydpfl.errors import RunError
+from raydpfl.tracking import Dropped, Trajectory
+
+ROUNDS = 6
+
+
+def described(rounds: int = ROUNDS) -> Experiment:
+    return experiment(rounds=rounds, measure={"clients": True, "trajectory": True})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing happened to, and its directory."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    return run(described(), folder)
+
+
+def halfway(folder, of: Experiment, rounds: int) -> None:
+    """A run that was stopped after so many rounds; evaluations hide one round behind."""
+    run(of, folder, on_rows=lambda rows: any(row["round"] >= rounds - 1 for row in rows))
+
+
+def rows(path, leave=("seconds", "clients_per_second")) -> list[dict]:
+    kept = pq.read_table(path).to_pylist()
+    return [{name: value for name, value in row.items() if not name.startswith(leave)} for row in kept]
+
+
+def damage(path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "edited":
+        path.write_bytes(bytes(byte ^ 1 for byte in content))
+    elif how == "emptied":
+        path.write_bytes(b"")
+    elif how == "another table":
+        pq.write_table(pa.table({"x": [1, 2]}), path)
+    else:
+        path.unlink()
+        if how == "a folder":
+            (path / "within").mkdir(parents=True)
+        elif how == "a pipe":
+            os.mkfifo(path)
+        elif how == "a link to itself":
+            path.symlink_to(path)
+
+
+HOW = ["cut", "edited", "emptied", "another table", "missing", "a folder", "a pipe", "a link to itself"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["rounds.parquet", "clients.parquet"])
+def test_damaged_tables_block_no_checkpoint_and_lose_no_row(name, how, whole, tmp_path):
+    halfway(tmp_path / "out", described(), 3)
+    damage(tmp_path / "out" / name, how)
+    again = run(described(), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == whole.summary["model_sha256"]
+    for table in ("rounds.parquet", "clients.parquet"):
+        assert rows(tmp_path / "out" / table) == rows(whole.out / table)
+
+
+@pytest.mark.parametrize("how", [each for each in HOW if each != "another table"])
+def test_a_trajectory_that_was_cut_has_nan_for_what_it_lost(how, whole, tmp_path, caplog):
+    halfway(tmp_path / "out", described(), 3)
+    damage(tmp_path / "out" / "trajectory.bin", how)
+    again = run(described(), tmp_path / "out", resume=True)
+    models, d = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850), 7850
+    assert models.shape == (ROUNDS + 1, d) and again.summary["model_sha256"] == whole.summary["model_sha256"]
+    expected = Trajectory.read(whole.out / "trajectory.bin", d)
+    lost = np.isnan(models).all(1)
+    if how != "edited":
+        assert np.array_equal(models[~lost], expected[~lost])
+        assert lost.any() and not lost[4:].any() and "has lost the models" in caplog.text
+
+
+def test_what_was_dropped_is_neither_torn_nor_doubled(tmp_path):
+    dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
+    run(dropping, tmp_path / "whole")
+    expected = (tmp_path / "whole" / "dropped.jsonl").read_text()
+    for checkpoints in (True, False):
+        out = tmp_path / f"out-{checkpoints}"
+        halfway(out, dropping, 1)
+        with open(out / "dropped.jsonl", "a") as file:
+            file.write('{"round": 1, "client"')
+        if not checkpoints:
+            shutil.rmtree(out / "checkpoints")
+        run(dropping, out, resume=True)
+        assert (out / "dropped.jsonl").read_text() == expected
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[]\n", b"3\n", b'{"round": "0"}\n', b"[" * 100_000, b"\n\n", None])
+def test_whatever_stands_in_dropped_blocks_nothing(content, tmp_path):
+    sound = '{"round": 0, "client": 4, "detail": "\\u2028 kept"}\n'
+    path = tmp_path / "dropped.jsonl"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(sound.encode() + content)
+    log = Dropped(path, 1)
+    log.append(1, [(7, "a\nb"), (8, "c")])
+    entries = [json.loads(line) for line in path.read_text().split("\n") if line]
+    assert [entry["client"] for entry in entries] == ([4] if content is not None else []) + [7, 8]
+    assert entries[-2]["detail"] == "a\nb"
+
+
+def rewritten(path, **arrays) -> None:
+    with np.load(path) as stored:
+        np.savez(path, **(dict(stored) | arrays))
+
+
+def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(whole, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
+    halfway(tmp_path / "out", described(), 3)
+    *_, newest = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    rewritten(newest, model=np.full(7850, np.nan, np.float32))
+    again = run(described(), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert f"{newest} is passed over: its model has numbers that are not finite" in caplog.text
+    assert rows(tmp_path / "out" / "clients.parquet") == rows(whole.out / "clients.parquet")
+
+
+UNFIT = {
+    "another size": ({"model": np.zeros(10, np.float32)}, "it holds a model of 10 parameters, not of 7,850"),
+    "not finite": ({"model": np.full(7850, np.inf, np.float32)}, "its model has numbers that are not finite"),
+    "another server": ({"server.v": np.zeros(3)}, "what it holds of the server is another server's"),
+    "a broken server": ({"server.v": np.full(7850, np.nan)}, "the server's v is not a number somewhere"),
+    "unknown clients": ({"participations": np.array([[999, 1]])}, "it knows of clients beyond the 50 there are"),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_run_without_a_checkpoint_that_fits_says_what_is_wrong_with_it(unfit, tmp_path):
+    arrays, reason = UNFIT[unfit]
+    run(experiment(rounds=2), tmp_path / "out")
+    for path in (tmp_path / "out" / "checkpoints").iterdir():
+        rewritten(path, **arrays)
+    with pytest.raises(RunError, match=f"no checkpoint can be gone on with; .*: {reason}"):
+        run(experiment(rounds=2), tmp_path / "out", resume=True)
+
+
+def test_checkpoints_that_cannot_be_read_at_all_start_the_run_again_and_say_so(tmp_path, caplog):
+    first = run(experiment(), tmp_path / "out")
+    for path in (tmp_path / "out" / "checkpoints").iterdir():
+        damage(path, "a folder")
+    again = run(experiment(), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == first.summary["model_sha256"] and again.rounds.num_rows == 4
+    assert "the run starts again from its first round" in caplog.text
+
+
+def test_tensorboard_goes_on_where_a_file_was_in_its_way(tmp_path):
+    shown = experiment(measure={"tensorboard": True})
+    halfway(tmp_path / "out", shown, 2)
+    shutil.rmtree(tmp_path / "out" / "tensorboard")
+    (tmp_path / "out" / "tensorboard").write_text("")
+    run(shown, tmp_path / "out", resume=True)
+    assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
