@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that c
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -74,7 +75,7 @@ def sweep(
     """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray Tune."""
     from raydpfl import tune
 
-    folder = Path(config) if Path(config).is_dir() else None
+    folder = Path(config) if os.path.isdir(config) else None
     if resume and out is None:
         if folder is None:
             raise ConfigError("--resume", config, "a sweep directory: raydpfl sweep DIR --resume, or --out DIR")
@@ -259,7 +260,7 @@ def _read(config: str, overrides: list[str] | None, imports: Collection[str] | N
     `Experiment.from_dict`."""
     from raydpfl.config import Experiment
 
-    folder = Path(config) if Path(config).is_dir() else None
+    folder = Path(config) if os.path.isdir(config) else None
     if folder and (folder / "sweep.yaml").exists() and not (folder / "config.yaml").exists():
         accepted = "a YAML file, or a run's directory; this one is a sweep's: raydpfl sweep DIR"
         raise ConfigError("config", config, accepted)
@@ -348,6 +349,10 @@ def main() -> None:
         _fail(str(error), 1)
     except MemoryError as error:  # numpy says how much was asked for
         _fail(f"not enough memory: {error}", 1)
+    except RecursionError:
+        _fail("values within values, deeper than Python goes", 1)
+    except OSError as error:  # of files that no run is to blame for: no room, no right, no disk
+        _fail(" ".join(str(error).split()) or type(error).__name__, 1)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; a run that had begun goes on with --resume", 130)
     except Exception as error:

@@ -27,7 +27,7 @@ import torch
 from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import ClientError, RunError
+from raydpfl.errors import RAISED, ClientError, RunError, contained, exited
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import sample_loss
 from raydpfl.noise import client_noise
@@ -102,6 +102,7 @@ class ClientActor:
         """The actor's process id, once it can work."""
         return os.getpid()
 
+    @contained()
     def train(self, model: np.ndarray, work: Work, lanes: Sequence[Lane]) -> Partial:
         """`model` is the flat broadcast: float32 [d], or [2, d] with the server's variate below it. The sum comes back by value."""
         began = time.perf_counter()
@@ -120,6 +121,7 @@ class ClientActor:
         partial.peak_rss_mb = peak_rss_mb()
         return partial
 
+    @contained()
     def losses(self, model: np.ndarray, round: int, clients: Sequence[int]) -> list[float]:
         """What each of `clients` answers of the losses of `model` (float32 [d]) on all of its rows: with noise, where the selection asks for any."""
         selection, seed = self.experiment.selection, self.experiment.seed
@@ -204,7 +206,7 @@ class ClientActor:
                     sent = self._sent(parameters, delta, self._memory(lane, slot, len(parameters)), shared, lr)
                     sums[slot] = sums.get(slot, 0.0) + sent
                     squares[slot] = squares.get(slot, 0.0) + float(sent @ sent)
-            except Exception:  # some client's, which is found and named when the lane is trained
+            except RAISED:  # some client's, which is found and named when the lane is trained
                 return {}
         found = {}
         for slot, total in sums.items():
@@ -255,7 +257,7 @@ class ClientActor:
                 yield slot, delta, loss
                 done = slot + 1
             return
-        except Exception:
+        except RAISED:
             failures = {slot: detail for slot in np.flatnonzero(members >= 0) if (detail := self._fails_alone(parameters, shared, work, lane, slot))}
             if not failures:
                 raise
@@ -296,6 +298,8 @@ class ClientActor:
         try:
             for _ in self._train(parameters, shared, work, alone, self._members(alone)):
                 pass
+        except SystemExit as error:
+            return f"its training {exited(error)}"
         except Exception:
             return "its training raised\n" + traceback.format_exc()
         return None
@@ -316,6 +320,7 @@ class Evaluator:
         self.shards = Shards.open(shards)
         self.module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed).eval()
 
+    @contained()
     def evaluate(self, model: np.ndarray) -> tuple[float, float | None]:
         """(mean loss, share of samples classified right; None for a regression) over the whole test set."""
         models.load(self.module, torch.tensor(model))

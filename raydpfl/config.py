@@ -34,6 +34,7 @@ from pydantic import (
 
 from raydpfl import bounding, data, local, models, noise, own, selection, server
 from raydpfl.errors import ConfigError
+from raydpfl.files import read_text
 from raydpfl.member import Member, choose, importing, imports, load, validate
 from raydpfl.privacy import budgets
 
@@ -309,14 +310,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(path: str | Path) -> Any:
-    """What a YAML file holds, an empty mapping if nothing. Raises `ConfigError`."""
+DEPTH = 50  # of values within values
+_TOO_DEEP = "values within values, too deep"
+
+
+def read(path: str | Path, field: str = "config") -> Any:
+    """What a YAML file holds, an empty mapping if nothing. Raises `ConfigError` naming `field`."""
     try:
-        values = parse_yaml(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), f"a file that can be read ({getattr(error, 'strerror', None) or error})") from None
+        values = parse_yaml(read_text(Path(path)))
     except yaml.YAMLError as error:
-        raise ConfigError("config", str(path), f"a YAML file ({error})") from None
+        raise ConfigError(field, str(path), f"a YAML file ({error})") from None
+    except (OSError, ValueError) as error:  # also text that is none, and a name that none can have
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(field, str(path), f"a file that can be read ({reason})") from None
     return {} if values is None else values
 
 
@@ -334,8 +340,30 @@ for _yaml in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """What a text in YAML says, numbers such as 1e1 being numbers. Raises `yaml.YAMLError`."""
-    return yaml.load(text, _Loader)
+    """What a text in YAML says, numbers such as 1e1 being numbers.
+
+    Raises `yaml.YAMLError`, also for values nested deeper than `DEPTH`, and for aliases by which a
+    short text says more than anyone could have meant.
+    """
+    try:
+        values = yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError(_TOO_DEEP) from None
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # as of a date or a number that is none
+        raise yaml.YAMLError(str(error)) from None
+    left, most = [(values, 0)], max(len(text), 10_000)
+    while left:
+        value, depth = left.pop()
+        most -= 1
+        if depth > DEPTH:
+            raise yaml.YAMLError(_TOO_DEEP)
+        if most < 0:
+            raise yaml.YAMLError("aliases that stand for more values than the text is long")
+        if isinstance(value, dict):
+            left += [(each, depth + 1) for pair in value.items() for each in pair]
+        elif isinstance(value, (list, tuple, set)):
+            left += [(each, depth + 1) for each in value]
+    return values
 
 
 def dump(values: Any) -> str:

@@ -7,6 +7,13 @@ raydpfl.errors.ConfigError: selection.cohort = 500: at most the 300 clients of d
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What code of a user's own may raise that is an error in it: sys.exit() in a module ends no run of ours.
+RAISED = (Exception, SystemExit)
+
 
 class ConfigError(ValueError):
     """What was asked for cannot be run. Nothing has been started or written; exit code 2.
@@ -16,7 +23,7 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
-        shown = repr(value)
+        shown = _shown(value)
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
         super().__init__(f"{field} = {shown}: {' '.join(accepted.split())}")
 
@@ -24,8 +31,34 @@ class ConfigError(ValueError):
         return ConfigError, (self.field, self.value, self.accepted)
 
 
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # a number with more digits than Python prints, values within values beyond counting
+        return f"<{type(value).__name__} that cannot be shown>"
+
+
 class RunError(RuntimeError):
     """A run that had started could not go on; exit code 1."""
+
+
+class FileError(RunError):
+    """A file of a run that cannot be read or written; once it can be, the run goes on with `--resume`."""
+
+
+def exited(error: SystemExit) -> str:
+    """What code of a user's own did when it raised this, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"called sys.exit({error.code!r}) ({place.filename}, line {place.lineno})"
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """A SystemExit within, which only code of a user's own raises, is a `RunError`."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RunError(f"code that the config names {exited(error)}") from None
 
 
 class ClientError(RunError):

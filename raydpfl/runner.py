@@ -12,13 +12,14 @@ import importlib.metadata
 import logging
 import os
 import platform
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ import torch
 
 from raydpfl import models
 from raydpfl.client import peak_rss_mb
-from raydpfl.config import Experiment, parse_yaml
+from raydpfl.config import Experiment, read
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
-from raydpfl.errors import BudgetError, ConfigError, RunError
+from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.placement import cores, wanted
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee
@@ -79,13 +80,15 @@ def run(
         raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the run in it")
     threads = torch.get_num_threads()
     with _Ray(experiment, address) as cluster:
-        plan = Plan.make(experiment, Path(data_root) if data_root else None)
-        plan.check_claims()
+        with contained():
+            plan = Plan.make(experiment, Path(data_root) if data_root else None)
+            plan.check_claims()
         actors = cluster.actors(plan)
         if resume:
             _same_run(plan.experiment, folder)
+        made = not folder.exists()
         make_folder(folder)
-        with alone(folder):
+        with alone(folder), _undone(folder, made, resume):
             replace_file(folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode()))
             cluster.start(plan, actors)
             on_start(plan)
@@ -100,9 +103,35 @@ def run(
 
 
 @contextmanager
+def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
+    """Of a fresh run that ends before it has recorded or saved anything, as by Ctrl-C while it
+    starts, nothing is left, so that it can be asked for again; the directory too if it was `made`."""
+    try:
+        yield
+    except BaseException as error:
+        saved = {path.name for path in folder.glob("checkpoints/round-*")} - {"round-00000000.npz"}
+        ended = [name for name in ("ledger.jsonl", "summary.json") if os.path.lexists(folder / name)]
+        if not resume and not saved and not ended:
+            for name in ("tensorboard", "checkpoints"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in ("config.yaml", "trajectory.bin", "rounds.parquet", "clients.parquet"):
+                (folder / name).unlink(missing_ok=True)
+            if made:
+                with suppress(OSError):  # something else is in it by now
+                    folder.rmdir()
+        elif isinstance(error, FileError):
+            raise FileError(f"{error}; when that is mended, go on with --resume") from None
+        raise
+
+
+@contextmanager
 def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds the run directory, so that no two runs write to it; a killed run holds it no longer. Waits `patience` seconds for it."""
-    descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience
+    try:
+        descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience
+    except OSError as error:
+        accepted = f"a directory that can be read ({error.strerror})"
+        raise ConfigError("--out", str(folder), accepted) from None
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,13 +171,15 @@ class _Interrupts:
 def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, on_rows: Callable[[list[dict]], object]) -> dict:
     """All rounds, and the summary; whatever ends the run, the clients stop and the directory says how it ended."""
     began = time.monotonic()
-    call = cluster.coordinator(plan, str(folder), actors, resume)
+    with contained():
+        call = cluster.coordinator(plan, str(folder), actors, resume)
     board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
     status, failure, whole, enough = "completed", None, True, False
     try:
         with _Interrupts() as interrupts:
             while call("position") < plan.experiment.rounds and not interrupts.asked and not enough:
-                rows = call("round")
+                with contained():
+                    rows = call("round")
                 if board:
                     board.write(rows)
                 enough = on_rows(rows) is True
@@ -158,17 +189,24 @@ def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, o
             status = "stopped"
     except BudgetError as error:
         status, failure = "budget", error
+    except OSError as error:
+        status, failure, whole = "failed", FileError(str(error)), False
     except Exception as error:
         status, failure, whole = "failed", error, False
     summary = _finish(call, status, failure, whole)
-    if board:
-        board.close()
     summary["peak_rss_mb"] = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
     summary |= {"wall_seconds": time.monotonic() - began, "versions": versions(), "reason": str(failure) if failure else None}
     model = summary.pop("model")
     summary["peak_rss_mb_by_process"] = summary["peak_rss_mb"]
     summary["peak_rss_mb"] = max(summary["peak_rss_mb_by_process"].values())
-    write_json(folder / "summary.json", summary)
+    try:
+        if board:
+            board.close()
+        write_json(folder / "summary.json", summary)
+    except RunError:
+        if status == "failed":
+            raise failure from None
+        raise
     if failure and status != "budget":
         raise failure
     return summary | {"model": model}
@@ -176,7 +214,8 @@ def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, o
 
 def _finish(call: Callable, status: str, failure: BaseException | None, whole: bool) -> dict:
     try:
-        return call("finish", status, whole) | {"model": call("parameters")}
+        with contained():
+            return call("finish", status, whole) | {"model": call("parameters")}
     except Exception:
         if failure and not isinstance(failure, (KeyboardInterrupt, BudgetError)):
             raise failure from None  # the coordinator itself is gone: its end is the news, not ours
@@ -186,11 +225,12 @@ def _finish(call: Callable, status: str, failure: BaseException | None, whole: b
 def _same_run(experiment: Experiment, folder: Path) -> None:
     """Raises `ConfigError` when `folder` holds a run that would have computed something else."""
     path = folder / "config.yaml"
-    if not path.exists():
+    if not os.path.lexists(path):
         raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
-    stored, asked = parse_yaml(path.read_text()), experiment.to_dict()
-    if not isinstance(stored, dict):
-        raise ConfigError("--resume", str(folder), "the directory of a run; its config.yaml is empty")
+    stored, asked = read(path, "--resume"), experiment.to_dict()
+    if not isinstance(stored, dict) or not stored:
+        found = "empty" if stored in ({}, [], "") else "no mapping"
+        raise ConfigError("--resume", str(folder), f"the directory of a run; its config.yaml is {found}")
     for section, value in asked.items():
         before = stored.get(section)
         if isinstance(value, dict) and isinstance(before, dict):
@@ -308,6 +348,8 @@ class _Ray:
                 return ray.get(getattr(actor, method).remote(*arguments))
             except ray.exceptions.RayTaskError as error:
                 cause = getattr(error, "cause", None)
+                if isinstance(cause, OSError):
+                    raise FileError(str(cause)) from None
                 raise cause if isinstance(cause, (RunError, ConfigError)) else RunError(f"the coordinator failed\n{error}") from None
             except ray.exceptions.RayActorError as error:
                 raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None

@@ -170,3 +170,33 @@ def test_tensorboard_goes_on_where_a_file_was_in_its_way(tmp_path):
     (tmp_path / "out" / "tensorboard").write_text("")
     run(shown, tmp_path / "out", resume=True)
     assert list((tmp_path / "out" / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["curves", "checkpoint", "client"])
+def test_a_run_that_is_broken_off_while_it_starts_leaves_nothing_behind(where, how, made, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise how("stop")
+
+    place = {"curves": "plan.Plan.curves", "checkpoint": "coordinator.Coordinator._begin", "client": "placement.ClientActor"}
+    with monkeypatch.context() as patch:
+        patch.setattr(f"raydpfl.{place[where]}", broken)
+        if not made:
+            (tmp_path / "out").mkdir()
+        with pytest.raises(how):
+            run(experiment(rounds=1, measure={"trajectory": True, "tensorboard": True}), tmp_path / "out")
+    assert (tmp_path / "out").exists() != made and not list(tmp_path.glob("out/*"))
+    assert run(experiment(rounds=1), tmp_path / "out").summary["status"] == "completed"
+
+
+def test_a_run_that_has_recorded_a_round_is_left_as_it_is(tmp_path, monkeypatch):
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raydpfl.coordinator.Coordinator.collect", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run(experiment(), tmp_path / "out")
+    assert (tmp_path / "out" / "ledger.jsonl").exists() and (tmp_path / "out" / "config.yaml").exists()
+    assert run(experiment(), tmp_path / "out", resume=True).summary["status"] == "completed"

@@ -29,7 +29,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from raydpfl import keys, models
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.keys import Purpose, stream, torch_stream
 from raydpfl.local.batches import batches
 from raydpfl.local.layerwise import Layerwise, NotLayerwise
@@ -103,7 +103,7 @@ def _check_single_output(module: nn.Module, shape: tuple[int, ...]) -> None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = tuple(copy.deepcopy(module)(torch.zeros(2, *shape)).shape)
-    except Exception:  # it will raise in training too, and be reported with its client
+    except RAISED:  # it will raise in training too, and be reported with its client
         return
     if outputs not in ((2, 1), (2,)):
         raise ConfigError("model", type(module).__name__, f"a module with a single output, for regression; 2 samples give it shape {outputs}")
@@ -173,7 +173,7 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, c
             trainer = Trainer(module, local, way=name, seed=0, clip=clip)
             lane = trainer.lane(parameters, x, y, sizes, round=0, clients=range(3), draws=[0] * 3, corrections=corrections)
             steps.append([delta for _, delta, _ in lane])
-    except Exception as error:  # a module may do anything when it is traced or vmapped
+    except RAISED as error:  # a module may do anything when it is traced or vmapped
         return str(error) if isinstance(error, (NoStack, NotLayerwise)) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     far = max(float((a - b).norm() / (b.norm() + ROUNDING / TOLERANCE * parameters.norm())) for a, b in zip(*steps, strict=True))
     return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from raydpfl.errors import RAISED
+
 aten = torch.ops.aten
 
 
@@ -78,7 +80,7 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     """
     try:
         traced = fx.symbolic_trace(nn.Sequential(module))  # wrapped, so that a lone Linear is seen as a layer
-    except Exception as error:  # whatever the module's own code does when it runs on proxies
+    except RAISED as error:  # whatever the module's own code does when it runs on proxies
         raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
     places, place = {}, 0
     for parameter in module.parameters():

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import member
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.keys import Purpose, torch_stream
 from raydpfl.models.family import FAMILY, Model, Module, factory
 from raydpfl.models.norms import group_norm
@@ -83,7 +83,7 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
             module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
             before = {name: buffer.clone() for name, buffer in module.named_buffers()}
             scores = module(torch.rand(2, *shape))
-    except Exception as error:  # a user's module may raise anything
+    except RAISED as error:  # a user's module may raise anything
         raise refuse(f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})") from None
     if not isinstance(scores, torch.Tensor) or scores.shape != (2, outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__

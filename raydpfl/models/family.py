@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 from torch import nn
 
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.member import Member, load
 from raydpfl.models.norms import group_norm
 
@@ -217,7 +217,7 @@ class Module(Model):
         make = factory(self.kind)
         try:
             return make(**self.args)
-        except Exception as error:  # a user's constructor may raise anything
+        except RAISED as error:  # a user's constructor may raise anything
             raise ConfigError("model.args", self.args, f"what {self.kind} can be called with ({type(error).__name__}: {error})") from None
 
 

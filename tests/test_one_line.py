@@ -1,0 +1,221 @@
+"""What goes wrong with files and with a user's own code ends in one line, and never in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+
+import pytest
+import yaml
+from conftest import SMALL, experiment
+from test_bad_input import complain
+
+from raydpfl import run
+from raydpfl.config import parse_yaml
+from raydpfl.errors import ConfigError
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The small experiment in a file."""
+    monkeypatch.delenv("RAYDPFL_DATA", raising=False)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"rounds": 2}))
+    return tmp_path / "small.yaml"
+
+
+def make(path, how: str) -> None:
+    if how == "a directory":
+        path.mkdir()
+    elif how == "a pipe":
+        os.mkfifo(path)
+    elif how == "a link to itself":
+        path.symlink_to(path)
+    elif how == "binary":
+        path.write_bytes(bytes(range(256)))
+    else:
+        path.write_text(how)
+
+
+CONFIGS = {
+    "a directory": "it has no config.yaml",
+    "a pipe": "a file that can be read (Is no regular file)",
+    "a link to itself": "a file that can be read (Too many levels of symbolic links)",
+    "binary": "a file that can be read ('utf-8' codec can't decode",
+    "!!python/object:os.system {}": "a YAML file (could not determine a constructor for the tag",
+    "rounds: [1": "a YAML file (while parsing a flow sequence",
+    "rounds: 2024-13-45": "a YAML file (month must be in 1..12)",
+    "rounds: !!int x": "a YAML file (invalid literal for int()",
+    "[" * 3000 + "]" * 3000: "a YAML file (values within values, too deep)",
+    "a: " + "[" * 60 + "]" * 60: "a YAML file (values within values, too deep)",
+    "a: &a [*a]": "a YAML file (values within values, too deep)",
+    "\n".join(["a0: &a0 [x]", *(f"a{k + 1}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k in range(9))]): "aliases that stand for more values",
+    "rounds: 0x" + "f" * 5000: "<int that cannot be shown>: ",
+    "- rounds": "a mapping of sections",
+    "rounds": "a mapping of sections",
+}
+
+
+@pytest.mark.parametrize("content", CONFIGS)
+def test_a_config_that_is_none(content, tmp_path, monkeypatch, capsys):
+    make(tmp_path / "bad.yaml", content)
+    said = complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys)
+    assert CONFIGS[content].replace("it has no config.yaml", "No such file or directory") in said
+
+
+STORED = {
+    "a directory": "Is a directory",
+    "a pipe": "Is no regular file",
+    "a link to itself": "Too many levels",
+    "binary": "can't decode",
+    "!!python/object:os.system {}": "could not determine a constructor",
+    "rounds: [1": "a YAML file (",
+    "[" * 3000: "too deep",
+    "": "its config.yaml is empty",
+    "- rounds": "its config.yaml is no mapping",
+    "7": "its config.yaml is no mapping",
+}
+
+
+@pytest.mark.parametrize("content", STORED)
+def test_a_stored_config_that_is_none(content, small, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out" / "config.yaml", content)
+    said = complain(["run", small, "--out", tmp_path / "out", "--resume"], monkeypatch, capsys)
+    assert said.startswith("--resume = ") and STORED[content] in said
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "2024-13-45", "{a: &a [*a]}", "!!python/name:os.system"])
+def test_an_override_that_no_value_is(text, small, monkeypatch, capsys):
+    assert complain(["show", small, f"local.lr={text}"], monkeypatch, capsys).endswith("a value in YAML")
+
+
+def test_aliases_that_mean_what_they_say_are_taken():
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert len(parse_yaml(f"a: [{', '.join(['0'] * 50_000)}]")["a"]) == 50_000
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "nul\0.yaml"])
+@pytest.mark.parametrize("command", ["show", "run", "sweep", "budget", "audit"])
+def test_a_config_whose_name_no_file_has(command, name, monkeypatch, capsys):
+    assert "a file that can be read" in complain([command, name], monkeypatch, capsys)
+
+
+OWN = """
+import sys, torch
+
+class Quits(torch.nn.Module):
+    def __init__(self, when="make"):
+        super().__init__()
+        self.linear, self.when, self.calls = torch.nn.Linear(784, 10), when, 0
+        if when == "make":
+            sys.exit(7)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.when == "check" or (self.when == "train" and self.training and len(x) == 10):
+            sys.exit("enough")
+        if self.when == "evaluate" and not self.training and len(x) > 100:
+            raise SystemExit
+        return self.linear(x.flatten(1))
+"""
+QUITS = {
+    "make": (2, "model.args = {'when': 'make'}: what quits:Quits can be called with (SystemExit: 7)"),
+    "check": (2, "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] (SystemExit: enough)"),
+    "train": (1, ": its training called sys.exit('enough') ("),
+    "evaluate": (1, "code that the config names called sys.exit(None) ("),
+}
+
+
+@pytest.mark.parametrize("when", QUITS)
+def test_a_model_that_quits(when, small, tmp_path, monkeypatch, capsys):
+    (tmp_path / "quits.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, line = QUITS[when]
+    overrides = ["model.kind=quits:Quits", f"model.args={{when: {when}}}"]
+    if when == "evaluate":
+        overrides.append("noise.kind=none")
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, code)
+    assert line in said
+    if code == 1:
+        assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
+    sys.modules.pop("quits")
+
+
+def test_clients_that_quit_on_ray(shared_ray, small, tmp_path, monkeypatch):
+    (tmp_path / "quits.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    quitting = experiment(model={"kind": "quits:Quits", "args": {"when": "train"}}, client={"actors": 1})
+    with pytest.raises(RuntimeError, match=r"client \d+: its training called sys.exit\('enough'\)"):
+        run(quitting, tmp_path / "out")
+    sys.modules.pop("quits")
+
+
+def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, capsys):
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = complain(["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"], monkeypatch, capsys)
+    assert said.startswith("bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported (SystemExit: 3")
+
+
+@pytest.fixture
+def full():
+    """Files of at most so many bytes, as on a disk that is full; Python turns the signal into an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "size,name",
+    [(100, "config.yaml"), (4000, "rounds.parquet"), (20_000, "checkpoints/round-"), (40_000, "trajectory.bin")],
+)
+def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(size, name, small, tmp_path, monkeypatch, capsys, full):
+    overrides = ["rounds=8", f"measure.trajectory={'true' if 'trajectory' in name else 'false'}"]
+    whole = run(experiment(rounds=8), tmp_path / "whole")
+    full(size)
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, 1)
+    full(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    assert said.startswith(f"{tmp_path}/out/{name}")
+    assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
+    assert not list((tmp_path / "out").glob(".*"))  # nothing half written takes up the room
+    resume = ["--resume"] if (tmp_path / "out").exists() else []
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "run", str(small), *overrides, "--out", str(tmp_path / "out"), *resume])
+    from raydpfl import cli
+
+    cli.main()
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert found["model_sha256"] == whole.summary["model_sha256"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_full_disk_under_tensorboard(early, small, tmp_path, monkeypatch, capsys):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    write = RecordWriter.write
+
+    def full(self, data):
+        if early or b"train_loss" in data:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", full)
+        said = complain(["run", small, "measure.tensorboard=true", "--out", tmp_path / "out"], patch, capsys, 1)
+    assert said.startswith(f"{tmp_path}/out/tensorboard cannot be written (No space left on device)")
+    assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
+    again = run(experiment(rounds=2), tmp_path / "out", resume=(tmp_path / "out").exists())
+    assert again.summary["status"] == "completed"
+
+
+def test_a_value_that_cannot_be_shown_is_named_all_the_same():
+    assert str(ConfigError("rounds", 10**5000, "fewer")) == "rounds = <int that cannot be shown>: fewer"
+    nested: list = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert str(ConfigError("x", nested, "less")) == "x = <list that cannot be shown>: less"
