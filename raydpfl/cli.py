@@ -324,7 +324,9 @@ def _report(console: Console, result) -> None:
             f"Test {accuracy}loss {summary['test_loss']:.4g}, "
             f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({_rate(summary)})"
         )
-    if not result.guarantees:
+    if not result.guarantees and summary["status"] == "budget":
+        console.print("No round was run: nothing of the data was released, and nothing spent.")
+    elif not result.guarantees:
         console.print("No privacy guarantee: the run had no noise that an accountant was asked to account for.")
     for sentence in sentences([replace(one, exclusions=()) for one in result.guarantees]):
         console.print(f"- {sentence}", markup=False)

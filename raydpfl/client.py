@@ -17,7 +17,6 @@ import os
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +26,7 @@ import torch
 from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import RAISED, ClientError, RunError, contained, exited
+from raydpfl.errors import RAISED, ClientError, RunError, contained, exited, told
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import sample_loss
 from raydpfl.noise import client_noise
@@ -300,8 +299,8 @@ class ClientActor:
                 pass
         except SystemExit as error:
             return f"its training {exited(error)}"
-        except Exception:
-            return "its training raised\n" + traceback.format_exc()
+        except Exception as error:
+            return f"its training raised {told(error)}"
         return None
 
     def _fault(self, client: int, detail: str, partial: Partial) -> None:

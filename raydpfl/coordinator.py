@@ -269,14 +269,15 @@ class Coordinator:
 
     def record(self, row: dict, clock: Clock) -> list[dict]:
         """Sends the model off to be evaluated, takes up the evaluation before it, and keeps what is complete."""
+        clock.lap("record")
         complete = self._settle()
         last = self.next == self.experiment.rounds
         if last or self.next % self.experiment.evaluate.every == 0:
             self._pending = row, self.pool.evaluate(self.model)
-        clock.lap("record")
+        clock.lap("evaluate")
         row |= clock.seconds
         row["seconds"] = sum(clock.seconds.values())
-        row["clients_per_second"] = row["cohort"] / row["seconds"]
+        row["clients_per_second"] = row["cohort"] / (row["seconds"] - row["seconds_evaluate"])
         self.seconds += row["seconds"]
         self.table.rows.append(row)
         if self.trajectory:
@@ -319,6 +320,7 @@ class Coordinator:
             table.flush()
         evaluated = next((row for row in reversed(self.table.rows) if row["test_loss"] is not None), {})
         clients = sum(row["cohort"] for row in self.table.rows)
+        evaluating = sum(row["seconds_evaluate"] for row in self.table.rows)
         if isinstance(self.plan.mechanism, LocalSteps):
             found["epsilon_quantiles"] = self._per_client()
         guarantees = self.guarantees()
@@ -331,7 +333,7 @@ class Coordinator:
             "parameters": self.plan.d,
             "population": len(self.plan.population),
             "seconds": self.seconds,
-            "clients_per_second": clients / self.seconds if self.seconds else 0.0,
+            "clients_per_second": clients / (self.seconds - evaluating) if clients else 0.0,
             "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
             "seed": self.experiment.seed,
             "noise_multiplier": None if isinstance(self.plan.mechanism, LocalSteps) else self.plan.ratio,

@@ -7,12 +7,19 @@ raydpfl.errors.ConfigError: selection.cohort = 500: at most the 300 clients of d
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # What code of a user's own may raise that is an error in it: sys.exit() in a module ends no run of ours.
 RAISED = (Exception, SystemExit)
+# Of whose frames whoever wrote a module of their own learns little.
+_INSTALLED = (
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 class ConfigError(ValueError):
@@ -77,3 +84,16 @@ class ClientError(RunError):
 
 class BudgetError(RunError):
     """The next round would spend more than the privacy budget of the run."""
+
+
+def told(error: BaseException) -> str:
+    """An exception and where it was raised: the frames of the user's own code first, then all.
+
+    Several lines, of which the first says what was raised.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, "<"))]
+    what = "".join(traceback.format_exception_only(error)).rstrip()
+    where = "".join(traceback.format_list(theirs))
+    whole = "".join(traceback.format_exception(error)).rstrip()
+    return f"{what}\n{where}all frames:\n{whole}"

@@ -166,6 +166,8 @@ class Plan:
     def check_claims(self) -> None:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some client has been promised more than will hold."""
         e = self.experiment
+        if said := _classes(Shards.open(self.shards)):
+            log.warning(said)
         if isinstance(e.weights, DataWeights) and isinstance(e.selection, WithReplacement):
             log.warning("weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have", e.selection.kind)
         if self.mechanism:
@@ -210,6 +212,20 @@ class Plan:
         most = None if e.noise.virtual_cohort else max(participations.values(), default=0)
         composed = int(self.exposures[rounds - 1])
         return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, composed, self.named, participations=most, v=e.noise.v)
+
+
+def _classes(shards: Shards) -> str | None:
+    """What is odd about the classes of the training samples, in words; None for nothing."""
+    present = shards.classes - len(shards.unseen)
+    if shards.classes and present == 1:
+        return "all training samples are of one class: there is nothing to tell apart"
+    if not shards.unseen:
+        return None
+    some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
+    return (
+        f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
+        "the model has an output for each: number the classes from 0 without gaps"
+    )
 
 
 def lane_width(cohort: int) -> int:
@@ -359,8 +375,27 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     mechanism = replace(mechanism, exclusions=tuple(exclusions))
     rigorous = [name for name in experiment.privacy.accountants if name != "paper"]
     if rigorous and not _rigorous(experiment, mechanism):
-        raise ConfigError("privacy.accountants", rigorous[0], _uncovered(rigorous[0], experiment, mechanism))
+        raise _refusal(experiment, mechanism, rigorous[0])
     return mechanism
+
+
+def _refusal(experiment: Experiment, mechanism: Mechanism, accountant: str) -> ConfigError:
+    """What to change of a mechanism that no rigorous accountant asked for covers."""
+    reason = _uncovered(accountant, experiment, mechanism)
+    client, asked = mechanism.placement == "client", experiment.relation
+    if mechanism.sampling.kind == "poisson" and client:
+        return ConfigError("noise.placement", "client", f"server or auto: {reason}")
+    relations = ("replace_one", "add_remove", "zero_out")
+    others = [each for each in relations if not privacy.covers(accountant, mechanism, each)]
+    if not others:
+        return ConfigError("privacy.accountants", accountant, reason)
+    accepted = f"{' or '.join(others)} with selection.kind {experiment.selection.kind}"
+    drawn = replace(mechanism, placement="server")
+    if client and not privacy.covers(accountant, drawn, asked):
+        accepted += f"; or {asked} with noise.placement server"
+    elif asked == "add_remove":
+        accepted += "; add_remove needs selection.kind poisson, and noise that the server draws"
+    return ConfigError("privacy.relation", asked, accepted)
 
 
 def _multiplier(experiment: Experiment, mechanism: Mechanism, weight: float, survivors: int) -> float:

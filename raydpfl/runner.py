@@ -33,7 +33,7 @@ from raydpfl.client import peak_rss_mb
 from raydpfl.config import Experiment, read
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
-from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
+from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained, told
 from raydpfl.placement import cores, wanted
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee
@@ -334,8 +334,17 @@ class _Ray:
         path = tuple(entry for entry in sys.path if entry)
         if self.inline or self.group:
             plain = Coordinator(plan, out, actors, resume, path)
-            plain.start()
-            return lambda method, *arguments: getattr(plain, method)(*arguments)
+
+            def inline(method: str, *arguments: Any) -> Any:
+                try:
+                    return getattr(plain, method)(*arguments)
+                except (RunError, ConfigError, MemoryError, OSError):
+                    raise
+                except Exception as error:  # an own member may raise anything
+                    raise RunError(f"the run failed: {told(error)}") from error
+
+            inline("start")
+            return inline
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -254,7 +254,8 @@ def _dropped(line: str) -> int | None:
 
 
 class Clock:
-    """The seconds of a round by phase, from one `lap` to the next: account, select, collect (the clients), server, record (measuring too)."""
+    """The seconds of a round by phase, from one `lap` to the next: account, select, collect (the
+    clients), server, record (measuring), evaluate (or waiting for it)."""
 
     def __init__(self) -> None:
         self._last, self.seconds = time.perf_counter(), dict[str, float]()

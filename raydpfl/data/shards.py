@@ -17,7 +17,7 @@ members), wherever the files are, and never changes:
 |               |             | regression); in batches that end where a client ends                               |
 | clients.arrow | client      | first: int64, its first row in train.arrow; size: int64, how many rows              |
 | test.arrow    | sample      | as train.arrow, in one batch                                                        |
-| data.json     |             | shape, classes (0: regression), mean and std per channel, what the partition did    |
+| data.json     |             | shape, classes (0: regression), unseen, mean and std, how it was dealt |
 | digests.json  |             | size and digest of each; what does not agree with them is prepared again            |
 
 It is written beside its place under another name and renamed, so a half-written one is never used, and of two runs that
@@ -47,7 +47,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.files import STILL, cache_root, put, whole
 from raydpfl.member import own_code
 
-FORMAT = 3
+FORMAT = 4
 NEAR = 32 << 10  # bytes that are read as fast as another call is made: so many for each row wanted, before rows are read one by one
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
@@ -93,6 +93,7 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     if needed > free:
         raise ConfigError("RAYDPFL_CACHE", str(folder.parent), f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}")
     held, most = np.zeros((2, len(split.sizes)), np.int64)  # classes of a client, and its samples of the commonest
+    counted = np.zeros(split.classes, np.int64)  # training samples of each class
     writer, first = None, 0
     while first < len(ends):
         start = ends[first] - split.sizes[first]
@@ -105,6 +106,7 @@ def _write(split: Split, config: dict, folder: Path) -> None:
             kinds, counts = np.unique(owner * split.classes + part[1], return_counts=True)
             held[first:last] = np.bincount(kinds // split.classes, minlength=last - first)
             np.maximum.at(most, first + kinds // split.classes, counts)
+            np.add.at(counted, kinds % split.classes, counts)
         first = last
     writer.close()
     test = _batch(*split.test(), split.classes)
@@ -117,7 +119,9 @@ def _write(split: Split, config: dict, folder: Path) -> None:
         has = split.sizes > 0
         labels = {"classes_per_client": _spread(held), "commonest_class_per_client": _spread((most[has] / split.sizes[has]).round(4))}
     about = {
-        "shape": list(split.shape), "classes": split.classes, "mean": list(split.mean), "std": list(split.std), "config": config,
+        "shape": list(split.shape), "classes": split.classes,
+        "unseen": np.flatnonzero(counted == 0).tolist(),
+        "mean": list(split.mean), "std": list(split.std), "config": config,
         "description": {
             "clients": len(split.sizes), "samples": int(split.sizes.sum()), "test_samples": test.num_rows, "unused": split.unused,
             "samples_per_client": _spread(split.sizes),
@@ -174,7 +178,8 @@ class _Mapped:
 class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
 
-    `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0: regression); `test_size`. What `lane`
+    `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0:
+    regression); `unseen`: classes without a training sample; `test_size`. What `lane`
     and `test` return is the caller's to write to. Where y is said to be int64, it is float32 for regression.
     """
 
@@ -182,6 +187,7 @@ class Shards:
         self.folder = folder
         about = json.loads((folder / "data.json").read_text())
         self.shape, self.classes = tuple(about["shape"]), about["classes"]
+        self.unseen = tuple(about["unseen"])
         self._description = about["description"]
         self._train, self._clients, self._test = (_Mapped(folder / f"{part}.arrow") for part in ("train", "clients", "test"))
         ((self._first, self.sizes),) = self._clients.columns

@@ -86,6 +86,9 @@ class Table(Dealt):
             held[order[: max(1, round(self.test_fraction * len(y)))]] = True
             test_x, test_y, x, y, client = x[held], y[held], x[~held], y[~held], None if client is None else client[~held]
         for key, rows in (("train", y), ("test", test_y)):
+            if not len(rows) and key == "test" and client is not None:
+                accepted = "a file of test rows: each client keeps a row, and there are no others"
+                raise ConfigError("data.test", self.test, accepted)
             if not len(rows):
                 raise ConfigError(f"data.{key}", getattr(self, key), f"a table that leaves at least one row to {key}")
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):

@@ -1,0 +1,169 @@
+"""What a run says: rates, stops, odd data, and where the user's own code failed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from conftest import SMALL, experiment
+from test_bad_input import complain
+
+from raydpfl import cli, run
+from raydpfl.errors import ConfigError, RunError, told
+from raydpfl.placement import Inline
+from raydpfl.plan import Plan
+
+
+def test_clients_per_second_leaves_evaluation_out(tmp_path, monkeypatch):
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("raydpfl.tracking.time.perf_counter", lambda: float(next(ticks)))
+
+    def slow(self, model):  # an evaluation that lasts 1000 ticks of the clock
+        for _ in range(1000):
+            next(ticks)
+        return 1.0, 0.5
+
+    monkeypatch.setattr(Inline, "evaluate", slow)
+    result = run(experiment(evaluate={"every": 1}), tmp_path / "out")
+    rows = result.rounds.to_pylist()
+    assert all(row["seconds_evaluate"] >= 1000 for row in rows)
+    for row in rows:
+        assert row["clients_per_second"] == 20 / (row["seconds"] - row["seconds_evaluate"])
+    working = sum(row["seconds"] - row["seconds_evaluate"] for row in rows)
+    assert result.summary["clients_per_second"] == pytest.approx(20 * 4 / working)
+
+
+def test_a_budget_that_stops_the_first_round_says_that_nothing_was_released(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    words = [
+        "run",
+        str(tmp_path / "small.yaml"),
+        "privacy.budget=1e-3",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["raydpfl", *words])
+    cli.main()
+    said = capsys.readouterr().out
+    assert "No round was run: nothing of the data was released" in said
+    assert "No privacy guarantee" not in said
+
+
+def table(path, labels, clients, **more) -> dict:
+    x = np.random.default_rng(0).normal(size=len(labels)).astype(np.float32)
+    pq.write_table(pa.table({"x": x, "y": labels, "who": clients}), path)
+    named = {"kind": "table", "train": str(path), "x": ["x"], "y": "y", "client": "who", **more}
+    return {**named, "partition": {"kind": "natural"}}
+
+
+def test_a_table_of_one_row_per_client_says_to_give_test_rows(tmp_path):
+    data = table(tmp_path / "t.parquet", np.arange(30) % 2, np.arange(30))
+    with pytest.raises(
+        ConfigError, match=r"data.test = None: a file of test rows: each client keeps"
+    ):
+        Plan.make(experiment(data=data))
+    assert Plan.make(experiment(data={**data, "test": data["train"]})).population.samples == 30
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([0, 1, 3], "no training sample is of 1 of the 4 classes (2)"),
+        ([1, 2, 9], "no training sample is of 7 of the 10 classes (0, 3, 4, 5, 6, ...)"),
+        ([4, 4, 4], "all training samples are of one class"),
+        (["a", "a", "a"], "all training samples are of one class"),
+        ([0, 1, 2], None),
+    ],
+)
+def test_a_gap_in_the_labels_or_a_single_class_is_warned_of_at_every_run(
+    labels, said, tmp_path, caplog
+):
+    data = table(tmp_path / "t.parquet", np.array(labels * 30), np.arange(90) // 6)
+    for _ in range(2):  # the second time the data are in the cache
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            Plan.make(experiment(data=data, selection={"kind": "full"})).check_claims()
+        assert any(said in each.message for each in caplog.records) if said else not caplog.records
+
+
+MINE = """
+from torch import nn
+from raydpfl.bounding import Clip
+class Net(nn.Linear):
+    def forward(self, x):
+        if self.training and len(x) == 10:
+            return deeper(super().forward(x.flatten(1)))
+        return super().forward(x.flatten(1))
+class Rule(Clip):
+    def factor(self, norm, bound):
+        return deeper(norm)
+def deeper(x):
+    return [][len(str(x))]
+"""
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"kind": "mine:Net", "args": {"in_features": 784, "out_features": 10}}},
+        {"bounding": {"kind": "mine:Rule", "bound": 1.0}},
+    ],
+)
+def test_an_error_in_the_users_own_code_shows_their_frames_first(
+    sections, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL | sections))
+    monkeypatch.setattr(
+        sys, "argv", ["raydpfl", "run", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "o")]
+    )
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("IndexError: list index out of range")
+    first = [line for line in lines[: lines.index("all frames:")] if line.startswith("  File ")]
+    assert len(first) == 2 and all("mine.py" in line for line in first) and "in deeper" in first[1]
+    sys.modules.pop("mine")
+
+
+def test_an_error_without_frames_of_the_users_shows_all():
+    try:
+        torch.zeros(2) @ torch.zeros(3)
+    except RuntimeError as error:
+        assert told(error).splitlines()[0].startswith("RuntimeError: inconsistent tensor size")
+    assert told(RunError("x")).startswith("raydpfl.errors.RunError: x\nall frames:")
+
+
+RELATIONS = {
+    "uniform": (
+        ["privacy.relation=add_remove"],
+        "privacy.relation = 'add_remove': replace_one with",
+    ),
+    "zero out": (["privacy.relation=zero_out"], "privacy.relation = 'zero_out': replace_one with"),
+    "secret size": (
+        ["selection.kind=poisson", "privacy.relation=replace_one"],
+        "privacy.relation = 'replace_one': add_remove or zero_out with selection.kind poisson",
+    ),
+    "whose noise": (
+        ["selection.kind=full", "privacy.relation=add_remove"],
+        "privacy.relation = 'add_remove': replace_one or zero_out with selection.kind full; or add_",
+    ),
+    "the accountant": (["selection.kind=multinomial"], "privacy.accountants = 'rdp': draws with"),
+}
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+def test_what_no_accountant_covers_blames_what_was_asked_for(name, tmp_path, monkeypatch, capsys):
+    overrides, line = RELATIONS[name]
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    said = complain(["budget", tmp_path / "small.yaml", *overrides], monkeypatch, capsys)
+    assert said.startswith(line)
