@@ -27,7 +27,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raydpfl import own
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import digest
 
 
@@ -171,7 +171,7 @@ def load(path: str, field: str) -> Any:
             if not isinstance(found, type):
                 raise TypeError(f"{part} is no class")
         return getattr(found, last)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except RAISED as error:  # a user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(field, path, f"an import path package.module:Name that can be imported ({reason})") from None
 
