@@ -29,6 +29,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raydpfl.errors import ConfigError
 
 SEAL = "digests.json"
@@ -248,6 +250,13 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_memory(needed: int) -> None:
+    """Raises MemoryError where so many bytes are more than the memory that is free."""
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"{needed / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} are free")
 
 
 @contextmanager

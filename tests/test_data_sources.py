@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -302,3 +303,119 @@ def test_iid_synthetic_clients_share_one_model_and_the_test_rows_are_new():
     right = (np.c_[test_x, np.ones(len(test_x))] @ weights).argmax(1) == test_y
     assert right.mean() > 0.6  # by a linear fit to one-hot labels
     assert len(np.unique(np.concatenate([x, test_x]), axis=0)) == len(x) + len(test_x)
+
+
+def png(width: int, height: int, rows: bytes = b"") -> bytes:
+    """A grey PNG that says it is so large, with as many rows as are given."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+
+
+def scanned(width: int, height: int, scans: int) -> bytes:
+    """A JPEG of so many scans, as a progressive one may have, each of them as good as empty."""
+    image = encoded(np.zeros((height, width), np.uint8), "JPEG")
+    return image[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00\x00" * scans + b"\xff\xd9"
+
+
+BOMBS = {
+    "200 million pixels": ([png(20_000, 10_000)], "images of at most 67,108,864 pixels; row 0 has"),
+    "90 million pixels": ([png(9_500, 9_500)], "images of at most 67,108,864 pixels; row 0 has"),
+    "70 million pixels": ([png(10_000, 7_000)], "images of at most 67,108,864 pixels; row 0 has 70,000,000"),
+    "a header of 2^31": ([png(2**31 - 1, 2**31 - 1)], "images of at most 67,108,864 pixels; row 0 has"),
+    "a later row": ([png(2, 2, b"\0" * 6), png(20_000, 10_000)], "images of at most 67,108,864 pixels; row 1 has"),
+    "a later row of another size": ([png(2, 2, b"\0" * 6), png(5_000, 5_000)], "images of one size and mode; row 1 is (1, 5000, 5000)"),
+    "many of nothing": ([png(8_000, 8_000)] * 80, "images with something in them; these are 5.1 GB in 0.0000"),
+    "more than memory": ([png(8_000, 8_000)] * 100_000, "images that memory holds: 6,400.0 GB are needed"),
+    "scan upon scan": ([scanned(2_000, 2_000, 1_000)], "images that are soon decoded; row 0 has 4,000,000 pixels in 1,001 scans"),
+    "a row that is cut": ([png(2, 2, b"\0")], "encoded images; row 0 is none of"),
+    "another format": ([b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"], "encoded images; row 0 is none of PNG, JPEG,"),
+    "nothing": ([b""], "encoded images; row 0 is none of"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_images_that_no_one_could_want_are_refused_before_a_pixel_is_decoded(bomb, tmp_path):
+    images, message = BOMBS[bomb]
+    column = pa.array(images, pa.binary())
+    pq.write_table(pa.table({"image": column, "label": np.zeros(len(images), int)}), tmp_path / "t.parquet")
+    with pytest.raises(ConfigError) as refused:
+        table(train="t.parquet").split(0, tmp_path)
+    assert refused.value.field == "data.x" and refused.value.accepted.startswith(message)
+
+
+def test_large_images_of_flat_colour_and_progressive_ones_are_taken(tmp_path):
+    flat = np.full((2_000, 2_000), 7, np.uint8)
+    progressive = io.BytesIO()
+    Image.fromarray(flat).save(progressive, "JPEG", progressive=True, quality=100)
+    for image in (encoded(flat), progressive.getvalue()):
+        pq.write_table(pa.table({"image": [image] * 2, "label": [0, 1]}), tmp_path / "t.parquet")
+        assert (table(train="t.parquet", test="t.parquet").samples(0, tmp_path).x == 7).all()
+
+
+LISTS = [
+    pa.list_(pa.float32()), pa.list_(pa.float32(), 3), pa.large_list(pa.float32()), pa.binary(), pa.float32(),
+    pa.struct([("bytes", pa.binary())]), pa.list_(pa.list_(pa.float32())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LISTS, ids=str)
+def test_a_column_without_rows_is_refused(kind, tmp_path):
+    pq.write_table(pa.table({"v": pa.array([], kind), "label": pa.array([], pa.int64())}), tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match=r"data.train = 't.parquet': a table with rows; this one has none"):
+        table(train="t.parquet", x="v").split(0, tmp_path)
+
+
+ODD = {
+    "dates": pa.array([0, 1], pa.date32()), "durations": pa.array([0, 1], pa.duration("s")), "decimals": pa.array([1, 2], pa.decimal128(9, 2)),
+    "structs": pa.array([{"a": 1}, {"a": 2}]), "maps": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+    "lists of lists": pa.array([[[1.0]], [[2.0]]]), "lists of words": pa.array([["a"], ["b"]]), "empty lists": pa.array([[], []], pa.list_(pa.int8())),
+    "lists of several lengths": pa.array([[1], [1, 2]]), "lists with gaps": pa.array([[1, None], [1, 2]]), "nothing": pa.nulls(2),
+    "words by number": pa.array(["a", "b"]).dictionary_encode(), "runs": pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("odd", ODD)
+def test_columns_that_are_no_features_are_refused_in_one_line(odd, tmp_path):
+    pa.feather.write_feather(pa.table({"v": ODD[odd], "label": [0, 1]}), tmp_path / "t.arrow")
+    with pytest.raises(ConfigError) as refused:
+        table(train="t.arrow", x="v").split(0, tmp_path)
+    assert refused.value.field == "data.x" and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet"])
+def test_a_small_file_of_more_than_memory_holds_is_refused_before_it_is_read(suffix, tmp_path, monkeypatch):
+    columns = {"v": np.zeros(1_000_000), "label": np.zeros(1_000_000, int)}
+    if suffix == "npz":
+        np.savez_compressed(tmp_path / "t.npz", **columns)
+    else:
+        pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert (tmp_path / f"t.{suffix}").stat().st_size < 100_000
+    free = type("Memory", (), {"available": 10_000_000})
+    monkeypatch.setattr("raydpfl.files.psutil.virtual_memory", lambda: free)
+    with pytest.raises(ConfigError, match=r"\(MemoryError: 0.0 GB are needed, 0.0 are free\)"):
+        table(train=f"t.{suffix}", x="v").split(0, tmp_path)
+
+
+def test_images_of_torchvisions_files_have_a_limit_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.sources, "LARGEST", 100)
+    folder = tmp_path / "MNIST" / "raw"
+    for prefix in ("train", "t10k"):
+        write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))
+    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': samples of at most 100 numbers, not \(1, 20, 20\)"):
+        data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
+
+
+def test_a_header_of_torchvisions_files_that_lies_is_refused(tmp_path):
+    folder = tmp_path / "MNIST" / "raw"
+    for prefix in ("train", "t10k"):
+        write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))
+    path = folder / "train-images-idx3-ubyte"
+    path.write_bytes(struct.pack(">IIII", 0x803, 2**31, 2**31 - 1, 20) + path.read_bytes()[16:])
+    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': intact files under"):
+        data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)

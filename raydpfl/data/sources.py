@@ -30,6 +30,8 @@ from raydpfl.files import data_root, digest, impatient
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member, choose
 
+LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million pixels
+
 
 @dataclass(frozen=True)
 class Split:
@@ -150,6 +152,9 @@ class Dealt(Sized):
 
     def split(self, seed: int, root: Path | None) -> Split:
         found = self.samples(seed, root)
+        if int(np.prod(found.x.shape[1:], dtype=object)) > LARGEST:
+            accepted = f"samples of at most {LARGEST:,} numbers, not {found.x.shape[1:]}"
+            raise ConfigError("data.kind", self.kind, accepted)
         order, sizes = self._deal(found, stream(seed, Purpose.PARTITION))
         mean, std = self.constants()
         x, test_x = self.features.columns(found.x, found.test_x, root) if self.features else (found.x, found.test_x)

@@ -12,6 +12,8 @@ Images are kept as uint8 and scaled to [0, 1] when read.
 from __future__ import annotations
 
 import io
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,9 +24,14 @@ from pydantic import Field, field_validator, model_validator
 
 from raydpfl.data.sources import Dealt, Samples
 from raydpfl.errors import ConfigError
-from raydpfl.files import file_identity, find_file
+from raydpfl.files import check_memory, file_identity, find_file
 from raydpfl.keys import Purpose, stream
 
+PIXELS = 1 << 26  # of an image at most
+SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
+WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
+BOMB, RATIO = 1 << 31, 200  # bytes of images that are suspect where they are so many times what was encoded
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # no others: some would run other programs
 CLASSES = 1 << 20  # at most: a larger class number is an id or a mistake, and a model would have an output for each number below it
 
 
@@ -107,6 +114,9 @@ class Table(Dealt):
             if column not in columns:
                 field = "data.x" if column in self.x else "data.y" if column == self.y else "data.client"
                 raise ConfigError(field, column, f"a column of {path.name}: {', '.join(columns)}")
+        arrays = [columns[column] for column in wanted]
+        if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
+            raise ConfigError(f"data.{key}", name, "a table with rows; this one has none")
         parts = [_features(columns[column], column) for column in self.x]
         if len(parts) > 1 and any(part.ndim > 1 for part in parts):
             raise ConfigError("data.x", self.x, "one column of images or lists, or several of numbers")
@@ -151,8 +161,11 @@ def _csv_columns(path: Path) -> dict[str, Any]:
 
 
 def read_columns(path: Path) -> dict[str, Any]:
-    """The columns of a Parquet, Arrow or NPZ file by name; raises whatever its reader does."""
+    """The columns of a Parquet, Arrow or NPZ file by name; raises whatever its reader does, and
+    MemoryError for one whose columns are larger than the memory that is free."""
     if path.suffix == ".npz":
+        with zipfile.ZipFile(path) as archive:
+            check_memory(sum(each.file_size for each in archive.infolist()))
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
     if path.suffix in (".arrow", ".feather"):
@@ -160,8 +173,22 @@ def read_columns(path: Path) -> dict[str, Any]:
 
         table = feather.read_table(path)
     else:
+        with pq.ParquetFile(path) as file:
+            check_memory(_bytes(file.metadata))
         table = pq.read_table(path)
     return dict(zip(table.column_names, table.columns, strict=True))
+
+
+def _bytes(parquet: pq.FileMetaData) -> int:
+    """What the columns of a Parquet file take at least when they are read, however they are packed."""
+    widths = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
+    total = 0
+    for group in range(parquet.num_row_groups):
+        for index in range(parquet.num_columns):
+            column = parquet.row_group(group).column(index)
+            packed = column.num_values * widths.get(column.physical_type, 0)
+            total += max(packed, column.total_uncompressed_size)
+    return total
 
 
 def plain(column: Any, name: str, field: str) -> np.ndarray:
@@ -171,7 +198,12 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
             raise ConfigError(field, name, f"a column without gaps; this one lacks {column.null_count} values")
         if pa.types.is_nested(column.type):
             raise ConfigError(field, name, f"one number or name to a row, not {column.type}")
-        column = np.asarray(column.to_pylist()) if pa.types.is_dictionary(column.type) else column.to_numpy()
+        listed = pa.types.is_dictionary(column.type)
+        try:
+            column = np.asarray(column.to_pylist()) if listed else column.to_numpy()
+        except (pa.ArrowException, NotImplementedError, ValueError) as error:
+            accepted = f"one number or name to a row, not {column.type} ({error})"
+            raise ConfigError(field, name, accepted) from None
     if column.ndim != 1:
         raise ConfigError(field, name, f"one number or name to a row; this array has shape {column.shape}")
     return column
@@ -179,6 +211,14 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
 
 def _features(column: Any, name: str) -> np.ndarray:
     """[rows], or [rows, *shape] in uint8 (images) or float32."""
+    try:
+        return _samples(column, name)
+    except (pa.ArrowException, NotImplementedError) as error:
+        accepted = f"numbers, lists of numbers, or encoded images, not {column.type} ({error})"
+        raise ConfigError("data.x", name, accepted) from None
+
+
+def _samples(column: Any, name: str) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return _array(column, name)
     if column.null_count:
@@ -193,7 +233,8 @@ def _features(column: Any, name: str) -> np.ndarray:
         lengths = {column.type.list_size} if pa.types.is_fixed_size_list(column.type) else set(column.value_lengths().unique().to_pylist())
         if len(lengths) > 1 or values.null_count:
             raise ConfigError("data.x", name, f"lists of one length without gaps; the lengths here are {sorted(lengths)[:5]}")
-        return _array(values.to_numpy(zero_copy_only=False).reshape(rows, -1), name)
+        width = max(lengths, default=0) or 0
+        return _array(values.to_numpy(zero_copy_only=False).reshape(rows, width), name)
     return _array(column.to_numpy(zero_copy_only=False), name)
 
 
@@ -211,23 +252,61 @@ def _array(values: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if last else values
 
 
-def _decoded(column: pa.Array, name: str) -> np.ndarray:
-    """Uint8 [rows, channels, height, width]; grey images have one channel, all others become RGB."""
+def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
+    """Uint8 [rows, channels, height, width]; grey images have one channel, all others become RGB.
+
+    Sizes are those that the images' headers say, and are checked before a pixel is decoded.
+    """
     from PIL import Image
 
     images: np.ndarray | None = None
-    for row, data in enumerate(column):
-        try:
-            with Image.open(io.BytesIO(data.as_py())) as image:
-                pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
-        except OSError as error:
-            raise ConfigError("data.x", name, f"encoded images; row {row} is none ({type(error).__name__})") from None
-        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        images = np.empty((len(column), *pixels.shape), np.uint8) if images is None else images
-        if pixels.shape != images.shape[1:]:
-            raise ConfigError("data.x", name, f"images of one size and mode; row {row} is {pixels.shape}, row 0 is {images.shape[1:]}")
-        images[row] = pixels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        for row, data in enumerate(column):
+            encoded = data.as_py() or b""
+            try:
+                with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+                    shape = (1 if image.mode == "L" else 3, image.height, image.width)
+                    _check_image(encoded, shape, name, row)
+                    if images is None:
+                        _check_images(column, shape, name)
+                        images = np.empty((len(column), *shape), np.uint8)
+                    if shape != images.shape[1:]:
+                        accepted = f"images of one size and mode; row {row} is {shape}, row 0 is {images.shape[1:]}"
+                        raise ConfigError("data.x", name, accepted)
+                    pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
+            except ConfigError:
+                raise
+            except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+                raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has more") from None
+            except Exception as error:  # whatever a broken image makes its decoder raise
+                accepted = f"encoded images; row {row} is none of {', '.join(FORMATS)} ({type(error).__name__})"
+                raise ConfigError("data.x", name, accepted) from None
+            images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
+
+
+def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, row: int) -> None:
+    """Raises `ConfigError` for an image that is too large, or whose decoding would take for ever."""
+    pixels = shape[1] * shape[2]
+    if pixels > PIXELS:
+        raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has {pixels:,}")
+    scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
+    if pixels * scans > WORK:  # a progressive JPEG goes over its pixels again in every scan
+        accepted = f"images that are soon decoded; row {row} has {pixels:,} pixels in {scans:,} scans"
+        raise ConfigError("data.x", name, accepted)
+
+
+def _check_images(column: pa.Array | pa.ChunkedArray, shape: tuple[int, int, int], name: str) -> None:
+    """Raises `ConfigError` for images that, all of one shape, no memory would hold, or no camera took."""
+    decoded, encoded = len(column) * int(np.prod(shape)), column.nbytes
+    try:
+        check_memory(decoded)
+    except MemoryError as error:
+        raise ConfigError("data.x", name, f"images that memory holds: {error}") from None
+    if decoded > BOMB and decoded > RATIO * encoded:
+        size = f"{decoded / 1e9:.1f} GB in {encoded / 1e9:.4f}"
+        raise ConfigError("data.x", name, f"images with something in them; these are {size}")
 
 
 def _targets(name: str, *columns: np.ndarray) -> list[np.ndarray]:
