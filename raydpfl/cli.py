@@ -43,6 +43,10 @@ def run(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default: a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    fresh_noise: Annotated[
+        bool,
+        typer.Option("--fresh-noise", help="With --resume, where code or processor have changed: new noise, both releases count."),
+    ] = False,
     data_root: DataRoot = None,
     address: Annotated[str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
@@ -58,7 +62,9 @@ def run(
     out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with _Display(console, experiment.rounds) as display:
-        result = runner.run(experiment, out, resume=resume, data_root=data_root, address=address, on_start=display.start, on_rows=display.rows)
+        where = {"data_root": data_root, "address": address}
+        shown = {"on_start": display.start, "on_rows": display.rows}
+        result = runner.run(experiment, out, resume=resume, fresh_noise=fresh_noise, **where, **shown)
     _report(console, result)
 
 

@@ -51,6 +51,8 @@ class Work:
     """What all clients of a round must know beside the model."""
 
     round: int
+    seed: int  # of batches, and of randomness inside modules
+    noise_seed: int
     bound: float | None  # of one client's vector, before its weight
     client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
     grid: float  # see raydpfl.server.grid
@@ -105,6 +107,7 @@ class ClientActor:
     def train(self, model: np.ndarray, work: Work, lanes: Sequence[Lane]) -> Partial:
         """`model` is the flat broadcast: float32 [d], or [2, d] with the server's variate below it. The sum comes back by value."""
         began = time.perf_counter()
+        self.trainer.seed, self.trainer.noise_seed = work.seed, work.noise_seed
         broadcast = torch.tensor(model, device=self.device)  # a copy: what Ray hands out may not be written to
         parameters, shared = broadcast if broadcast.dim() == 2 else (broadcast, None)
         partial = Partial(np.zeros(len(parameters)))
@@ -121,9 +124,12 @@ class ClientActor:
         return partial
 
     @contained()
-    def losses(self, model: np.ndarray, round: int, clients: Sequence[int]) -> list[float]:
-        """What each of `clients` answers of the losses of `model` (float32 [d]) on all of its rows: with noise, where the selection asks for any."""
-        selection, seed = self.experiment.selection, self.experiment.seed
+    def losses(self, model: np.ndarray, round: int, clients: Sequence[int], noise_seed: int) -> list[float]:
+        """What each of `clients` answers of the losses of `model` (float32 [d]) on all of its rows.
+
+        With noise of `noise_seed`, where the selection asks for any.
+        """
+        selection = self.experiment.selection
         models.load(self.module, torch.tensor(model, device=self.device))
         found = []
         with torch.inference_mode():
@@ -131,7 +137,7 @@ class ClientActor:
                 x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
                 outputs = self.module(torch.from_numpy(x[0]).to(self.device))
                 each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none").double().cpu().numpy()
-                found.append(selection.answer(each, seed, round, client))
+                found.append(selection.answer(each, noise_seed, round, client))
         return found
 
     def _contributions(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, partial: Partial) -> Iterator[torch.Tensor]:
@@ -159,7 +165,7 @@ class ClientActor:
             if bounding.stateful:
                 partial.memory.append((own + bounding.beta * vector).float().cpu().numpy())
             if work.client_std > 0:
-                noise = client_noise(self.experiment.seed, work.round, client, int(lane.draws[slot]), work.client_std, len(vector))
+                noise = client_noise(work.noise_seed, work.round, client, int(lane.draws[slot]), work.client_std, len(vector))
                 vector += torch.from_numpy(noise).to(self.device)
                 if self.experiment.measure.bounding:
                     partial.measured.setdefault("noise_norm", []).append(float(np.linalg.norm(noise)))
@@ -279,7 +285,7 @@ class ClientActor:
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
         keyed = {"round": work.round, "clients": members, "draws": lane.draws}
         local, sizes = self.experiment.local, np.where(members < 0, 0, self.shards.sizes[members])
-        index, batch_sizes = batches(self.experiment.seed, sizes=sizes, local=local, rows=lane.rows, **keyed)
+        index, batch_sizes = batches(work.seed, sizes=sizes, local=local, rows=lane.rows, **keyed)
         rows, index = picked(index, batch_sizes, sizes, local)
         x, y, sizes = self.shards.lane(members, lane.rows, rows)
         corrections = None

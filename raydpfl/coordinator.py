@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydpfl import heterogeneity, measures, models
+from raydpfl import heterogeneity, measures, models, origin
 from raydpfl.client import Lane, Partial, Work, peak_rss_mb
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, Ledger, LocalSteps, check_budget, holding
+from raydpfl.privacy import Guarantee, Ledger, LocalSteps, Mechanism, check_budget, holding
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
+from raydpfl.selection.witness import Witness
 from raydpfl.server import grid, snap
 from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory, load, save
 
@@ -36,26 +37,36 @@ from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory
 class Coordinator:
     """Runs the rounds of a plan in the directory `out`. `actors`: 0 inline, or how many client actors to start.
 
-    With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is none.
+    With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is none. With `anew` it goes on
+    under fresh noise, so that code, versions and processor may be others than those it began with.
     """
 
-    def __init__(self, plan: Plan, out: str, actors: int, resume: bool = False, path: tuple[str, ...] = ()):
+    def __init__(
+        self, plan: Plan, out: str, actors: int, resume: bool = False, path: tuple[str, ...] = (), anew: bool = False
+    ):
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self.plan, self.experiment, self.out = plan, plan.experiment, Path(out)
-        self._actors, self._resume = actors, resume
+        self._actors, self._resume, self._anew = actors, resume, anew
 
     def start(self) -> None:
         """Takes up the run where it stands and starts its clients. Raises `RunError` for a run directory that contradicts itself."""
-        plan, shards = self.plan, str(self.plan.shards)
-        self.shards = Shards.open(plan.shards)
+        shards = str(self.plan.shards)
+        self.shards = Shards.open(self.plan.shards)
         self.ledger = Ledger(self.out / "ledger.jsonl", resume=self._resume)
         self.table, self.client_table = Table(self.out / "rounds.parquet"), Table(self.out / "clients.parquet")
-        noise, seed, d = self.experiment.noise, self.experiment.seed, plan.d
-        correlated = Correlated(seed, noise.coefficients, d) if isinstance(noise, BandedGaussian) else None
-        self._noise = correlated.draw if correlated else lambda t, std: server_noise(seed, t, std, d)
+        checkpoint = load(self.out / "checkpoints", self._flaw) if self._resume else None
+        anew = (checkpoint.round if checkpoint else 0) if self._anew else None
+        self.plan = plan = self.plan.continued(self.ledger.segments, anew)
+        noise, self.noise_seed, d = self.experiment.noise, plan.noise_seed, plan.d
+        self._noise = lambda t, std: server_noise(self.noise_seed, t, std, d)
+        if isinstance(noise, BandedGaussian):
+            self._noise = Correlated(self.noise_seed, noise.coefficients, d).draw
         self.curves = plan.curves()
-        self._begin(load(self.out / "checkpoints", self._flaw) if self._resume else None)
+        self._begin(checkpoint)
         self.dropped = Dropped(self.out / "dropped.jsonl", self.next)
+        self.witness = self._witness()
+        if self._anew or not self.next:  # what the bits depend on, on disk before anything is released
+            self._snapshot()
         self.trajectory = None
         if self.experiment.measure.trajectory:
             self.trajectory = Trajectory(self.out / "trajectory.bin", plan.d, self.next)
@@ -71,10 +82,10 @@ class Coordinator:
             self.next, self.model, self.state, self.bound = checkpoint.round, checkpoint.model, checkpoint.server, checkpoint.bound
             self.seconds, self.participations = checkpoint.seconds, Counter(dict(checkpoint.participations.tolist()))
             self.memory = dict(zip(checkpoint.members.tolist(), checkpoint.memory, strict=True))
-            if checkpoint.origin != self.plan.origin():
-                raise RunError(f"the run was started with {checkpoint.origin} and cannot go on with {self.plan.origin()}: its bits would differ")
+            self._same_origin(checkpoint.origin)
             if self.plan.mechanism and self.ledger.spent().rounds < self.next:
                 raise RunError(f"the ledger has {self.ledger.spent().rounds} rounds and the checkpoint {self.next}: what this run has spent is unknown")
+            self._verify_ledger()
             for name, table in self._tables().items():
                 table.resume(checkpoint.tables[name])
             return
@@ -102,6 +113,45 @@ class Coordinator:
             return f"its bound is {found.bound}, not {bounding.initial_bound}"
         return found.flaw(self.plan.d, len(self.plan.population), self.experiment.rounds, state)
 
+    def _same_origin(self, stored: dict[str, str]) -> None:
+        """Raises `RunError` where the run began with something else that its bits depend on."""
+        now = self.plan.origin()
+        if self._anew:  # the same mechanism on the same data, by whatever code
+            kept = ("data", "clients", "mechanism")
+            stored, now = ({name: facts[name] for name in kept if name in facts} for facts in (stored, now))
+        changed = origin.differences(stored, now)
+        if changed and self._anew:
+            raise RunError(f"the run cannot go on, as it would be another: {changed}")
+        if changed:
+            way = "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
+            raise RunError(f"the run cannot go on as it began, as its bits would differ: {changed}; {way}")
+
+    def _verify_ledger(self) -> None:
+        """Raises `RunError` unless the rounds that the checkpoint counts on are recorded as this plan releases them."""
+        for entry in self.ledger.entries:
+            t, bound = entry["round"], self.bound
+            if self.experiment.bounding.adaptive and not (t == self.next and self._present(entry)):
+                bound = entry.get("bound")  # known of the coming round alone
+                if not (isinstance(bound, float) and 0 < bound < math.inf):
+                    raise RunError(f"the ledger has bound {bound} for round {t}: what this run has spent is unknown")
+            planned = self._release(bound, self._present(entry))
+            stored = {name: entry.get(name) for name in planned}
+            if stored != planned:
+                other = next(name for name in planned if stored[name] != planned[name])
+                what = f"{other} {stored[other]} for round {t}, where this run has {planned[other]}"
+                raise RunError(f"the ledger has {what}: what this run has spent is unknown")
+
+    def _present(self, entry: dict) -> bool:
+        """Whether a line of the ledger is of the segment that goes on, under the present key of the noise."""
+        return entry.get("again", 0) == self.plan.again
+
+    def _witness(self) -> Witness:
+        plan, noise = self.plan, self.experiment.noise
+        least = plan.survivors if plan.ratio and noise.placement == "client" else 0
+        exposures = plan.exposures + max(plan.repeated, 0)
+        secret = isinstance(plan.mechanism, Mechanism)
+        return Witness(self.experiment.selection, plan.population, exposures, least, secret)
+
     def _module(self) -> torch.nn.Module:
         return models.build(self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed)
 
@@ -125,11 +175,16 @@ class Coordinator:
 
     def select(self, t: int) -> Cohort:
         """The cohort of the round; where the largest losses are wanted, clients are asked for them first."""
-        selection, seed = self.experiment.selection, self.experiment.seed
-        if not selection.needs_losses:
-            return selection.draw(seed, t, self.plan.population)
-        candidates = selection.candidates(seed, t, self.plan.population)
-        return selection.choose(seed, t, candidates, self.pool.losses(self.model, t, candidates.clients))
+        selection, seed, population = self.experiment.selection, self.plan.cohort_seed(), self.plan.population
+        candidates = None
+        if selection.needs_losses:
+            candidates = selection.candidates(seed, t, population)
+            losses = self.pool.losses(self.model, t, candidates.clients, self.noise_seed)
+            cohort = selection.choose(seed, t, candidates, losses)
+        else:
+            cohort = selection.draw(seed, t, population)
+        self.witness.see(t, cohort, self.participations, candidates)
+        return cohort
 
     def account(self, t: int) -> None:
         """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may not spend that."""
@@ -138,16 +193,20 @@ class Coordinator:
             least = min(self.plan.rigorous, key=spent.__getitem__)
             check_budget(t, spent, {least: self.experiment.privacy.budget})
         if self.plan.mechanism:
-            self.ledger.record(
-                round=t,
-                mechanism=self.plan.mechanism.digest(),
-                bound=self.bound,
-                std=self.plan.sum_std(self.bound),
-                count_std=self.plan.count_std,
-                **({"loss_std": asked.std} if (asked := self.experiment.selection.loss_query) else {}),
-                delta=self.experiment.noise.delta,
-                epsilon=spent,
-            )
+            self.ledger.record(round=t, again=self.plan.again, epsilon=spent, **self._release(self.bound))
+
+    def _release(self, bound: float | None, present: bool = True) -> dict[str, Any]:
+        """What the ledger says of a round's release, besides its number; the key of its noise where that is the `present` one."""
+        plan = self.plan
+        release = {"mechanism": plan.mechanism.digest(), "bound": bound, "std": plan.sum_std(bound)}
+        release["count_std"] = plan.count_std
+        asked = self.experiment.selection.loss_query
+        if asked:
+            release["loss_std"] = asked.std
+        release["delta"] = self.experiment.noise.delta
+        if present:
+            release["key"] = hashlib.sha256(str(self.noise_seed).encode()).hexdigest()[:16]
+        return release
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[Partial]]:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each actor's account of them."""
@@ -159,7 +218,7 @@ class Coordinator:
         shares = self.pool.shares(cut)
         std, bound = self.plan.client_std(self.bound), self.bound
         reach = grid(len(cohort), None if bound is None else bound * self.plan.weight, std)
-        work = Work(t, bound, std, reach, self.state.get("previous"))
+        work = Work(t, self.plan.seed, self.noise_seed, bound, std, reach, self.state.get("previous"))
         partials: list[Partial] = [None] * len(shares)  # by share: nothing depends on the order of arrival
         total = np.zeros(self.plan.d)
         for index, partial in self.pool.run(broadcast, work, shares):
@@ -215,7 +274,7 @@ class Coordinator:
         """The bound of the coming round; an adaptive one moves by the noised share of clients below the present one."""
         if not self.experiment.bounding.adaptive:
             return self.bound
-        seed, std = self.experiment.seed, self.plan.count_std
+        seed, std = self.noise_seed, self.plan.count_std
         # A Poisson cohort's size is a secret, and its mean stands in for it.
         secret = self.experiment.selection.sampling(self.plan.population).kind == "poisson"
         r = self.plan.cohort * (1 - self.experiment.selection.dropout) if secret else len(cohort)
@@ -297,14 +356,19 @@ class Coordinator:
         """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row that this completed, if any."""
         began = time.monotonic()
         complete = self._settle()
+        self._snapshot()
+        self._pace.took(time.monotonic() - began)
+        return complete
+
+    def _snapshot(self) -> None:
         tables = {name: table.flush() for name, table in self._tables().items()}
         seen = np.array(sorted(self.participations.items()), np.int64).reshape(-1, 2)
         members = np.array(sorted(self.memory), np.int64)
-        memory = np.stack([self.memory[client] for client in members.tolist()]) if len(members) else np.zeros((0, self.plan.d), np.float32)
-        origin = self.plan.origin()
-        save(self.out / "checkpoints", Checkpoint(self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory, origin, tables))
-        self._pace.took(time.monotonic() - began)
-        return complete
+        memory = np.zeros((0, self.plan.d), np.float32)
+        if len(members):
+            memory = np.stack([self.memory[client] for client in members.tolist()])
+        held = (self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory)
+        save(self.out / "checkpoints", Checkpoint(*held, self.plan.origin(), tables))
 
     def finish(self, status: str, save: bool) -> dict:
         """Stops the clients and sums up the run, having saved it if asked to (a round that was broken off must not be)."""
@@ -336,6 +400,8 @@ class Coordinator:
             "clients_per_second": clients / (self.seconds - evaluating) if clients else 0.0,
             "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
             "seed": self.experiment.seed,
+            "capability": origin.capability(),
+            "repeated_rounds": self.plan.repeated,
             "noise_multiplier": None if isinstance(self.plan.mechanism, LocalSteps) else self.plan.ratio,
             "replaced_actors": self.pool.replaced,
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
@@ -348,7 +414,7 @@ class Coordinator:
 
     def _recorded(self) -> tuple[int, Counter]:
         rounds, seen = max(self.next, self.ledger.spent().rounds), self.participations.copy()
-        if rounds > self.next or self.experiment.selection.needs_losses:  # who might have been chosen does not depend on the data
+        if rounds > self.next or self.plan.history or self.experiment.selection.needs_losses:  # who might have been chosen does not depend on the data
             seen = self.plan.participations(rounds)
         return rounds, seen
 

@@ -18,7 +18,11 @@ that are simulated stand for R, of a `virtual_population` (default: in proportio
 of those R, so that the mean carries what it would there. The guarantee is the virtual cohort's, and says so.
 
 Noise is a function of its key alone (`raydpfl.keys`): a round done again after a crash draws the same noise, so it is
-one release and not two. Standard normals are drawn as one flat float32 vector (`raydpfl.keys.normals`, whose tail reaches
+one release and not two. The key takes in all that the release depends on (`raydpfl.plan.Plan.noise_seed`), so that two runs that differ in
+anything never carry the same noise, which their difference would be free of. With `common: true` the seed alone is the key: runs with one
+seed then carry the same noise, for comparisons in pairs (001 Figs 1 to 3), and no two of them may both be shown.
+
+Standard normals are drawn as one flat float32 vector (`raydpfl.keys.normals`, whose tail reaches
 7.5 standard deviations) and scaled in float64.
 
 **Banded noise** (`BandedGaussian`): the server's noise of one round takes back a part of that of the rounds before, so that the sum over the
@@ -43,9 +47,20 @@ from raydpfl.member import Member
 from raydpfl.privacy import budgets
 from raydpfl.privacy.factorization import banded_toeplitz
 
+SIZES = {"epsilon", "multiplier", "std", "delta", "calibration", "v", "virtual_cohort", "virtual_population", "common"}
+
 
 class Noise(Member):
     """Base of the family."""
+
+    @property
+    def of_seed(self) -> bool:
+        """Whether all runs with one seed carry the same noise."""
+        return False
+
+    def release(self) -> dict[str, Any]:
+        """What of this section a release depends on, besides how large the noise came out."""
+        return self.model_dump(mode="json", exclude=SIZES)
 
 
 class NoNoise(Noise):
@@ -73,6 +88,11 @@ class Gaussian(Noise):
     v: float = Field(default=4.0, gt=0)
     virtual_cohort: int | None = Field(default=None, ge=1)
     virtual_population: int | None = Field(default=None, ge=1)
+    common: bool = False  # one noise for all runs with one seed, to compare them in pairs
+
+    @property
+    def of_seed(self) -> bool:
+        return self.common
 
     @field_validator("epsilon", mode="before")
     @classmethod

@@ -90,8 +90,8 @@ class Inline:
         for index, share in enumerate(shares):
             yield index, self.client.train(model, work, share)
 
-    def losses(self, model: np.ndarray, round: int, clients: np.ndarray) -> np.ndarray:
-        return np.array(self.client.losses(model, round, clients.tolist()))
+    def losses(self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
+        return np.array(self.client.losses(model, round, clients.tolist(), noise_seed))
 
     def evaluate(self, model: np.ndarray) -> Any:
         return self.evaluator.evaluate(model)
@@ -153,12 +153,12 @@ class Actors:
         homes = [int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares]
         yield from self._results("train", [(reference, work, list(share)) for share in shares], homes)
 
-    def losses(self, model: np.ndarray, round: int, clients: np.ndarray) -> np.ndarray:
+    def losses(self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
         reference = ray.put(model)
         parts = np.array_split(clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy)))
         homes = [int(part[0]) if self.per_client else None for part in parts]
-        found = dict(self._results("losses", [(reference, round, part.tolist()) for part in parts], homes))
+        found = dict(self._results("losses", [(reference, round, part.tolist(), noise_seed) for part in parts], homes))
         return np.concatenate([found[index] for index in range(len(parts))])
 
     def _results(self, method: str, calls: Sequence[tuple], homes: Sequence[int | None]) -> Iterator[tuple[int, Any]]:

@@ -8,6 +8,7 @@ accountant covers is refused here.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections import Counter
@@ -17,20 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from raydpfl import data, local, models, privacy
+from raydpfl import data, local, models, origin, privacy
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import ConfigError, RunError
-from raydpfl.noise import BandedGaussian
-from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, paper
+from raydpfl.errors import BudgetError, ConfigError, RunError
+from raydpfl.noise import BandedGaussian, Noise
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Segment, paper
 from raydpfl.privacy.factorization import check as check_bands
 from raydpfl.selection import FedAvgStale, Population, Selection, WithReplacement
 from raydpfl.server import DataWeights
 
 log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
+# What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
+FREE = {"client": {"actors", "num_cpus"}, "measure": {"tensorboard"}}
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 
@@ -48,6 +50,9 @@ class Plan:
     survivors: int  # clients that the round with most dropouts keeps
     mechanism: Mechanism | LocalSteps | None  # None: not private
     exposures: np.ndarray  # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.origin`
+    history: tuple[Segment, ...] = ()  # what was released before the run was begun anew with fresh noise
+    first: int = 0  # the round that it was begun anew from
 
     @classmethod
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
@@ -79,7 +84,8 @@ class Plan:
             raise ConfigError("selection.kind", selection.kind, accepted)
         weight = float(np.abs(_weights(experiment, population)).max())
         survivors = selection.survivors(seed, rounds, population)
-        plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, selection.exposures(seed, rounds, population))
+        exposures, platform = selection.exposures(seed, rounds, population), origin.of(experiment)
+        plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, exposures, platform)
         if not experiment.private:
             return plan
         if experiment.noise.placement == "step":
@@ -97,13 +103,61 @@ class Plan:
         share = selection.sampling(population).cohort / mechanism.sampling.cohort
         return _held(replace(plan, mechanism=mechanism, ratio=stds["updates"] * share, count_std=stds.get("count", 0.0) / 2 * share))
 
+    def continued(self, segments: tuple[Segment, ...], anew: int | None = None) -> Plan:
+        """This plan for a run that has released `segments`: going on in the last of them, or anew from round `anew`."""
+        if not segments:
+            return self
+        history, first = (segments[:-1], segments[-1].first) if anew is None else (segments, anew)
+        if not history:
+            return self
+        e = self.experiment
+        seeds = [seed_of(e.seed, again) for again in range(1, len(history) + 1)]
+        drawn = [e.selection.survivors(seed, e.rounds, self.population) for seed in seeds]
+        return replace(self, history=history, first=first, survivors=min(self.survivors, *drawn))
+
     def origin(self) -> dict[str, str]:
-        """What a run's bits depend on beside the experiment, by name."""
+        """What a run's bits depend on besides the experiment, by name."""
+        ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
+        return {"data": self.shards.name, "clients": self._clients(), **ran, **self.platform}
+
+    def _clients(self) -> str:
+        """A digest of what the plan holds of each client."""
         known = [self.population.privacy_cost, self.experiment.selection.corrections(self.population)]
         known += [self.mechanism.stds] if isinstance(self.mechanism, LocalSteps) else []
-        ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
-        digest = hashlib.sha256(b"".join(each.tobytes() for each in known if each is not None)).hexdigest()[:16]
-        return {"data": self.shards.name, "clients": digest, **ran, "torch": str(torch.__version__), "numpy": np.__version__}
+        return hashlib.sha256(b"".join(each.tobytes() for each in known if each is not None)).hexdigest()[:16]
+
+    @property
+    def again(self) -> int:
+        """How often the run was begun anew with fresh noise."""
+        return len(self.history)
+
+    @property
+    def repeated(self) -> int:
+        """How many releases there were besides those of the rounds as they count now."""
+        return sum(map(len, self.history)) - self.first
+
+    @property
+    def seed(self) -> int:
+        """The seed of batches, of randomness inside modules and of secret cohorts, from round `first` on."""
+        return seed_of(self.experiment.seed, self.again)
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no other release has it.
+
+        That is the experiment (but for its number of rounds, what it measures and where it runs), the data, the clients'
+        weights and noise, the user's code, the versions and how the processor computes. Two keys of 64 bits are the
+        same with probability 2^-64. With `noise.common` it is the experiment's own seed.
+        """
+        if self.experiment.noise.of_seed:
+            return self.seed
+        tree = self.experiment.to_dict()
+        kept = {name: tree[name] for name in ("model", "selection", "local", "bounding", "weights", "server")}
+        kept["client"] = {name: value for name, value in tree["client"].items() if name not in FREE["client"]}
+        kept["noise"] = self.experiment.noise.release()
+        sizes = [self.ratio, self.count_std, self.survivors, self.weight, self.d]
+        facts = [self.seed, self.again, kept, sizes, self.shards.name, self._clients(), dict(self.platform)]
+        return _digest64(facts)
 
     @property
     def rigorous(self) -> tuple[str, ...]:
@@ -164,7 +218,10 @@ class Plan:
         return self.mechanism.stds[clients] if isinstance(self.mechanism, LocalSteps) else None
 
     def check_claims(self) -> None:
-        """Warns of what whoever reads the results should know; raises `BudgetError` when some client has been promised more than will hold."""
+        """Warns of what whoever reads the results should know; raises `BudgetError` when some client has been promised more than will hold.
+
+        A run that was begun anew has released rounds twice: then that is a warning, and the guarantees say what holds.
+        """
         e = self.experiment
         if said := _classes(Shards.open(self.shards)):
             log.warning(said)
@@ -179,7 +236,12 @@ class Plan:
             seen = self.participations(self.experiment.rounds)
             for warning in self.mechanism.warnings(seen):
                 log.warning(warning)
-            self.mechanism.check_claims(seen)
+            try:
+                self.mechanism.check_claims(seen)
+            except BudgetError as error:
+                if not self.history:
+                    raise
+                log.warning("%s, as rounds were released twice", error)
 
     def curves(self) -> dict[str, np.ndarray]:
         """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client, or of the sample that has spent most."""
@@ -187,19 +249,32 @@ class Plan:
             return {}
         e = self.experiment
         if isinstance(self.mechanism, LocalSteps):
-            return self.mechanism.curves(self.named, self.draws(e.rounds))
+            curves = self.mechanism.curves(self.named, self.draws(e.rounds))
+            return {name: curve[self.repeated :] for name, curve in curves.items()}
         found = {name: np.full(e.rounds, np.inf) for name in self.named}
         for name in self.covering:
-            curve = privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, self.mechanism.rounds, name, v=e.noise.v)
-            found[name] = np.concatenate([[0.0], curve])[self.exposures]
+            composed = self.mechanism.rounds + self.repeated
+            curve = privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v)
+            found[name] = np.concatenate([[0.0], curve])[self.exposures + self.repeated]
         return found
 
+    def cohort_seed(self, again: int | None = None) -> int:
+        """The seed of the cohorts of a segment, the present one by default.
+
+        Where the cohort is a secret, a round that is released again has one of its own, or it would amplify but once.
+        """
+        hidden = isinstance(self.mechanism, Mechanism) and self.mechanism.sampling.hidden
+        return seed_of(self.experiment.seed, (self.again if again is None else again) if hidden else 0)
+
     def draws(self, rounds: int) -> list[np.ndarray]:
-        """The clients of each of the first rounds, with repeats: known before the first, as they depend on the seed alone."""
-        return _draws(self.experiment, self.population, rounds)
+        """The clients of each release up to round `rounds`, with repeats: known before the first, as they depend on the seed alone."""
+        past = [(self.cohort_seed(one.again), t) for one in self.history for t in range(one.first, one.end)]
+        present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
+        draw = self.experiment.selection.candidates if self.experiment.selection.needs_losses else self.experiment.selection.draw
+        return [draw(seed, t, self.population).clients for seed, t in (*past, *present)]
 
     def participations(self, rounds: int) -> Counter:
-        """How often the seed draws each client in the first rounds; where losses choose among candidates, how often it is one."""
+        """How often the seed draws each client in the releases up to round `rounds`; where losses choose among candidates, how often it is one."""
         return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
@@ -210,7 +285,7 @@ class Plan:
         if isinstance(self.mechanism, LocalSteps):
             return self.mechanism.guarantees(participations, self.named)
         most = None if e.noise.virtual_cohort else max(participations.values(), default=0)
-        composed = int(self.exposures[rounds - 1])
+        composed = int(self.exposures[rounds - 1]) + self.repeated
         return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, composed, self.named, participations=most, v=e.noise.v)
 
 
@@ -226,6 +301,17 @@ def _classes(shards: Shards) -> str | None:
         f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
         "the model has an output for each: number the classes from 0 without gaps"
     )
+
+
+def seed_of(seed: int, again: int) -> int:
+    """The seed of a run that was begun anew `again` times; its own where it was not."""
+    return _digest64(["again", seed, again]) if again else seed
+
+
+def _digest64(facts: list) -> int:
+    """64 bits of the SHA-256 of `facts`, JSON values."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def lane_width(cohort: int) -> int:
@@ -320,7 +406,7 @@ def _local_steps(experiment: Experiment, population: Population, data_root: Path
     release = {
         "samples": population.sizes, "batch": None if e.local.batch == "full" else e.local.batch, "steps": e.local.steps,
         "bound": e.bounding.sample_bound, "delta": noise.delta, "sampling": e.local.sampling,
-        "exclusions": (*e.data.exclusions, *e.selection.exclusions, SHOWN), "beside": e.selection.loss_query,
+        "exclusions": (*e.data.exclusions, *e.selection.exclusions, *_common(noise), SHOWN), "beside": e.selection.loss_query,
     }  # fmt: skip
     if noise.epsilon is None:
         silent = LocalSteps(stds=np.zeros(len(population)), **release)
@@ -333,6 +419,11 @@ def _local_steps(experiment: Experiment, population: Population, data_root: Path
     budgets = _budgets(e, len(population), data_root)
     release |= {"participations": counts, "budgets": budgets, "calibration": noise.calibration}
     return _first_that_can(accountants or ("pld",), lambda name: LocalSteps.calibrated(accountant=name, **release))
+
+
+def _common(noise: Noise) -> list[str]:
+    """What a guarantee says of noise that other runs have too."""
+    return ["runs with one seed carry the same noise (noise.common), so no two of them may both be shown"] if noise.of_seed else []
 
 
 def _draws(experiment: Experiment, population: Population, rounds: int) -> list[np.ndarray]:
@@ -354,7 +445,7 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     else:
         queries = (Query("updates", 1.0, z),)
     queries += (selection.loss_query,) if selection.loss_query else ()
-    exclusions = [*experiment.data.exclusions, *selection.exclusions, SHOWN]
+    exclusions = [*experiment.data.exclusions, *selection.exclusions, *_common(noise), SHOWN]
     sampling = selection.sampling(population)
     if noise.virtual_cohort:
         if sampling.kind == "public" or sampling.rule or sampling.p_max:

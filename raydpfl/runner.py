@@ -7,11 +7,8 @@ coordinator takes over, and this process only shows progress. Ctrl-C leaves a ch
 from __future__ import annotations
 
 import fcntl
-import functools
-import importlib.metadata
 import logging
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -34,13 +31,12 @@ from raydpfl.config import Experiment, read
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained, told
+from raydpfl.origin import versions
 from raydpfl.placement import cores, wanted
-from raydpfl.plan import Plan
+from raydpfl.plan import FREE, Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.tracking import TensorBoard, make_folder, replace_file, write_json
 
-# What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
-FREE = {"client": {"actors", "num_cpus"}, "measure": {"tensorboard"}}
 log = logging.getLogger("raydpfl")
 START_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
@@ -61,6 +57,7 @@ def run(
     out: str | Path | None = None,
     *,
     resume: bool = False,
+    fresh_noise: bool = False,
     data_root: str | Path | None = None,
     address: str | None = None,
     on_start: Callable[[Plan], None] = lambda plan: None,
@@ -68,7 +65,9 @@ def run(
 ) -> Result:
     """Runs `experiment` into the directory `out` (default: a new one under `runs/`).
 
-    `resume` goes on from the checkpoint in `out`. `data_root` is where data sets lie (default: the variable RAYDPFL_DATA).
+    `resume` goes on from the checkpoint in `out`; with `fresh_noise` under noise, and secret cohorts, that the run has not had before,
+    so that code, versions or processor may have changed: rounds that were released beyond the checkpoint then count twice.
+    `data_root` is where data sets lie (default: the variable RAYDPFL_DATA).
     `address` joins a running Ray cluster. `on_rows` is called after every round with the rows of the rounds table that it completed;
     if it returns True the run ends there, with status "stopped", and can be gone on with.
 
@@ -78,6 +77,8 @@ def run(
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or (any(not file.name.startswith(".config.yaml") for file in folder.iterdir()) and not resume)):
         raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the run in it")
+    if fresh_noise and not resume:
+        raise ConfigError("--fresh-noise", True, "with --resume, for a run that has begun")
     threads = torch.get_num_threads()
     with _Ray(experiment, address) as cluster:
         with contained():
@@ -93,7 +94,7 @@ def run(
             cluster.start(plan, actors)
             on_start(plan)
             try:
-                summary = _drive(cluster, plan, folder, actors, resume, on_rows)
+                summary = _drive(cluster, plan, folder, actors, resume, fresh_noise, on_rows)
             finally:
                 torch.set_num_threads(threads)
     module = models.build(plan.experiment.model, (shards := Shards.open(plan.shards)).shape, shards.classes, plan.experiment.seed)
@@ -168,11 +169,19 @@ class _Interrupts:
             signal.signal(number, handler)
 
 
-def _drive(cluster: _Ray, plan: Plan, folder: Path, actors: int, resume: bool, on_rows: Callable[[list[dict]], object]) -> dict:
+def _drive(
+    cluster: _Ray,
+    plan: Plan,
+    folder: Path,
+    actors: int,
+    resume: bool,
+    fresh_noise: bool,
+    on_rows: Callable[[list[dict]], object],
+) -> dict:
     """All rounds, and the summary; whatever ends the run, the clients stop and the directory says how it ended."""
     began = time.monotonic()
     with contained():
-        call = cluster.coordinator(plan, str(folder), actors, resume)
+        call = cluster.coordinator(plan, str(folder), actors, resume, fresh_noise)
     board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
     status, failure, whole, enough = "completed", None, True, False
     try:
@@ -239,14 +248,6 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
                     raise ConfigError(f"{section}.{key}", value.get(key), f"{before.get(key)!r}, as in the run to be resumed")
         elif value != before:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """What the bits of a run depend on beside the experiment."""
-    packages = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
-    return {"python": platform.python_version(), "machine": platform.machine()} | {name: installed[name] for name in packages if name in installed}
 
 
 def connect(address: str, **options: Any) -> None:
@@ -329,11 +330,11 @@ class _Ray:
             logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
             self._connect("local", num_cpus=logical, include_dashboard=False)
 
-    def coordinator(self, plan: Plan, out: str, actors: int, resume: bool) -> Callable:
+    def coordinator(self, plan: Plan, out: str, actors: int, resume: bool, fresh_noise: bool) -> Callable:
         """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain object in it."""
         path = tuple(entry for entry in sys.path if entry)
         if self.inline or self.group:
-            plain = Coordinator(plan, out, actors, resume, path)
+            plain = Coordinator(plan, out, actors, resume, path, fresh_noise)
 
             def inline(method: str, *arguments: Any) -> Any:
                 try:
@@ -350,7 +351,7 @@ class _Ray:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         remote = ray.remote(Coordinator).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
-        actor = remote.remote(plan, out, actors, resume, path)
+        actor = remote.remote(plan, out, actors, resume, path, fresh_noise)
 
         def call(method: str, *arguments: Any) -> Any:
             try:

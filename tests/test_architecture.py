@@ -13,7 +13,7 @@ ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only where the later names the earlier.
 ORDER = [
     "__main__", "cli", "budget", "audit", "submit", "tune", "report", "runner", "coordinator", "placement", "client", "tracking",  # front and runtime
-    "plan", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
+    "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
     "server", "privacy", "models", "data", "member", "own", "files", "keys", "errors",
 ]  # fmt: skip
 KNOW_RAY = {"runner", "coordinator", "placement", "client", "tracking", "tune", "submit", "cli", "report"}

@@ -119,7 +119,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
                 loss = torch.nn.functional.cross_entropy(module(x[row : row + 1]), y[row : row + 1])
                 gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(module.parameters()))])
                 total += gradient * min(1.0, 0.5 / float(gradient.norm()))
-            noise = normals(plain.seed, Purpose.STEP_NOISE, len(start), round=0, client=client, draw=0, step=step)
+            noise = normals(plan.noise_seed, Purpose.STEP_NOISE, len(start), round=0, client=client, draw=0, step=step)
             models.load(module, models.flatten(module) - plain.local.lr * (total / len(batch) + 0.02 * noise))
         expected += (models.flatten(module) - start).double() * (300 / 5) * n / sizes.sum()
     np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
@@ -215,8 +215,9 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     coordinator.start()
     for t in range(3):
         losses = exact_losses(chosen, plan, coordinator.model, t)
-        answers = {client: loss + query_noise(chosen.seed, t, 4.0, client, query="losses") for client, loss in losses.items()}
-        told = dict(zip(losses, coordinator.pool.losses(coordinator.model, t, np.array(list(losses))).tolist(), strict=True))
+        answers = {client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses") for client, loss in losses.items()}
+        asked = coordinator.pool.losses(coordinator.model, t, np.array(list(losses)), plan.noise_seed)
+        told = dict(zip(losses, asked.tolist(), strict=True))
         assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2
         exact += losses.values()
         coordinator.round()

@@ -126,9 +126,9 @@ class Dealt(Inline):
             actor = self.clients[int(shares[index][0].clients[shares[index][0].slot]) if self.per_client else index]
             yield index, pickle.loads(pickle.dumps(actor.train(*pickle.loads(pickle.dumps((model, work, shares[index]))))))
 
-    def losses(self, model, round, clients):
+    def losses(self, model, round, clients, noise_seed):
         parts = np.array_split(clients, len(self.clients))
-        return np.concatenate([actor.losses(model, round, part.tolist()) for actor, part in zip(self.clients, parts, strict=True)])
+        return np.concatenate([actor.losses(model, round, part.tolist(), noise_seed) for actor, part in zip(self.clients, parts, strict=True)])
 
 
 def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:

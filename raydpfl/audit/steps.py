@@ -221,7 +221,7 @@ class StepRecord:
             rows = index[0, step, : sizes[0]]
             parts = torch.from_numpy(rows).split(self.gradients.width)
             gradient = sum(self.gradients(model.float(), x[part], y[part]).sum(0, dtype=torch.float64) for part in parts) / len(rows)
-            noise = normals(e.seed, Purpose.STEP_NOISE, self.plan.d, round=t, client=client, draw=draw, step=step)
+            noise = normals(self.plan.noise_seed, Purpose.STEP_NOISE, self.plan.d, round=t, client=client, draw=draw, step=step)
             gradient += std * noise.double() + local.weight_decay * model + local.proximal * (model - start) + correction.double()
             velocity = local.momentum * velocity + gradient
             total += velocity

@@ -188,7 +188,8 @@ class Trainer:
 
     def __init__(self, module: nn.Module, local: Sgd, *, way: str, seed: int, device: torch.device | str = "cpu", clip: float | None = None):
         _check_way(way, local, clip)
-        self.local, self.seed, self.device, self.clip = local, seed, torch.device(device), clip
+        self.local, self.device, self.clip = local, torch.device(device), clip
+        self.seed = self.noise_seed = seed  # a run sets them for each round
         self._way = WAYS[way](module, local, self.device)
 
     def lane(
@@ -233,7 +234,7 @@ class Trainer:
 
         def noise(slots: Sequence[int], step: int) -> torch.Tensor:
             who = {name: each[slots] for name, each in names.items()}
-            return keys.clients_normals(self.seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who).to(self.device)
+            return keys.clients_normals(self.noise_seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who).to(self.device)
 
         regression = torch.as_tensor(y).is_floating_point()
         index, batch_sizes = drawn or batches(self.seed, round, clients, draws, present, self.local, rows=y.shape[1])

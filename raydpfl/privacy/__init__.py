@@ -28,7 +28,7 @@ References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2
 from raydpfl.privacy.accountants import covers, delta, epsilon, epsilon_curve, guarantees
 from raydpfl.privacy.calibrate import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, holding, loose, sentences
-from raydpfl.privacy.ledger import Ledger, Spent, check_budget
+from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
 from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.memory import unproved
 from raydpfl.privacy.paper import paper_multiplier
@@ -43,6 +43,7 @@ __all__ = [
     "Query",
     "Relation",
     "Sampling",
+    "Segment",
     "Spent",
     "check_budget",
     "covers",
@@ -57,6 +58,7 @@ __all__ = [
     "noise_for",
     "paper_multiplier",
     "rounds_for",
+    "segments",
     "sentences",
     "unproved",
 ]

@@ -34,6 +34,35 @@ class Spent:
     epsilon: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Rounds `first` .. `end` - 1, released one after another under one key of the noise.
+
+    `again` counts how often the run had been begun anew with fresh noise: 0 for the rounds it began with.
+    """
+
+    again: int
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+def segments(path: Path) -> tuple[Segment, ...]:
+    """The segments of the ledger at `path`, which is only read; none where there is no ledger.
+
+    Raises `ConfigError` for a ledger that cannot be read, `RunError` for one that is damaged.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ConfigError("--out", str(path), f"a ledger that can be read ({error.strerror})") from None
+    return _segments(_entries(path, text)[0])
+
+
 class Ledger:
     """The ledger at `path`, which a fresh run creates and a resumed one (`resume`) continues.
 
@@ -43,43 +72,56 @@ class Ledger:
 
     def __init__(self, path: str | Path, resume: bool = False):
         self.path = Path(path)
-        self._entries: list[dict[str, Any]] = []
         text = self.path.read_bytes() if self.path.exists() else b""
         if text and not resume:
             raise ConfigError("--out", str(self.path.parent), f"a directory without {self.path.name}, or --resume to go on with that run")
-        *complete, torn = text.split(b"\n")
-        for number, line in enumerate(complete, 1):
-            entry = _parse(line)
-            if entry is None or (self._entries and entry["round"] != self._entries[-1]["round"] + 1):
-                raise RunError(f"{self.path}, line {number}, is damaged: what this run has spent is unknown")
-            self._entries.append(entry)
-        if torn:
-            entry = _parse(torn)
-            if entry is None:
-                os.truncate(self.path, len(text) - len(torn))
-            else:  # whole but for the end of its line
-                self._append(b"\n")
-                self._entries.append(entry)
+        self._entries, torn = _entries(self.path, text)
+        if torn and _parse(torn) is None:
+            os.truncate(self.path, len(text) - len(torn))
+        elif torn:  # whole but for the end of its line
+            self._append(b"\n")
 
-    def record(self, *, round: int, epsilon: Mapping[str, float], **release: Any) -> None:
+    @property
+    def entries(self) -> tuple[dict[str, Any], ...]:
+        """The lines, oldest first."""
+        return tuple(self._entries)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The rounds recorded, cut where the run was begun anew with fresh noise."""
+        return _segments(self._entries)
+
+    def record(self, *, round: int, epsilon: Mapping[str, float], again: int = 0, **release: Any) -> None:
         """Writes one round: `epsilon` by accountant after it, and what its `release` was (mechanism digest, bound, std, ...; JSON values).
+
+        `again` above that of the last line begins a new segment, at any round up to the one after the last: rounds
+        recorded before it then count as releases of their own.
 
         On return the line is on disk. Does nothing for a round recorded already with the same release. Raises `RunError` if
         that release was another one (its noise key would be used twice), or if `round` is not the one after the last.
         """
-        entry = {"round": round, **release, "epsilon": {name: _to_json(value) for name, value in epsilon.items()}}
+        spent = {name: _to_json(value) for name, value in epsilon.items()}
+        entry = {"round": round, **({"again": again} if again else {}), **release, "epsilon": spent}
         line = json.dumps(entry, allow_nan=False)
         entry = json.loads(line)
-        place = round - self._entries[0]["round"] if self._entries else 0
-        if 0 <= place < len(self._entries):
-            before = self._entries[place]
+        before = self._recorded(round, again)
+        if before is not None:
             if _release(before) != _release(entry):
                 raise RunError(f"round {round} was released before as {_release(before)}, and cannot be again as {_release(entry)}")
             return
-        if place != len(self._entries):
-            raise RunError(f"round {round} cannot follow round {self._entries[-1]['round']} in {self.path}")
+        if not _may_follow(self._entries, entry):
+            last = self._entries[-1]["round"] if self._entries else None
+            raise RunError(f"round {round} cannot follow round {last} in {self.path}")
         self._append(line.encode() + b"\n")
         self._entries.append(entry)
+
+    def _recorded(self, round: int, again: int) -> dict[str, Any] | None:
+        """The line of a round in the last segment, if that is the one of `again`."""
+        if not self._entries or self._entries[-1].get("again", 0) != again:
+            return None
+        back = self._entries[-1]["round"] - round
+        last = self.segments[-1]
+        return self._entries[-1 - back] if last.first <= round < last.end else None
 
     def spent(self) -> Spent:
         """The rounds recorded and the epsilons after the last."""
@@ -105,6 +147,43 @@ def check_budget(round: int, epsilon: Mapping[str, float], budget: Mapping[str, 
             raise BudgetError(f"round {round} would spend epsilon {epsilon[name]:.4g} ({name}), above the budget of {most:g}")
 
 
+def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
+    """The lines of a ledger, and its last line again where a kill has torn that (one that lacks its end alone is among the lines).
+
+    Raises `RunError` for a line that is damaged, or whose round does not follow that before it.
+    """
+    entries: list[dict[str, Any]] = []
+    *complete, torn = text.split(b"\n")
+    whole_but_for_its_end = [torn] if torn and _parse(torn) is not None else []
+    for number, line in enumerate([*complete, *whole_but_for_its_end], 1):
+        entry = _parse(line)
+        if entry is None or not _may_follow(entries, entry):
+            raise RunError(f"{path}, line {number}, is damaged: what this run has spent is unknown")
+        entries.append(entry)
+    return entries, torn
+
+
+def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
+    """Whether `entry` may stand after `entries`: the next round, or any up to it where it begins a new segment; round 0 first."""
+    if not entries:
+        return entry["round"] == 0 and entry.get("again", 0) == 0
+    last = entries[-1]
+    if entry.get("again", 0) == last.get("again", 0):
+        return entry["round"] == last["round"] + 1
+    return entry.get("again", 0) == last.get("again", 0) + 1 and 0 <= entry["round"] <= last["round"] + 1
+
+
+def _segments(entries: list[dict[str, Any]]) -> tuple[Segment, ...]:
+    found: list[Segment] = []
+    for entry in entries:
+        again, round_index = entry.get("again", 0), entry["round"]
+        if found and found[-1].again == again:
+            found[-1] = Segment(again, found[-1].first, round_index + 1)
+        else:
+            found.append(Segment(again, round_index, round_index + 1))
+    return tuple(found)
+
+
 def _to_json(value: float) -> float | str:
     return "infinity" if math.isinf(value) else float(value)
 
@@ -118,5 +197,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
     except ValueError:
         return None
-    good = isinstance(entry, dict) and isinstance(entry.get("round"), int) and isinstance(entry.get("epsilon"), dict)
+    good = isinstance(entry, dict) and isinstance(entry.get("epsilon"), dict)
+    counts = [entry.get("round"), entry.get("again", 0)] if good else []
+    good = good and all(type(count) is int and count >= 0 for count in counts)
     return entry if good else None

@@ -135,7 +135,7 @@ class Selection(Member):
         """The fewest rounds from one participation of a client to its next."""
         return 1
 
-    def answer(self, losses: np.ndarray, seed: int, round: int, client: int) -> float:
+    def answer(self, losses: np.ndarray, noise_seed: int, round: int, client: int) -> float:
         """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k], those of its samples."""
         return float(losses.mean())
 

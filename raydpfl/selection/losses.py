@@ -5,7 +5,7 @@
 >>> found.clients, member.choose(0, 0, found, losses=np.array([0.1, 0.7, 0.3])).clients
 (array([1, 2, 3]), array([2]))
 >>> noised = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
->>> round(noised.answer(np.array([0.2, 9.0]), seed=0, round=0, client=2), 3)  # (0.2 + 4) / 2, and noise
+>>> round(noised.answer(np.array([0.2, 9.0]), noise_seed=0, round=0, client=2), 3)  # (0.2 + 4) / 2, and noise
 2.569
 >>> noised.loss_query
 Query(name='losses', bound=2.0, std=0.5, apart=True)
@@ -72,11 +72,11 @@ class PowerOfChoice(Sized):
         """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
         return Query("losses", self.loss_bound / 2, self.loss_std, apart=True) if self.loss_std else None
 
-    def answer(self, losses: np.ndarray, seed: int, round: int, client: int) -> float:
+    def answer(self, losses: np.ndarray, noise_seed: int, round: int, client: int) -> float:
         if self.loss_bound is None:
-            return super().answer(losses, seed, round, client)
+            return super().answer(losses, noise_seed, round, client)
         clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
-        noise = query_noise(seed, round, self.loss_std, client, query="losses") if self.loss_std else 0.0
+        noise = query_noise(noise_seed, round, self.loss_std, client, query="losses") if self.loss_std else 0.0
         return float(clipped.mean()) + noise
 
     def check(self, count: int) -> None:

@@ -1,0 +1,209 @@
+"""What a run's bits depend on besides its experiment: versions, the user's own code, and how the processor computes.
+
+The same experiment gives the same bits on the same kind of hardware, whatever runs where. Another processor, or a setting
+that keeps libraries from using it (ATEN_CPU_CAPABILITY, MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL,
+oneDNN, OpenBLAS and numpy choose their vector instructions while they run. `capability` says what they have chosen, by the
+names that the libraries give and by the bits of a fixed computation; two processes that agree on it compute alike.
+
+>>> stored = {"torch": "2.14.1", "code mine:Tanh": "5f70bf", "cpu": "AVX512"}
+>>> differences(stored, {"torch": "2.14.1", "code mine:Tanh": "90cd1a", "cpu": "AVX2"})
+'code mine:Tanh has changed; cpu was AVX512, now AVX2'
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+
+PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
+COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")  # those whose version may change a model's bits
+SETTINGS = (
+    "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE",
+)  # fmt: skip
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Python, the machine's architecture and the packages that a run uses, each with its version."""
+    known = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            known[name] = importlib.metadata.version(name)
+    return {"python": platform.python_version(), "machine": platform.machine()} | known
+
+
+@functools.cache
+def capability() -> dict[str, str]:
+    """How this process computes: `cpu`, torch's vector instructions; `settings` that bear on it; `arithmetic`, a digest.
+
+    The digest is that of the results of products, convolutions, sums and elementary functions in float32 and float64, on one
+    thread. It takes about 10 ms and leaves the number of threads as it was.
+    """
+    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
+    found = {"cpu": torch.backends.cpu.get_cpu_capability(), "arithmetic": _arithmetic()}
+    return found | ({"settings": " ".join(settings)} if settings else {})
+
+
+def _arithmetic() -> str:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            results = list(_computed())
+    finally:
+        torch.set_num_threads(threads)
+    return hashlib.sha256(b"".join(result.tobytes() for result in results)).hexdigest()[:16]
+
+
+def _computed() -> Iterator[np.ndarray]:
+    """A fixed computation by each of the kernels that training, noise and sums use."""
+    raw = np.random.Philox(counter=1, key=2).random_raw(1 << 15).astype(np.float64) / 2.0**63 - 1.0
+    x = torch.empty(1 << 15, dtype=torch.float32)  # in torch's own alignment, as all that is computed with
+    x.copy_(torch.from_numpy(raw))
+    wide, tall = x.view(128, 256), x.view(256, 128)
+    yield (wide @ tall).numpy()
+    yield (wide.double() @ tall.double()).numpy()
+    yield torch.bmm(x[:30000].view(10, 50, 60), x[:30000].view(10, 60, 50)).numpy()
+    yield torch.nn.functional.linear(wide[:10], tall.T).numpy()
+    yield torch.nn.functional.conv2d(x[:6272].view(2, 4, 28, 28), x[:800].view(8, 4, 5, 5)).numpy()
+    for function in (torch.exp, torch.tanh, torch.sigmoid, torch.log1p):
+        yield function(x.abs()).numpy()
+    yield torch.log_softmax(wide, 1).numpy()
+    yield np.array([float(x.sum()), float(torch.linalg.vector_norm(x, dtype=torch.float64)), float(raw.sum())])
+    for function in (np.log, np.cos, np.sin, np.sqrt):
+        yield function(x.abs().numpy() + np.float32(1e-6))
+    square = raw[:10000].reshape(100, 100)
+    yield square @ square
+
+
+def sources(experiment: BaseModel) -> dict[str, str]:
+    """Digests of the user's own code that the experiment names: "code MODULE:NAME" -> 16 hexadecimal digits.
+
+    A digest is over the file of the module and of all that it imports of the user's own: what lies neither in the standard
+    library nor in an installed package, but for the package that the member itself belongs to.
+    """
+    found = {}
+    for name, module, cls in _own(experiment):
+        files = sorted(_files(module)) if module is not None else []
+        parts = [file.read_bytes() for file in files]
+        if not parts and cls is not None:  # typed into an interpreter
+            parts = [_code(cls)]
+        found[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return dict(sorted(found.items()))
+
+
+def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, type | None]]:
+    """(name, module, class) of each member of the tree, and each module of a model, that is not raydpfl's or torch's."""
+    if isinstance(node, BaseModel):
+        cls = type(node)
+        if not _shipped(cls.__module__):
+            yield f"{cls.__module__}:{cls.__qualname__}", sys.modules.get(cls.__module__), cls
+        else:
+            module = _of_kind(getattr(node, "kind", None))
+            if module is not None:
+                yield node.kind, module, None
+        for name in cls.model_fields:
+            yield from _own(getattr(node, name))
+    elif isinstance(node, (list, tuple)):
+        for each in node:
+            yield from _own(each)
+
+
+def _of_kind(kind: Any) -> ModuleType | None:
+    """The user's module that an import path in the place of a kind names."""
+    if not isinstance(kind, str) or not (":" in kind or "." in kind):
+        return None
+    path = kind.partition(":")[0] if ":" in kind else kind.rpartition(".")[0]
+    return None if _shipped(path) else sys.modules.get(path)
+
+
+def _shipped(module: str) -> bool:
+    return module.partition(".")[0] in {*COMPUTING, "pydantic", "builtins"}
+
+
+def _files(module: ModuleType, seen: set[str] | None = None) -> set[Path]:
+    """The file of `module`, and those of the user's own modules that it imports, at any depth."""
+    seen = set() if seen is None else seen
+    path = getattr(module, "__file__", None)
+    if path is None or module.__name__ in seen or not Path(path).is_file():
+        return set()
+    seen.add(module.__name__)
+    files = {Path(path)}
+    if path.endswith(".py"):
+        for name in _imported(Path(path), module):
+            other = sys.modules.get(name)
+            if other is not None and _follows(other, module):
+                files |= _files(other, seen)
+    return files
+
+
+def _imported(path: Path, module: ModuleType) -> Iterator[str]:
+    """Names of the modules that a file may import, parts of packages among them."""
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _follows(other: ModuleType, module: ModuleType) -> bool:
+    path, top = getattr(other, "__file__", None), other.__name__.partition(".")[0]
+    if not path or _shipped(other.__name__):
+        return False
+    if top == module.__name__.partition(".")[0]:
+        return True
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return top not in sys.stdlib_module_names and not any(Path(path).is_relative_to(place) for place in installed)
+
+
+def _code(cls: type) -> bytes:
+    try:
+        return inspect.getsource(cls).encode()
+    except (OSError, TypeError):
+        methods = [value.__code__ for value in vars(cls).values() if inspect.isfunction(value)]
+        return b"".join(code.co_code + repr(code.co_consts).encode() for code in methods)
+
+
+def of(experiment: BaseModel) -> dict[str, str]:
+    """All of it for a run of `experiment` in this process, by name."""
+    known = {name: version for name, version in versions().items() if name in COMPUTING}
+    known |= {"torch": str(torch.__version__), "numpy": np.__version__}
+    return known | sources(experiment) | capability()
+
+
+def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """In words, what is not as it was; empty where all is."""
+    found = []
+    for name in dict.fromkeys([*stored, *now]):
+        before, after = stored.get(name), now.get(name)
+        if before == after:
+            continue
+        digests = name.startswith(("code ", "data", "clients", "mechanism", "arithmetic"))
+        if digests and before is not None and after is not None:
+            found.append(f"{name} has changed")
+        else:
+            found.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")
+    return "; ".join(found)

@@ -1,0 +1,174 @@
+"""Draws held against the law that a selection declares, while the run goes.
+
+Accountants believe `Selection.sampling`. A member whose draws follow another law would be given an epsilon that does not
+hold, so every cohort is looked at before anything is released from it:
+
+- exactly, what the law never gives: a cohort of another size, a client that does not exist or stands in a cohort twice, one
+  that takes part more often than the accountants compose, fewer clients than the noise of the sum counts on;
+- where the cohort is a secret, what the law hardly ever gives: a client that is drawn too often, Poisson cohorts that are
+  too large or too small over all rounds, cohorts that have too many clients, or too few, in common with the one before.
+
+>>> from raydpfl.selection.base import Cohort, Population
+>>> from raydpfl.selection.subsets import Uniform
+>>> member, clients = Uniform(cohort=90), Population.balanced(900)
+>>> witness = Witness(member, clients, exposures=np.arange(1, 101), least=90, secret=True)
+>>> for t in range(100):
+...     witness.see(t, member.draw(0, t, clients), Counter())
+>>> witness.see(0, Cohort.of(np.arange(89)), Counter())
+Traceback (most recent call last):
+raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, where its law (fixed size 90 of 900) gives 90: \
+no accountant covers what it does
+
+A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of the three statistical
+checks spends a third of it, FALSE_ALARM / (3 (t + 1) (t + 2)) in round t. Tails are exact binomial ones, or Chernoff's bound for
+the clients in common, whose number is hypergeometric and so less spread than a binomial one (Hoeffding 1963, Theorem 4).
+Law-abiding draws that are nevertheless no secret (a member that can be foreseen) pass: no sequence of draws shows that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter  # noqa: F401  (the example above)
+from collections.abc import Mapping
+
+import numpy as np
+
+from raydpfl.errors import RunError
+from raydpfl.selection.base import Cohort, Population, Selection
+
+FALSE_ALARM = 1e-6  # of a whole run with a sound selection
+
+
+class Witness:
+    """Sees every cohort of a run of `selection`.
+
+    `exposures` int64 [rounds]: how many of the first t + 1 rounds the accountants compose over. `least`: the fewest clients
+    that the noise of a round counts on. `secret`: whether an accountant counts on the cohort being a secret.
+    """
+
+    def __init__(
+        self, selection: Selection, population: Population, exposures: np.ndarray, least: int, secret: bool
+    ):
+        self._kind, self._law, self._count = selection.kind, selection.sampling(population), len(population)
+        self._exposures, self._least = exposures, least
+        self._secret = secret and self._law.hidden
+        self._selected = 0  # over all rounds seen
+        self._rounds = 0
+        self._before: np.ndarray | None = None  # the clients of the last cohort
+        self._common, self._trials, self._expected = 0, 0, 0.0
+
+    def see(
+        self, t: int, cohort: Cohort, participations: Mapping[int, int], candidates: Cohort | None = None
+    ) -> None:
+        """Looks at the cohort of round `t`. Raises `RunError` for one that the declared law does not give.
+
+        `participations`: how often each client took part in the rounds before. `candidates`: whom it was chosen among.
+        """
+        self._members(t, cohort, candidates)
+        self._size(t, cohort)
+        clients, times = np.unique(cohort.clients, return_counts=True)
+        counts = times + np.array([participations.get(client, 0) for client in clients.tolist()], np.int64)
+        self._exposed(t, clients, counts)
+        if self._secret:
+            limit = FALSE_ALARM / (3 * (t + 1) * (t + 2))
+            self._often(t, clients, counts, limit)
+            self._total(t, cohort, limit)
+            self._in_common(t, clients, limit)
+
+    def _members(self, t: int, cohort: Cohort, candidates: Cohort | None) -> None:
+        clients = np.asarray(cohort.clients)
+        if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
+            raise self._wrong(f"gave no array of whole numbers in round {t}")
+        if len(clients) and not (clients[0] >= 0 and clients[-1] < self._count and (np.diff(clients) >= 0).all()):
+            raise self._wrong(f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}")
+        if not np.array_equal(Cohort.of(clients).draws, cohort.draws):
+            raise self._wrong(f"counted a client's draws wrongly in round {t}")
+        if self._law.kind != "with_replacement" and cohort.draws.any():
+            twice = int(clients[cohort.draws > 0][0])
+            raise self._wrong(f"drew client {twice} twice in round {t}")
+        if candidates is not None and not np.isin(clients, candidates.clients).all():
+            raise self._wrong(f"chose clients in round {t} that are no candidates")
+
+    def _size(self, t: int, cohort: Cohort) -> None:
+        size, law = len(cohort) + cohort.lost, self._law
+        if law.kind in ("fixed", "full", "with_replacement") and size != law.cohort:
+            raise self._wrong(f"drew {size} clients in round {t}, where its law ({law}) gives {law.cohort}")
+        if len(cohort) < self._least:
+            raise self._wrong(f"left {len(cohort)} clients in round {t}, where the noise counts on {self._least}")
+
+    def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
+        most = int(self._exposures[t])
+        if self._law.kind != "with_replacement" and counts.max(initial=0) > most:
+            worst = int(counts.argmax())
+            times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
+            raise self._wrong(f"took client {clients[worst]} in {times}")
+
+    def _often(self, t: int, clients: np.ndarray, counts: np.ndarray, limit: float) -> None:
+        """The largest count of any client, against a binomial law with a union bound over the clients."""
+        if not len(counts):
+            return
+        law, worst = self._law, int(counts.argmax())
+        chance, trials = law.q, int(self._exposures[t])
+        if law.kind == "with_replacement":
+            # Over clients of any probabilities p_i, P[Bin(n, p_i) >= m] / p_i is largest for the likeliest.
+            chance, trials = law.p_max or 1 / law.population, (t + 1) * law.cohort
+        others = 1 / chance if law.kind == "with_replacement" else self._count
+        if others * _tail(int(counts[worst]), trials, chance) < limit:
+            times = f"{counts[worst]} times in {t + 1} rounds"
+            raise self._wrong(f"drew client {clients[worst]} {times}, which its law ({law}) hardly ever gives")
+
+    def _total(self, t: int, cohort: Cohort, limit: float) -> None:
+        """The sizes of Poisson cohorts, all together."""
+        self._selected += len(cohort) + cohort.lost
+        self._rounds += 1
+        if self._law.kind != "poisson" or self._law.rule:
+            return
+        trials, total = self._rounds * self._count, self._selected
+        low = _tail(trials - total, trials, 1 - self._law.q)
+        high = _tail(total, trials, self._law.q)
+        if 2 * min(low, high) < limit:
+            expected = trials * self._law.q
+            raise self._wrong(f"drew {total} clients by round {t}, where its law ({self._law}) gives {expected:.0f}")
+
+    def _in_common(self, t: int, clients: np.ndarray, limit: float) -> None:
+        """Clients that cohorts have in common with the one before, all together.
+
+        Given their sizes, whatever these are, the number is hypergeometric and independent of what was drawn before.
+        """
+        law, before = self._law, self._before
+        self._before = clients
+        if before is None or law.kind not in ("fixed", "poisson") or law.rule:
+            return
+        self._common += int(np.isin(clients, before).sum())
+        self._trials += len(clients)
+        self._expected += len(clients) * len(before) / self._count
+        if not 0 < self._expected < self._trials:
+            return
+        if 2 * _chernoff(self._common, self._trials, self._expected / self._trials) < limit:
+            common = f"{self._common} clients in common with the one before, in all"
+            expected = f"its law ({law}) gives {self._expected:.3g}"
+            raise self._wrong(f"gave cohorts by round {t} that have {common}, where {expected}")
+
+    def _wrong(self, what: str) -> RunError:
+        return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
+
+
+def _tail(least: int, trials: int, chance: float) -> float:
+    """P[Bin(trials, chance) >= least]."""
+    from scipy.special import betainc
+
+    if least <= 0:
+        return 1.0
+    return float(betainc(least, trials - least + 1, chance)) if least <= trials else 0.0
+
+
+def _chernoff(count: int, trials: int, chance: float) -> float:
+    """A bound on the probability to be as far from the mean, on the same side, as `count` is."""
+    share = count / trials
+
+    def part(a: float, b: float) -> float:
+        return a * math.log(a / b) if a > 0 else 0.0
+
+    if share > 1:
+        return 0.0
+    return math.exp(-trials * (part(share, chance) + part(1 - share, 1 - chance)))

@@ -1,0 +1,318 @@
+"""Noise that no other release has, what the bits depend on, and going on after it has changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import experiment
+
+from raydpfl import models, origin, run
+from raydpfl.coordinator import Coordinator
+from raydpfl.errors import RunError
+from raydpfl.plan import Plan
+from raydpfl.privacy import Ledger, Segment, epsilon
+from raydpfl.tracking import load
+
+LOUD = {"noise": {"kind": "gaussian", "multiplier": 1000.0}, "server": {"kind": "sgd"}, "rounds": 1}
+STEPS = {
+    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "multiplier": 1000.0},
+    "server": {"kind": "sgd"},
+    "rounds": 1,
+}
+
+
+def flat(result) -> np.ndarray:
+    return models.flatten(result.model).numpy().astype(np.float64)
+
+
+# ---- the key of the noise ----
+
+
+@pytest.mark.parametrize("method", [LOUD, STEPS, {**LOUD, "noise": {**LOUD["noise"], "placement": "server"}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"local": {"lr": 0.2}},
+        {"bounding": {"bound": 1.1}},
+        {"server": {"kind": "sgd", "lr": 1.5}},
+        {"client": {"lane": 7}},
+    ],
+)
+def test_two_runs_with_one_seed_do_not_cancel_each_others_noise(method, change, tmp_path):
+    """So much noise that a model is nothing else; 7,850 coordinates, so that a cosine by chance has std 0.011."""
+    def cosine(common: bool) -> float:
+        sections = {**method, "noise": {**method["noise"], "common": common}}
+        moved = {name: {**sections.get(name, {}), **value} for name, value in change.items()}
+        one = flat(run(experiment(**sections), tmp_path / f"first{common}"))
+        other = flat(run(experiment(**{**sections, **moved}), tmp_path / f"other{common}"))
+        return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
+
+    assert abs(cosine(common=False)) < 0.06
+    assert cosine(common=True) > 0.99
+
+
+def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_it_runs():
+    plan = Plan.make(experiment())
+    for change in (
+        {"client": {"actors": 2}},
+        {"measure": {"clients": True, "bounding": True}},
+        {"evaluate": {"every": 1}},
+        {"rounds": 9},
+        {"privacy": {"accountants": ["pld"], "budget": 900.0}},
+    ):
+        assert Plan.make(experiment(**change)).noise_seed == plan.noise_seed, change
+    by_std = experiment(noise={"kind": "gaussian", "std": 1.0 / math.sqrt(20)})
+    assert Plan.make(by_std).ratio == pytest.approx(1.0)
+
+
+def test_any_other_release_has_other_noise():
+    changes = [
+        {}, {"seed": 4}, {"local": {"lr": 0.2}}, {"local": {"steps": 6}}, {"bounding": {"bound": 0.5}},
+        {"bounding": {"kind": "normalize", "bound": 1.0}}, {"noise": {"kind": "gaussian", "multiplier": 1.1}},
+        {"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}}, {"data": {"clients": 60}},
+        {"data": {"partition": {"kind": "shards", "per_client": 5}}}, {"model": {"kind": "mlp", "hidden": [8]}},
+        {"selection": {"kind": "uniform", "cohort": 19}}, {"weights": {"kind": "data"}}, {"client": {"lane": 4}},
+        {"server": {"kind": "momentum", "lr": 0.5}}, {"client": {"way": "loop"}}, {"client": {"on_error": "drop"}},
+    ]  # fmt: skip
+    seeds = [Plan.make(experiment(**change)).noise_seed for change in changes]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 64 for seed in seeds)
+
+
+def test_other_code_versions_or_processors_have_other_noise():
+    plan = Plan.make(experiment())
+    for name in plan.platform:
+        assert replace(plan, platform={**plan.platform, name: "other"}).noise_seed != plan.noise_seed
+    assert replace(plan, platform={**plan.platform, "code mine:Tanh": "5f70bf"}).noise_seed != plan.noise_seed
+
+
+def test_common_noise_is_the_seeds_and_the_guarantee_says_what_follows(tmp_path):
+    common = experiment(noise={"kind": "gaussian", "multiplier": 1.0, "common": True})
+    assert Plan.make(common).noise_seed == 3 == Plan.make(experiment(**common.to_dict() | {"rounds": 7})).noise_seed
+    for guarantee in run(common, tmp_path / "run").guarantees:
+        assert any("no two of them may both be shown" in each for each in guarantee.exclusions)
+    assert not any("noise.common" in each for each in Plan.make(experiment()).mechanism.exclusions)
+
+
+# ---- what the bits depend on ----
+
+
+def capability_under(**settings: str) -> dict[str, str]:
+    code = "import json; from raydpfl import origin; print(json.dumps(origin.capability()))"
+    environment = {**os.environ, **settings}
+    return json.loads(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
+
+
+def test_the_capability_tells_processors_apart_that_round_differently_and_no_others():
+    here = capability_under()
+    assert here == origin.capability() == capability_under(OMP_NUM_THREADS="2")
+    plain = capability_under(ATEN_CPU_CAPABILITY="default")
+    assert plain["cpu"] == "DEFAULT" != here["cpu"] and plain["arithmetic"] != here["arithmetic"]
+    assert plain["settings"] == " ".join(filter(None, ["ATEN_CPU_CAPABILITY=default", here.get("settings")]))
+
+
+def test_the_summary_and_the_checkpoint_say_how_the_processor_computed(tmp_path):
+    result = run(experiment(), tmp_path / "run")
+    assert result.summary["capability"] == origin.capability()
+    stored = load(tmp_path / "run" / "checkpoints").origin
+    assert origin.capability().items() <= stored.items() and stored["torch"] == torch.__version__
+    assert stored["raydpfl"] and stored["data"] == Plan.make(experiment()).shards.name
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A member of the user's own, `mine_origin:Tanh`, which imports a helper of its own."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "mine_helper.py").write_text("import math\n\ndef squash(x):\n    return math.tanh(x)\n")
+    (folder / "mine_origin.py").write_text(
+        "import numpy\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\nfrom mine_helper import squash\n\n"
+        "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n\n"
+        "    def factor(self, norm, bound):\n        return bound * squash(norm / bound) / norm if norm > 0 else 0.0\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in ("mine_origin", "mine_helper"):
+        sys.modules.pop(name, None)
+
+
+OWN = {"bounding": {"kind": "mine_origin:Tanh", "bound": 0.5}}
+
+
+@pytest.mark.parametrize("name", ["mine_origin.py", "mine_helper.py"])
+def test_the_source_of_the_users_own_code_is_part_of_the_origin(mine, name):
+    before = origin.sources(experiment(**OWN))
+    assert list(before) == ["code mine_origin:Tanh"] and before == origin.sources(experiment(**OWN))
+    with open(mine / name, "a") as file:
+        file.write("\n# changed\n")
+    assert origin.sources(experiment(**OWN)) != before
+    assert origin.sources(experiment()) == {}
+
+
+def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
+    (mine / "mine_origin.py").write_text(
+        "import torch\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
+    )
+    assert list(origin.sources(experiment(model={"kind": "mine_origin:Net"}))) == ["code mine_origin:Net"]
+    linear = {"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}
+    assert origin.sources(experiment(model=linear)) == {}
+
+
+# ---- going on ----
+
+
+def begun(out, saved: int, releases: int, **sections) -> None:
+    """A run with a checkpoint of `saved` rounds that has released `releases`, and then was killed."""
+    out.mkdir()
+    coordinator = Coordinator(Plan.make(experiment(**sections)), str(out), 0)
+    coordinator.start()
+    (out / "config.yaml").write_text(coordinator.experiment.to_yaml())
+    for t in range(releases):
+        coordinator.round()
+        if t + 1 == saved:
+            coordinator.save()
+    for path in sorted((out / "checkpoints").glob("round-*.npz")):
+        if int(path.stem.removeprefix("round-")) > saved:
+            path.unlink()
+
+
+LONG = {"rounds": 8, "evaluate": {"every": 100}}
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_change_of_code_is_refused_by_name_before_a_round_is_released_twice_under_one_key(mine, tmp_path, rounds):
+    out = tmp_path / "run"
+    begun(out, rounds, 5, **OWN, **LONG)
+    lines = (out / "ledger.jsonl").read_text()
+    text = (mine / "mine_origin.py").read_text()
+    (mine / "mine_origin.py").write_text(text.replace("squash(norm", "squash(0.5 * norm"))
+    with pytest.raises(RunError, match=r"code mine_origin:Tanh has changed; --resume --fresh-noise"):
+        run(experiment(**OWN, **LONG), out, resume=True)
+    assert (out / "ledger.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("fact", ["raydpfl", "cpu", "arithmetic", "numpy"])
+def test_a_change_of_version_or_processor_is_refused_by_name(fact, tmp_path, monkeypatch):
+    run(experiment(**LONG), tmp_path / "run")
+    of = origin.of
+    monkeypatch.setattr(origin, "of", lambda e: {**of(e), fact: "other"})
+    with pytest.raises(RunError, match=f"its bits would differ: {fact} "):
+        run(experiment(**LONG), tmp_path / "run", resume=True)
+
+
+def test_without_a_checkpoint_the_ledger_itself_knows_the_key(tmp_path, monkeypatch):
+    begun(tmp_path / "run", 0, 2, **LONG)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.unlink()
+    of = origin.of
+    monkeypatch.setattr(origin, "of", lambda e: {**of(e), "numpy": "other"})
+    with pytest.raises(RunError, match="round 0 was released before"):
+        run(experiment(**LONG), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"privacy": {"accountants": ["pld"]}},
+        {"privacy": {"accountants": ["pld"]}, "selection": {"kind": "cyclic", "period": 2}},
+        {"bounding": {"kind": "quantile_clip", "bound": 0.5}, "privacy": {"accountants": ["pld"]}},
+    ],
+    ids=["hidden", "public", "adaptive"],
+)
+def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_path, monkeypatch):
+    """Five rounds were released, of which two lie beyond the checkpoint: they are released again, under noise of their own."""
+    out = tmp_path / "run"
+    begun(out, 3, 5, **sections, **LONG)
+    of = origin.of
+    monkeypatch.setattr(origin, "of", lambda e: {**of(e), "torch": "other"})
+    result = run(experiment(**sections, **LONG), out, resume=True, fresh_noise=True)
+    assert result.summary["status"] == "completed" and result.summary["repeated_rounds"] == 2
+    ledger = Ledger(out / "ledger.jsonl", resume=True)
+    assert ledger.segments == (Segment(0, 0, 5), Segment(1, 3, 8))
+    assert len({entry["key"] for entry in ledger.entries}) == 2
+    plan = Plan.make(experiment(**sections, **LONG))
+    once = int(plan.exposures[-1])
+    spent = {count: epsilon(plan.mechanism, "replace_one", 1e-5, count, "pld") for count in (once, once + 1, once + 2)}
+    assert ledger.spent().epsilon["pld"] == pytest.approx(spent[once + 2], rel=1e-9)
+    # Of public cohorts the participations are known: 5 releases of either group.
+    counted = once + 1 if sections.get("selection") else once + 2
+    assert result.guarantees[0].epsilon == pytest.approx(spent[counted], rel=1e-9)
+    assert spent[counted] > spent[once]
+    # And again: the present segment goes on by itself.
+    again = run(experiment(**sections, **LONG), out, resume=True)
+    assert again.summary["model_sha256"] == result.summary["model_sha256"]
+    assert again.guarantees == result.guarantees
+
+
+def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(tmp_path):
+    steps = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "privacy": {"accountants": ["rdp"]}}
+    steps |= {"noise": {"kind": "gaussian", "multiplier": 2.0}, **LONG}
+    out = tmp_path / "run"
+    begun(out, 3, 5, **steps)
+    result = run(experiment(**steps), out, resume=True, fresh_noise=True)
+    plan = Plan.make(experiment(**steps))
+    counts = np.zeros(len(plan.population), np.int64)
+    for t in (*range(5), *range(3, 8)):  # cohorts are no secret here, and stay
+        counts[plan.experiment.selection.draw(3, t, plan.population).clients] += 1
+    worst = float(plan.mechanism.epsilons("rdp", counts).max())
+    assert result.guarantees[0].epsilon == pytest.approx(worst, rel=1e-9)
+    assert result.rounds["epsilon_rdp"].to_pylist()[-1] == pytest.approx(worst, rel=1e-9)
+
+
+def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_own(tmp_path):
+    begun(tmp_path / "run", 3, 5, **LONG)
+    plan = Plan.make(experiment(**LONG))
+    anew = plan.continued((Segment(0, 0, 5),), anew=3)
+    assert len({plan.seed, anew.seed, plan.noise_seed, anew.noise_seed}) == 4
+    assert anew.cohort_seed() == anew.seed and plan.cohort_seed() == 3
+    public = Plan.make(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued((Segment(0, 0, 5),), anew=3)
+    assert public.cohort_seed() == 3 != public.seed
+    assert len(anew.draws(8)) == 5 + 5 and anew.repeated == 2
+
+
+# ---- the ledger below the checkpoint ----
+
+
+@pytest.mark.parametrize(
+    "damage,said",
+    [
+        (lambda lines: [{**line, "std": line["std"] / 2} for line in lines], "std 0.5 for round 0, where this run has 1.0"),
+        (lambda lines: [lines[0], {**lines[1], "bound": 2.0}, *lines[2:]], "bound 2.0 for round 1"),
+        (lambda lines: [*lines[:2], {**lines[2], "mechanism": "0" * 64}, lines[3]], "mechanism 0+ for round 2"),
+        (lambda lines: [*lines[:3], {**lines[3], "key": "0" * 16}], "key 0+ for round 3"),
+        (lambda lines: lines[1:], "line 1, is damaged"),
+        (lambda lines: [lines[0], lines[2], lines[3]], "line 2, is damaged"),
+        (lambda lines: lines[:2], "has 2 rounds and the checkpoint 4"),
+        (lambda lines: [{**line, "again": 1} for line in lines], "line 1, is damaged"),
+        (lambda lines: [*lines[:2], *[{**line, "again": 2} for line in lines[2:]]], "line 3, is damaged"),
+    ],
+)
+def test_a_ledger_that_is_not_what_the_checkpoint_counts_on_is_refused(damage, said, tmp_path):
+    run(experiment(), tmp_path / "run")
+    path = tmp_path / "run" / "ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in damage(lines)))
+    with pytest.raises(RunError, match=f"{said}.*what this run has spent is unknown"):
+        run(experiment(), tmp_path / "run", resume=True)
+
+
+def test_bounds_that_adapt_are_verified_as_far_as_they_are_known(tmp_path):
+    adaptive = experiment(bounding={"kind": "quantile_clip", "bound": 0.5})
+    run(adaptive, tmp_path / "run")
+    path = tmp_path / "run" / "ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["bound"] for line in lines}) == 4
+    run(adaptive, tmp_path / "run", resume=True)
+    lines[2]["bound"] *= 0.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunError, match=r"std .* for round 2"):
+        run(adaptive, tmp_path / "run", resume=True)
