@@ -150,7 +150,8 @@ class Coordinator:
         least = plan.survivors if plan.ratio and noise.placement == "client" else 0
         exposures = plan.exposures + max(plan.repeated, 0)
         secret = isinstance(plan.mechanism, Mechanism)
-        return Witness(self.experiment.selection, plan.population, exposures, least, secret)
+        apart = noise.bands if isinstance(noise, BandedGaussian) else 1
+        return Witness(self.experiment.selection, plan.population, exposures, least, secret, apart)
 
     def _module(self) -> torch.nn.Module:
         return models.build(self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed)

@@ -155,6 +155,27 @@ def test_fewer_clients_than_the_noise_counts_on_are_never_released():
         witness.see(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
 
 
+class Restless(Liar):
+    """Says that clients rest for two rounds, and takes some after one."""
+
+    declares: str = "public"
+
+    @property
+    def separation(self) -> int:
+        return 3
+
+    def drawn(self, generator, round, count):
+        return np.arange(self.cohort) + self.cohort * (round % (3 if round < 4 else 2))
+
+
+def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path):
+    banded = {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 3}
+    asked = {"accountants": ["pld"], "relation": "zero_out"}
+    restless = experiment(selection=Restless(), noise=banded, privacy=asked, data=CLIENTS, rounds=9)
+    with pytest.raises(RunError, match=r"took client \d+ in round 4 again, less than 3 rounds apart"):
+        run(restless, tmp_path / "run")
+
+
 def test_a_choice_beyond_the_candidates_is_noticed():
     member, clients = Uniform(cohort=2), Population.balanced(10)
     witness = Witness(member, clients, np.arange(1, 11), least=0, secret=False)

@@ -28,7 +28,7 @@ Law-abiding draws that are nevertheless no secret (a member that can be foreseen
 from __future__ import annotations
 
 import math
-from collections import Counter  # noqa: F401  (the example above)
+from collections import Counter, deque  # noqa: F401  (Counter: the example above)
 from collections.abc import Mapping
 
 import numpy as np
@@ -43,17 +43,25 @@ class Witness:
     """Sees every cohort of a run of `selection`.
 
     `exposures` int64 [rounds]: how many of the first t + 1 rounds the accountants compose over. `least`: the fewest clients
-    that the noise of a round counts on. `secret`: whether an accountant counts on the cohort being a secret.
+    that the noise of a round counts on. `secret`: whether an accountant counts on the cohort being a secret. `apart`: the
+    fewest rounds from one participation of a client to its next that noise which is correlated over rounds counts on.
     """
 
     def __init__(
-        self, selection: Selection, population: Population, exposures: np.ndarray, least: int, secret: bool
+        self,
+        selection: Selection,
+        population: Population,
+        exposures: np.ndarray,
+        least: int,
+        secret: bool,
+        apart: int = 1,
     ):
         self._kind, self._law, self._count = selection.kind, selection.sampling(population), len(population)
         self._exposures, self._least = exposures, least
         self._secret = secret and self._law.hidden
         self._selected = 0  # over all rounds seen
         self._rounds = 0
+        self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
         self._before: np.ndarray | None = None  # the clients of the last cohort
         self._common, self._trials, self._expected = 0, 0, 0.0
 
@@ -66,9 +74,11 @@ class Witness:
         """
         self._members(t, cohort, candidates)
         self._size(t, cohort)
-        clients, times = np.unique(cohort.clients, return_counts=True)
-        counts = times + np.array([participations.get(client, 0) for client in clients.tolist()], np.int64)
+        clients = cohort.clients
+        before = [participations.get(client, 0) for client in clients.tolist()]
+        counts = np.array(before, np.int64) + cohort.draws + 1  # of a client drawn twice the last of its draws has all
         self._exposed(t, clients, counts)
+        self._separate(t, clients)
         if self._secret:
             limit = FALSE_ALARM / (3 * (t + 1) * (t + 2))
             self._often(t, clients, counts, limit)
@@ -102,6 +112,14 @@ class Witness:
             worst = int(counts.argmax())
             times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
             raise self._wrong(f"took client {clients[worst]} in {times}")
+
+    def _separate(self, t: int, clients: np.ndarray) -> None:
+        for recent in self._recent:
+            both = np.intersect1d(clients, recent)
+            if len(both):
+                least = f"{self._recent.maxlen + 1} rounds apart, which the noise counts on"
+                raise self._wrong(f"took client {both[0]} in round {t} again, less than {least}")
+        self._recent.append(clients)
 
     def _often(self, t: int, clients: np.ndarray, counts: np.ndarray, limit: float) -> None:
         """The largest count of any client, against a binomial law with a union bound over the clients."""
@@ -139,7 +157,7 @@ class Witness:
         self._before = clients
         if before is None or law.kind not in ("fixed", "poisson") or law.rule:
             return
-        self._common += int(np.isin(clients, before).sum())
+        self._common += _shared(clients, before)
         self._trials += len(clients)
         self._expected += len(clients) * len(before) / self._count
         if not 0 < self._expected < self._trials:
@@ -151,6 +169,12 @@ class Witness:
 
     def _wrong(self, what: str) -> RunError:
         return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
+
+
+def _shared(first: np.ndarray, second: np.ndarray) -> int:
+    """How many distinct clients two cohorts, ascending and each without repeats, have in common."""
+    both = np.sort(np.concatenate([first, second]))
+    return int((both[1:] == both[:-1]).sum())
 
 
 def _tail(least: int, trials: int, chance: float) -> float:
