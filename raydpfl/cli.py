@@ -94,6 +94,7 @@ def sweep(
     display.report(result)
 
 
+THERE = "The files that CONFIG names are on the cluster: send none."
 SENT = (
     "A YAML file (with a sweep section: a sweep), or the directory of a run. "
     "The import paths in it are code that runs, here too."
@@ -108,6 +109,7 @@ def submit(
     address: Annotated[str | None, typer.Option(help="Of the cluster's job server; default: http://127.0.0.1:8265.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="ID", help="Go on with what the cluster has of that run.")] = None,
     follow: Annotated[str | None, typer.Option(metavar="ID", help="Show a submitted job again, and bring its run directory back.")] = None,
+    there: Annotated[bool, typer.Option("--there", help=THERE)] = False,
     stop: Annotated[str | None, typer.Option(metavar="ID", help="Stop a job after its round, and bring its run directory back.")] = None,
 ) -> None:
     """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
@@ -118,7 +120,7 @@ def submit(
     server = JobServer(address)
     if stop:
         server.stop(stop)
-    job = follow or stop or server.submit(config, overrides or (), out, resume=resume)
+    job = follow or stop or server.submit(config, overrides or (), out, resume=resume, there=there)
     again = f"follow it with: {server.command('--follow', job)}\n  stop it with: {server.command('--stop', job)}"
     if config:
         print(f"Submitted {job}. It does not need this terminal;\n{again}", flush=True)

@@ -16,6 +16,7 @@ depends on the data or on the machine is checked by `raydpfl.plan` and `raydpfl.
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -199,6 +200,17 @@ class Experiment(Section):
         for section, member in self._every_member():
             if member.unread():
                 found.setdefault(section.partition(".")[0], member.kind)
+        return found
+
+    def named_files(self) -> set[tuple[str, str]]:
+        """The files that the config names, each with the field that does: where members say so, and
+        text of own members (and `model.args`) that is the name of a file."""
+        found = set()
+        for section, member in self._every_member():
+            named = member.files()
+            if ":" in member.kind or "." in member.kind:
+                named = {**_paths(member.model_dump(mode="json")), **named}
+            found |= {(f"{section}.{field}", name) for field, name in named.items()}
         return found
 
     def complete(self) -> None:
@@ -428,6 +440,26 @@ def _one_run(tree: Mapping[str, Any]) -> None:
             raise ConfigError(path, value, f"one value; this is a search space, {sweeps}")
         if isinstance(value, Mapping):
             nodes += [(f"{path}.{key}", each) for key, each in value.items()]
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text looks like the name of a file, and is that of one."""
+    return re.search(r"[/.]", text) is not None and "\0" not in text and os.path.isfile(text)
+
+
+def _paths(values: Mapping[str, Any]) -> dict[str, str]:
+    """By dotted key, the texts in a tree that look like names of files and are."""
+    found: dict[str, str] = {}
+    nodes: list[tuple[str, Any]] = [(key, value) for key, value in values.items() if key != "kind"]
+    while nodes:
+        key, value = nodes.pop()
+        if isinstance(value, Mapping):
+            nodes += [(f"{key}.{name}", each) for name, each in value.items() if name != "kind"]
+        elif isinstance(value, list):
+            nodes += [(key, each) for each in value]
+        elif isinstance(value, str) and _is_file(value):
+            found[key] = value
+    return found
 
 
 def _members(value: Any, section: str) -> Iterator[tuple[str, Member]]:

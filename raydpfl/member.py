@@ -36,10 +36,16 @@ class Member(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
+    named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
     # flag -> what a class that sets it must give, and no other may
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     kind: str = ""
+
+    def files(self) -> dict[str, str]:
+        """The files that this member names, by field."""
+        given = {name: getattr(self, name) for name in sorted(self.named)}
+        return {name: value for name, value in given.items() if isinstance(value, str)}
 
     @classmethod
     def unread(cls) -> bool:

@@ -1,13 +1,18 @@
 """A run on a cluster elsewhere, through the job server of Ray: `raydpfl submit`.
 
 All that is asked of the cluster is the HTTP address of its job server, a `python` with raydpfl's dependencies on the head's PATH, and
-RAYDPFL_CACHE on storage that its nodes share. This package, the config and your own modules that it names go along. The job is an
-ordinary `raydpfl run` or `raydpfl sweep` on the head, which writes to a directory of its own under RAYDPFL_CACHE/runs and needs nobody to
-watch it: whoever follows it may go and come back.
+RAYDPFL_CACHE on storage that its nodes share. This package, the config, your own modules and the
+files that it names go along (see `raydpfl.staging`). The job is an ordinary `raydpfl run` or
+`raydpfl sweep` on the head, which writes to a folder of its own under RAYDPFL_CACHE/runs and needs
+nobody to watch it: whoever follows it may go and come back.
 
 Design note: a job server hands out what jobs print and nothing else, and its port is often the only one that a firewall lets
 through. So the run directory comes back as the printout of a second, short job: an archive in base64. (100 MB took 12 s within one
 machine; the head's log folder keeps that printout as long as the cluster lives.)
+
+The head is not trusted with this machine: a run directory comes back to where its user says, or to
+where this machine remembers that they said; archives and printouts are taken as `raydpfl.archive`
+says; and the token goes to the address alone that was given, never on to where that redirects.
 
 >>> entrypoint("run", "mnist-1", ["rounds=9"], address=True).replace(RUNS, "RUNS")
 'exec python -m raydpfl run config.yaml rounds=9 --out RUNS/mnist-1 --address auto'
@@ -17,34 +22,47 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import ipaddress
 import json
 import logging
 import os
 import re
 import shlex
-import shutil
 import socket
-import sys
-import tarfile
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from aiohttp import ClientError
+from aiohttp import ClientError, ClientSession, TraceConfig, WSCloseCode, WSMsgType
 
 import raydpfl
+from raydpfl.archive import ArchiveError, Limits, Plain, place, plain, unpack
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.files import cache_root
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 ADDRESS = "http://127.0.0.1:8265"
 RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'  # of the head: cache_root of raydpfl.files, said in shell
 NOTE = "job.json"  # in the run directory here: whose it is
 PATIENCE = 60.0  # seconds without output after which the connection is made anew, and without an answer after which it is given up
 BEGIN, END = "<run directory>", "</run directory>"
+REDIRECTED = (
+    "the address redirects elsewhere; give the one that it redirects to, "
+    "if you trust it with the cluster's token"
+)
+LINE = 1 << 20  # characters of a line of an archive's printout at most
+ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+LIMITS = Limits()
+log = logging.getLogger("raydpfl")
 
 
 def entrypoint(command: str, run: str, overrides: Sequence[str] = (), *, address: bool, resume: bool = False) -> str:
@@ -72,11 +90,9 @@ class JobServer:
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ValueError("it begins with http:// or https://")
             socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
-            from ray.job_submission import JobSubmissionClient
-
-            for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
-                logging.getLogger(chatty).setLevel(logging.WARNING)
-            self._client = JobSubmissionClient(self.address)
+            if warning := _open_token(url.scheme, url.hostname):
+                log.warning(warning)
+            self._client = _client_class()(self.address)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -90,54 +106,82 @@ class JobServer:
             if type(error).__name__ != "AuthenticationError":
                 raise
             token = "RAY_AUTH_MODE=token and, as RAY_AUTH_TOKEN_PATH, the file with the token that the cluster was started with"
-            raise ConfigError("--address", self.address, f"a cluster that accepts this side's token; set {token} ({str(error).splitlines()[0]})") from None
+            accepted = f"a cluster that accepts this side's token; set {token} ({_line(error)})"
+            raise ConfigError("--address", self.address, accepted) from None
 
-    def submit(self, config: str | Path, overrides: Sequence[str] = (), out: str | Path | None = None, *, resume: str | None = None) -> str:
+    def submit(
+        self,
+        config: str | Path,
+        overrides: Sequence[str] = (),
+        out: str | Path | None = None,
+        *,
+        resume: str | None = None,
+        there: bool = False,
+    ) -> str:
         """Starts a run of `config`, or the sweep that it describes, as a job, and returns the job's id.
 
-        `out` is where the run directory is to be brought back to (None: runs/ID). `resume` goes on with what the cluster has of that run.
-        Raises `ConfigError` for all that can be refused without the data; the rest, the job itself refuses.
+        `out` is where the run directory is to be brought back to (None: runs/ID), which this
+        machine remembers. `resume` goes on with what the cluster has of that run. `there`: the
+        files that the config names are on the cluster. Raises `ConfigError` for all that can be
+        refused without the data; the rest, the job itself refuses.
         """
-        path, command, inline = _read(config, overrides)
-        run = resume and (self._noted(resume) or {}).get("run", resume)
-        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.parent.name if path.name in ("config.yaml", "sweep.yaml") else path.stem)
-        stem = f"{run}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
-        job = f"{stem}-{uuid.uuid4().hex[:4]}"
+        from raydpfl import staging  # loads torch, which following a job can do without
+        from raydpfl.config import dump
+
+        path, command, inline, experiments, tree = _read(config, overrides)
+        tree, files = staging.packed(tree, experiments, Path.cwd(), there=there)
+        run = self._run(resume) if resume else None
+        job = _new_id(path, run)
         run = run or job
-        folder = Path(out or Path("runs") / run).absolute()
+        before = self._remembered(resume).get("out") if resume else None
+        folder = Path(out or before or Path("runs") / (resume or job)).absolute()
         _check(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
-            shutil.copyfile(path, Path(stage) / "config.yaml")
-            for module in _own_modules(Path.cwd()):
-                (shutil.copytree if module.is_dir() else shutil.copyfile)(module, Path(stage) / module.name)
+            work, package = Path(stage) / "work", Path(stage) / "raydpfl"
+            staging.copy(files, work)
+            (work / "config.yaml").write_text(dump(tree))
+            staging.copy(staging.package(Path(raydpfl.__file__).parent), package)
             environment = {
-                "working_dir": stage,
-                "py_modules": [str(Path(raydpfl.__file__).parent)],
-                "excludes": ["__pycache__"],
+                "working_dir": str(work),
+                "py_modules": [str(package)],
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},  # for the round under way and a checkpoint
             }
-            command = entrypoint(command, run, overrides, address=not inline, resume=resume is not None)
+            words = entrypoint(command, run, address=not inline, resume=resume is not None)
             with self._refusals():
-                self._start(entrypoint=command, submission_id=job, runtime_env=environment, metadata={"run": run, "out": str(folder)})
+                about = {"submission_id": job, "metadata": {"run": run}}
+                self._start(entrypoint=words, runtime_env=environment, **about)
         self._note(folder, run, job)
         return job
 
     def run_of(self, job: str) -> str:
         """Raises `ConfigError` for a job that the cluster does not know."""
-        return self._known(job).get("run", job)
+        self._known(job)
+        return self._run(job)
+
+    def _run(self, job: str) -> str:
+        """The run that a job belongs to: as this machine remembers, else as the cluster says, which
+        names a folder there alone."""
+        if not ID.fullmatch(job):
+            raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
+        found = self._remembered(job).get("run") or (self._noted(job) or {}).get("run", job)
+        if not isinstance(found, str) or not ID.fullmatch(found):
+            told = f"names the run of {job} as no run of ours is named: {plain(found)[:100]!r}"
+            raise RunError(f"the cluster at {self.address} {told}")
+        return found
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
         """Waits for the job to end, handing to `write` all that it has printed and prints; its exit code, 1 if it has none.
 
-        A connection that breaks is made anew. Raises `RunError` when the cluster has not answered for `PATIENCE`.
+        Escape codes are taken out of it. A connection that breaks is made anew. Raises `RunError`
+        when the cluster has not answered for `PATIENCE`.
         """
-        run, written, heard = self.run_of(job), 0, time.monotonic()
+        run, written, heard, clean = self.run_of(job), 0, time.monotonic(), Plain()
         while True:
             seen = 0
             try:
                 for text in self._output(job):
-                    write(text[max(0, written - seen) :])
+                    write(clean(text[max(0, written - seen) :]))
                     seen += len(text)
                     written, heard = max(written, seen), time.monotonic()
                 details, heard = self._client.get_job_info(job), time.monotonic()
@@ -149,7 +193,7 @@ class JobServer:
                     raise RunError(f"the cluster at {self.address} does not answer ({_line(error)}); {hint}") from None
             time.sleep(1)
         if details.status == "FAILED" and details.driver_exit_code is None:
-            write(f"{details.message}\n")
+            write(f"{plain(details.message)}\n")
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
 
     def stop(self, job: str) -> None:
@@ -159,13 +203,14 @@ class JobServer:
             self._client.stop_job(job)
 
     def fetch(self, job: str, out: str | Path | None = None) -> Path | None:
-        """Brings the run directory of an ended job to `out` (None: where `submit` said). None if the job never made one.
+        """Brings the run directory of an ended job to `out` (None: where `submit` on this machine
+        said, or runs/ID). None if the job never made one.
 
         Raises `RunError` if it did not come whole, and then leaves what is in `out` as it is.
         """
-        note = self._known(job)
-        run = note.get("run", job)
-        folder = Path(out or note.get("out") or Path("runs") / run)
+        self._known(job)
+        run = self._run(job)
+        folder = Path(out or self._remembered(job).get("out") or Path("runs") / job)
         _check(folder, run)
         for pause in (1, 5, 25):
             try:
@@ -173,7 +218,9 @@ class JobServer:
                     return None
                 self._note(folder, run, job)
                 return folder
-            except (OSError, EOFError, RuntimeError, ValueError, ClientError, tarfile.TarError) as error:
+            except ArchiveError as error:  # it would be the same another time
+                raise RunError(f"the run directory is not brought back: {_line(error)}") from None
+            except (OSError, EOFError, RuntimeError, ValueError, ClientError, zlib.error) as error:
                 reason = _line(error)
         again = f"try again with {self.command('--follow', job)}, or take it from RAYDPFL_CACHE/runs/{run} there"
         raise RunError(f"the run directory did not come back ({reason}); {again}")
@@ -184,13 +231,15 @@ class JobServer:
         pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
         shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; echo '{BEGIN}'; {pack}; echo; echo '{END}'"
         self._start(entrypoint=shell, submission_id=job)
-        with tempfile.TemporaryFile() as archive, tempfile.TemporaryDirectory(prefix="raydpfl-") as unpacked:
+        room = tempfile.TemporaryDirectory(prefix="raydpfl-")
+        with tempfile.TemporaryFile() as archive, room as scratch:
             if not _decode(self._output(job), archive):
                 return False
             archive.seek(0)
-            with tarfile.open(fileobj=archive) as packed:
-                packed.extractall(unpacked, filter="data")
-            shutil.copytree(Path(unpacked) / run, folder, dirs_exist_ok=True)
+            unpacked = Path(scratch) / "run"
+            unpack(archive, run, unpacked, LIMITS)
+            (unpacked / NOTE).unlink(missing_ok=True)  # ours, which says whose the folder is
+            place(unpacked, folder)
         while not self._client.get_job_info(job).status.is_terminal():
             time.sleep(0.1)
         self._client.delete_job(job)
@@ -216,7 +265,26 @@ class JobServer:
                 time.sleep(1)
 
     def _note(self, folder: Path, run: str, job: str) -> None:
-        (folder / NOTE).write_text(json.dumps({"run": run, "job": job, "address": self.address}) + "\n")
+        """Notes in the folder whose it is, and on this machine where the run directory goes."""
+        text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
+        remembered = self._memory(job)
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        remembered.write_text(json.dumps({"run": run, "out": str(folder.absolute())}) + "\n")
+        (folder / NOTE).unlink(missing_ok=True)  # a link is not followed
+        (folder / NOTE).write_text(text)
+
+    def _memory(self, job: str) -> Path:
+        """Where this machine remembers a job of the cluster."""
+        name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
+        return cache_root() / "jobs" / f"{name}.json"
+
+    def _remembered(self, job: str) -> dict[str, str]:
+        """What this machine remembers of a job; nothing of one that was sent from elsewhere."""
+        try:
+            found = json.loads(self._memory(job).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _noted(self, job: str) -> dict[str, str] | None:
         """What `submit` noted with the job; None if this cluster does not know it."""
@@ -229,6 +297,8 @@ class JobServer:
                 raise
 
     def _known(self, job: str) -> dict[str, str]:
+        if not ID.fullmatch(job):
+            raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
         if (note := self._noted(job)) is None:
             raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
         return note
@@ -248,9 +318,12 @@ class JobServer:
 
 def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
     """Writes to `archive` what `pieces` have in base64 between the marks; whether they were there. Raises EOFError if only the first was."""
-    rest, inside = "", False
+    rest, inside, count = "", False, 0
     for piece in pieces:
         *lines, rest = (rest + piece).split("\n")
+        count += len(piece)
+        if len(rest) > LINE or count > LIMITS.size or (count > LINE and not inside):
+            raise ArchiveError("the printout is none of an archive, or too long")
         for line in lines:
             if line == END:
                 return inside
@@ -272,8 +345,23 @@ def _check(folder: Path, run: str) -> None:
         raise ConfigError("--out", str(folder), f"a new or empty directory, or the one that {run} was submitted with")
 
 
-def _read(config: str | Path, overrides: Sequence[str]) -> tuple[Path, str, bool]:
-    """The config's file, the command that runs it, and whether that does without Ray. Raises `ConfigError` for one that cannot be right."""
+def _new_id(path: Path, run: str | None) -> str:
+    """The id of a new job for the config at `path`, or for the run that it goes on with."""
+    own = path.name not in ("config.yaml", "sweep.yaml")
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if own else path.parent.name)
+    stem = stem.lstrip(".-")[:80] or "run"
+    named = f"{run[:100]}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
+    return f"{named}-{uuid.uuid4().hex[:4]}"
+
+
+def _read(
+    config: str | Path, overrides: Sequence[str]
+) -> tuple[Path, str, bool, list[Experiment], dict[str, Any]]:
+    """The config's file, the command that runs it, whether that does without Ray, the experiments
+    that it describes, and the config with the overrides in it.
+
+    Raises `ConfigError` for one that cannot be right.
+    """
     from raydpfl.config import Experiment, overridden, read  # they load torch, which following a job can do without
     from raydpfl.tune import Sweep
     from raydpfl.tune.spaces import find
@@ -284,22 +372,61 @@ def _read(config: str | Path, overrides: Sequence[str]) -> tuple[Path, str, bool
     values = read(path)
     tree = overridden(values, overrides)
     if "sweep" in tree or find(tree):
-        Sweep.from_dict(values, overrides)
-        return path, "sweep", False
-    return path, "run", Experiment.from_dict(values, overrides).client.actors == 0
+        return path, "sweep", False, list(Sweep.from_dict(values, overrides).probes), tree
+    experiment = Experiment.from_dict(values, overrides)
+    return path, "run", experiment.client.actors == 0, [experiment], tree
 
 
-def _own_modules(folder: Path) -> list[Path]:
-    """The files and packages of `folder` that have been imported, by reading the config."""
-    found = []
-    for name in {module.partition(".")[0] for module in list(sys.modules)} - {"raydpfl"}:
-        source = getattr(sys.modules.get(name), "__file__", None)
-        for main in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if source and main.is_file() and main.samefile(source):
-                found.append(main if main.parent == folder else main.parent)
-    return sorted(found)
+def _open_token(scheme: str, host: str) -> str | None:
+    """A warning if a token would go over the network for all to read."""
+    token = os.environ.get("RAY_AUTH_MODE") == "token"
+    if scheme == "https" or not token or host == "localhost":
+        return None
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    except ValueError:
+        pass
+    way = "where anyone on the way can read it; use https, or a tunnel to localhost"
+    return f"the cluster's token goes to {host} over http, {way}"
+
+
+def _client_class() -> type:
+    """Ray's own client of a job server, but one that follows no redirect, by which the token would
+    go elsewhere."""
+    from ray.job_submission import JobSubmissionClient
+
+    for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+    class Client(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+            answer = super()._do_request(method, endpoint, **{**options, "allow_redirects": False})
+            if 300 <= answer.status_code < 400:
+                raise RuntimeError(REDIRECTED)
+            return answer
+
+        async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+            """As Ray's own."""
+            traces = TraceConfig()
+            traces.on_request_redirect.append(_no_redirect)
+            url = f"{self._address}/api/jobs/{job_id}/logs/tail"
+            async with ClientSession(headers=self._headers, trace_configs=[traces]) as session:
+                socket = await session.ws_connect(url)  # not waited for when it is left
+                async for message in socket:
+                    if message.type != WSMsgType.TEXT:
+                        break
+                    yield message.data
+                if socket.close_code == WSCloseCode.ABNORMAL_CLOSURE:
+                    raise RuntimeError("the connection was lost")
+
+    return Client
+
+
+async def _no_redirect(*_: Any) -> None:
+    raise RuntimeError(REDIRECTED)
 
 
 def _line(error: object) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(plain(error).split())
     return text if len(text) <= 200 else f"{text[:197]}..."

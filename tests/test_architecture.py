@@ -12,7 +12,8 @@ import raydpfl
 ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only where the later names the earlier.
 ORDER = [
-    "__main__", "cli", "budget", "audit", "submit", "tune", "report", "runner", "coordinator", "placement", "client", "tracking",  # front and runtime
+    "__main__", "cli", "budget", "audit", "submit", "staging", "archive", "tune", "report",
+    "runner", "coordinator", "placement", "client", "tracking",  # front and runtime
     "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
     "server", "privacy", "models", "data", "member", "own", "files", "keys", "errors",
 ]  # fmt: skip

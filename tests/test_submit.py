@@ -188,7 +188,7 @@ def test_the_run_directory_of_a_job_lies_in_the_cache_of_the_head(names, monkeyp
 def test_a_config_with_search_spaces_is_a_sweep_and_is_checked_here(tmp_path):
     def read(tree, *overrides):
         (tmp_path / "tried.yaml").write_text(yaml.safe_dump(tree))
-        return submit._read(tmp_path / "tried.yaml", overrides)[1:]
+        return submit._read(tmp_path / "tried.yaml", overrides)[1:3]
 
     plain = experiment(client={"actors": 2}).to_dict()
     assert read(plain) == ("run", False) and read(plain, "client.actors=0") == ("run", True)

@@ -40,8 +40,6 @@ IMAGES = 64  # that go through a net at once
 class Features(Member):
     """Base of the family."""
 
-    named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
-
     @property
     def exclusions(self) -> tuple[str, ...]:
         """Queries of the training data that no accountant counts, in words."""
@@ -141,6 +139,10 @@ class ResNet18Features(Features):
         if self.crop > self.resize:
             raise ConfigError("data.features.crop", self.crop, f"at most data.features.resize, {self.resize}")
         return self
+
+    def files(self) -> dict[str, str]:
+        """None for the weights that torchvision downloads."""
+        return {} if self.weights == "imagenet" else super().files()
 
     def identity(self, root: Path | None) -> list:
         if self.weights == "imagenet":

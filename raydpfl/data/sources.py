@@ -66,8 +66,6 @@ class Samples:
 class Data(Member):
     """Base of the family; a user's own source derives from it, or from `Dealt`."""
 
-    named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
-
     clients: int | None = Field(default=None, ge=1, le=10**9)
 
     def split(self, seed: int, root: Path | None) -> Split:

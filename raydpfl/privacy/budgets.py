@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -129,6 +129,8 @@ class Column(Law):
     Row k is client k's; or `client` names a column of ids, which are numbered in sorted order as partition `natural` numbers them, and
     all rows of a client must say the same. `path`: absolute, or relative to the data root or the working folder.
     """
+
+    named: ClassVar[frozenset[str]] = frozenset({"path"})
 
     kind: str = "column"
     path: str

@@ -71,6 +71,8 @@ class Importance(WithReplacement):
     has data must have p > 0. A client that is rarely asked speaks the louder: its correction multiplies what it may contribute to the sum.
     """
 
+    named: ClassVar[frozenset[str]] = frozenset({"path"})
+
     kind: str = "importance"
     power: float | None = None
     path: str | None = None

@@ -1,0 +1,218 @@
+"""What a job takes along: the user's modules, declared data and the files that a config names, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import SMALL
+from test_submit import server
+
+from raydpfl import Experiment, staging, submit
+from raydpfl.config import overridden
+from raydpfl.errors import ConfigError
+from raydpfl.tune import Sweep
+
+CLIP = "from raydpfl.bounding import Clip\nclass Own(Clip):\n    pass\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder that commands are run in; what is imported from it is forgotten after the test."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("RAYDPFL_DATA", raising=False)
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        source = getattr(sys.modules[name], "__file__", None) or str(tmp_path)
+        if source.startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write(here: Path, **files: str | bytes) -> None:
+    for name, text in files.items():
+        path = here / name.replace("__", "/").replace("_py", ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def sent(here: Path, kind: str = "pkg.deep.mine:Own", there: bool = False, **changes) -> set[str]:
+    tree = overridden(SMALL | changes, [f"bounding.kind={kind}"])
+    return set(staging.packed(tree, [Experiment.from_dict(tree)], here, there=there)[1])
+
+
+def package(here: Path, init: bool = True) -> None:
+    for folder in ("pkg", "pkg/deep", "pkg/.git", "pkg/__pycache__", "pkg/.hidden", "pkg/big"):
+        (here / folder).mkdir(parents=True, exist_ok=True)
+    for folder in ("pkg", "pkg/deep"):
+        if init:
+            (here / folder / "__init__.py").touch()
+    (here / "pkg/deep/mine.py").write_text(CLIP)
+    (here / "pkg/unused.py").touch()
+    (here / "pkg/types.pyi").touch()
+    (here / f"pkg/fast{staging.EXTENSION_SUFFIXES[0]}").touch()
+    for name in (
+        ".env",
+        ".git/config",
+        ".hidden/a.py",
+        "__pycache__/a.pyc",
+        "secret.json",
+        "big/b.bin",
+    ):
+        (here / "pkg" / name).write_text("SECRET")
+    (here / "pkg/link.py").symlink_to("/etc/passwd")
+    (here / "pkg/away").symlink_to("/etc")
+    (here / "other.py").touch()
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_package_is_sent_as_its_modules_with_or_without_an_init(init, here):
+    package(here, init)
+    own = {"pkg/deep/mine.py", "pkg/unused.py", "pkg/types.pyi"}
+    own |= {f"pkg/fast{staging.EXTENSION_SUFFIXES[0]}"}
+    assert sent(here) == own | ({"pkg/__init__.py", "pkg/deep/__init__.py"} if init else set())
+
+
+def test_declared_data_are_sent(here):
+    package(here)
+    write(here, pkg__deep__a=b"a", pkg__deep__b=b"b", pkg__c=b"c", pkg__deep__d=b"d")
+    for name in ("a", "b", "d"):
+        (here / "pkg/deep" / name).rename(here / "pkg/deep" / f"{name}.txt")
+    declared = '"pkg.deep" = ["a.txt"]\n"pkg" = ["c", "deep/b.txt", ".env"]\n'
+    (here / "pyproject.toml").write_text(f"[tool.setuptools.package-data]\n{declared}")
+    data = {name for name in sent(here) if not name.endswith(staging.CODE)}
+    assert data == {"pkg/deep/a.txt", "pkg/deep/b.txt", "pkg/c"}
+    (here / "pyproject.toml").write_text('[tool.setuptools.package-data]\n"*" = ["*.txt"]\n')
+    data = {name for name in sent(here) if not name.endswith(staging.CODE)}
+    assert data == {"pkg/deep/a.txt", "pkg/deep/b.txt", "pkg/deep/d.txt"}
+
+
+def test_what_is_imported_but_not_sent_is_refused_before_anything_is_sent(here):
+    (here / "away").mkdir()
+    (here / "away/mine.py").write_text(CLIP)
+    (here / "linked.py").symlink_to(here / "away/mine.py")
+    with pytest.raises(ConfigError, match=r"submit = 'linked.py': modules that are no links"):
+        sent(here, "linked:Own")
+
+
+@pytest.mark.parametrize("limit", ["LIMIT", "COUNT"])
+def test_too_much_is_refused_by_its_name_and_the_limit_before_it_is_copied(
+    limit, here, monkeypatch
+):
+    package(here)
+    (here / "pyproject.toml").write_text('[tool.setuptools.package-data]\npkg = ["big/*"]\n')
+    with open(here / "pkg/big/huge.bin", "wb") as file:
+        file.truncate(2 * 10**9)
+    monkeypatch.setattr(staging.shutil, "copyfile", lambda *a, **k: pytest.fail("it was copied"))
+    if limit == "COUNT":
+        (here / "pkg/big/huge.bin").unlink()
+        monkeypatch.setattr(staging, "COUNT", 3)
+    tree = overridden(SMALL, ["bounding.kind=pkg.deep.mine:Own"])
+    (here / "c.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError) as refused:
+        server().submit("c.yaml")
+    said = str(refused.value)
+    assert "--address" not in said and "\n" not in said
+    if limit == "LIMIT":
+        assert "huge.bin" in said and "100 MB at most" in said and "2,000 MB" in said
+    else:
+        assert "'pkg': 3 files at most" in said
+
+
+def named(here: Path) -> dict[str, dict]:
+    """Config sections by the file that each names."""
+    np.savez(here / "t.npz", x=np.zeros((40, 4)), y=np.arange(40) % 2)
+    np.savez(here / "w.npz", p=np.ones(50), e=np.ones(50))
+    (here / "own.py").write_text(
+        "from raydpfl.data import Dealt\nclass Mine(Dealt):\n    where: str\n"
+        "    def samples(self, seed, root): return self.where\n"
+    )
+    table = {"kind": "table", "train": "t.npz", "x": ["x"], "y": "y", "clients": 5}
+    step = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}}
+    return {
+        "data.train": {"data": table},
+        "data.test": {"data": table | {"train": "t.npz", "test": "t.npz"}},
+        "data.features.file": {
+            "data": SMALL["data"] | {"features": {"kind": "pca", "file": "w.npz"}}
+        },
+        "data.features.weights": {
+            "data": SMALL["data"] | {"features": {"kind": "resnet18", "weights": "w.npz"}}
+        },
+        "selection.path": {
+            "selection": {"kind": "importance", "cohort": 5, "path": "w.npz", "column": "p"}
+        },
+        "noise.epsilon.path": {
+            "noise": {
+                "kind": "gaussian",
+                "epsilon": {"kind": "column", "path": "w.npz", "column": "e"},
+            },
+            **step,
+        },
+        "data.where": {"data": {"kind": "own:Mine", "where": "w.npz", "clients": 3}},
+        "model.args.path": {"model": {"kind": "torch.nn:Linear", "args": {"path": "w.npz"}}},
+    }
+
+
+FIELDS = ["data.train", "data.test", "data.features.file", "data.features.weights"]
+FIELDS += ["selection.path", "noise.epsilon.path", "data.where", "model.args.path"]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_file_that_a_config_names_goes_along_under_a_name_of_its_contents(
+    field, absolute, here
+):
+    tree = SMALL | named(here)[field]
+    name = "t.npz" if "train" in field or "test" in field else "w.npz"
+    if absolute:
+        text = yaml.safe_dump(tree).replace(f" {name}", f" {here / name}")
+        tree = yaml.safe_load(text)
+    new, files = staging.packed(tree, [Experiment.from_dict(tree)], here)
+    *sections, key = field.split(".")
+    for section in sections:
+        new = new[section]
+    assert new[key].startswith("files/") and new[key].endswith(name)
+    assert files[new[key]].samefile(here / name)
+    staging.copy(files, here / "stage")
+    assert (here / "stage" / new[key]).read_bytes() == (here / name).read_bytes()
+    assert not [
+        each
+        for each in staging.packed(tree, [Experiment.from_dict(tree)], here, there=True)[1]
+        if "npz" in each
+    ]
+
+
+def test_files_in_search_spaces_go_along(here):
+    tree = SMALL | named(here)["data.train"] | {"sweep": {}}
+    np.savez(here / "u.npz", x=np.zeros((30, 4)), y=np.arange(30) % 2)
+    tree["data"] = tree["data"] | {"train": {"grid": ["t.npz", "u.npz"]}}
+    (here / "s.yaml").write_text(yaml.safe_dump(tree))
+    _, command, _, experiments, whole = submit._read("s.yaml", [])
+    new, files = staging.packed(whole, experiments, here)
+    assert command == "sweep" and len(files) == 2
+    assert sorted(new["data"]["train"]["grid"]) == sorted(files)
+    assert Sweep.from_dict(new).size == 2
+
+
+def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
+    tree = SMALL | named(here)["data.train"]
+    (here / "link.npz").symlink_to(here / "t.npz")
+    (here / ".hidden").mkdir()
+    (here / ".hidden/t.npz").write_bytes(b"")
+    for name, said in {
+        "missing.npz": "a file that is here, to be sent; or --there",
+        "link.npz": "a regular file, no link",
+        ".hidden/t.npz": "a file that is not hidden",
+    }.items():
+        changed = overridden(tree, [f"data.train={name}"])
+        with pytest.raises(ConfigError, match=f"^data.train = '{name}': {said}"):
+            staging.packed(changed, [Experiment.from_dict(changed)], here)
+    monkeypatch.setattr(staging, "LIMIT", 100)
+    with pytest.raises(ConfigError, match=r"t\.npz': 0 MB at most are sent .* say --there"):
+        staging.packed(tree, [Experiment.from_dict(tree)], here)
