@@ -86,12 +86,17 @@ def sweep(
         if folder is None:
             raise ConfigError("--resume", config, "a sweep directory: raydpfl sweep DIR --resume, or --out DIR")
         out = folder
-    asked = tune.Sweep.from_yaml(folder / "sweep.yaml" if folder else config, overrides or ())
+    if resume and folder:
+        asked = tune.Sweep.stored(folder, overrides or ())
+    else:
+        asked = tune.Sweep.from_yaml(folder / "sweep.yaml" if folder else config, overrides or ())
     out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with tune.Display(console, asked) as display:
         result = tune.run(asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show)
     display.report(result)
+    if result.problem:
+        raise RunError(result.problem)
 
 
 THERE = "The files that CONFIG names are on the cluster: send none."

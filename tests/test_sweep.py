@@ -182,7 +182,7 @@ def swept(shared_ray, tmp_path_factory):
             noise={"kind": "none"},
             measure={"tensorboard": True},
             client={"actors": "auto"},
-            sweep={"repeats": 2, "concurrent": 1},
+            sweep={"repeats": 2, "concurrent": 1, "on_error": "choose"},
         )
     )
     seen = []

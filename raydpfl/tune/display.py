@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
-from raydpfl.tune.results import Result, epsilons, score
+from raydpfl.tune.results import Result, epsilons, failures, score
 from raydpfl.tune.sweep import Setting, Sweep, Trial
 
 OVER = ("completed", "budget", "stopped", "failed")
@@ -47,15 +48,21 @@ class Display:
                 self._console.print(f"{before + len(self._printed)}/{total}  {_line(trial, self._sweep)}", markup=False)
 
     def report(self, result: Result) -> None:
+        """What failed first, each trial with its reason in one line; then the table, the best setting, and what choosing it means."""
+        failed, total = failures(result.all), sum(len(setting.trials) for setting in result.all)
+        if failed:
+            self._say(f"Failed: {len(failed)} of {total} trials")
+        for trial in failed:
+            self._say(f"  {trial.named()}  {trial.folder.relative_to(result.out)}: {trial.failure()}")
         self._console.print(table(result.all, self._sweep, rows=20))
         metric, best = self._sweep.search.metric, result.best
-        self._console.print(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}", markup=False)
-        failed = [trial for setting in result.all for trial in setting.trials if trial.status == "failed"]
-        if failed:
-            reason = (failed[0].reason or "").strip().splitlines() or [""]
-            self._console.print(f"Failed: {len(failed)} trials, the first in {failed[0].folder} ({reason[-1]})", markup=False)
-        self._console.print(result.summary["choice"], markup=False)
-        self._console.print(f"Sweep directory: {result.out}; the best setting: raydpfl run {result.out / 'best.yaml'}", markup=False)
+        if best:
+            self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
+        self._say(result.summary["choice"])
+        self._say(f"Sweep directory: {result.out}" + (f"; the best setting: raydpfl run {result.out / 'best.yaml'}" if best else ""))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
 
 
 def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) -> Table:
@@ -63,7 +70,7 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
     metric, shown = sweep.search.metric, Table(box=None, pad_edge=False, header_style="bold")
     kind = _told([trial for setting in settings for trial in setting.trials])
     for name in (*sweep.spaces, metric.replace("_", " "), *([kind.replace("_", " (") + ")"] if kind else []), "rounds", "trials"):
-        shown.add_column(name, justify="left" if name in sweep.spaces else "right")
+        shown.add_column(escape(name), justify="left" if name in sweep.spaces else "right")
 
     def rank(setting: Setting) -> tuple[bool, float]:
         mean = setting.mean(metric)
@@ -74,7 +81,7 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
         rounds = {(trial.summary or trial.report).get("rounds", trial.report.get("round", 0)) for trial in setting.trials}
         states = [trial.status for trial in setting.trials]
         shown.add_row(
-            *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in setting.values.values()),
+            *(escape(f"{value:.4g}" if isinstance(value, float) else str(value)) for value in setting.values.values()),
             score(setting, metric),
             *([f"{max(spent):.3g}" if spent else ""] if kind else []),
             "-".join(str(number) for number in sorted({min(rounds), max(rounds)})),

@@ -7,6 +7,7 @@ its own process and one for each of its client actors: so trials that wait hold 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -14,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,25 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
 from raydpfl import data
-from raydpfl.config import Experiment, read
+from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.placement import capacity, cores
 from raydpfl.plan import Plan
 from raydpfl.runner import alone, connect
 from raydpfl.tracking import make_folder, replace_file
-from raydpfl.tune.proposals import Guided, Listed, Proposals, optuna
-from raydpfl.tune.results import Result, write
-from raydpfl.tune.sweep import Setting, Sweep, Trial
+from raydpfl.tune.limits import Limits
+from raydpfl.tune.proposals import Guided, Listed, Proposals, Source, Stop, optuna
+from raydpfl.tune.results import Result, gather, remove, write
+from raydpfl.tune.sweep import FINISHED, Setting, Sweep, Trial
 from raydpfl.tune.trial import TrialActor, work
 
 RETRIES = 2  # of a trial whose process died; it goes on from its checkpoint
 SHOW = 0.25  # seconds between showings of what has changed
 EVERY = 5.0  # seconds between looks at the cluster, and between writings of the results so far
 LOST = 60.0  # seconds that a cluster may be too small for every waiting trial, before the sweep gives up
+LOOK = 1.0  # seconds between looks for trials that hang
+OUTPUTS = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
 TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a run keeps its own tables and TensorBoard events
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -66,61 +70,137 @@ def run(
     checkpoints. `data_root` is where data sets lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose
     nodes must all see `out`. `on_change` is called, now and then, with all settings so far.
 
-    Raises `ConfigError` before anything is started or written when the sweep cannot be run, `RunError` when every trial failed.
+    The result's `problem` says what went wrong, such as trials that failed; such a sweep goes on with `resume`.
+    Raises `ConfigError` before anything is started or written when the sweep cannot be run, `RunError` when it was cut off.
     A Ray that this process had already started is used, and left running.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
     folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not resume)):
-        raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the sweep in it")
-    root, began, search = Path(data_root).absolute() if data_root else None, time.monotonic(), sweep.search
-    if resume:
-        _same_sweep(sweep, folder)
-    if search.search == "optuna":
+    root = Path(data_root).absolute() if data_root else None
+    with _writable(folder):
+        _check_folder(folder, resume)
+        if resume:
+            _same_sweep(sweep, folder)
+    if sweep.search.search == "optuna":
         optuna()
-    settings: list[Setting] = []
-
-    def add(values: dict[str, Any]) -> Setting:
-        setting = sweep.setting(values)
-        sweep.add_trials(setting, folder / "trials")
-        settings.append(setting)
-        return setting
-
-    with _Cluster(sweep, root, address) as cluster:
+    with _Cluster(sweep, root, address) as cluster, ExitStack() as stack:
         for experiment in sweep.probes:
             cluster.check(experiment)
         _check_metric(sweep, Plan.make(sweep.probes[0], root))
         make_folder(folder)
-        with alone(folder):
-            for left in _left_over(folder):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            replace_file(folder / "sweep.yaml", lambda file: file.write(sweep.to_yaml().encode()))
-            source = Guided(sweep, add) if search.search == "optuna" else Listed([add(values) for values in sweep.listed()])
-            over = bool(settings) and all(trial.finished for setting in settings for trial in setting.trials)
+        course = _Course(sweep, folder, root, cluster, on_change)
+        with _writable(folder):
+            stack.enter_context(alone(folder))
+            course.prepare()
+        return course.carry_out()
 
-            def skip(trial: Trial) -> bool:  # as long as any runs, a scheduler must hear of the finished ones too
-                return trial.finished and (over or search.scheduler == "none")
 
-            def told(trial: Trial) -> dict[str, Any]:
-                return work(trial, cluster.bundles(trial.experiment), search.metric, root, pause=search.scheduler != "none")
+class _Course:
+    """One carrying out of a sweep, from what lies in its directory to its result."""
 
-            proposals = Proposals(source, skip, told)
-            watch = _Watch(proposals, cluster, lambda: on_change(settings), lambda: write(folder, settings, sweep, False, {}))
-            if proposals.waiting():
-                cluster.start()
-                _tune(sweep, folder, proposals, watch)
-            _settle(settings)
-            on_change(settings)
-            found = write(folder, settings, sweep, True, {"seconds": time.monotonic() - began, "processes": len(watch.processes)})
-    if found.best is None:
-        reasons = [trial.reason for setting in settings for trial in setting.trials if trial.reason]
-        raise RunError(f"no setting has a result; the first trial that failed: {reasons[0] if reasons else 'unknown'}")
-    return found
+    def __init__(self, sweep: Sweep, folder: Path, root: Path | None, cluster: _Cluster, on_change: Callable):
+        self.sweep, self.folder, self.root, self.cluster = sweep, folder, root, cluster
+        self.on_change = on_change
+        self.settings: list[Setting] = []
+        self.began = time.monotonic()
+
+    def prepare(self) -> None:
+        """Takes up what the directory holds, and writes what the sweep is. Raises `ConfigError`, OSError."""
+        sweep, search = self.sweep, self.sweep.search
+        _tidy(self.folder)
+        if search.search == "optuna":
+            source: Source = Guided(sweep, self._add)
+        else:
+            source = Listed([self._add(values) for values in sweep.listed()])
+        replace_file(self.folder / "sweep.yaml", lambda file: file.write(sweep.to_yaml().encode()))
+        over = bool(self.settings) and all(trial.finished for setting in self.settings for trial in setting.trials)
+        # As long as any trial runs, a scheduler must hear of the finished ones too.
+        skipping = over or search.scheduler == "none"
+        self.proposals = Proposals(source, lambda trial: trial.finished and skipping, self._work)
+        self.waiting = self.proposals.waiting()
+        if self.waiting:  # what an earlier result says holds no more
+            write(self._gather(False), sweep)
+
+    def carry_out(self) -> Result:
+        """All trials, and what they leave behind. Raises `ConfigError`, `RunError`."""
+        limits, show = self._limits(), lambda: self.on_change(self.settings)
+        watch = _Watch(self.proposals, self.cluster, limits, show, self._write)
+        cut_off = None
+        if self.waiting:
+            self.cluster.start()
+            cut_off = _tune(self.sweep, self.folder, self.proposals, watch)
+        _settle(self.settings, cut_off)
+        show()
+        seconds = time.monotonic() - self.began
+        return self._leave(self._gather(True, seconds=seconds, processes=len(watch.processes)))
+
+    def _add(self, values: dict[str, Any]) -> Setting:
+        setting = self.sweep.setting(values)
+        self.sweep.add_trials(setting, self.folder / "trials")
+        self.settings.append(setting)
+        return setting
+
+    def _work(self, trial: Trial) -> dict[str, Any]:
+        search = self.sweep.search
+        return work(trial, self.cluster.bundles(trial.experiment), search.metric, self.root, pause=search.scheduler != "none")
+
+    def _limits(self) -> Limits:
+        """Those that the trials are held to, by the ones that had finished before too."""
+        limits = Limits(self.sweep.search.timeout)
+        for trial in (trial for setting in self.settings for trial in setting.trials if trial.before):
+            limits.add(trial.experiment, trial.summary["seconds"])
+        return limits
+
+    def _gather(self, over: bool, **more: Any) -> Result:
+        return gather(self.folder, self.settings, self.sweep, over, more)
+
+    def _write(self) -> None:
+        with suppress(OSError, FileError):  # the last writing says so, if it fails too
+            write(self._gather(False), self.sweep)
+
+    def _leave(self, result: Result) -> Result:
+        """Writes the result; one that could not be written is no result."""
+        try:
+            write(result, self.sweep)
+        except (OSError, FileError) as error:
+            problem = f"the results could not be written ({_said(error)}); go on with --resume"
+            problem = f"{result.problem}; {problem}" if result.problem else problem
+            result = dataclasses.replace(result, best=None, problem=problem)
+            with suppress(OSError):
+                for name in ("best.yaml", "summary.json"):  # of before a resume
+                    remove(self.folder / name)
+                _tidy(self.folder)
+        return result
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Raises `ConfigError` where the directory of the sweep cannot be read or written."""
+    try:
+        yield
+    except (OSError, FileError) as error:
+        raise ConfigError("--out", str(folder), f"a directory that can be written to ({_said(error)})") from None
+
+
+def _said(error: OSError | FileError) -> str:
+    """What failed, and on which file, in one line."""
+    if isinstance(error, FileError):
+        return str(error)
+    return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
 
 
 def _check_metric(sweep: Sweep, plan: Plan) -> None:
     if sweep.search.metric == "test_accuracy" and Shards.open(plan.shards).classes == 0:
         raise ConfigError("sweep.metric", sweep.search.metric, "test_loss; a regression has no accuracy")
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    """Raises `ConfigError` unless a sweep can write to `folder`, or to one that it makes there."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not resume)):
+        raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the sweep in it")
+    trials = folder / "trials"
+    if (trials.exists() or trials.is_symlink()) and not trials.is_dir():
+        raise ConfigError("--out", str(folder), "a directory whose trials/ is a directory; it is a file")
 
 
 def _same_sweep(sweep: Sweep, folder: Path) -> None:
@@ -129,24 +209,36 @@ def _same_sweep(sweep: Sweep, folder: Path) -> None:
     if not path.exists():
         if folder.exists() and {*folder.iterdir()} - {*_left_over(folder)}:
             raise ConfigError("--resume", str(folder), "the directory of a sweep; it has no sweep.yaml")
-    elif difference := sweep.differs(read(path)):
+        return
+    try:
+        stored = Sweep.stored(folder)
+    except ConfigError as error:
+        if error.field == "--resume":
+            raise
+        raise ConfigError("--resume", str(path), f"the sweep.yaml of a sweep; {error}") from None
+    if difference := sweep.differs(stored):
         field, here, there = difference
         raise ConfigError(field, here, f"{there!r}, as in the sweep to be resumed")
 
 
 def _left_over(folder: Path) -> list[Path]:
     """What a kill has left half written."""
-    names = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
-    return [left for pattern in (".tune-*", *(f".{name}.*" for name in names)) for left in folder.glob(pattern)]
+    return [left for pattern in (".tune-*", *(f".{name}.*" for name in OUTPUTS)) for left in folder.glob(pattern)]
 
 
-def _settle(settings: Sequence[Setting]) -> None:
-    """Takes up how every trial ended; one that was cut off, as by the death of its node while it was being stopped, is interrupted."""
+def _tidy(folder: Path) -> None:
+    for left in _left_over(folder):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _settle(settings: Sequence[Setting], cut_off: str | None) -> None:
+    """Takes up how every trial ended. One that has not, as its node died while it was being stopped or as the sweep was `cut_off`, failed."""
     for setting in settings:
         for trial in setting.trials:
-            trial.look()
-            if trial.summary is None and trial.status != "failed":
-                trial.status = "interrupted"
+            if trial.status != "failed":
+                trial.look()
+            if trial.status not in (*FINISHED, "failed"):
+                trial.status, trial.reason = "failed", cut_off or "its process ended before it did; it goes on with --resume"
 
 
 class _Cluster:
@@ -225,10 +317,14 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
     return False
 
 
-def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: _Watch) -> None:
-    """Has Ray Tune run what `proposals` hands out. Its own state is nobody's concern and is removed."""
-    storage, stopped = tempfile.mkdtemp(prefix=".tune-", dir=folder), None
+def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: _Watch) -> str | None:
+    """Has Ray Tune run what `proposals` hands out; what cut it off, if anything did.
+
+    Ray Tune's own state is nobody's concern and is removed.
+    """
+    storage = stopped = cut_off = None
     try:
+        storage = tempfile.mkdtemp(prefix=".tune-", dir=folder)
         with _quiet(TUNE | {"TUNE_MAX_PENDING_TRIALS_PG": str(_pending())}):
             tune.run(
                 TrialActor,
@@ -244,13 +340,17 @@ def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: _Watch) -> No
                 storage_path=storage,
                 verbose=0,
             )
-    except _Stop as stop:
+    except Stop as stop:
         stopped = stop.error
+    except (OSError, FileError) as error:  # the disk is full
+        cut_off = f"{_said(error)}; it goes on with --resume"
     finally:
-        shutil.rmtree(storage, ignore_errors=True)
+        if storage:
+            shutil.rmtree(storage, ignore_errors=True)
     if stopped:
         gc.collect()  # what Ray Tune held of the cluster goes with its objects
         raise stopped
+    return cut_off
 
 
 def _pending() -> int:
@@ -284,48 +384,49 @@ def _quiet(environment: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-class _Stop(BaseException):
-    """Leaves Ray Tune, whose own handling of errors would end the trials in good order and so mark them as stopped."""
-
-    def __init__(self, error: Exception):
-        self.error = error
-
-
 class _Watch(tune.Callback):
-    """Takes up what the trials report. `show` is called when something has changed, `write` more rarely."""
+    """Takes up what the trials report, and ends those that hang. `show` is called when something has changed, `write` more rarely."""
 
-    def __init__(self, proposals: Proposals, cluster: _Cluster, show: Callable[[], object], write: Callable[[], object]):
-        self._trials, self._cluster = proposals.running, cluster
+    def __init__(self, proposals: Proposals, cluster: _Cluster, limits: Limits, show: Callable[[], object], write: Callable[[], object]):
+        self._trials, self._cluster, self._limits = proposals.running, cluster, limits
         self._show, self._write, self._changed = show, write, False
-        self._shown = self._written = self._looked = self._fitted = time.monotonic()
+        self._shown = self._written = self._looked = self._fitted = self._measured = time.monotonic()
+        self._tunes: dict[Trial, Any] = {}  # Ray Tune's own trial
+        self._killed: dict[Trial, str] = {}  # why
         self.processes: set[tuple[str, int]] = set()
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
         if not ours.finished:
             ours.status = "running"
+            self._tunes[ours] = trial
+            self._limits.begin(ours, ours.experiment, ours.folder)
         self._changed = True
 
     def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
         if refused := result.get("refused"):
-            raise _Stop(ConfigError(*refused))
+            raise Stop(ConfigError(*refused))
         self.processes.add((result["hostname"], result["pid"]))
         ours.report = {name: value for name, value in result.items() if name == "round" or name.startswith(("test_", "epsilon_"))}
         if result.get("over"):
             ours.look()
             if "failed" in result:
                 ours.status, ours.reason = "failed", result["failed"]
+            self._limits.end(ours, ours.finished)
         self._changed = True
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
         if ours.status == "running":
             ours.status = "stopped"
+        self._limits.end(ours, ours.finished)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
-        ours.status, ours.reason, self._changed = "failed", f"its process died {RETRIES + 1} times; Ray's logs say why", True
+        died = f"its process died {RETRIES + 1} times; Ray's logs say why"
+        ours.status, ours.reason, self._changed = "failed", self._killed.get(ours, died), True
+        self._limits.end(ours, False)
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()
@@ -335,10 +436,28 @@ class _Watch(tune.Callback):
             if now - self._written > EVERY:
                 self._write()
                 self._written = time.monotonic()
+        if now - self._measured > LOOK:
+            self._measured = now
+            self._kill_overdue()
         if now - self._looked > EVERY:
-            self._looked, nodes = now, self._cluster.nodes()
-            alive = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
-            if not alive or any(trial.status == "RUNNING" or fits(trial.config["bundles"], nodes) for trial in alive):
-                self._fitted = now
-            elif now - self._fitted > LOST:
-                raise _Stop(RunError("the cluster has lost nodes and could not hold any of the trials that are left; go on with --resume"))
+            self._looked = now
+            self._check_room(trials)
+
+    def _kill_overdue(self) -> None:
+        for ours, reason in self._limits.overdue():
+            theirs = self._tunes[ours]
+            actor = theirs.temporary_state.ray_actor
+            if actor is None:
+                continue
+            self._killed[ours] = reason
+            theirs.max_failures = 0  # it would hang again
+            ray.kill(actor)
+
+    def _check_room(self, trials: list) -> None:
+        """Gives up when the cluster has been too small for every waiting trial for `LOST` seconds."""
+        now, nodes = time.monotonic(), self._cluster.nodes()
+        alive = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
+        if not alive or any(trial.status == "RUNNING" or fits(trial.config["bundles"], nodes) for trial in alive):
+            self._fitted = now
+        elif now - self._fitted > LOST:
+            raise Stop(RunError("the cluster has lost nodes and could not hold any of the trials that are left; go on with --resume"))

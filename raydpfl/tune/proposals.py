@@ -20,6 +20,13 @@ from raydpfl.tune.spaces import Interval, Space
 from raydpfl.tune.sweep import Setting, Sweep, Trial, identity
 
 
+class Stop(BaseException):
+    """Leaves Ray Tune, whose own handling of errors would end the trials in good order and so mark them as stopped."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
 class Source(Protocol):
     """Settings in order. `next` is None while the next one must wait for results; it raises StopIteration after the last."""
 
@@ -130,7 +137,10 @@ class Proposals(Searcher):
                 self._trials = iter(setting.trials)
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        self._advance()
+        try:
+            self._advance()
+        except ConfigError as error:
+            raise Stop(error) from None
         if self._next is None:
             return Searcher.FINISHED if self._over else None
         trial, self._next = self._next, None

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.tracking import replace_file, write_json
+from raydpfl.tracking import clear, replace_file, write_json
+from raydpfl.tune.folder import trained
 from raydpfl.tune.sweep import Setting, Sweep, Trial
 
 _SHOWN = ("completed", "budget", "stopped", "failed")
@@ -21,8 +22,9 @@ _SHOWN = ("completed", "budget", "stopped", "failed")
 class Result:
     """A finished sweep. `trials` has a row per trial, `settings` one per setting, both in the order of the sweep; `summary` is its summary.json.
 
-    `best` is the setting with the best mean among those whose trials all ran to their end (among all, if none did); None if all
-    failed. `all` are the settings themselves.
+    `best` is the setting with the best mean among those whose trials all ran to their end (among all, if none did); None if there is
+    none, or if a trial failed and `sweep.on_error` is fail. `all` are the settings themselves. `problem` says in one line why
+    the sweep did not come to its end, and is None if it did.
     """
 
     out: Path
@@ -31,9 +33,18 @@ class Result:
     best: Setting | None
     summary: dict[str, Any]
     all: list[Setting]
+    problem: str | None = None
+
+
+def failures(settings: Sequence[Setting]) -> list[Trial]:
+    """The trials that failed, in the order of the sweep."""
+    return [trial for setting in settings for trial in setting.trials if trial.status == "failed"]
 
 
 def best_of(settings: Sequence[Setting], sweep: Sweep) -> Setting | None:
+    """See `Result.best`; of the settings so far, while the sweep runs."""
+    if sweep.search.on_error == "fail" and failures(settings):
+        return None
     known = [setting for setting in settings if setting.done and setting.mean(sweep.search.metric) is not None]
     known = [setting for setting in known if setting.whole] or known
     return max(known, key=lambda setting: sweep.sign * setting.mean(sweep.search.metric), default=None)
@@ -47,36 +58,95 @@ def epsilons(trial: Trial) -> dict[str, float]:
     return found or {key: value for key, value in trial.report.items() if key.startswith("epsilon_")}
 
 
-def statement(settings: Sequence[Setting], sweep: Sweep) -> str:
-    """What the choice of the best is worth, in words."""
-    runs, metric = sum(len(setting.trials) for setting in settings), sweep.search.metric.replace("_", " ")
-    chosen = f"The best of {_count(len(settings), 'setting')} was chosen by the {metric} of {_count(runs, 'run')} on one test set, which flatters it."
-    if not any(setting.experiment.private for setting in settings):
-        return chosen
+def statement(settings: Sequence[Setting], sweep: Sweep, chosen: bool = True) -> str:
+    """What the choice of the best is worth, in words; `chosen`: there is one.
+
+    It counts all runs that the settings ask for and all others that were ever trained in the sweep's directory: of values,
+    seeds and configs that it has no more, stopped, or failed on the way.
+    """
+    runs = counted(settings)
+    by = f"chosen by the {sweep.search.metric.replace('_', ' ')} of {_count(runs.own, 'run')} on one test set"
+    told = f"No setting was {by}."
+    if chosen:
+        told = f"The best of {_count(len(settings), 'setting')} was {by}, which flatters it."
+    if runs.all > runs.own:
+        told += f" {_count(runs.all, 'run')} were trained in this directory, counting those of former values, seeds and configs."
+    if not runs.private:
+        return told
     return (
-        f"{chosen} Choosing among {_count(runs, 'private run')} is itself a query on the data: each epsilon here holds for its own run alone, "
+        f"{told} Choosing among {_count(runs.private, 'private run')} is itself a query on the data: each epsilon here holds for its own run alone, "
         "and none covers the choice, nor what the other runs have shown."
     )
 
 
-def write(folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, more: dict[str, Any]) -> Result:
-    """results.parquet, settings.parquet and summary.json; and, when the sweep is over, best.yaml. `more` goes into the summary."""
-    trials, groups = _trials(settings, sweep, folder), _settings(settings, sweep)
-    for name, table in (("results.parquet", trials), ("settings.parquet", groups)):
-        replace_file(folder / name, lambda part, table=table: pq.write_table(table, part))
-    best, metric = best_of(settings, sweep), sweep.search.metric
-    counts = {status: sum(trial.status == status for setting in settings for trial in setting.trials) for status in _SHOWN}
-    summary = {"status": "completed" if over else "running", "settings": len(settings), "trials": counts, "metric": metric}
-    summary["choice"] = statement(settings, sweep)
+@dataclass(frozen=True)
+class Runs:
+    """Runs that a choice is made among: of the settings, those that failed before their first round apart; of these and of all
+    others that were ever trained in the directory; and how many of all were private.
+    """
+
+    own: int
+    all: int
+    private: int
+
+
+def counted(settings: Sequence[Setting]) -> Runs:
+    """The trials of these settings, and what else their directory holds."""
+    trials = [trial for setting in settings for trial in setting.trials]
+    places = {trial.folder.parent for trial in trials}
+    runs = {place / name: private for place in places for name, private in trained(place).items()}
+    own = [trial for trial in trials if trial.status != "failed" or trial.folder in runs]
+    for trial in own:
+        runs[trial.folder] = trial.experiment.private or runs.get(trial.folder, False)
+    return Runs(len(own), len(runs), sum(runs.values()))
+
+
+def gather(folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, more: dict[str, Any]) -> Result:
+    """The result so far, or, when the sweep is `over`, the result. `more` goes into the summary."""
+    failed, total = failures(settings), sum(len(setting.trials) for setting in settings)
+    best, metric, problem = best_of(settings, sweep), sweep.search.metric, None
+    if failed and sweep.search.on_error == "fail":
+        again = "go on with --resume, or choose among the others with sweep.on_error=choose"
+        problem = f"{len(failed):,} of {_count(total, 'trial')} failed, and no best setting was chosen; {again}"
+    elif best is None:
+        problem = "no setting has a result"
+    status = "running"
+    if over:
+        status = "failed" if problem else "completed"
+    counts = {state: sum(trial.status == state for setting in settings for trial in setting.trials) for state in _SHOWN}
+    runs = counted(settings)
+    summary = {"status": status, "reason": problem if over else None, "settings": len(settings), "trials": counts, "metric": metric}
+    summary |= {"choice": statement(settings, sweep, best is not None or not over), "trained": {"runs": runs.all, "private": runs.private}}
+    summary["failed"] = [{"directory": str(trial.folder.relative_to(folder)), "reason": trial.failure()} for trial in failed]
     if best:
         summary["best"] = {"values": best.values, "mean": best.mean(metric), "spread": best.spread(metric), "seeds": [t.seed for t in best.trials]}
-    write_json(folder / "summary.json", summary | more)
+    tables = _trials(settings, sweep, folder), _settings(settings, sweep)
+    return Result(folder, *tables, best, summary | more, list(settings), problem if over else None)
+
+
+def write(result: Result, sweep: Sweep) -> None:
+    """results.parquet, settings.parquet and summary.json; and best.yaml, when the sweep is over and has a best.
+
+    Raises OSError, `FileError`.
+    """
+    folder, best = result.out, result.best
+    over = result.summary["status"] == "completed"
+    if not (over and best):  # none may be left from before a resume
+        remove(folder / "best.yaml")
+    for name, table in (("results.parquet", result.trials), ("settings.parquet", result.settings)):
+        replace_file(folder / name, lambda part, table=table: pq.write_table(table, part))
     if over and best:
-        reached = f"{metric} {score(best, metric)} over {_count(len(best.trials), 'seed')}"
-        head = [f"best of {len(settings)} settings: {best.named()}", reached, statement(settings, sweep)]
+        reached = f"{sweep.search.metric} {score(best, sweep.search.metric)} over {_count(len(best.trials), 'seed')}"
+        head = [f"best of {len(result.all)} settings: {best.named()}", reached, result.summary["choice"]]
         text = "".join(f"# {line}\n" for line in head) + best.experiment.to_yaml()
         replace_file(folder / "best.yaml", lambda part: part.write(text.encode()))
-    return Result(folder, trials, groups, best, summary | more, list(settings))
+    write_json(folder / "summary.json", result.summary)
+
+
+def remove(path: Path) -> None:
+    """Removes a file that is there; what is no file is set aside. Raises OSError."""
+    clear(path)
+    path.unlink(missing_ok=True)
 
 
 def score(setting: Setting, metric: str) -> str:

@@ -10,11 +10,10 @@ raydpfl.errors.ConfigError: local.lr = {'uniform': [0.1, 0.2]}: a grid, choice o
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,18 +22,19 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from raydpfl.config import Experiment, Section, dump, overridden, parse_yaml, read
+from raydpfl.config import Experiment, Section, dump, overridden, read
 from raydpfl.errors import ConfigError
+from raydpfl.files import read_text
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import validate
-from raydpfl.runner import FREE
+from raydpfl.tune.folder import FREE_KEYS, check, flat, identity, meaning, name_of, summary_of
 from raydpfl.tune.spaces import Space, find, put
 
 BETTER = {"test_accuracy": 1, "test_loss": -1}  # the sign that makes more of it better
 FINISHED = ("completed", "budget", "stopped")  # a trial that is not run again
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
-CHANGEABLE = {f"{section}.{key}" for section, keys in FREE.items() for key in keys}
-CHANGEABLE |= {"sweep.samples", "sweep.repeats", "sweep.concurrent", "sweep.cpus"}
+CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")}
+MOST = 100_000  # trials, each of which has a directory and is looked at before the first begins
 # Fields that mean something only with some values of another.
 _ONLY_WITH = {
     "samples": ("search", ("random", "optuna")),
@@ -42,6 +42,7 @@ _ONLY_WITH = {
     "grace": ("scheduler", ("asha", "median")),
     "reduction": ("scheduler", ("asha",)),
 }
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # the colours of Ray's messages
 
 
 class Search(Section):
@@ -57,6 +58,8 @@ class Search(Section):
     ahead: int = Field(default=8, ge=1)  # settings that optuna proposes before it must know the first one's result; so many run at once
     concurrent: int | None = Field(default=None, ge=1)  # trials at once; default: as many as the cluster holds
     cpus: float | None = Field(default=None, ge=0)  # of a trial's own process; default: 1 inline, 0 beside client actors
+    timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `raydpfl.tune.limits`
+    on_error: Literal["fail", "choose"] = "fail"  # when trials failed: no best, and exit code 1; or the best of the others
 
 
 @dataclass(eq=False)
@@ -75,15 +78,21 @@ class Trial:
 
     def look(self) -> None:
         """Takes up what the directory says."""
-        try:
-            summary = json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):
-            return
-        self.summary, self.status, self.reason = summary, summary["status"], summary.get("reason")
+        summary = summary_of(self.folder)
+        if summary:
+            self.summary, self.status, self.reason = summary, summary["status"], summary.get("reason")
 
     @property
     def finished(self) -> bool:
         return self.status in FINISHED
+
+    def named(self) -> str:
+        return f"{self.setting.named()} seed={self.seed}".strip()
+
+    def failure(self) -> str:
+        """Why it failed: the first line of the reason."""
+        plain = _ESCAPES.sub("", self.reason or "").strip()
+        return plain.splitlines()[0][:300] if plain else "no reason is known"
 
     def value(self, metric: str) -> float | None:
         """The metric at the last evaluation, of a trial that has not failed."""
@@ -119,6 +128,7 @@ class Setting:
         return float(np.std(found, ddof=1)) if len(found) > 1 else None
 
     def named(self) -> str:
+        """Its values in print, as overrides."""
         return " ".join(f"{key}={_short(value)}" for key, value in self.values.items())
 
 
@@ -149,9 +159,27 @@ class Sweep:
         """As `from_dict`, from a YAML file."""
         return cls.from_dict(read(path), overrides)
 
+    @classmethod
+    def stored(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
+        """The sweep whose directory `folder` is. Raises `ConfigError` unless its sweep.yaml is whole."""
+        path = folder / "sweep.yaml"
+        tree, why = read(path), None
+        if not isinstance(tree, Mapping):
+            why = f"it is a {type(tree).__name__}"
+        elif not tree:
+            why = "it is empty"
+        elif not read_text(path).endswith("\n...\n"):
+            why = "it is cut, as its last line is not '...'"
+        if why:
+            raise ConfigError("--resume", str(path), f"the sweep.yaml of a sweep; {why}")
+        return cls.from_dict(tree, overrides)
+
     def to_yaml(self) -> str:
-        """The config with its spaces; `from_yaml` of it is this sweep."""
-        return dump({**self.tree, "sweep": self.search.model_dump(exclude_unset=True)})
+        """The config with its spaces; `from_yaml` of it is this sweep.
+
+        Its last line, `...`, tells a whole file from one that was cut.
+        """
+        return dump({**self.tree, "sweep": self.search.model_dump(exclude_unset=True)}) + "...\n"
 
     @property
     def size(self) -> int:
@@ -183,29 +211,39 @@ class Sweep:
         return Setting(dict(values), Experiment.from_dict(put(self.tree, values)))
 
     def add_trials(self, setting: Setting, folder: Path) -> None:
-        """Gives the setting a trial for every seed, each with its directory under `folder`."""
-        experiment = inline(setting.experiment)
+        """Gives the setting a trial for every seed, each with its directory under `folder`.
+
+        Raises `ConfigError` for a directory that is there and holds something else than the trial.
+        """
         for seed in range(self.seed, self.seed + self.search.repeats):
-            name = identity({**setting.values, "seed": seed})
-            trial = Trial(setting, seed, experiment.model_copy(update={"seed": seed}), folder / name)
+            experiment = inline(setting.experiment).model_copy(update={"seed": seed})
+            trial = Trial(setting, seed, experiment, folder / name_of(experiment, self.spaces))
+            check(trial.folder, experiment, self.spaces, trial.named())
             trial.look()
             trial.before = trial.finished
             if not trial.before:  # it goes on, or is tried again
                 trial.status, trial.summary, trial.reason = "waiting", None, None
             setting.trials.append(trial)
 
-    def differs(self, stored: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-        """(field, here, there) of the first difference that makes it another sweep than the one whose YAML is `stored`.
+    def differs(self, other: Sweep) -> tuple[str, Any, Any] | None:
+        """(field, here, there) of the first difference that makes it another sweep than `other`.
 
-        Which values a searched field takes is no difference: trials are known by their values.
+        What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which values a searched field takes
+        is no difference.
         """
-        trees = (parse_yaml(self.to_yaml()), stored)
-        spaces = ((tree, dict.fromkeys(find(tree), "a search space")) for tree in trees)
-        here, there = (_flat(put(tree, space)) for tree, space in spaces)
-        for key in [*here, *(key for key in there if key not in here)]:
-            if here.get(key) != there.get(key) and key not in CHANGEABLE:
-                return key, here.get(key), there.get(key)
-        return None
+        searches = ({f"sweep.{key}": value for key, value in each.search.model_dump().items()} for each in (self, other))
+        spaces = (dict.fromkeys(each.spaces, "a search space") for each in (self, other))
+        if found := _difference(*searches) or _difference(*spaces):
+            key, here, there = found
+            fixed = [each if each is not None else _at(sweep.tree, key) for each, sweep in ((here, self), (there, other))]
+            return found if key.startswith("sweep.") else (key, *fixed)
+        values = {key: space.probes[0] for key, space in self.spaces.items()}
+        try:
+            there = other.setting(values).experiment
+        except ConfigError:  # what this sweep's values make no experiment of is not this sweep
+            return _difference(*(flat(put(each.tree, values)) for each in (self, other)))
+        here = self.setting(values).experiment
+        return _difference(*(meaning(each, self.spaces) for each in (here, there)))
 
     @property
     def seed(self) -> int:
@@ -225,6 +263,9 @@ class Sweep:
             raise ConfigError("sweep.samples", None, f"required for sweep.search {search.search}: how many settings to try")
         elif search.search == "random" and search.samples > (most := math.prod(space.count for space in self.spaces.values())):
             raise ConfigError("sweep.samples", search.samples, f"at most the {most:.0f} settings that the spaces hold")
+        if self.size * search.repeats > MOST:
+            given = search.model_dump(exclude_unset=True)
+            raise ConfigError("sweep", given, f"at most {MOST:,} trials, which are settings times repeats")
         experiments = self.probes
         least = min(experiment.rounds for experiment in experiments)
         if search.scheduler != "none" and search.grace > least:
@@ -232,16 +273,31 @@ class Sweep:
         most = experiments[0].seed + search.repeats
         if most > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
+        self._check_distinct()
+
+    def _check_distinct(self) -> None:
+        """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
+        made: dict[str, dict[str, Any]] = {}
+        for values, experiment in zip(self._tried(), self.probes, strict=True):
+            before = made.setdefault(name_of(experiment, self.spaces), values)
+            if identity(before) != identity(values):
+                key = next(key for key in values if identity({key: before[key]}) != identity({key: values[key]}))
+                accepted = f"values that differ; {before[key]!r} and {values[key]!r} make the same experiment"
+                raise ConfigError(key, _at(self.tree, key), accepted)
+
+    def _tried(self) -> Iterator[dict[str, Any]]:
+        """Values that show whether every field takes its space: all that are listed beforehand, and the ends of every interval."""
+        if self.search.search != "grid":
+            first = {key: space.probes[0] for key, space in self.spaces.items()}
+            yield first
+            yield from ({**first, key: value} for key, space in self.spaces.items() for value in space.probes)
+        if self.search.search != "optuna":
+            yield from self.listed()
 
     @cached_property
     def probes(self) -> list[Experiment]:
-        """Experiments that show whether every field takes its space: all that are listed beforehand, and the ends of every interval."""
-        tried: Iterable[dict[str, Any]] = ()
-        if self.search.search != "grid":
-            first = {key: space.probes[0] for key, space in self.spaces.items()}
-            tried = [{**first, key: value} for key, space in self.spaces.items() for value in space.probes] or [first]
-        listed = () if self.search.search == "optuna" else self.listed()
-        return [inline(self.setting(values).experiment) for values in itertools.chain(tried, listed)]
+        """The experiments that tell whether the sweep can be run, as trials."""
+        return [inline(self.setting(values).experiment) for values in self._tried()]
 
 
 def inline(experiment: Experiment) -> Experiment:
@@ -251,22 +307,20 @@ def inline(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"client": experiment.client.model_copy(update={"actors": 0})})
 
 
-def identity(values: Mapping[str, Any]) -> str:
-    """Twelve hexadecimal digits that name these values."""
-    return hashlib.sha256(json.dumps(sorted(values.items()), sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
+def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """(key, here, there) of the first difference that a resumed sweep may not have; None where a key is not there."""
+    for key in dict.fromkeys([*here, *there]):
+        if here.get(key) != there.get(key) and key not in CHANGEABLE:
+            return key, here.get(key), there.get(key)
+    return None
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    node: Any = tree
     for name in key.split("."):
-        tree = tree[name]
-    return tree
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,6 @@ import queue
 import shutil
 import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from ray import tune
 
 from raydpfl import runner
 from raydpfl.config import Experiment
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import ConfigError, RunError, told
 from raydpfl.tune.sweep import FINISHED, Trial
 
+ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
 
 
@@ -79,7 +79,9 @@ class TrialActor(tune.Trainable):
         """Ends a run that goes on still; it is one that the scheduler has stopped."""
         self._stopping = True
         self._permits.put(None)
-        self._thread.join()
+        self._thread.join(ENDING)
+        if self._thread.is_alive():  # it hangs: the next trial is given another process
+            os._exit(1)
 
     def _run(self) -> None:
         end: dict[str, Any] = {"done": True, "over": True}
@@ -89,8 +91,8 @@ class TrialActor(tune.Trainable):
             end["refused"] = [error.field, error.value, error.accepted]
         except RunError as error:
             end["failed"] = str(error)
-        except BaseException:
-            end["failed"] = traceback.format_exc()
+        except BaseException as error:
+            end["failed"] = told(error)
         self._reports.put({**self._report, **end})
 
     def _carry_out(self, folder: Path) -> None:

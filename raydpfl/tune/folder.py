@@ -1,0 +1,188 @@
+"""What the directories under a sweep's `trials/` say: which experiment each holds, how it ended, and whether it was trained.
+
+A directory is named by the complete experiment of its trial (`name_of`), so that `1` and `1.0`, or a default written out, are one
+trial. The name says where to look and nothing more: `check` compares the config that the directory holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, ValidationError
+
+from raydpfl.config import Experiment, read
+from raydpfl.errors import ConfigError
+from raydpfl.files import read_text
+from raydpfl.runner import FREE
+
+FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE.items() for key in keys)
+# What a run settles before it writes its config, by the value that leaves it open.
+SETTLED = {"client.lane": "auto", "client.way": "auto", "noise.coefficients": None}
+# A directory that holds any of these has a run in it, or the remains of one.
+REMAINS = ("ledger.jsonl", "rounds.parquet", "checkpoints", "summary.json")
+log = logging.getLogger("raydpfl")
+
+
+class _Guarantee(BaseModel):
+    accountant: str
+    epsilon: float  # or "infinity", which pydantic reads as the number
+
+
+class _Summary(BaseModel):
+    """What a sweep reads of a trial's summary.json."""
+
+    status: Literal["completed", "budget", "stopped", "interrupted", "failed"]
+    rounds: int = Field(ge=0)
+    seed: int
+    test_accuracy: float | None
+    test_loss: float | None
+    seconds: float
+    model_sha256: str
+    guarantees: list[_Guarantee]
+    reason: str | None = None
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The leaves of a tree of sections, by dotted key.
+
+    >>> flat({"seed": 1, "local": {"lr": 0.1}})
+    {'seed': 1, 'local.lr': 0.1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found
+
+
+def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
+    """All that tells a trial from another, by dotted key: the complete config, without what a resumed run may change.
+
+    Of that, the fields `searched` by the sweep stay.
+    """
+    free = {key for key in FREE_KEYS if not any(f"{key}.".startswith(f"{each}.") for each in searched)}
+    return {key: value for key, value in flat(experiment.to_dict()).items() if key not in free}
+
+
+def identity(values: Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that name these values."""
+    text = json.dumps(sorted(values.items()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def name_of(experiment: Experiment, searched: Collection[str] = ()) -> str:
+    """The name of the directory of a trial."""
+    return identity(meaning(experiment, searched))
+
+
+def check(folder: Path, experiment: Experiment, searched: Collection[str], named: str) -> None:
+    """Raises `ConfigError` unless the directory is that of this experiment, or has no run in it yet.
+
+    `named` is what the trial is called in the message.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir():
+        raise _refused(folder, f"the directory of {named}; it is no directory")
+    path = folder / "config.yaml"
+    if not os.path.lexists(path):
+        if remains := [name for name in REMAINS if (folder / name).exists()]:
+            raise _refused(folder, f"the directory of {named}; it has {remains[0]} but no config.yaml")
+        return
+    stored = _stored(path, named)
+    asked, there = (meaning(each, searched) for each in (experiment, stored))
+    for key in dict.fromkeys([*asked, *there]):
+        open_at_first = key in SETTLED and asked.get(key) == SETTLED[key]
+        if asked.get(key) != there.get(key) and not open_at_first:
+            differs = f"its {key} is {there.get(key)!r}, not {asked.get(key)!r}"
+            raise _refused(path, f"the config of {named}; {differs}")
+
+
+def _stored(path: Path, named: str) -> Experiment:
+    try:
+        tree = read(path)
+        if tree in ({}, [], ""):
+            raise _refused(path, f"the config of {named}; it is empty")
+        return Experiment.from_dict(tree)
+    except ConfigError as error:
+        if error.field == "--resume":
+            raise
+        why = error.accepted if error.field == "config" else error
+        raise _refused(path, f"the config of {named}; {why}") from None
+
+
+def _refused(path: Path, accepted: str) -> ConfigError:
+    place = path if path.parent.name == "trials" else path.parent
+    shown = path.relative_to(place.parent.parent)
+    hint = f"move {place.name} out of trials/ to have that trial trained from the start"
+    return ConfigError("--resume", str(shown), f"{accepted} ({hint})")
+
+
+def summary_of(folder: Path) -> dict[str, Any] | None:
+    """How the run in this directory ended; None if it has not, or if its summary.json cannot be believed.
+
+    A summary that is not whole, or is not of the rounds beside it, is warned of: the trial goes on from its checkpoint and
+    writes another.
+    """
+    path = folder / "summary.json"
+    if not os.path.lexists(path):
+        return None
+    try:
+        found = json.loads(read_text(path))
+        why = _contradiction(folder, _Summary.model_validate(found))
+    except ValidationError:  # a ValueError too, of several lines
+        why = "it is not the summary of a run"
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    if why:
+        log.warning("%s/%s is set aside (%s): the trial goes on from its checkpoint", folder.name, path.name, why)
+    return None if why else found
+
+
+def _contradiction(folder: Path, summary: _Summary) -> str | None:
+    """Where the summary of a run that has ended is not that of the rounds table beside it; None too if that cannot be read."""
+    if summary.status in ("interrupted", "failed"):
+        return None
+    try:
+        rows = pq.read_table(folder / "rounds.parquet", columns=["round", "test_loss"]).to_pylist()
+    except (OSError, pa.ArrowInvalid, pa.ArrowKeyError):
+        return None
+    losses = [row["test_loss"] for row in rows if row["test_loss"] is not None]
+    if len(rows) != summary.rounds:
+        return f"it has {summary.rounds} rounds and rounds.parquet {len(rows)}"
+    if losses and losses[-1] != summary.test_loss:
+        return f"its test_loss is {summary.test_loss} and that of rounds.parquet {losses[-1]}"
+    return None
+
+
+def trained(trials: Path) -> dict[str, bool]:
+    """Every directory under `trials/` in which a round was ever begun, by name, and whether it was private.
+
+    Whatever it is called, whether or not it belongs to the sweep as it is now, and however it ended. A run that went on after
+    a failure or a kill repeats its rounds with the same noise and is one run. Where nothing says that a run was not private,
+    it counts as one that was.
+    """
+    if not trials.is_dir():
+        return {}
+    found = {each.name: _trained(each) for each in sorted(trials.iterdir()) if each.is_dir()}
+    return {name: private for name, private in found.items() if private is not None}
+
+
+def _trained(folder: Path) -> bool | None:
+    """Whether the run that was trained here was private; None if there was none."""
+    ledger = folder / "ledger.jsonl"
+    if ledger.exists():  # a private run writes it ahead of every round, and no other run does
+        return True if ledger.is_dir() or ledger.stat().st_size else None
+    if not any((folder / name).exists() for name in REMAINS):
+        return None
+    try:
+        return read(folder / "config.yaml")["noise"]["kind"] != "none"
+    except (ConfigError, KeyError, TypeError):
+        return True
