@@ -384,7 +384,8 @@ def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
     until = time.monotonic() + WAIT
     while time.monotonic() < until and process.poll() is None:
         done = finished(out)
-        if len(done) >= trials and any(path.parent.parent.name not in done for path in out.glob("trials/*/checkpoints/round-*.npz")):
+        begun = [path for path in out.glob("trials/*/checkpoints/round-*.npz") if path.name != "round-00000000.npz"]
+        if len(done) >= trials and any(path.parent.parent.name not in done for path in begun):
             return process
         time.sleep(0.02)
     process.kill()
@@ -406,7 +407,8 @@ def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
     process = begin(config, out, len(first) + 1, "--resume")
     kill_tree(process)
     second = finished(out)
-    killed = {path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in second}
+    tables = [path for path in out.glob("trials/*/rounds.parquet") if pq.read_metadata(path).num_rows]
+    killed = {path.parent for path in tables if path.parent.name not in second}
     recorded = {folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in killed}
     assert cut_off or killed  # a trial may finish in the instant before the blow
 

@@ -94,7 +94,12 @@ def ledger(place: Path) -> None:
 
 def noiseless(place: Path) -> None:
     (place / "config.yaml").write_text("noise: {kind: none}\n")
+    checkpoint(place, 4)
+
+
+def checkpoint(place: Path, rounds: int) -> None:
     (place / "checkpoints").mkdir()
+    (place / "checkpoints" / f"round-{rounds:08d}.npz").touch()
 
 
 # What a directory under trials/ holds beside its config, and whether it counts as a private run (None: it was not trained).
@@ -106,7 +111,9 @@ TRAINED = {
     "a run without noise": (noiseless, False),
     "no config and no ledger": (lambda place: (place / "rounds.parquet").touch(), True),
     "a broken config": (lambda place: ((place / "config.yaml").write_text("["), (place / "summary.json").touch()), True),
-    "a config that is a list": (lambda place: ((place / "config.yaml").write_text("[1]"), (place / "checkpoints").mkdir()), True),
+    "a config that is a list": (lambda place: ((place / "config.yaml").write_text("[1]"), checkpoint(place, 9)), True),
+    "a snapshot of the start": (lambda place: checkpoint(place, 0), None),
+    "a run that ended before its first round": (lambda place: (place / "summary.json").write_text('{"rounds": 0}'), None),
     "a ledger that is a directory": (lambda place: (place / "ledger.jsonl").mkdir(), True),
 }
 
@@ -390,10 +397,17 @@ class Sleepy(Bounding):
         time.sleep(100_000)
 
 
-@pytest.mark.parametrize(("actors", "seconds"), [(0, 1), (1, 5)])
-def test_a_trial_that_hangs_is_killed_and_the_next_one_has_its_place(actors, seconds, shared_ray, tmp_path):
-    hanging = {"bounding": {"kind": "test_sweep_folder:Sleepy"}, "client": {"actors": actors}, "sweep": {"concurrent": 1, "timeout": seconds, "repeats": 2}}
-    result = run(sweep_of({"grid": [0.1]}, **hanging), tmp_path / "out")
+HANGING = {
+    "in its own process": ({"bounding": {"kind": "test_sweep_folder:Sleepy"}}, 1),
+    "in its client actors": ({**FAILING, "rounds": 100_000, "client": {"actors": 1}}, 5),
+}
+
+
+@pytest.mark.parametrize("case", HANGING)
+def test_a_trial_that_hangs_is_killed_and_the_next_one_has_its_place(case, shared_ray, tmp_path):
+    sections, seconds = HANGING[case]
+    search = {"concurrent": 1, "timeout": seconds, "repeats": 2}
+    result = run(sweep_of({"grid": [0.1]}, **sections, sweep=search), tmp_path / "out")
     told = rf"not done after \d+ s, where sweep.timeout is {seconds}"
     assert [row["reason"] for row in result.trials.to_pylist() if not re.fullmatch(told, row["reason"])] == []
     assert result.trials["status"].to_pylist() == ["failed"] * 2 and result.best is None

@@ -180,9 +180,22 @@ def _trained(folder: Path) -> bool | None:
     ledger = folder / "ledger.jsonl"
     if ledger.exists():  # a private run writes it ahead of every round, and no other run does
         return True if ledger.is_dir() or ledger.stat().st_size else None
-    if not any((folder / name).exists() for name in REMAINS):
+    if not _has_rounds(folder):
         return None
     try:
         return read(folder / "config.yaml")["noise"]["kind"] != "none"
     except (ConfigError, KeyError, TypeError):
+        return True
+
+
+def _has_rounds(folder: Path) -> bool:
+    """Whether anything but the ledger says that a round was done; what cannot be read does."""
+    checkpoints = {path.name for path in folder.glob("checkpoints/round-*.npz")}
+    if checkpoints - {"round-00000000.npz"}:
+        return True
+    try:
+        table, summary = folder / "rounds.parquet", folder / "summary.json"
+        rows = table.exists() and pq.read_metadata(table).num_rows > 0
+        return rows or (summary.exists() and json.loads(read_text(summary))["rounds"] > 0)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowInvalid):
         return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from raydpfl.config import is_space, whole
 from raydpfl.errors import ConfigError
 
+_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 @dataclass(frozen=True)
 class Options:
@@ -69,6 +71,8 @@ Space = Options | Interval
 def parse(field: str, value: Mapping[str, Any]) -> Space:
     """The space that `{kind: arguments}` describes. Raises `ConfigError` naming `field`."""
     ((kind, given),) = value.items()
+    if isinstance(given, list):
+        given = [_number(each) for each in given]
     if kind == "powers_of_two" and isinstance(given, list):
         given = [whole(each) for each in given]
 
@@ -93,6 +97,11 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
     if kind == "loguniform" and low <= 0:
         raise refuse("[lowest, highest], both above 0")
     return Interval(float(low), float(high), log=kind == "loguniform")
+
+
+def _number(value: Any) -> Any:
+    """A number that is written as text, as in a config made in Python or read by YAML 1.1."""
+    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
 def find(tree: Mapping[str, Any], path: str = "") -> dict[str, Space]:
