@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import ConfigError, RunError, exited
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -364,6 +364,10 @@ def main() -> None:
         _fail(str(error), 1)
     except MemoryError as error:  # numpy says how much was asked for
         _fail(f"not enough memory: {error}", 1)
+    except SystemExit as error:
+        if isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError):
+            raise
+        _fail(f"code that the config names {exited(error)}", 1)
     except RecursionError:
         _fail("values within values, deeper than Python goes", 1)
     except OSError as error:  # of files that no run is to blame for: no room, no right, no disk
@@ -376,9 +380,13 @@ def main() -> None:
         _fail(error.format_message() or "a command is missing", 2)
 
 
+class _Failed(SystemExit):
+    """The end of the command, said by `_fail` and not by some module that a config names."""
+
+
 def _fail(message: str, code: int) -> None:
     print(f"raydpfl: {message}", file=sys.stderr)
-    sys.exit(code)
+    raise _Failed(code)
 
 
 if __name__ == "__main__":

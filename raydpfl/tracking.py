@@ -58,8 +58,11 @@ class Checkpoint:
 
         `state` is what the server starts with; the names and shapes of its arrays stay.
         """
-        if self.model.shape != (d,) or self.memory.shape != (len(self.members), d):
-            return f"it holds a model of {self.model.size:,} parameters, not of {d:,}"
+        if self.model.shape != (d,) or self.model.dtype != np.float32:
+            shape = list(self.model.shape)
+            return f"it holds a model of {shape} parameters in {self.model.dtype}, not of [{d}] in float32"
+        if self.memory.shape != (len(self.members), d):
+            return "what it holds of clients' memory is of other clients or another model"
         shapes = {name: array.shape for name, array in self.server.items()}
         if any(shapes.get(name) != array.shape for name, array in state.items()):
             return "what it holds of the server is another server's"
@@ -71,8 +74,8 @@ class Checkpoint:
         seen = np.concatenate([self.participations[:, 0], self.members])
         if seen.size and not 0 <= seen.min() <= seen.max() < clients:
             return f"it knows of clients beyond the {clients:,} there are"
-        if not 0 <= self.round <= rounds:
-            return f"it has {self.round} rounds of {rounds}"
+        if not 0 <= self.round <= rounds or not 0 <= self.seconds < np.inf:
+            return f"it has {self.round} rounds of {rounds}, in {self.seconds} s"
         return None
 
 

@@ -12,7 +12,7 @@ import yaml
 from conftest import SMALL, experiment
 from test_bad_input import complain
 
-from raydpfl import run
+from raydpfl import cli, run
 from raydpfl.config import parse_yaml
 from raydpfl.errors import ConfigError
 
@@ -160,34 +160,48 @@ def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, 
 
 
 @pytest.fixture
-def full():
-    """Files of at most so many bytes, as on a disk that is full; Python turns the signal into an error."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def full(monkeypatch):
+    """A disk on which the files of a name have no room, after so many that had."""
+    before, sync, had = resource.getrlimit(resource.RLIMIT_FSIZE), os.fsync, []
 
-    def limit(size: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    def limit(name: str, room: int) -> None:
+        def synced(descriptor):
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            had.append(name in path)
+            if name in path and sum(had) > room:
+                raise OSError(28, "No space left on device")
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", synced)
+        if name == "trajectory.bin":  # which is not synced; Python turns the signal into an error
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
 
     yield limit
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(
-    "size,name",
-    [(100, "config.yaml"), (4000, "rounds.parquet"), (20_000, "checkpoints/round-"), (40_000, "trajectory.bin")],
-)
-def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(size, name, small, tmp_path, monkeypatch, capsys, full):
+FILES = [
+    ("config.yaml", 0), ("ledger.jsonl", 0), ("ledger.jsonl", 5), ("rounds.parquet", 0), ("rounds.parquet", 2),
+    ("checkpoints/", 0), ("checkpoints/", 3), ("trajectory.bin", 0), ("summary.json", 0),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.parametrize("name,room", FILES)
+def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(name, room, small, tmp_path, monkeypatch, capsys, full):
+    monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
     overrides = ["rounds=8", f"measure.trajectory={'true' if 'trajectory' in name else 'false'}"]
-    whole = run(experiment(rounds=8), tmp_path / "whole")
-    full(size)
+    whole, before = run(experiment(rounds=8), tmp_path / "whole"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sync = os.fsync
+    full(name, room)
     said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, 1)
-    full(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monkeypatch.setattr(os, "fsync", sync)
     assert said.startswith(f"{tmp_path}/out/{name}")
     assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
-    assert not list((tmp_path / "out").glob(".*"))  # nothing half written takes up the room
+    assert not list((tmp_path / "out").glob("**/.*"))  # nothing half written takes up the room
     resume = ["--resume"] if (tmp_path / "out").exists() else []
     monkeypatch.setattr(sys, "argv", ["raydpfl", "run", str(small), *overrides, "--out", str(tmp_path / "out"), *resume])
-    from raydpfl import cli
-
     cli.main()
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert found["model_sha256"] == whole.summary["model_sha256"]
@@ -219,3 +233,85 @@ def test_a_value_that_cannot_be_shown_is_named_all_the_same():
     for _ in range(100_000):
         nested = [nested]
     assert str(ConfigError("x", nested, "less")) == "x = <list that cannot be shown>: less"
+
+
+LEDGERS = {
+    "a directory": "it is no file",
+    "a pipe": "it is no file",
+    "a link to itself": "Too many levels of symbolic links",
+    "/dev/full": "it is no file",
+    "[" * 100_000 + "\n": "line 1, is damaged",
+    "null\n": "line 1, is damaged",
+    "binary": "line 1, is damaged",
+}
+
+
+@pytest.mark.parametrize("content", LEDGERS)
+def test_a_ledger_that_is_none(content, small, tmp_path, monkeypatch, capsys):
+    run(experiment(rounds=2), tmp_path / "out")
+    ledger = tmp_path / "out" / "ledger.jsonl"
+    ledger.unlink()
+    if content == "/dev/full":
+        ledger.symlink_to(content)
+    else:
+        make(ledger, content)
+    said = complain(["run", small, "--out", tmp_path / "out", "--resume"], monkeypatch, capsys, 1)
+    assert LEDGERS[content] in said and "ledger" in said
+
+
+def test_a_ledger_that_may_not_be_written(small, tmp_path, monkeypatch, capsys):
+    run(experiment(rounds=2), tmp_path / "out")
+    opened = os.open
+
+    def refused(path, flags, *more, **options):
+        if str(path).endswith("ledger.jsonl") and flags & os.O_WRONLY:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        said = complain(["run", small, "--out", tmp_path / "out", "--resume"], patch, capsys, 1)
+    assert said.startswith(f"{tmp_path}/out/ledger.jsonl cannot be read and written, as a ledger must be")
+    assert said.endswith("Permission denied; when that is mended, go on with --resume")
+
+
+SOURCE = """
+import sys
+from raydpfl import data
+class Own(data.Data):
+    kind: str = ""
+    def split(self, seed, root):
+        if self.clients == 1:
+            sys.exit(9)
+        if self.clients == 2:
+            raise KeyError("two\\nlines")
+        import numpy as np
+        def rows(first, last):
+            return open("/nowhere/at/all")
+        return data.Split(np.array([2] * self.clients), (2,), 2, rows, lambda: rows(0, 0))
+"""
+SOURCES = {1: "SystemExit: 9; ", 2: "KeyError: 'two", 3: "FileNotFoundError: [Errno 2]"}
+
+
+@pytest.mark.parametrize("clients", SOURCES)
+@pytest.mark.parametrize("command", ["run", "data describe"])
+def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypatch, capsys):
+    (tmp_path / "failing.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    said = complain([*command.split(), small, f"data={{kind: failing:Own, clients: {clients}}}", "selection.cohort=1"], monkeypatch, capsys)
+    assert said.startswith("data.kind = 'failing:Own': a source that gives its samples (" + SOURCES[clients])
+    assert "failing.py, line " in said and not list(tmp_path.glob("cache/data/*"))
+    sys.modules.pop("failing")
+
+
+def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, capsys):
+    (tmp_path / "quitting.py").write_text(
+        "import sys\nfrom raydpfl.server import Server\nclass Own(Server):\n    kind: str = ''\n"
+        "    def model_post_init(self, _):\n        sys.exit(5)\n"
+        "    def direction(self, update, state):\n        return update\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    said = complain(["audit", small, "server={kind: quitting:Own}"], monkeypatch, capsys, 1)
+    assert said.startswith("code that the config names called sys.exit(5) (") and "quitting.py, line 6)" in said
+    sys.modules.pop("quitting")

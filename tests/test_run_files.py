@@ -136,7 +136,7 @@ def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(whole,
 
 
 UNFIT = {
-    "another size": ({"model": np.zeros(10, np.float32)}, "it holds a model of 10 parameters, not of 7,850"),
+    "another size": ({"model": np.zeros(10, np.float32)}, r"it holds a model of \[10\] parameters in float32, not of \[7850\] in float32"),
     "not finite": ({"model": np.full(7850, np.inf, np.float32)}, "its model has numbers that are not finite"),
     "another server": ({"server.v": np.zeros(3)}, "what it holds of the server is another server's"),
     "a broken server": ({"server.v": np.full(7850, np.nan)}, "the server's v is not a number somewhere"),

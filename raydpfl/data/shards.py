@@ -35,7 +35,10 @@ import json
 import mmap
 import os
 import shutil
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl.data.sources import Data, Split
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import STILL, cache_root, put, whole
 from raydpfl.member import own_code
 
@@ -58,12 +61,15 @@ def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None 
     `root` is where the source files are (None: RAYDPFL_DATA), `cache` where folders are kept (None: RAYDPFL_CACHE, or raydpfl under
     XDG_CACHE_HOME or ~/.cache). Raises `ConfigError` before anything is written for what the data cannot give.
     """
-    described = _described(data, seed, root)
+    with _blamed(data):
+        described = _described(data, seed, root)
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
     folder = (cache or cache_root()) / "data" / name
     if whole(folder):
         return folder
-    split = data.split(seed, root)
+    with _blamed(data):
+        split = data.split(seed, root)
+    split = replace(split, rows=_blamed(data)(split.rows), test=_blamed(data)(split.test))
 
     def fill(scratch: Path) -> None:
         _write(split, described["data"], scratch)
@@ -72,6 +78,21 @@ def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None 
 
     put(folder, fill)
     return folder
+
+
+@contextmanager
+def _blamed(data: Data) -> Iterator[None]:
+    """What a source of the user's own raises within is an error in it, told in one line."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except RAISED as error:
+        if not own_code(data):
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error}; {place.filename}, line {place.lineno}"
+        raise ConfigError("data.kind", data.kind, f"a source that gives its samples ({reason})") from None
 
 
 def _described(data: Data, seed: int, root: Path | None) -> dict[str, Any]:

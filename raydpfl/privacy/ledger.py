@@ -18,12 +18,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raydpfl.errors import BudgetError, ConfigError, RunError
+from raydpfl.errors import BudgetError, ConfigError, FileError, RunError
 
 
 @dataclass(frozen=True)
@@ -52,32 +54,28 @@ class Segment:
 def segments(path: Path) -> tuple[Segment, ...]:
     """The segments of the ledger at `path`, which is only read; none where there is no ledger.
 
-    Raises `ConfigError` for a ledger that cannot be read, `RunError` for one that is damaged.
+    Raises `FileError` for a ledger that cannot be read, `RunError` for one that is damaged.
     """
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise ConfigError("--out", str(path), f"a ledger that can be read ({error.strerror})") from None
-    return _segments(_entries(path, text)[0])
+    return _segments(_entries(path, _read(path))[0])
 
 
 class Ledger:
     """The ledger at `path`, which a fresh run creates and a resumed one (`resume`) continues.
 
     A last line torn by a kill is cut off: its round was never released. Raises `ConfigError` when a fresh run finds entries
-    there, and `RunError` when a complete line is damaged or a round is missing.
+    there, `RunError` when a complete line is damaged or a round is missing, and `FileError` when what is there is no file
+    that can be read and written.
     """
 
     def __init__(self, path: str | Path, resume: bool = False):
         self.path = Path(path)
-        text = self.path.read_bytes() if self.path.exists() else b""
+        text = _read(self.path, written=True)
         if text and not resume:
             raise ConfigError("--out", str(self.path.parent), f"a directory without {self.path.name}, or --resume to go on with that run")
         self._entries, torn = _entries(self.path, text)
         if torn and _parse(torn) is None:
-            os.truncate(self.path, len(text) - len(torn))
+            with _named(self.path):
+                os.truncate(self.path, len(text) - len(torn))
         elif torn:  # whole but for the end of its line
             self._append(b"\n")
 
@@ -131,13 +129,36 @@ class Ledger:
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            if os.write(descriptor, line) != len(line):
-                raise RunError(f"{self.path}: no room left for a whole line")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with _named(self.path):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                if os.write(descriptor, line) != len(line):
+                    raise OSError(0, "no room left for a whole line")
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError within is a `FileError` that names the ledger."""
+    try:
+        yield
+    except OSError as error:
+        what = "as a ledger must be (a round is recorded before it is released)"
+        raise FileError(f"{path} cannot be read and written, {what}: {error.strerror}") from None
+
+
+def _read(path: Path, written: bool = False) -> bytes:
+    """What is in a ledger, which is to be `written` too; nothing where there is none. Raises `FileError`."""
+    if not os.path.lexists(path):
+        return b""
+    with _named(path):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "it is no file")
+        if written:
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        return path.read_bytes()
 
 
 def check_budget(round: int, epsilon: Mapping[str, float], budget: Mapping[str, float]) -> None:
@@ -195,7 +216,7 @@ def _release(entry: dict[str, Any]) -> dict[str, Any]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     good = isinstance(entry, dict) and isinstance(entry.get("epsilon"), dict)
     counts = [entry.get("round"), entry.get("again", 0)] if good else []
