@@ -109,7 +109,9 @@ def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[
     if isinstance(values, base):
         return _named(section, values, family, base)
     if not isinstance(values, Mapping):
-        raise ConfigError(section, values, "a mapping with a kind")
+        known = isinstance(values, str) and values in family
+        example = f", as in {section}.kind={values}" if known else ""
+        raise ConfigError(section, values, f"a mapping with a kind{example}")
     kind = values.get("kind")
     accepted = f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
     if not isinstance(kind, str) or not (kind in family or ":" in kind or "." in kind):
@@ -194,7 +196,8 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
     if first["type"] == "missing":
         return ConfigError(where, None, "required")
     messages = [each["msg"].removeprefix("Value error, ").removeprefix("Input ") for each in errors if _path(cls, each["loc"]) == path]
-    return ConfigError(where, first["input"], " or ".join(messages))
+    said = " or ".join(messages).replace("a valid tuple", "a list")
+    return ConfigError(where, first["input"], said.replace("a valid dictionary", "a mapping"))
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -153,6 +153,8 @@ class Plan:
             return self.seed
         tree = self.experiment.to_dict()
         kept = {name: tree[name] for name in ("model", "selection", "local", "bounding", "weights", "server")}
+        for name in self.experiment.selection.named:  # the file is among the clients' facts
+            kept["selection"].pop(name)
         kept["client"] = {name: value for name, value in tree["client"].items() if name not in FREE["client"]}
         kept["noise"] = self.experiment.noise.release()
         sizes = [self.ratio, self.count_std, self.survivors, self.weight, self.d]

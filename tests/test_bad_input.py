@@ -178,6 +178,25 @@ def test_an_unknown_option_of_the_command(monkeypatch, capsys):
     assert "No such option" in complain(["run", "a.yaml", "--fast"], monkeypatch, capsys)
 
 
+SAID = {
+    "bounding=clip": "bounding = 'clip': a mapping with a kind, as in bounding.kind=clip",
+    "data.partition=iid": "data.partition = 'iid': a mapping with a kind, as in data.partition.",
+    "privacy.accountants=": "privacy.accountants = None: should be a list",
+    "privacy.accountants=pld,rdp": "privacy.accountants.0 = 'pld,rdp': should be 'pld'",
+    "model={kind: torch.nn:Linear, args: [1]}": "model.args = [1]: should be a mapping",
+    "rounds=1e-1": "rounds = 0.1: should be a valid integer, got a number with a fractional part",
+    "rounds=1e400": "rounds = inf: should be a finite number",
+    "selection.cohort=1e3": "selection.cohort = 1000: at most the population of 50 clients",
+}
+
+
+@pytest.mark.parametrize("override", SAID)
+def test_what_is_said_names_what_to_give(override, tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    words = ["run", tmp_path / "small.yaml", override, "--out", tmp_path / "out"]
+    assert complain(words, monkeypatch, capsys).startswith(SAID[override])
+
+
 WHOLE = {
     "rounds=1e1": ("rounds", 10),
     "seed=1E3": ("seed", 1000),
