@@ -7,11 +7,11 @@ refused by name:
 
 >>> class Base:
 ...     def of(self, x): ...
->>> Base.__module__ = "raydpfl.example"
 >>> class Mine(Base):
 ...     model_fields, scale = {}, 2.0
 ...     def of(self, x): return self.scale * x
 ...     def loss(self, x): return x
+>>> Base.__module__, Mine.__module__ = "raydpfl.example", "mine"
 >>> check(Mine, Base, "a", "m:A")
 Traceback (most recent call last):
 raydpfl.errors.ConfigError: a.kind = 'm:A': a class without loss, which nothing reads (its base: of)
