@@ -150,6 +150,7 @@ def show(config: Config, overrides: Overrides = None) -> None:
         print(f"# {section}: {path} was not imported, so its own defaults are not here.")
 
 
+TAKEN = "Rounds K that any one client takes part in. Default: all."
 ASKED = (
     "A config, or the directory of a run, to answer for; "
     "the import paths in it that decide its privacy are code that runs."
@@ -157,8 +158,21 @@ ASKED = (
 GIVE, CLIENT, SAMPLE = "Two of noise, epsilon and rounds; the third is computed", "With --unit client", "With --unit sample"
 
 
-def _option(panel: str, text: str = "") -> Any:
+def _option(panel: str | None, text: str = "") -> Any:
     return typer.Option(help=text, rich_help_panel=panel)
+
+
+def _whole(text: str) -> int:
+    """A whole number, which may be written as 1e3 too."""
+    try:
+        value = float(text)
+        return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _count(panel: str | None, text: str = "") -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
 
 
 @app.command()
@@ -170,20 +184,20 @@ def budget(
     noise_multiplier: Annotated[float | None, _option(GIVE, "Std of the noise on the sum / --bound.")] = None,
     std: Annotated[float | None, _option(GIVE, "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
                                                "with --unit sample, of the mean gradient.")] = None,
-    rounds: Annotated[int | None, _option(GIVE, "Rounds T; with --unit sample, --participations.")] = None,
+    rounds: Annotated[int | None, _count(GIVE, "Rounds T; with --unit sample: --participations.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
     bound: Annotated[float | None, typer.Option(help="L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given.")] = None,
     sampling: Annotated[str | None, typer.Option(help="fixed (size; the default), poisson, full, with-replacement or public.")] = None,
     relation: Annotated[str | None, typer.Option(help="replace_one (the default), add_remove (for poisson) or zero_out.")] = None,
-    participations: Annotated[int | None, typer.Option(help="Rounds K that any one client takes part in. Default: all.")] = None,
+    participations: Annotated[int | None, _count(None, TAKEN)] = None,
     unit: Annotated[str | None, typer.Option(help="What is protected: client (the default) or sample.")] = None,
-    population: Annotated[int | None, _option(CLIENT, "Clients N.")] = None,
-    cohort: Annotated[int | None, _option(CLIENT, "Clients r of a round.")] = None,
+    population: Annotated[int | None, _count(CLIENT, "Clients N.")] = None,
+    cohort: Annotated[int | None, _count(CLIENT, "Clients r of a round.")] = None,
     placement: Annotated[str | None, _option(CLIENT, "Who draws the noise: client (the default) or server (for poisson).")] = None,
     v: Annotated[float | None, _option(CLIENT, "The constant that the formula of 000 and 001 leaves open. Default: 4.")] = None,
-    samples: Annotated[int | None, _option(SAMPLE, "Samples n of the client.")] = None,
-    batch: Annotated[int | None, _option(SAMPLE, "Samples B of a batch.")] = None,
-    steps: Annotated[int | None, _option(SAMPLE, "Local steps Q of a round.")] = None,
+    samples: Annotated[int | None, _count(SAMPLE, "Samples n of the client.")] = None,
+    batch: Annotated[int | None, _count(SAMPLE, "Samples B of a batch.")] = None,
+    steps: Annotated[int | None, _count(SAMPLE, "Local steps Q of a round.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data_root: DataRoot = None,
 ) -> None:
@@ -206,12 +220,15 @@ def budget(
         Console(highlight=False).print(calculator.render(found))
 
 
+CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
+
+
 @app.command()
 def audit(
     config: Config,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Where audit.json and audit.png go; default: a new directory under runs/.")] = None,
-    canaries: Annotated[int, typer.Option(help="Clients (with noise at local steps, samples) that a coin puts in or leaves out.")] = 2000,
+    canaries: Annotated[int, _count(None, CANARIES)] = 2000,
     confidence: Annotated[float, typer.Option(help="Of each lower bound.")] = 0.95,
     delta: Annotated[float | None, typer.Option(help="Where claims are looked at. Default: the run's own.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -237,3 +237,16 @@ def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "swept").mkdir()
     (tmp_path / "swept" / "sweep.yaml").write_text("sweep: {repeats: 2}")
     assert "raydpfl sweep DIR" in complain([command, tmp_path / "swept"], monkeypatch, capsys)
+
+
+def test_options_that_count_take_an_exponent_too(monkeypatch, capsys):
+    words = ["raydpfl", "budget", "--population", "2e3", "--cohort", "8e1", "--epsilon", "2", "--json"]
+    found = []
+    for rounds in ("1e1", "10"):
+        monkeypatch.setattr(sys, "argv", [*words, "--rounds", rounds])
+        cli.main()
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    for wrong in ("1.5", "x", "1e400"):
+        said = complain([*words[1:], "--rounds", wrong], monkeypatch, capsys)
+        assert said == f"Invalid value for '--rounds': '{wrong}' is not a whole number"
