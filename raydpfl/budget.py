@@ -435,7 +435,7 @@ class _Question:
                 printed, delta = claim(std, found)
                 truth = self._truth(z, found, delta)
                 epsilon, failed = (self.epsilon, failed) if self.unknown == "noise" else astuple(printed)
-            if batches.kind not in ("fixed", "full"):
+            if not batches.law.sized or batches.law.repeats:
                 failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
             if delta != self.delta:
                 failed += (f"delta = {self.delta:g} (the formula gives its epsilon at delta {delta:.3g} alone)",)

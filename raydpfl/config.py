@@ -227,7 +227,7 @@ class Experiment(Section):
         """Where noise with placement auto is drawn."""
         if self.bounding.sample_bound is not None:
             return "step"
-        return "server" if _poisson(self.selection) else "client"
+        return "server" if self.selection.own_coins else "client"
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
@@ -252,14 +252,14 @@ class Experiment(Section):
             return "replace_one"
         if self.privacy.relation != "auto":
             return self.privacy.relation
-        return "add_remove" if _poisson(self.selection) else "replace_one"
+        return "add_remove" if self.selection.own_coins else "replace_one"
 
     def _combinations(self) -> None:
         """What no single section can refuse."""
         size = self.noise.model_dump(exclude_none=True)
         if self.private and not isinstance(self.noise, noise.Gaussian):
             raise ConfigError("noise.kind", self.noise.kind, "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise")
-        if self.stateful and self.private and _poisson(self.selection) and self.local.stateful:
+        if self.stateful and self.private and self.selection.own_coins and self.local.stateful:
             raise ConfigError("selection.kind", self.selection.kind, f"one with cohorts of known size: the server of {self.local.kind} divides by it")
         by_sample = self.bounding.sample_bound is not None
         if self.private and self.bounding.initial_bound is None and not by_sample:
@@ -468,11 +468,6 @@ def _members(value: Any, section: str) -> Iterator[tuple[str, Member]]:
         yield section, value
         for name in type(value).model_fields:
             yield from _members(getattr(value, name), f"{section}.{name}")
-
-
-def _poisson(selected: selection.Selection) -> bool:
-    """Whether the size of a cohort is a secret."""
-    return isinstance(selected, selection.Poisson) or getattr(selected, "law", None) == "poisson"
 
 
 def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:

@@ -277,7 +277,7 @@ class Coordinator:
             return self.bound
         seed, std = self.noise_seed, self.plan.count_std
         # A Poisson cohort's size is a secret, and its mean stands in for it.
-        secret = self.experiment.selection.sampling(self.plan.population).kind == "poisson"
+        secret = self.experiment.selection.own_coins
         r = self.plan.cohort * (1 - self.experiment.selection.dropout) if secret else len(cohort)
         if not r:
             return self.bound

@@ -378,7 +378,7 @@ def _weights(experiment: Experiment, population: Population) -> np.ndarray:
 def _means(selection: Selection, population: Population) -> bool:
     """Whether the server's quotient is the plain mean of what was sent, in every round."""
     law = selection.sampling(population)
-    fixed = law.kind != "poisson" and not selection.dropout and selection.corrections(population) is None
+    fixed = not selection.own_coins and not selection.dropout and selection.corrections(population) is None
     return fixed and selection.divisor(population) == law.cohort
 
 
@@ -450,14 +450,14 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     exclusions = [*experiment.data.exclusions, *selection.exclusions, *_common(noise), SHOWN]
     sampling = selection.sampling(population)
     if noise.virtual_cohort:
-        if sampling.kind == "public" or sampling.rule or sampling.p_max:
+        if sampling.by_participation or sampling.rule or sampling.p_max:
             raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"none with selection.kind {selection.kind}; uniform, poisson or full scale to it")
         virtual = noise.virtual_population or round(sampling.population * noise.virtual_cohort / sampling.cohort)
         if noise.virtual_cohort < sampling.cohort:
             raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"at least the simulated cohort of {sampling.cohort}")
         exclusions.append(f"the {sampling.cohort} clients simulated in a round stand for {noise.virtual_cohort} of {virtual}, whose guarantee this is")
-        if virtual < noise.virtual_cohort or (sampling.kind == "full" and virtual != noise.virtual_cohort):
-            size = "exactly" if sampling.kind == "full" else "at least"
+        if virtual < noise.virtual_cohort or (sampling.everyone and virtual != noise.virtual_cohort):
+            size = "exactly" if sampling.everyone else "at least"
             accepted = f"{size} noise.virtual_cohort, {noise.virtual_cohort}, with selection.kind {selection.kind}"
             raise ConfigError("noise.virtual_population", virtual, accepted)
         sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
@@ -476,7 +476,7 @@ def _refusal(experiment: Experiment, mechanism: Mechanism, accountant: str) -> C
     """What to change of a mechanism that no rigorous accountant asked for covers."""
     reason = _uncovered(accountant, experiment, mechanism)
     client, asked = mechanism.placement == "client", experiment.relation
-    if mechanism.sampling.kind == "poisson" and client:
+    if mechanism.sampling.law.own_coins and client:
         return ConfigError("noise.placement", "client", f"server or auto: {reason}")
     relations = ("replace_one", "add_remove", "zero_out")
     others = [each for each in relations if not privacy.covers(accountant, mechanism, each)]

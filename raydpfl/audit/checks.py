@@ -71,17 +71,17 @@ def cohorts(records: Sequence[Record]) -> Check | None:
     """As many clients take part as the accountants believe, and none of them in more rounds than chance gives it."""
     plan = records[0].plan
     sampling, population = plan.mechanism.sampling, len(plan.population)
-    if sampling.population != population or sampling.kind not in ("fixed", "full", "poisson"):
+    if sampling.population != population or sampling.by_participation or sampling.law.repeats:
         return None  # groups that take turns, or clients that are not all alike
     sizes = np.concatenate([record.cohorts for record in records])
-    if sampling.kind != "poisson":
+    if sampling.law.sized:
         wrong = sizes[sizes != sampling.cohort]
         if len(wrong):
             return Check("cohorts", False, f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.cohort}", 0.0)
     rounds = len(records[0].rounds)
     share = FALSE_ALARM / 2
     total, trials = int(sizes.sum()), population * len(sizes)
-    if sampling.kind == "poisson" and min(binom.cdf(total, trials, sampling.q), binom.sf(total - 1, trials, sampling.q)) < share / 2:
+    if sampling.law.own_coins and min(binom.cdf(total, trials, sampling.q), binom.sf(total - 1, trials, sampling.q)) < share / 2:
         return Check("cohorts", False, f"{total} clients took part in all, where {trials * sampling.q:.0f} were to be expected", FALSE_ALARM)
     counts = [(times, client) for record in records for client, times in record.counts.items()]
     times, client = max(counts, default=(0, 0))

@@ -21,7 +21,6 @@ when each update is seen), where all 100 rounds give 49.4 (and 2006).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ import numpy as np
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import memory, paper, pld, renyi
 from raydpfl.privacy.guarantee import Guarantee
+from raydpfl.privacy.laws import Law
 from raydpfl.privacy.mechanism import Mechanism, Relation, Sampling, one_of
 
 Name = Literal["pld", "rdp", "paper"]
@@ -46,24 +46,31 @@ def covers(accountant: Name, mechanism: Mechanism, relation: Relation) -> str | 
     one_of("privacy.relation", relation, Relation)
     if accountant == "paper":
         return None  # a formula can always be printed; the conditions that fail are listed beside it
-    kind, placement = mechanism.sampling.kind, mechanism.placement
-    if placement == "client" and kind == "poisson":
+    sampling = mechanism.sampling
+    law = sampling.law
+    if mechanism.placement == "client" and law.own_coins:
         return "noise drawn by the clients has a std that depends on the secret Poisson cohort; nearest: noise.placement server"
-    if placement == "client" and relation == "add_remove":
+    if mechanism.placement == "client" and relation == "add_remove":
         return "noise drawn by the clients comes and goes with a client under add_remove; nearest: noise.placement server, or replace_one"
-    if mechanism.sampling.everyone:
+    if sampling.everyone:
         return None
-    if kind == "public" and relation == "add_remove":
-        return "public cohorts show who is there, so add_remove cannot hold; nearest: zero_out or replace_one"
-    if kind == "poisson" and relation == "replace_one":
-        return "Poisson sampling is covered under add_remove and zero_out only; nearest: add_remove, or selection uniform with replace_one"
-    if kind == "fixed" and relation != "replace_one":
-        return f"a cohort of fixed size is covered under replace_one only; nearest: selection poisson with {relation}"
-    if kind == "with_replacement" and relation != "replace_one":
-        return "draws with replacement are covered under replace_one only; nearest: replace_one, by pld"
-    if kind == "with_replacement" and accountant == "rdp":
-        return "draws with replacement are not covered by rdp; nearest: pld"
-    return None
+    refused = law.refuses(relation)
+    if refused or not sampling.hidden:
+        return refused
+    method = {"pld": "losses", "rdp": "renyi"}
+    if _given(law, method[accountant]):
+        return None
+    others = [name for name, needed in method.items() if _given(law, needed)]
+    nearest = f"; nearest: {others[0]}" if others else ""
+    return f"{_named(law)} are not covered by {accountant}{nearest}"
+
+
+def _given(law: Law, method: str) -> bool:
+    return getattr(type(law), method) is not getattr(Law, method)
+
+
+def _named(law: Law) -> str:
+    return "draws with replacement" if law.repeats else f"cohorts of law {law.kind}"
 
 
 def epsilon(
@@ -150,19 +157,16 @@ def views(mechanism: Mechanism, relation: Relation, rounds: int, participations:
     if mechanism.placement == "step":
         yield "every single update", f"batches: {sampling}" + (", batch hidden" if sampling.hidden else ""), mechanism, relation, rounds
         return
-    if sampling.kind != "public":
+    if sampling.hidden or sampling.everyone:
         yield "every aggregate", whole, mechanism, relation, rounds
-    repeated = sampling.kind == "with_replacement"
-    most = rounds * r if repeated else rounds
-    draws = most if participations is None or sampling.everyone else min(participations, most)
-    known = "drawn at most {} times" if repeated else "in at most {} rounds" if sampling.kind == "public" else f"in at most {{}} of {rounds} rounds"
+    known = None if sampling.everyone else participations
+    draws, composed, seen_as = sampling.law.known(sampling, rounds, known)
     unsampled = replace(mechanism, sampling=Sampling("full", sampling.population, sampling.population))
     # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an absent contribution.
     under = "zero_out" if relation == "add_remove" and not sampling.everyone else relation
-    where = f"{sampling}, cohort known, a client {known.format(draws)}"
+    where = f"{sampling}, cohort known, {seen_as}"
     if not sampling.everyone:
-        # A client drawn m times in a round moves the sum m times as far: sum of m^2 <= (most m) * (sum of m).
-        yield "every aggregate", where, unsampled, under, draws * min(r, draws) if repeated else draws
+        yield "every aggregate", where, unsampled, under, composed
     if mechanism.placement == "client":
         seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(r))
         yield "every single update", whole if sampling.everyone else where, seen, under, draws
@@ -207,30 +211,10 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float, rounds: int, 
 @lru_cache(maxsize=64)
 def _losses(sampling: Sampling, mu: float) -> tuple[pld.LossDistribution, ...]:
     """One round's loss in each direction that can differ."""
-    if sampling.kind == "poisson":
-        return pld.poisson(sampling.q, mu)
-    if sampling.kind == "fixed":
-        return (pld.fixed_size(sampling.q, mu),)
-    return (pld.with_replacement(sampling.p_max or 1 / sampling.population, sampling.cohort, mu),)
+    return sampling.law.losses(sampling, mu)
 
 
 @lru_cache(maxsize=64)
 def _renyi(sampling: Sampling, mu: float) -> np.ndarray:
-    """Renyi divergence of one round at each of `renyi.ORDERS`; under Poisson sampling by dp-accounting.
-
-    The one place that speaks dp-accounting's units: its RDP accountant reads a noise multiplier as std / sensitivity under every
-    relation, where its PLD accountant would take std / bound under replace-one and double the sensitivity itself.
-    """
-    if not sampling.hidden:
-        return renyi.gaussian(mu)
-    if sampling.kind == "fixed":
-        return renyi.fixed_size(sampling.q, mu)
-    from dp_accounting import dp_event, rdp
-
-    logger = logging.getLogger("absl")
-    level, logger.level = logger.level, logging.ERROR  # an order that does not converge is infinite, with a warning for each
-    try:
-        accountant = rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu)))
-    finally:
-        logger.level = level
-    return np.asarray(accountant.rdp)
+    """Renyi divergence of one round at each of `renyi.ORDERS`."""
+    return sampling.law.renyi(sampling, mu) if sampling.hidden else renyi.gaussian(mu)

@@ -134,5 +134,5 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
     if separation < bands:
         accepted = f"at most {separation}, the rounds after which a client may take part again; or a selection by turns with more groups"
         raise ConfigError("noise.bands", bands, accepted)
-    if not (sampling.everyone or sampling.kind in ("poisson", "public")):
+    if not (sampling.everyone or not sampling.hidden or sampling.law.own_coins):
         raise ConfigError("noise.bands", bands, f"1 under {sampling}; above 1 all of a group must take part, or a Poisson sample of it")

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from raydpfl.errors import ConfigError
+from raydpfl.privacy.laws import LAWS, Law
 
 Relation = Literal["add_remove", "zero_out", "replace_one"]
-SamplingKind = Literal["fixed", "poisson", "full", "with_replacement", "public"]
 Placement = Literal["client", "server", "step"]
 
 
@@ -63,56 +63,58 @@ class Query:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Who takes part in a round: `cohort` of `population` (the expected number under Poisson).
+    """Who takes part in a round: `cohort` of `population` (the expected number under Poisson), by a law of `raydpfl.privacy.laws`.
 
-    `fixed`: a uniform subset of fixed size; `poisson`: each independently with probability cohort / population;
-    `full`: everyone; `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max` at each, a client drawn k times
-    counts k times; `public`: cohorts that a public rule names whatever the data are, so that only the rounds a client takes part in count, and
-    `rounds` of the mechanism counts those. `rule`, in words, is public too: whom the population consists of, or how a public cohort came about.
+    `kind`: the name of a law, or one of one's own. `fixed`: a uniform subset of fixed size; `poisson`: each independently with
+    probability cohort / population; `full`: everyone; `with_replacement`: `cohort` draws, uniform or with no client likelier than
+    `p_max` at each; `public`: cohorts that a public rule names whatever the data are, so that only the rounds a client takes part in
+    count, and `rounds` of the mechanism counts those. `rule`, in words, is public too: whom the population consists of, or how a
+    public cohort came about. Raises `ConfigError` for numbers that the law cannot have.
     """
 
-    kind: SamplingKind
+    kind: str | Law
     population: int
     cohort: int
     p_max: float | None = None
     rule: str = ""
 
     def __post_init__(self) -> None:
-        one_of("selection.kind", self.kind, SamplingKind)
+        if not isinstance(self.kind, Law) and self.kind not in LAWS:
+            raise ConfigError("selection.kind", self.kind, f"one of {', '.join(LAWS)}")
         if not (_is_count(self.population) and self.population >= 1):
             raise ConfigError("data.clients", self.population, "an integer, at least 1")
-        if not (_is_count(self.cohort) and self.cohort >= 1 and (self.cohort <= self.population or self.kind == "with_replacement")):
+        if not (_is_count(self.cohort) and self.cohort >= 1):
             raise ConfigError("selection.cohort", self.cohort, f"an integer from 1 to the population of {self.population}")
-        if self.kind == "full" and self.cohort != self.population:
-            raise ConfigError("selection.cohort", self.cohort, f"the whole population of {self.population} under full participation")
-        if self.p_max is not None and not (self.kind == "with_replacement" and 1 / self.population <= self.p_max * (1 + 1e-9) <= 1 + 1e-9):
+        if self.p_max is not None and not self.law.repeats:
             raise ConfigError("p_max", self.p_max, f"from 1/{self.population} to 1, for draws with replacement")
+        self.law.check(self)
+
+    @property
+    def law(self) -> Law:
+        return self.kind if isinstance(self.kind, Law) else LAWS[self.kind]
 
     @property
     def q(self) -> float:
         """cohort / population; 1 for a public cohort, whose rounds are a client's own."""
-        return 1.0 if self.kind == "public" else self.cohort / self.population
+        return self.law.q(self)
 
     @property
     def everyone(self) -> bool:
         """True when every round takes everyone, whatever the scheme is called: there is nothing to amplify."""
-        return self.kind in ("fixed", "poisson", "full") and self.cohort == self.population
+        return self.law.everyone(self)
 
     @property
     def hidden(self) -> bool:
         """True when there is a secret about who takes part, which amplifies privacy against whoever does not know it."""
-        return self.kind != "public" and not self.everyone
+        return self.law.secret and not self.everyone
+
+    @property
+    def by_participation(self) -> bool:
+        """True when only the rounds that a client takes part in count, as everyone knows them."""
+        return not (self.hidden or self.everyone)
 
     def __str__(self) -> str:
-        size = f"{self.cohort} of {self.population}"
-        likely = f", no client likelier than {self.p_max:.3g}" if self.p_max is not None else ""
-        text = {
-            "fixed": f"fixed size {size}",
-            "poisson": f"Poisson, {size} expected",
-            "with_replacement": f"{self.cohort} draws with replacement from {self.population}{likely}",
-            "public": f"public cohorts of {size}",
-        }
-        words = f"all {self.population}" if self.everyone else text[self.kind]
+        words = f"all {self.population}" if self.everyone else self.law.words(self)
         return f"{words} ({self.rule})" if self.rule else words
 
 
@@ -198,6 +200,7 @@ class Mechanism:
         `p_max`, `rule`, `apart` and `memory` are left out where there are none.
         """
         tree = asdict(self)
+        tree["sampling"]["kind"] = self.sampling.law.kind
         if not self.memory:
             del tree["memory"]
         tree["queries"] = [{name: value for name, value in query.items() if value is not False} for query in tree["queries"]]

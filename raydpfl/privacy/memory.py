@@ -57,7 +57,7 @@ from raydpfl.privacy.mechanism import Mechanism
 
 def unproved(mechanism: Mechanism) -> str | None:
     """Why the amplification by this mechanism's sampling is not proved, in words; None where it is, or where there is none."""
-    if not mechanism.memory or not mechanism.sampling.hidden or mechanism.sampling.kind == "poisson":
+    if not mechanism.memory or not mechanism.sampling.hidden or mechanism.sampling.law.own_coins:
         return None
     proved = "proved for rounds without memory, or under Poisson"
     return f"that a hidden cohort amplifies privacy is {proved}; {mechanism.memory} has one"

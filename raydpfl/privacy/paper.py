@@ -69,7 +69,7 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
     limit = sampling.q**2 * rounds
     if not epsilon <= limit:
         failed.append(f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)")
-    if sampling.kind not in ("fixed", "full"):
+    if not sampling.law.sized or sampling.law.repeats:
         failed.append(f"cohorts of one fixed size, drawn without replacement (here: {sampling})")
     return tuple(failed)
 

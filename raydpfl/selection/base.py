@@ -131,6 +131,11 @@ class Selection(Member):
         return float(self.sampling(population).cohort)
 
     @property
+    def own_coins(self) -> bool:
+        """Whether each client takes part by a coin of its own, so that the size of a cohort is a secret."""
+        return False
+
+    @property
     def separation(self) -> int:
         """The fewest rounds from one participation of a client to its next."""
         return 1
@@ -149,7 +154,7 @@ class Selection(Member):
 
     def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         """Int64 [rounds]: how many rounds of `sampling` the guarantee of any one client composes over, after 1, 2, ... rounds."""
-        if self.sampling(population).kind != "public":
+        if not self.sampling(population).by_participation:
             return np.arange(1, rounds + 1)
         who, seen, most = self.candidates if self.needs_losses else self.draw, Counter(), np.zeros(rounds, np.int64)
         for t in range(rounds):

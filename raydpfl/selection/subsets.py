@@ -56,6 +56,10 @@ class Poisson(Sized):
 
     kind: str = "poisson"
 
+    @property
+    def own_coins(self) -> bool:
+        return True
+
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         generator, count = stream(seed, Purpose.COHORT, round=round), len(population)
         # A binomial count, then a uniform subset of that size: the same law as a coin for every client, in O(cohort).

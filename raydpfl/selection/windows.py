@@ -94,6 +94,10 @@ class Cyclic(Selection):
         return Sampling(self.law, least, self.cohort, rule=f"the group whose turn it is, each 1 round of {self.period}")
 
     @property
+    def own_coins(self) -> bool:
+        return self.law == "poisson"
+
+    @property
     def separation(self) -> int:
         return self.period
 

@@ -93,7 +93,7 @@ class Witness:
             raise self._wrong(f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}")
         if not np.array_equal(Cohort.of(clients).draws, cohort.draws):
             raise self._wrong(f"counted a client's draws wrongly in round {t}")
-        if self._law.kind != "with_replacement" and cohort.draws.any():
+        if cohort.draws.any() and not self._law.law.repeats:
             twice = int(clients[cohort.draws > 0][0])
             raise self._wrong(f"drew client {twice} twice in round {t}")
         if candidates is not None and not np.isin(clients, candidates.clients).all():
@@ -101,14 +101,14 @@ class Witness:
 
     def _size(self, t: int, cohort: Cohort) -> None:
         size, law = len(cohort) + cohort.lost, self._law
-        if law.kind in ("fixed", "full", "with_replacement") and size != law.cohort:
+        if law.law.sized and size != law.cohort:
             raise self._wrong(f"drew {size} clients in round {t}, where its law ({law}) gives {law.cohort}")
         if len(cohort) < self._least:
             raise self._wrong(f"left {len(cohort)} clients in round {t}, where the noise counts on {self._least}")
 
     def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
         most = int(self._exposures[t])
-        if self._law.kind != "with_replacement" and counts.max(initial=0) > most:
+        if counts.max(initial=0) > most and not self._law.law.repeats:
             worst = int(counts.argmax())
             times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
             raise self._wrong(f"took client {clients[worst]} in {times}")
@@ -126,12 +126,8 @@ class Witness:
         if not len(counts):
             return
         law, worst = self._law, int(counts.argmax())
-        chance, trials = law.q, int(self._exposures[t])
-        if law.kind == "with_replacement":
-            # Over clients of any probabilities p_i, P[Bin(n, p_i) >= m] / p_i is largest for the likeliest.
-            chance, trials = law.p_max or 1 / law.population, (t + 1) * law.cohort
-        others = 1 / chance if law.kind == "with_replacement" else self._count
-        if others * _tail(int(counts[worst]), trials, chance) < limit:
+        trials, chance, others = law.law.most(law, t + 1, int(self._exposures[t]))
+        if max(others, self._count if law.rule else 0) * _tail(int(counts[worst]), trials, chance) < limit:
             times = f"{counts[worst]} times in {t + 1} rounds"
             raise self._wrong(f"drew client {clients[worst]} {times}, which its law ({law}) hardly ever gives")
 
@@ -139,7 +135,7 @@ class Witness:
         """The sizes of Poisson cohorts, all together."""
         self._selected += len(cohort) + cohort.lost
         self._rounds += 1
-        if self._law.kind != "poisson" or self._law.rule:
+        if not self._law.law.own_coins or self._law.rule:
             return
         trials, total = self._rounds * self._count, self._selected
         low = _tail(trials - total, trials, 1 - self._law.q)
@@ -155,7 +151,7 @@ class Witness:
         """
         law, before = self._law, self._before
         self._before = clients
-        if before is None or law.kind not in ("fixed", "poisson") or law.rule:
+        if before is None or law.law.repeats or law.rule:
             return
         self._common += _shared(clients, before)
         self._trials += len(clients)

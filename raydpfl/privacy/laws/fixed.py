@@ -1,0 +1,29 @@
+"""A uniform subset of fixed size, without replacement: the papers' sampling, q = r / N (PRIVACY.md sec. 2)."""
+
+from __future__ import annotations
+
+from raydpfl.privacy import pld, renyi
+from raydpfl.privacy.laws.base import Law
+
+
+class Fixed(Law):
+    """`cohort` of the population, all subsets equally likely. Covered under replace-one, where a client stands in another's place."""
+
+    kind = "fixed"
+
+    def words(self, sampling):
+        return f"fixed size {sampling.cohort} of {sampling.population}"
+
+    def refuses(self, relation):
+        if relation == "replace_one":
+            return None
+        return f"a cohort of fixed size is covered under replace_one only; nearest: selection poisson with {relation}"
+
+    def losses(self, sampling, mu):
+        return (pld.fixed_size(sampling.q, mu),)
+
+    def renyi(self, sampling, mu):
+        return renyi.fixed_size(sampling.q, mu)
+
+
+LAW = Fixed()

@@ -1,0 +1,24 @@
+"""Everyone in every round: nothing is secret, and nothing amplified."""
+
+from __future__ import annotations
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.laws.base import Law
+
+
+class Full(Law):
+    """The cohort is the population."""
+
+    kind = "full"
+    secret = False
+
+    def check(self, sampling):
+        if sampling.cohort != sampling.population:
+            accepted = f"the whole population of {sampling.population} under full participation"
+            raise ConfigError("selection.cohort", sampling.cohort, accepted)
+
+    def words(self, sampling):
+        return f"all {sampling.population}"
+
+
+LAW = Full()

@@ -1,0 +1,45 @@
+"""Each client by its own coin, with probability q = cohort / population; the cohort's size is then a secret too."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from raydpfl.privacy import pld, renyi
+from raydpfl.privacy.laws.base import Law
+
+
+class Poisson(Law):
+    """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out), by dp-accounting's Renyi bound."""
+
+    kind = "poisson"
+    sized = False
+    own_coins = True
+
+    def words(self, sampling):
+        return f"Poisson, {sampling.cohort} of {sampling.population} expected"
+
+    def refuses(self, relation):
+        if relation != "replace_one":
+            return None
+        covered = "Poisson sampling is covered under add_remove and zero_out only"
+        return f"{covered}; nearest: add_remove, or selection uniform with replace_one"
+
+    def losses(self, sampling, mu):
+        return pld.poisson(sampling.q, mu)
+
+    def renyi(self, sampling, mu):
+        """By dp-accounting, whose RDP accountant reads a noise multiplier as std / sensitivity under every relation."""
+        from dp_accounting import dp_event, rdp
+
+        event = dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu))
+        logger = logging.getLogger("absl")
+        level, logger.level = logger.level, logging.ERROR  # an order that does not converge is infinite, with a warning for each
+        try:
+            return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
+        finally:
+            logger.level = level
+
+
+LAW = Poisson()

@@ -1,0 +1,34 @@
+"""Cohorts that a public rule names, whatever the data are: only the rounds that a client takes part in count, and each in full."""
+
+from __future__ import annotations
+
+from raydpfl.privacy.laws.base import Law
+
+
+class Public(Law):
+    """`cohort` of the population by turns, by speed or by any rule that all may know; `rounds` of the mechanism counts a client's own."""
+
+    kind = "public"
+    sized = False  # groups that take turns may differ by one
+    secret = False
+
+    def q(self, sampling):
+        return 1.0
+
+    def everyone(self, sampling):
+        return False
+
+    def words(self, sampling):
+        return f"public cohorts of {sampling.cohort} of {sampling.population}"
+
+    def refuses(self, relation):
+        if relation != "add_remove":
+            return None
+        return "public cohorts show who is there, so add_remove cannot hold; nearest: zero_out or replace_one"
+
+    def known(self, sampling, rounds, participations):
+        times = rounds if participations is None else min(participations, rounds)
+        return times, times, f"a client in at most {times} rounds"
+
+
+LAW = Public()
