@@ -162,8 +162,9 @@ def _option(panel: str | None, text: str = "") -> Any:
     return typer.Option(help=text, rich_help_panel=panel)
 
 
-def _whole(text: str) -> int:
-    """A whole number, which may be written as 1e3 too."""
+def _whole(given: str | int) -> int:
+    """A whole number, which may be written as 1e3 too; a default is one already."""
+    text = str(given)
     try:
         value = float(text)
         return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)
@@ -184,7 +185,7 @@ def budget(
     noise_multiplier: Annotated[float | None, _option(GIVE, "Std of the noise on the sum / --bound.")] = None,
     std: Annotated[float | None, _option(GIVE, "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
                                                "with --unit sample, of the mean gradient.")] = None,
-    rounds: Annotated[int | None, _count(GIVE, "Rounds T; with --unit sample: --participations.")] = None,
+    rounds: Annotated[int | None, _count(GIVE, "Rounds T; of a sample: --participations.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
     bound: Annotated[float | None, typer.Option(help="L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given.")] = None,
     sampling: Annotated[str | None, typer.Option(help="fixed (size; the default), poisson, full, with-replacement or public.")] = None,

@@ -240,10 +240,10 @@ def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
 
 
 def test_options_that_count_take_an_exponent_too(monkeypatch, capsys):
-    words = ["raydpfl", "budget", "--population", "2e3", "--cohort", "8e1", "--epsilon", "2", "--json"]
+    words = ["raydpfl", "budget", "--population", "2e3", "--cohort", "8e1", "--epsilon", "2"]
     found = []
     for rounds in ("1e1", "10"):
-        monkeypatch.setattr(sys, "argv", [*words, "--rounds", rounds])
+        monkeypatch.setattr(sys, "argv", [*words, "--json", "--rounds", rounds])
         cli.main()
         found.append(capsys.readouterr().out)
     assert found[0] == found[1]
