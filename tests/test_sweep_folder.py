@@ -23,7 +23,7 @@ from raydpfl.tune.limits import Limits
 
 RATES = {"grid": [0.1, 1]}
 KEPT = {"rounds": 2, "evaluate": {"every": 1}, "sweep": {"repeats": 2}}
-AWAY = "out of trials/ to have that trial trained from the start)"
+AWAY = "within trials/, where it still counts, to have the trial trained from the start)"
 
 
 def config(path: Path, rates: dict = RATES, **sections) -> Path:
@@ -197,8 +197,16 @@ def test_a_trial_copied_over_another_is_not_taken_for_it(out, tmp_path, monkeypa
     shutil.copytree(b, a)
     said = complain([str(out), "--resume"], monkeypatch, capsys)
     assert said == (
-        f"--resume = 'trials/{a.name}/config.yaml': the config of local.lr=0.1 seed=3; its local.lr is 1.0, not 0.1 (move {a.name} {AWAY}\n"
+        f"--resume = 'trials/{a.name}/config.yaml': the config of local.lr=0.1 seed=3; its local.lr is 1.0, not 0.1 (rename {a.name} {AWAY}\n"
     )
+
+
+def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, monkeypatch, capsys):
+    place = of(out, 0.1, 3)
+    (place / "config.yaml").write_text("")
+    place.rename(place.with_name("broken"))
+    code, said, _ = sweep([out, "--resume"], monkeypatch, capsys)
+    assert code == 0 and "Choosing among 5 private runs" in said
 
 
 def test_a_trial_of_another_seed_is_not_taken_for_it(out, monkeypatch, capsys):

@@ -121,7 +121,7 @@ def _stored(path: Path, named: str) -> Experiment:
 def _refused(path: Path, accepted: str) -> ConfigError:
     place = path if path.parent.name == "trials" else path.parent
     shown = path.relative_to(place.parent.parent)
-    hint = f"move {place.name} out of trials/ to have that trial trained from the start"
+    hint = f"rename {place.name} within trials/, where it still counts, to have the trial trained from the start"
     return ConfigError("--resume", str(shown), f"{accepted} ({hint})")
 
 
