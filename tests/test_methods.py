@@ -402,7 +402,7 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
         ({"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}}, "noise.calibration = 'paper': rigorous"),
         ({"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}}, "noise.calibration = 'tcdp': rigorous or paper"),
         ({"noise": {"kind": "gaussian", "epsilon": 1.0}, "selection": NOISED}, "noise.epsilon = 1.0: more: .* \\(the losses alone, .* spend"),
-        ({"noise": {"kind": "gaussian", "multiplier": 1.0}, "selection": NOISED, "privacy": {"relation": "add_remove"}}, "privacy.accountants = 'rdp': .*"),
+        ({"noise": {"kind": "gaussian", "multiplier": 1.0}, "selection": NOISED, "privacy": {"relation": "add_remove"}}, "privacy.relation = 'add_remove': .*"),
         ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90}}, "noise.virtual_cohort = 90: none with placement step"),
     ],
 )
