@@ -113,6 +113,7 @@ TRAINED = {
     "a broken config": (lambda place: ((place / "config.yaml").write_text("["), (place / "summary.json").touch()), True),
     "a config that is a list": (lambda place: ((place / "config.yaml").write_text("[1]"), checkpoint(place, 9)), True),
     "a snapshot of the start": (lambda place: checkpoint(place, 0), None),
+    "a run that failed in its first round": (lambda place: (place / "summary.json").write_text('{"rounds": 0, "status": "failed"}'), True),
     "a run that ended before its first round": (lambda place: (place / "summary.json").write_text('{"rounds": 0}'), None),
     "a ledger that is a directory": (lambda place: (place / "ledger.jsonl").mkdir(), True),
 }

@@ -196,6 +196,8 @@ def _has_rounds(folder: Path) -> bool:
     try:
         table, summary = folder / "rounds.parquet", folder / "summary.json"
         rows = table.exists() and pq.read_metadata(table).num_rows > 0
-        return rows or (summary.exists() and json.loads(read_text(summary))["rounds"] > 0)
+        found = json.loads(read_text(summary)) if summary.exists() else {"rounds": 0}
+        # one that failed may have done so in the midst of its first round
+        return rows or found["rounds"] > 0 or found.get("status") == "failed"
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowInvalid):
         return True
