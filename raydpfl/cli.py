@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Collection
@@ -19,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from raydpfl import interrupts
 from raydpfl.errors import ConfigError, RunError, exited
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
     "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
     "Run no config that you have not read.",
 )
+AGAIN = "a run that had begun goes on with --resume"
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
 Overrides = Annotated[
@@ -63,7 +64,7 @@ def run(
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with _Display(console, experiment.rounds) as display:
         where = {"data_root": data_root, "address": address}
-        shown = {"on_start": display.start, "on_rows": display.rows}
+        shown = {"on_start": display.start, "on_rows": display.rows, "on_measure": display.measure}
         result = runner.run(experiment, out, resume=resume, fresh_noise=fresh_noise, **where, **shown)
     _report(console, result)
 
@@ -310,7 +311,7 @@ class _Display:
     def __enter__(self) -> _Display:
         self.progress.start()
         self.task = self.progress.add_task("", total=self.total, state="starting")
-        self.score = ""
+        self.score, self.said = "", -1.0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -335,6 +336,14 @@ class _Display:
                     self.console.print(f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {_rate(row)}")
             state = "  ".join(part for part in (self.score, epsilon, f"{_rate(row)}") if part)
             self.progress.update(self.task, completed=row["round"] + 1, state=state)
+
+
+    def measure(self, done: int, of: int) -> None:
+        share = f"measuring heterogeneity: {done / of:.0%}"
+        self.progress.update(self.task, state=share)
+        if not self.console.is_terminal and (done == of or done / of >= self.said + 0.1):
+            self.said = done / of
+            self.console.print(share)
 
 
 def _rate(row: dict) -> str:
@@ -369,33 +378,44 @@ def _report(console: Console, result) -> None:
 def main() -> None:
     """The `raydpfl` command."""
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
-    # Either asks to stop, also where SIGINT was ignored at the start: a script's `raydpfl ... &`, CI,
-    # a batch system that signals before its time limit. Python alone would leave it ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    # Both signals ask to stop, also where SIGINT was ignored at the start: a script's `raydpfl ... &`,
+    # CI, a batch system that signals before its time limit. Python alone would leave it ignored.
+    with interrupts.handled():
+        message, code = _carried_out()
+        if interrupts.asked() and code != 130:  # what came of it may have been another error, or none
+            message, code = f"interrupted{f' ({message})' if message else ''}; {AGAIN}", 130
+    if code:
+        _fail(message, code)
+
+
+def _carried_out() -> tuple[str, int]:
+    """Does what the command line asks for: what to say of its failure, and the exit code."""
     try:
         if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
             raise KeyboardInterrupt
     except ConfigError as error:
-        _fail(str(error), 2)
+        return str(error), 2
     except RunError as error:
-        _fail(str(error), 1)
+        return str(error), 1
     except MemoryError as error:  # numpy says how much was asked for
-        _fail(f"not enough memory: {error}", 1)
+        return f"not enough memory: {error}", 1
     except SystemExit as error:
         if isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError):
             raise
-        _fail(f"code that the config names {exited(error)}", 1)
+        return f"code that the config names {exited(error)}", 1
     except RecursionError:
-        _fail("values within values, deeper than Python goes", 1)
+        return "values within values, deeper than Python goes", 1
     except OSError as error:  # of files that no run is to blame for: no room, no right, no disk
-        _fail(" ".join(str(error).split()) or type(error).__name__, 1)
+        return " ".join(str(error).split()) or type(error).__name__, 1
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; a run that had begun goes on with --resume", 130)
+        return f"interrupted; {AGAIN}", 130
     except Exception as error:
+        if interrupts.asked():
+            return f"interrupted; {AGAIN}", 130
         if not hasattr(error, "format_message"):  # what typer says of an unusable command line
             raise
-        _fail(error.format_message() or "a command is missing", 2)
+        return error.format_message() or "a command is missing", 2
+    return "", 0
 
 
 class _Failed(SystemExit):

@@ -14,11 +14,14 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import resource
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,7 +29,7 @@ import torch
 from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import RAISED, ClientError, RunError, contained, exited, told
+from raydpfl.errors import RAISED, ClientError, ConfigError, RunError, contained, exited, told
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import sample_loss
 from raydpfl.noise import client_noise
@@ -82,12 +85,77 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
 
 
-class ClientActor:
-    """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave a non-finite update."""
+@dataclass(frozen=True)
+class Facts:
+    """What a process says of itself once it can work."""
 
-    def __init__(self, experiment: Experiment, shards: str, path: Sequence[str] = ()):
+    pid: int
+    host: str
+    node: str  # Ray's id of its node
+    progress: str  # a file of that host, which holds the client in training, an int64; empty where there is none
+
+
+class Progress:
+    """The client in training; if shared, in a file of memory that others on this machine can read even when this process is stopped."""
+
+    def __init__(self, shared: bool) -> None:
+        self.path, self._client = "", np.zeros(1, np.int64)
+        if shared and hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("raydpfl-progress")
+            os.ftruncate(descriptor, self._client.nbytes)
+            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            self._client = np.memmap(self.path, np.int64, "r+")
+        self.at(-1)
+
+    def at(self, client: int) -> None:
+        """-1: none."""
+        self._client[0] = client
+
+
+class Process:
+    """Base of what runs in a process of its own: `make` opens all that the work needs.
+
+    In the process of the caller that is done at once. An actor is given the experiment pickled, and is made by `ready`: so what its
+    node lacks comes back as an error that names both.
+    """
+
+    def __init__(self, experiment: Experiment | bytes, shards: str, path: Sequence[str] = ()):
+        here = isinstance(experiment, Experiment)
+        self._given, self.progress = (experiment, shards, path), Progress(shared=not here)
+        if here:
+            self.make(experiment, shards)
+
+    def make(self, experiment: Experiment, shards: str) -> None:
+        raise NotImplementedError
+
+    def ready(self) -> Facts:
+        """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and what to set."""
+        pickled, shards, path = self._given
         # Where a user's own module was found by the process that started the run.
         sys.path.extend(entry for entry in path if entry not in sys.path)
+        host = socket.gethostname()
+        if not os.path.exists(os.path.join(shards, "data.json")):
+            accepted = f"one directory for all nodes of the cluster; on node {host} it has no prepared data"
+            raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
+        try:
+            experiment = pickle.loads(pickled)
+        except (ImportError, AttributeError) as error:
+            accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
+            raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
+        try:
+            self.make(experiment, shards)
+        except ConfigError as error:  # where the run was started it was none
+            accepted = f"{error.accepted}; so it is on node {host}, which needs the directory of your modules in PYTHONPATH"
+            raise ConfigError(error.field, error.value, accepted) from None
+        import ray
+
+        return Facts(os.getpid(), host, ray.get_runtime_context().get_node_id(), self.progress.path)
+
+
+class ClientActor(Process):
+    """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave a non-finite update."""
+
+    def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
         tune_allocator()
         self.experiment = experiment
@@ -98,10 +166,6 @@ class ClientActor:
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.trainer = Trainer(module, local, way=experiment.client.way, seed=experiment.seed, device=self.device, clip=clip)
         self.clipped = np.empty(0)  # float64 [C], of the lane in training: see `Trainer.lane`
-
-    def ready(self) -> int:
-        """The actor's process id, once it can work."""
-        return os.getpid()
 
     @contained()
     def train(self, model: np.ndarray, work: Work, lanes: Sequence[Lane]) -> Partial:
@@ -134,6 +198,7 @@ class ClientActor:
         found = []
         with torch.inference_mode():
             for client in clients:
+                self.progress.at(client)
                 x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
                 outputs = self.module(torch.from_numpy(x[0]).to(self.device))
                 each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none").double().cpu().numpy()
@@ -294,7 +359,11 @@ class ClientActor:
             corrections = torch.stack([self.experiment.local.correction(shared, each) for each in own])
         self.clipped = np.empty(len(members))
         more = {"stds": lane.stds, "corrections": corrections, "drawn": (index, batch_sizes), "clipped": self.clipped}
+        present = np.flatnonzero(members >= 0).tolist()
+        following = dict(pairwise(present))
+        self.progress.at(members[present[0]] if present else -1)
         for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, **more):
+            self.progress.at(members[following[slot]] if slot in following else -1)
             idle = shared is not None and not sizes[slot]
             yield slot, self.experiment.local.unmoved(shared, self.experiment.local.learning_rate(work.round)) if idle else delta, loss
 
@@ -315,11 +384,10 @@ class ClientActor:
         partial.dropped.append((client, detail))
 
 
-class Evaluator:
+class Evaluator(Process):
     """Loss and accuracy of a model on the test set, in an actor of its own so that it hides behind the next round."""
 
-    def __init__(self, experiment: Experiment, shards: str, path: Sequence[str] = ()):
-        sys.path.extend(entry for entry in path if entry not in sys.path)
+    def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
         self.batch = experiment.evaluate.batch
         self.shards = Shards.open(shards)

@@ -7,6 +7,7 @@ record. The model after round t is a function of (experiment, seed, t) alone.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
@@ -19,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydpfl import heterogeneity, measures, models, origin
+from raydpfl import measures, models, origin
 from raydpfl.client import Lane, Partial, Work, peak_rss_mb
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
+from raydpfl.heterogeneity import Heterogeneity
 from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
@@ -47,6 +49,7 @@ class Coordinator:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self.plan, self.experiment, self.out = plan, plan.experiment, Path(out)
         self._actors, self._resume, self._anew = actors, resume, anew
+        self._heterogeneity: Heterogeneity | None = None
 
     def start(self) -> None:
         """Takes up the run where it stands and starts its clients. Raises `RunError` for a run directory that contradicts itself."""
@@ -58,7 +61,7 @@ class Coordinator:
         anew = (checkpoint.round if checkpoint else 0) if self._anew else None
         self.plan = plan = self.plan.continued(self.ledger.segments, anew)
         noise, self.noise_seed, d = self.experiment.noise, plan.noise_seed, plan.d
-        self._noise = lambda t, std: server_noise(self.noise_seed, t, std, d)
+        self._noise = functools.partial(server_noise, self.noise_seed, d=d)  # without self: a cycle would keep its files open
         if isinstance(noise, BandedGaussian):
             self._noise = Correlated(self.noise_seed, noise.coefficients, d).draw
         self.curves = plan.curves()
@@ -377,12 +380,6 @@ class Coordinator:
             self.save()
         self.pool.close()
         found = {}
-        if self.experiment.measure.heterogeneity and status == "completed":
-            decay = self.experiment.local.weight_decay
-            found["heterogeneity"] = heterogeneity.of_clients(self._module(), self.shards, self.model, decay)
-            table = Table(self.out / "heterogeneity.parquet")
-            table.rows = found["heterogeneity"].pop("clients")
-            table.flush()
         evaluated = next((row for row in reversed(self.table.rows) if row["test_loss"] is not None), {})
         clients = sum(row["cohort"] for row in self.table.rows)
         evaluating = sum(row["seconds_evaluate"] for row in self.table.rows)
@@ -408,6 +405,21 @@ class Coordinator:
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
             "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
         }
+
+    def measure_heterogeneity(self, seconds: float = 1.0) -> tuple[int, int]:
+        """Goes on with `measure.heterogeneity` for about so long; how many of how many steps are done."""
+        if self._heterogeneity is None:
+            decay = self.experiment.local.weight_decay
+            self._heterogeneity = Heterogeneity(self._module(), self.shards, self.model, decay)
+        return self._heterogeneity.advance(seconds)
+
+    def heterogeneity(self) -> dict:
+        """What it came to, for the summary; each client's part goes to heterogeneity.parquet."""
+        found = self._heterogeneity.result()
+        table = Table(self.out / "heterogeneity.parquet")
+        table.rows = found.pop("clients")
+        table.flush()
+        return found
 
     def guarantees(self) -> list[Guarantee]:
         """What holds for all that the ledger has recorded, rounds that a crash cut off and that were not done again included."""

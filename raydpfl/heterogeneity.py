@@ -6,7 +6,9 @@ f* its minimum, f_i* that of f_i. Then
     Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),         Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
 
 Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer, whose loss is convex. They are found by
-L-BFGS in float64. Without an L2 term a client whose classes can be separated has no minimiser; f_i* is then near 0, its infimum.
+L-BFGS in float64; a client's in coordinates in which its rows are white, and within their span, as what lies outside of it is 0 at a
+minimum or does not matter. Without an L2 term a client whose classes can be separated has no minimiser; f_i* is then near 0, its infimum. A search
+that takes more than `STEPS` steps, as it may without an L2 term, ends there.
 
 None of this is noised: it is for those who may see all data.
 """
@@ -14,7 +16,8 @@ None of this is noised: it is for those who may see all data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,58 +28,198 @@ from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.way import sample_loss
 
 ROWS = 1 << 14  # of the data that are in memory at once
-PRECISION = 1e-7  # of a gradient's largest coordinate, at a minimum
+PRECISION = 1e-7  # of a gradient's largest coordinate that is a minimum anyhow
+STEPS = 2000  # of a search at most
+GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bounds it by the gradient
+CURVATURE = 0.1  # of the loss by the outputs, about; what makes the rows white is up to this constant
 
 
 def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0) -> dict:
-    """`gamma_n` at `model` (flat [d]), and for convex models `gamma_s`, `optimum` (f*) and `gap`: of f_i(w*) - f_i* over the clients, its
-    mean, median and largest value. `clients` has a row for each client with data: ||grad f_i - grad f|| at `model` as `gradient_gap`, and
-    for convex models f_i* as `optimum` and f_i(w*) - f_i* as `gap`."""
-    objective = _Objective(module, shards, weight_decay)
-    shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
-    everyone = np.flatnonzero(shares)
-    _, mean = objective.mixture(model, everyone, shares)
-    apart = np.array([float(np.linalg.norm(objective.client(model, i)[1] - mean)) for i in everyone])
-    rows = [{"client": int(i), "gradient_gap": gap} for i, gap in zip(everyone, apart.tolist(), strict=True)]
-    found: dict = {"gamma_n": float(np.sqrt(shares[everyone] @ apart**2)), "gamma_s": None, "optimum": None, "gap": None, "clients": rows}
+    """What `Heterogeneity.result` returns, all of it done at once."""
+    work = Heterogeneity(module, shards, model, weight_decay)
+    work.advance(float("inf"))
+    return work.result()
+
+
+class Heterogeneity:
+    """The measures of these clients at `model` (float32 [d]), computed piece by piece: `advance` until it says that all is done."""
+
+    def __init__(self, module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0):
+        self.objective = _Objective(module, shards, weight_decay)
+        self.model, self.shares = model, np.asarray(shards.sizes) / np.sum(shards.sizes)
+        self.everyone = np.flatnonzero(self.shares)
+        self.linear = _linear(module, shards, weight_decay)
+        self.done, self.of = 0, len(self.everyone) * (2 if self.linear else 1) + 1
+        self._work, self._found = self._pieces(), {}
+
+    def advance(self, seconds: float) -> tuple[int, int]:
+        """Works for about so long; how many of how many steps are done."""
+        until = time.monotonic() + seconds
+        while self.done < self.of and time.monotonic() < until:
+            next(self._work)
+            self.done += 1
+        if self.done == self.of:
+            next(self._work, None)
+        return self.done, self.of
+
+    def result(self) -> dict:
+        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*) and `gap`: of f_i(w*) - f_i* over the clients, its
+        mean, median and largest value. `clients` has a row for each client with data: ||grad f_i - grad f|| at `model` as
+        `gradient_gap`, and for convex models f_i* as `optimum` and f_i(w*) - f_i* as `gap`."""
+        return self._found
+
+    def _pieces(self) -> Iterator[None]:
+        shares = self.shares[self.everyone]
+        _, mean = self.objective.mixture(self.model, self.everyone, self.shares)
+        best, theta = self.linear.joint(self.everyone, self.shares, self.model) if self.linear else (None, None)
+        yield
+        rows = []
+        for client in self.everyone.tolist():
+            apart = np.linalg.norm(self.objective.client(self.model, client)[1] - mean)
+            rows.append({"client": client, "gradient_gap": float(apart)})
+            yield
+        norms = np.array([row["gradient_gap"] for row in rows])
+        found: dict = {"gamma_n": float(np.sqrt(shares @ norms**2))}
+        found |= {"gamma_s": None, "optimum": None, "gap": None, "clients": rows}
+        self._found = found
+        if self.linear:
+            for row in rows:
+                optimum, value = self.linear.alone(row["client"], theta)
+                row |= {"optimum": optimum, "gap": value - optimum}
+                yield
+            gaps = np.array([row["gap"] for row in rows])
+            gap = {"mean": float(gaps.mean()), "median": float(np.median(gaps)), "max": float(gaps.max())}
+            found |= {"gamma_s": float(shares @ gaps), "optimum": best, "gap": gap}
+
+
+def _linear(module: nn.Module, shards: Shards, weight_decay: float) -> _Linear | None:
+    """The objective of a model of one linear layer; None for any other."""
     try:
         layers = stack(module)
     except NoStack:
-        return found
-    if len(layers) > 1 or layers[0].activation:
-        return found
-    best = _minimum(lambda w: objective.mixture(w, everyone, shares), model)
-    least = np.array([_minimum(lambda w, i=i: objective.client(w, i), best.x).fun for i in everyone])
-    gaps = np.array([objective.client(best.x, i)[0] for i in everyone]) - least
-    for row, optimum, gap in zip(rows, least.tolist(), gaps.tolist(), strict=True):
-        row |= {"optimum": optimum, "gap": gap}
-    gap = {"mean": float(gaps.mean()), "median": float(np.median(gaps)), "max": float(gaps.max())}
-    return found | {"gamma_s": float(shares[everyone] @ gaps), "optimum": float(best.fun), "gap": gap}
+        return None
+    single = len(layers) == 1 and not layers[0].activation
+    return _Linear(layers[0], shards, weight_decay) if single else None
 
 
-def _minimum(function, start: np.ndarray):
+class _Linear:
+    """The minima for one linear layer, whose parameters are a matrix theta float64 [outputs, inputs + 1 for a bias]."""
+
+    def __init__(self, layer, shards: Shards, weight_decay: float):
+        self.layer, self.shards, self.decay = layer, shards, weight_decay
+        self.width = layer.inputs + (layer.bias is not None)
+        self._held: tuple = (None, None)  # the rows that were read last, as a search asks for the same ones many times
+
+    def joint(self, clients: np.ndarray, shares: np.ndarray, model: np.ndarray) -> tuple[float, np.ndarray]:
+        """f* and its minimiser, for f the mixture of these clients' objectives by their shares; the search starts from `model`."""
+        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
+        parts = np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1)
+
+        def value(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            total, gradient = 0.5 * self.decay * float(np.sum(theta * theta)), self.decay * theta
+            for part in parts:
+                x, y, weights = self._rows(part, shares)
+                loss, by_output = _loss(x @ theta.T, y, weights)
+                total += loss
+                gradient = gradient + by_output.T @ x
+            return total, gradient
+
+        return _minimum(value, self._matrix(model), np.ones(self.width), self.decay)
+
+    def alone(self, client: int, theta: np.ndarray) -> tuple[float, float]:
+        """f_i* of a client, and f_i(theta)."""
+        x, y, weights = self._rows(np.array([client]), {client: 1.0})
+        value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
+        root = np.sqrt(weights)[:, None]
+        if len(x) <= self.width:
+            _, singular, rotated = np.linalg.svd(x * root, full_matrices=False)
+            basis, scale = self._white(singular**2, rotated.T)
+        else:
+            basis, scale = self._white(*np.linalg.eigh((x * weights[:, None]).T @ x))
+        white = (x @ basis) / scale
+
+        def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
+            loss, by_output = _loss(white @ c.T, y, weights)
+            total = loss + 0.5 * self.decay * float(np.sum((c / scale) ** 2))
+            return total, by_output.T @ white + self.decay * c / scale**2
+
+        start = (theta @ basis) * scale
+        return _minimum(searched, start, scale, self.decay)[0], value
+
+    def _white(self, squares: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The directions [width, k] in which rows lie, and the factors [k] that make the objective about as curved in all of them."""
+        kept = squares > 1e-14 * squares.max(initial=0.0)
+        return vectors[:, kept], np.sqrt(CURVATURE * squares[kept] + self.decay)
+
+    def _matrix(self, flat: np.ndarray) -> np.ndarray:
+        views = self.layer.views(torch.from_numpy(np.asarray(flat, np.float64)))
+        return np.concatenate([views[0].numpy(), *(bias.numpy().T for bias in views[1:])], axis=1)
+
+    def _rows(self, clients: np.ndarray, shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        asked = (clients.tobytes(), shares[clients[0]])
+        if self._held[0] != asked:
+            x, y, weights = _rows(self.shards, clients, shares)
+            x = x.reshape(len(x), -1)
+            ones = np.ones((len(x), self.width - x.shape[1]))
+            self._held = asked, (np.concatenate([x, ones], axis=1), y, weights)
+        return self._held[1]
+
+
+def _rows(shards: Shards, clients: Sequence[int], shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
+    rows = [shards.lane([i], int(shards.sizes[i])) for i in clients]
+    x, y = (np.concatenate([each[k][0] for each in rows]) for k in (0, 1))
+    weights = [np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)]
+    return x.astype(np.float64), y, np.concatenate(weights)
+
+
+def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
+    """The weighted sum of `sample_loss` over the rows of `outputs` float64 [n, outputs], and its gradient by them."""
+    if y.dtype.kind == "f":
+        off = outputs[:, 0] - y
+        return 0.5 * float(weights @ off**2), (weights * off)[:, None]
+    shifted = outputs - outputs.max(axis=1, keepdims=True)
+    exponentials = np.exp(shifted)
+    sums = exponentials.sum(axis=1, keepdims=True)
+    rows = np.arange(len(y))
+    value = float(weights @ (np.log(sums[:, 0]) - shifted[rows, y]))
+    gradient = exponentials / sums
+    gradient[rows, y] -= 1
+    return value, gradient * weights[:, None]
+
+
+def _minimum(
+    function: Callable, start: np.ndarray, scale: np.ndarray, decay: float
+) -> tuple[float, np.ndarray]:
+    """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its gradient back to that by theta.
+
+    With an L2 term of `decay`, a value is at most ||gradient||^2 / (2 decay) above the least one.
+    """
     from scipy.optimize import minimize  # here, for every coordinator imports this module
 
-    return minimize(function, start, jac=True, method="L-BFGS-B", options={"maxiter": 10_000, "maxfun": 20_000, "gtol": PRECISION, "ftol": 0.0, "maxcor": 30})
+    last = start
+
+    def flat(c: np.ndarray) -> tuple[float, np.ndarray]:
+        nonlocal last
+        value, last = function(c.reshape(start.shape))
+        return value, last.ravel()
+
+    def stop(intermediate_result) -> None:  # scipy goes by the name
+        gradient = last * scale
+        if np.abs(gradient).max() <= PRECISION or np.sum(gradient**2) <= 2 * decay * GAP:
+            raise StopIteration
+
+    options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}
+    found = minimize(flat, start.ravel(), jac=True, method="L-BFGS-B", options=options, callback=stop)
+    return float(found.fun), found.x.reshape(start.shape)
 
 
 class _Objective:
-    """Values and gradients (float64 [d]) of f_i and of their mixtures."""
+    """Values and gradients (float64 [d]) of f_i and of their mixtures, for any module."""
 
     def __init__(self, module: nn.Module, shards: Shards, weight_decay: float):
         self.module, self.shards, self.decay = copy.deepcopy(module).double().eval(), shards, weight_decay
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._held: tuple = (None, None)  # the rows that were read last, as a search asks for the same ones many times
-
-    def _rows(self, clients: np.ndarray, shares) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(x float64 [n, ...], y [n], the rows' weights float64 [n]) of these clients together."""
-        asked = (clients.tobytes(), shares[clients[0]])
-        if self._held[0] != asked:
-            rows = [self.shards.lane([i], int(self.shards.sizes[i])) for i in clients]
-            x, y = (torch.from_numpy(np.concatenate([each[k][0] for each in rows])) for k in (0, 1))
-            weights = torch.from_numpy(np.concatenate([np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)]))
-            self._held = asked, (x.double(), y.double() if y.is_floating_point() else y, weights)
-        return self._held[1]
 
     def client(self, w: np.ndarray, client: int) -> tuple[float, np.ndarray]:
         return self.mixture(w, [client], {client: 1.0})
@@ -90,7 +233,9 @@ class _Objective:
         value, gradient = 0.5 * self.decay * float(w @ w), self.decay * w
         held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
         for together in np.split(np.asarray(clients), np.flatnonzero(np.diff(held // ROWS)) + 1):
-            x, y, weights = self._rows(together, shares)
+            rows, targets, shared = _rows(self.shards, together, shares)
+            x, y, weights = (torch.from_numpy(each) for each in (rows, targets, shared))
+            y = y.double() if y.is_floating_point() else y
             loss = sample_loss(self.module(x), y, "none") @ weights
             gradients = torch.autograd.grad(loss, self.parameters)
             value += float(loss.detach())

@@ -2,17 +2,19 @@
 
 Two pools with one method, `run(model, work, shares)`: `Inline` calls a plain `ClientActor` in this process, `Actors` calls Ray
 actors. Results are taken up as they arrive, and nothing depends on their order. A dead actor never comes back to the pool: its
-share is done again by whoever is free, and another actor starts in its place. After the loss of a node there may be no room
-for that one; the pool goes on with the others, and has it when a node comes back.
+share is done again by whoever is free, and another actor starts in its place; and one that is stopped, or hangs (`Patience`), is killed.
+After the loss of a node there may be no room for another; the pool goes on with the others, and has it when a node comes back.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,15 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from raydpfl.client import ClientActor, Evaluator, Lane, Partial, Work
+from raydpfl.client import ClientActor, Evaluator, Facts, Lane, Partial, Work
 from raydpfl.config import Client, Experiment
-from raydpfl.errors import ClientError, ConfigError, RunError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.selection import Cohort
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # actors that one share of a round may cost before the run gives up
+ATTEMPTS = 3  # actors that one share, or an evaluation, may keep waiting for too long
+WATCH = 3.0  # seconds in which an actor at work takes CPU time
 IN_FLIGHT = 64  # calls at once when each client is its own actor
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)  # the actor is gone, or the node that kept what it had returned
 
@@ -103,6 +107,49 @@ class Inline:
         pass
 
 
+class Patience:
+    """How long one kind of call may take: `client.timeout`, or what follows from the calls before it.
+
+    That is `FLOOR` and `TIMES` the longest so far, or as much for each row as the slowest so far took, if that is more; twice that when
+    the same call is made again. While none has come to its end, `FIRST`, and then an actor at work (by the CPU time that it takes) goes on.
+    """
+
+    FIRST, FLOOR, TIMES = 60.0, 10.0, 10.0
+
+    def __init__(self, timeout: float | str):
+        self.fixed = None if timeout == "auto" else float(timeout)
+        self.longest = self.slowest = 0.0
+
+    def took(self, seconds: float, cost: float) -> None:
+        self.longest = max(self.longest, seconds)
+        self.slowest = max(self.slowest, seconds / max(cost, 1.0))
+
+    def seconds(self, cost: float, again: int = 0) -> float:
+        """For a call that trains `cost` rows, and was given up `again` times."""
+        if self.fixed:
+            return self.fixed
+        usual = self.FIRST
+        if self.longest:
+            usual = self.FLOOR + self.TIMES * max(self.longest, self.slowest * cost)
+        return usual * 2**again
+
+    @property
+    def knows(self) -> bool:
+        """Whether a call that is late is known to be."""
+        return bool(self.fixed or self.longest)
+
+
+@dataclass
+class _Flight:
+    """A call under way: which of the calls, on which actor, and when it is late."""
+
+    index: int
+    actor: int
+    began: float
+    late: float
+    patience: float  # seconds between the two
+
+
 class Actors:
     """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
 
@@ -110,26 +157,38 @@ class Actors:
         self.per_client = per_client
         self.replaced = 0
         client = experiment.client
-        self._arguments = (experiment, shards, tuple(sys.path))
+        self._model = experiment.model.kind
+        self._patience = {name: Patience(client.timeout) for name in ("train", "losses", "evaluate")}
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        self._arguments = (pickle.dumps(experiment), shards, path)
         self._class = ray.remote(ClientActor).options(num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0)
         self._evaluator_class = ray.remote(Evaluator).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self._actors: dict[int, Any] = {}
+        self._facts: dict[int, Facts] = {}
         self._starting: dict[Any, int] = {}  # call -> actor, of those that were started in the place of dead ones
-        self._evaluator = self._evaluator_class.remote(*self._arguments)
+        self._start_evaluator()
         # Starting takes a core some seconds: with many more at once than cores, Ray gives up on the slowest.
         wave = 2 * max(1, min(int(ray.cluster_resources().get("CPU", 1)), cores() * len(ray.nodes())))
         for start in range(0, count, wave):
-            self._actors |= {index: self._class.remote(*self._arguments) for index in range(start, min(start + wave, count))}
-            self._await([actor.ready.remote() for actor in self._actors.values()])
+            some = range(start, min(start + wave, count))
+            self._actors |= {index: self._class.remote(*self._arguments) for index in some}
+            facts = self._await([self._actors[index].ready.remote() for index in some])
+            self._facts |= dict(zip(some, facts, strict=True))
+        self._await([self._evaluator_ready])
+
+    def _start_evaluator(self) -> None:
+        self._evaluator = self._evaluator_class.remote(*self._arguments)
+        self._evaluator_ready = self._evaluator.ready.remote()
 
     @property
     def healthy(self) -> int:
         return len(self._actors) - len(self._starting)
 
-    def _await(self, references: list) -> None:
+    def _await(self, references: list) -> list[Facts]:
+        """What the actors say of themselves once they can work; what stands in the way is raised."""
         timeout = START_SECONDS + 2.0 * len(references)
         try:
-            ray.get(references, timeout=timeout)
+            return ray.get(references, timeout=timeout)
         except GetTimeoutError:
             pending = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
             raise RunError(
@@ -137,9 +196,9 @@ class Actors:
                 "the cluster has no free place for them: lower client.actors, client.num_cpus or client.num_gpus"
             ) from None
         except RayActorError as error:
-            raise RunError(f"a client actor died while it started: {error}") from None
+            raise RunError(f"a client actor died while it started: {_cause(error)}") from None
         except RayTaskError as error:
-            raise error.cause if isinstance(getattr(error, "cause", None), Exception) else RunError(str(error)) from None
+            raise _reason(error) from None
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         return singles(lanes) if self.per_client else shares(lanes, max(1, self.healthy))
@@ -151,48 +210,95 @@ class Actors:
         """
         reference = ray.put(model)
         homes = [int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares]
-        yield from self._results("train", [(reference, work, list(share)) for share in shares], homes)
+        calls = [(reference, work, list(share)) for share in shares]
+        yield from self._results("train", calls, homes, [_rows(share) for share in shares])
 
     def losses(self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
         reference = ray.put(model)
         parts = np.array_split(clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy)))
         homes = [int(part[0]) if self.per_client else None for part in parts]
-        found = dict(self._results("losses", [(reference, round, part.tolist(), noise_seed) for part in parts], homes))
+        calls = [(reference, round, part.tolist(), noise_seed) for part in parts]
+        found = dict(self._results("losses", calls, homes, [len(part) for part in parts]))
         return np.concatenate([found[index] for index in range(len(parts))])
 
-    def _results(self, method: str, calls: Sequence[tuple], homes: Sequence[int | None]) -> Iterator[tuple[int, Any]]:
+    def _results(
+        self, method: str, calls: Sequence[tuple], homes: Sequence[int | None], costs: Sequence[float]
+    ) -> Iterator[tuple[int, Any]]:
         """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of `homes`, or on any that is free (None)."""
         waiting = deque(range(len(calls)))
-        flying: dict[Any, tuple[int, int]] = {}  # call -> (its index, actor)
+        flying: dict[Any, _Flight] = {}
         deaths: Counter[Any] = Counter()
+        late: dict[int, list[str]] = {}  # by call, what the actors did that it was given up on
+        patience = self._patience[method]
         while waiting or flying:
             while waiting and len(flying) < IN_FLIGHT:
-                actor = self._free(homes[waiting[0]], {*self._starting.values(), *(busy for _, busy in flying.values())})
+                index = waiting[0]
+                actor = self._free(homes[index], {*self._starting.values(), *(each.actor for each in flying.values())})
                 if actor is None:
                     break
-                index = waiting.popleft()
-                flying[getattr(self._actors[actor], method).remote(*calls[index])] = (index, actor)
-            done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=None if flying else START_SECONDS)
-            if not done:
-                raise RunError(f"client actors died, and for {START_SECONDS:.0f} s no node has had room for others in their place; go on with --resume")
-            index, actor = flying.pop(done[0], None) or (None, self._starting.pop(done[0]))
-            try:
-                result = ray.get(done[0])
-            except LOST as error:
-                of = f"actor {actor}" if index is None else index
-                deaths[of] += 1
-                if deaths[of] > DEATHS:
-                    raise RunError(f"client actors keep dying in one round: {_cause(error)}") from None
-                self._replace(actor)
-                if index is not None:
-                    waiting.appendleft(index)
-                continue
-            except RayTaskError as error:
-                cause = getattr(error, "cause", None)
-                raise cause if isinstance(cause, (ClientError, RunError)) else RunError(f"a client actor failed\n{error}") from None
-            if index is not None:
-                yield index, result
+                waiting.popleft()
+                seconds, now = patience.seconds(costs[index], len(late.get(index, ()))), time.monotonic()
+                call = getattr(self._actors[actor], method).remote(*calls[index])
+                flying[call] = _Flight(index, actor, now, now + seconds, seconds)
+            done = self._wait(flying)
+            if done in flying:
+                flight = flying.pop(done)
+                result = self._taken(done, flight.actor, flight.index, deaths)
+                if result is None:
+                    waiting.appendleft(flight.index)
+                else:
+                    patience.took(time.monotonic() - flight.began, costs[flight.index])
+                    yield flight.index, result
+            elif done is not None:
+                actor = self._starting.pop(done)
+                facts = self._taken(done, actor, f"actor {actor}", deaths)
+                self._facts |= {actor: facts} if facts else {}
+            for call in [call for call, flight in flying.items() if time.monotonic() > flight.late]:
+                if self._given_up(flying[call], patience, late, method):
+                    waiting.appendleft(flying.pop(call).index)
+
+    def _wait(self, flying: dict[Any, _Flight]) -> Any:
+        """A call that is done, of those flying or of an actor that starts; None if one is late before."""
+        timeout = START_SECONDS
+        if flying:
+            timeout = max(0.0, min(flight.late for flight in flying.values()) - time.monotonic()) + 0.01
+        done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
+        if not done and not flying:
+            raise RunError(f"client actors died, and for {START_SECONDS:.0f} s no node has had room for others in their place; go on with --resume")
+        return done[0] if done else None
+
+    def _taken(self, call: Any, actor: int, of: Any, deaths: Counter) -> Any:
+        """The result of a call that is done; None if its actor is dead, which is replaced then."""
+        try:
+            return ray.get(call)
+        except LOST as error:
+            deaths[of] += 1
+            if deaths[of] > DEATHS:
+                raise RunError(f"client actors keep dying in one round: {_cause(error)}") from None
+            self._replace(actor)
+            return None
+        except RayTaskError as error:
+            raise _reason(error) from None
+
+    def _given_up(self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str) -> bool:
+        """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a call that was given up too often."""
+        facts = self._facts.get(flight.actor)
+        busy, client = _look(facts, 0.0 if patience.knows else WATCH)
+        if busy and not patience.knows:
+            flight.late = time.monotonic() + flight.patience
+            return False
+        those = late.setdefault(flight.index, [])
+        those.append(f"client {client}" if client >= 0 else "no client")
+        if len(those) >= ATTEMPTS:
+            where = ", ".join(dict.fromkeys(those))
+            what = "training" if method == "train" else "answering with its loss"
+            raise RunError(
+                f"{where}: {what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors one after another; "
+                f"model.kind {self._model} hangs there, or client.timeout is to be higher"
+            )
+        self._replace(flight.actor)
+        return True
 
     def _free(self, home: int | None, busy: set[int]) -> int | None:
         if home is not None:
@@ -206,22 +312,77 @@ class Actors:
         self._starting[self._actors[actor].ready.remote()] = actor
 
     def evaluate(self, model: np.ndarray) -> Any:
-        return model, self._evaluator.evaluate.remote(model)
+        return model, self._evaluator.evaluate.remote(model), time.monotonic()
 
     def evaluation(self, pending: Any) -> tuple[float, float | None]:
-        model, call = pending
+        model, call, began = pending
+        patience, late, reason = self._patience["evaluate"], 0, ""
         for _ in range(DEATHS):  # Ray takes some seconds to see that a node is lost, and starts actors on it until then
             try:
-                return ray.get(call)
+                facts = self._await([self._evaluator_ready])[0]
+                while not ray.wait([call], timeout=patience.seconds(1, late))[0]:
+                    if patience.knows or not _look(facts, WATCH)[0]:
+                        raise GetTimeoutError
+                result = ray.get(call)
+                patience.took(time.monotonic() - began, 1)
+                return result
+            except GetTimeoutError:
+                reason, late = f"it did not end within {patience.seconds(1, late):.3g} s, by client.timeout", late + 1
+                if late >= ATTEMPTS:
+                    break
+                ray.kill(self._evaluator)
             except LOST as error:
                 reason = _cause(error)
-                self._evaluator = self._evaluator_class.remote(*self._arguments)
-                call = self._evaluator.evaluate.remote(model)
-        raise RunError(f"the evaluation of the model keeps dying: {reason}")
+            except RayTaskError as error:
+                raise _reason(error) from None
+            self._start_evaluator()
+            call, began = self._evaluator.evaluate.remote(model), time.monotonic()
+        raise RunError(f"the evaluation of the model (model.kind {self._model}) has no result: {reason}")
 
     def close(self) -> None:
         for actor in [*self._actors.values(), self._evaluator]:
             ray.kill(actor)
+
+
+def _rows(share: Sequence[Lane]) -> int:
+    return sum(lane.rows * (1 if lane.slot is not None else int((lane.clients >= 0).sum())) for lane in share)
+
+
+def _reason(error: RayTaskError) -> Exception:
+    """What is to be raised for an error in an actor: its own, if it is one of ours."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, (ConfigError, RunError)) else RunError(f"a client actor failed\n{error}")
+
+
+def _look(facts: Facts | None, seconds: float) -> tuple[bool, int]:
+    """Whether an actor's process takes CPU time, and the client in training there (-1: none is known), by a look from its node."""
+    if facts is None:
+        return False, -1
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(facts.node, soft=False)
+    look = ray.remote(_seen).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    try:
+        return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
+    except RayError:
+        return False, -1
+
+
+def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
+    """Of a process of this node: see `_look`. Ray's own threads take about 1 % of a core."""
+    client = -1
+    try:
+        if progress:
+            with open(progress, "rb") as file:
+                client = int.from_bytes(file.read(8), sys.byteorder, signed=True)
+        process = psutil.Process(pid)
+        processes = [process, *process.children(recursive=True)]
+        before = sum(sum(each.cpu_times()[:2]) for each in processes)
+        time.sleep(seconds)
+        taken = sum(sum(each.cpu_times()[:2]) for each in processes) - before
+        return taken > 0.02 * seconds, client
+    except (OSError, psutil.Error):
+        return False, client
 
 
 def _cause(error: RayError) -> str:

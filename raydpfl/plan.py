@@ -32,7 +32,7 @@ from raydpfl.server import DataWeights
 log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
 # What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
-FREE = {"client": {"actors", "num_cpus"}, "measure": {"tensorboard"}}
+FREE = {"client": {"actors", "num_cpus", "timeout"}, "measure": {"tensorboard"}}
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 

@@ -10,10 +10,7 @@ import fcntl
 import logging
 import os
 import shutil
-import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,8 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from raydpfl import models
+from raydpfl import interrupts, models
 from raydpfl.client import peak_rss_mb
+from raydpfl.cluster import LOOK, Session
 from raydpfl.config import Experiment, read
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
@@ -38,7 +36,7 @@ from raydpfl.privacy import Guarantee
 from raydpfl.tracking import TensorBoard, make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
-START_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+MISSING = "interrupted before measure.heterogeneity was computed; --resume computes it"
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ def run(
     address: str | None = None,
     on_start: Callable[[Plan], None] = lambda plan: None,
     on_rows: Callable[[list[dict]], object] = lambda rows: None,
+    on_measure: Callable[[int, int], object] = lambda done, of: None,
 ) -> Result:
     """Runs `experiment` into the directory `out` (default: a new one under `runs/`).
 
@@ -69,7 +68,10 @@ def run(
     so that code, versions or processor may have changed: rounds that were released beyond the checkpoint then count twice.
     `data_root` is where data sets lie (default: the variable RAYDPFL_DATA).
     `address` joins a running Ray cluster. `on_rows` is called after every round with the rows of the rounds table that it completed;
-    if it returns True the run ends there, with status "stopped", and can be gone on with.
+    if it returns True the run ends there, with status "stopped", and can be gone on with. `on_measure` is told, about once a second,
+    how many of how many steps of `measure.heterogeneity` are done.
+
+    Ctrl-C and SIGTERM end it by KeyboardInterrupt: at once before the first round, later after the round, with all of it saved.
 
     Raises `ConfigError` before anything is started or written when the experiment cannot be run, `RunError` when it failed
     on the way. A Ray that this process had already started is used, and left running.
@@ -80,13 +82,14 @@ def run(
     if fresh_noise and not resume:
         raise ConfigError("--fresh-noise", True, "with --resume, for a run that has begun")
     threads = torch.get_num_threads()
-    with _Ray(experiment, address) as cluster:
+    with interrupts.handled(), _Ray(experiment, address) as cluster:
         with contained():
             plan = Plan.make(experiment, Path(data_root) if data_root else None)
             plan.check_claims()
         actors = cluster.actors(plan)
         if resume:
             _same_run(plan.experiment, folder)
+        interrupts.check()
         made = not folder.exists()
         make_folder(folder)
         with alone(folder), _undone(folder, made, resume):
@@ -94,9 +97,10 @@ def run(
             cluster.start(plan, actors)
             on_start(plan)
             try:
-                summary = _drive(cluster, plan, folder, actors, resume, fresh_noise, on_rows)
+                summary = _drive(cluster, plan, folder, actors, resume, fresh_noise, on_rows, on_measure)
             finally:
                 torch.set_num_threads(threads)
+        interrupts.check()
     module = models.build(plan.experiment.model, (shards := Shards.open(plan.shards)).shape, shards.classes, plan.experiment.seed)
     models.load(module, torch.from_numpy(summary.pop("model").copy()))
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
@@ -149,26 +153,6 @@ def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-class _Interrupts:
-    """Ctrl-C and SIGTERM end a run after the round that is under way; a second one ends it at once, with nothing more saved."""
-
-    def __enter__(self) -> _Interrupts:
-        self.asked, self._before = False, {}
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _ask(self, *_: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        log.warning("stopping after this round; Ctrl-C again stops at once")
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 def _drive(
     cluster: _Ray,
     plan: Plan,
@@ -177,48 +161,83 @@ def _drive(
     resume: bool,
     fresh_noise: bool,
     on_rows: Callable[[list[dict]], object],
+    on_measure: Callable[[int, int], object],
 ) -> dict:
     """All rounds, and the summary; whatever ends the run, the clients stop and the directory says how it ended."""
     began = time.monotonic()
     with contained():
         call = cluster.coordinator(plan, str(folder), actors, resume, fresh_noise)
     board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
-    status, failure, whole, enough = "completed", None, True, False
+    status, failure = "failed", None
     try:
-        with _Interrupts() as interrupts:
-            while call("position") < plan.experiment.rounds and not interrupts.asked and not enough:
-                with contained():
-                    rows = call("round")
-                if board:
-                    board.write(rows)
-                enough = on_rows(rows) is True
-        if interrupts.asked:
-            status, failure = "interrupted", KeyboardInterrupt("interrupted by a signal")
-        elif enough and call("position") < plan.experiment.rounds:
-            status = "stopped"
-    except BudgetError as error:
-        status, failure = "budget", error
-    except OSError as error:
-        status, failure, whole = "failed", FileError(str(error)), False
-    except Exception as error:
-        status, failure, whole = "failed", error, False
-    summary = _finish(call, status, failure, whole)
-    summary["peak_rss_mb"] = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
-    summary |= {"wall_seconds": time.monotonic() - began, "versions": versions(), "reason": str(failure) if failure else None}
-    model = summary.pop("model")
-    summary["peak_rss_mb_by_process"] = summary["peak_rss_mb"]
-    summary["peak_rss_mb"] = max(summary["peak_rss_mb_by_process"].values())
-    try:
-        if board:
-            board.close()
-        write_json(folder / "summary.json", summary)
+        with interrupts.deferred():
+            status, failure, whole = _rounds(call, plan.experiment.rounds, board, on_rows)
+            summary = _finish(call, status, failure, whole)
+            model = summary.pop("model")
+            by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
+            summary |= {"peak_rss_mb_by_process": by_process, "peak_rss_mb": max(by_process.values())}
+            summary |= {"versions": versions(), "reason": str(failure) if failure else None}
+            summary["wall_seconds"] = time.monotonic() - began
+            left = status == "completed" and plan.experiment.measure.heterogeneity
+            if left:  # it may take longer than the run, which is whole without it
+                summary |= {"heterogeneity": None, "reason": MISSING}
+            if board:
+                board.close()
+            write_json(folder / "summary.json", summary)
     except RunError:
-        if status == "failed":
+        if status == "failed" and failure:
             raise failure from None
         raise
+    finally:
+        if board:
+            with suppress(Exception):
+                board.close()
+    if left:
+        summary |= {"heterogeneity": _heterogeneity(call, folder, on_measure), "reason": None}
+        summary["wall_seconds"] = time.monotonic() - began
+        write_json(folder / "summary.json", summary)
     if failure and status != "budget":
         raise failure
     return summary | {"model": model}
+
+
+def _rounds(
+    call: Callable, rounds: int, board: TensorBoard | None, on_rows: Callable[[list[dict]], object]
+) -> tuple[str, BaseException | None, bool]:
+    """Does the rounds that are left: the status they end with, what ended them early, and whether the last one is whole."""
+    enough = False
+    try:
+        while call("position") < rounds and not interrupts.asked() and not enough:
+            with contained():
+                rows = call("round")
+            if board:
+                board.write(rows)
+            enough = on_rows(rows) is True
+        left = call("position") < rounds
+    except BudgetError as error:
+        return "budget", error, True
+    except OSError as error:
+        return "failed", FileError(str(error)), False
+    except Exception as error:
+        return "failed", error, False
+    if left and interrupts.asked():
+        return "interrupted", KeyboardInterrupt("interrupted by a signal"), True
+    return "stopped" if left else "completed", None, True
+
+
+def _heterogeneity(call: Callable, folder: Path, on_measure: Callable[[int, int], object]) -> dict:
+    """Gamma_s and Gamma_n of the finished run, a second of them at a time. An interrupt ends it at once."""
+    try:
+        done, of = call("measure_heterogeneity", 0.0)
+        while done < of:
+            on_measure(done, of)
+            interrupts.check()
+            done, of = call("measure_heterogeneity")
+        on_measure(done, of)
+        return call("heterogeneity")
+    except KeyboardInterrupt:
+        log.warning("the run in %s is whole, but for measure.heterogeneity, which --resume computes", folder)
+        raise
 
 
 def _finish(call: Callable, status: str, failure: BaseException | None, whole: bool) -> dict:
@@ -250,24 +269,6 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 
-def connect(address: str, **options: Any) -> None:
-    """Starts Ray (address local: a cluster of this process's own, whatever else runs here) or joins one. Raises `ConfigError`, `RunError`."""
-    for name, value in START_RAY.items():
-        os.environ.setdefault(name, value)
-    import ray
-
-    if ray.is_initialized():
-        raise ConfigError("--address", address, "none: this process is connected to a Ray cluster already")
-    host, _, port = address.rpartition(":")
-    try:
-        if host and port.isdigit():  # Ray itself would try for minutes
-            socket.create_connection((host.rpartition("/")[2], int(port)), timeout=5).close()
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        if address == "local":
-            raise RunError(f"Ray could not be started: {error}") from None
-        entry = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
-        raise ConfigError("--address", address, f"the address of {entry}: {error}") from None
 
 
 class _Ray:
@@ -281,8 +282,8 @@ class _Ray:
         self.inline = experiment.client.actors == 0
         if self.inline and address:
             raise ConfigError("--address", address, "client.actors above 0; 0 runs in this process, without Ray")
-        self.address, self.started = address, False
-        self.client = experiment.client
+        self.address, self.client = address, experiment.client
+        self.session: Session | None = None
 
     def __enter__(self) -> _Ray:
         if self.inline and self.client.num_gpus > 0 and not torch.cuda.is_available():
@@ -291,7 +292,7 @@ class _Ray:
             import ray
 
             if self.address:
-                self._connect(self.address)
+                self.session = Session(self.address)
             self.elastic = not ray.is_initialized()
             self.group = None if self.elastic else ray.util.get_current_placement_group()
             if self.elastic:  # what this machine alone can refuse, before the data are touched
@@ -299,14 +300,13 @@ class _Ray:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.started:
-            import ray
+        if self.session:
+            self.session.close()
 
-            ray.shutdown()
-
-    def _connect(self, address: str, **options: Any) -> None:
-        connect(address, **options)
-        self.started = True
+    def check(self) -> None:
+        """Raises `RunError` where the control store of Ray is lost."""
+        if self.session:
+            self.session.check()
 
     def _nodes(self) -> list[dict[str, float]]:
         if self.elastic:
@@ -328,11 +328,12 @@ class _Ray:
     def start(self, plan: Plan, actors: int) -> None:
         if not self.inline and self.elastic:
             logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
-            self._connect("local", num_cpus=logical, include_dashboard=False)
+            self.session = Session("local", num_cpus=logical, include_dashboard=False)
 
     def coordinator(self, plan: Plan, out: str, actors: int, resume: bool, fresh_noise: bool) -> Callable:
         """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain object in it."""
-        path = tuple(entry for entry in sys.path if entry)
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        out = os.path.abspath(out)  # an actor on a joined cluster stands in another directory
         if self.inline or self.group:
             plain = Coordinator(plan, out, actors, resume, path, fresh_noise)
 
@@ -355,13 +356,17 @@ class _Ray:
 
         def call(method: str, *arguments: Any) -> Any:
             try:
-                return ray.get(getattr(actor, method).remote(*arguments))
+                waiting = getattr(actor, method).remote(*arguments)
+                while not ray.wait([waiting], timeout=LOOK)[0]:
+                    self.check()
+                return ray.get(waiting)
             except ray.exceptions.RayTaskError as error:
                 cause = getattr(error, "cause", None)
                 if isinstance(cause, OSError):
                     raise FileError(str(cause)) from None
                 raise cause if isinstance(cause, (RunError, ConfigError)) else RunError(f"the coordinator failed\n{error}") from None
             except ray.exceptions.RayActorError as error:
+                self.check()
                 raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None
 
         call("start")

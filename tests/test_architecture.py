@@ -13,11 +13,11 @@ ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only where the later names the earlier.
 ORDER = [
     "__main__", "cli", "budget", "audit", "submit", "staging", "archive", "tune", "report",
-    "runner", "coordinator", "placement", "client", "tracking",  # front and runtime
+    "runner", "coordinator", "placement", "client", "cluster", "tracking",  # front and runtime
     "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
-    "server", "privacy", "models", "data", "member", "own", "files", "keys", "errors",
+    "server", "privacy", "models", "data", "member", "own", "files", "keys", "errors", "interrupts", "reaper",
 ]  # fmt: skip
-KNOW_RAY = {"runner", "coordinator", "placement", "client", "tracking", "tune", "submit", "cli", "report"}
+KNOW_RAY = {"runner", "coordinator", "placement", "client", "cluster", "tracking", "tune", "submit", "cli", "report"}
 
 
 def room_of(path: Path) -> str:

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from raydpfl.cluster import Session
 from raydpfl.placement import cores
-from raydpfl.runner import connect
 from raydpfl.tune import Sweep, run
 
 CONFIG = {
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100, help="of each trial")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    connect("local", num_cpus=cores(), include_dashboard=False)
+    Session("local", num_cpus=cores(), include_dashboard=False)
     sweep = Sweep.from_dict({**CONFIG, "rounds": options.rounds})
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

@@ -24,13 +24,14 @@ import torch
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
-from raydpfl import data
+from raydpfl import data, interrupts
+from raydpfl.cluster import Session
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.placement import capacity, cores
 from raydpfl.plan import Plan
-from raydpfl.runner import alone, connect
+from raydpfl.runner import alone
 from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.limits import Limits
 from raydpfl.tune.proposals import Guided, Listed, Proposals, Source, Stop, optuna
@@ -83,7 +84,7 @@ def run(
             _same_sweep(sweep, folder)
     if sweep.search.search == "optuna":
         optuna()
-    with _Cluster(sweep, root, address) as cluster, ExitStack() as stack:
+    with interrupts.handled(), _Cluster(sweep, root, address) as cluster, ExitStack() as stack:
         for experiment in sweep.probes:
             cluster.check(experiment)
         _check_metric(sweep, Plan.make(sweep.probes[0], root))
@@ -245,23 +246,28 @@ class _Cluster:
     """The Ray that the trials run on: started here, joined by address, or found running in this process."""
 
     def __init__(self, sweep: Sweep, root: Path | None, address: str | None):
-        self.sweep, self.root, self.address, self.started = sweep, root, address, False
+        self.sweep, self.root, self.address = sweep, root, address
+        self.session: Session | None = None
 
     def __enter__(self) -> _Cluster:
         if self.address:
-            connect(self.address)
-            self.started = True
+            self.session = Session(self.address)
         self.elastic = not ray.is_initialized()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.started:
-            ray.shutdown()
+        if self.session:
+            self.session.close()
+
+    def watch(self) -> None:
+        """Raises `RunError` where the control store of Ray is lost, KeyboardInterrupt where a signal was."""
+        if self.session:
+            self.session.check()
+        interrupts.check()
 
     def start(self) -> None:
         if self.elastic:
-            connect("local", num_cpus=cores(), include_dashboard=False)
-            self.started = True
+            self.session = Session("local", num_cpus=cores(), include_dashboard=False)
 
     def nodes(self) -> list[dict[str, float]]:
         if not ray.is_initialized():
@@ -429,6 +435,10 @@ class _Watch(tune.Callback):
         self._limits.end(ours, False)
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
+        try:
+            self._cluster.watch()
+        except RunError as error:
+            raise Stop(error) from None
         now = time.monotonic()
         if self._changed and now - self._shown > SHOW:
             self._changed, self._shown = False, now

@@ -1,0 +1,183 @@
+"""The Ray that a run or a sweep works on: started here, or joined by address; watched while it is used, and gone afterwards.
+
+Ray's own processes die with the one that started them, but not all of them and not soon; and a driver whose control store has died waits
+for a minute, to be aborted then. So every process of a Ray that was started here carries a mark, by which what is left of it is
+found (`raydpfl.reaper`), and a thread looks after the control store. A joined cluster is others' too: nothing there is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from typing import Any
+
+import psutil
+
+from raydpfl import interrupts, reaper
+from raydpfl.errors import ConfigError, RunError
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "SPT_NOENV": "1",  # a process that Ray gives a title keeps its environment readable, and the mark in it
+}
+LOOK = 1.0  # seconds between two looks at the control store
+SILENCE = 8.0  # seconds without an answer, after which a joined cluster's control store is lost
+GRACE = 8.0  # seconds from there to the end of the process, where the main thread waits in Ray itself and does not hear of it
+ANSWER = 5.0  # seconds that a control store has for its first word
+ENTRY = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
+# What a client of gRPC says first: the preface of HTTP/2, and an empty frame of settings.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+
+class Session:
+    """A connection of this process to Ray, from its making to `close`.
+
+    `address` local starts a Ray of this process's own, whatever else runs here; any other joins that one. Raises `ConfigError` for a
+    cluster that cannot be joined or a process that is connected already, `RunError` for a Ray that does not start.
+    """
+
+    def __init__(self, address: str, **options: Any):
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        import ray
+
+        if ray.is_initialized():
+            raise ConfigError("--address", address, "none: this process is connected to a Ray cluster already")
+        self.lost: str | None = None  # why it cannot be used any more
+        self._ended = threading.Event()
+        self._own: list[psutil.Process] = []  # without which there is no Ray: its control store and its raylet
+        self._mark, self._reaper = None, None
+        if address == "local":
+            self._start(options)
+        else:
+            self._join(address, options)
+        threading.Thread(target=self._watch, name="raydpfl-control-store", daemon=True).start()
+
+    def _start(self, options: dict[str, Any]) -> None:
+        self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        command = [sys.executable, "-P", reaper.__file__, self._mark]
+        # In a session of its own, where no Ctrl-C of a terminal reaches it.
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._reaper = subprocess.Popen(command, start_new_session=True, **pipes)
+        os.environ[reaper.MARK] = self._mark
+        try:
+            _init("local", options)
+            names = ("gcs_server", "raylet")
+            children = psutil.Process().children()
+            self._own = [each for each in children if each.name() in names and each in reaper.marked(self._mark)]
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception):
+                raise RunError(f"Ray could not be started: {error}") from None
+            raise
+        finally:
+            os.environ.pop(reaper.MARK)
+
+    def _join(self, address: str, options: dict[str, Any]) -> None:
+        self._place = _place(address)
+        try:
+            if self._place:
+                _greet(*self._place)
+            _init(address, options)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError("--address", address, f"the address of {ENTRY}: {error}") from None
+
+    def check(self) -> None:
+        """Raises `RunError` if the control store is lost."""
+        if self.lost:
+            raise RunError(self.lost)
+
+    def close(self) -> None:
+        """Disconnects; a Ray that was started here ends, with every process of it."""
+        import ray
+
+        try:
+            ray.shutdown()
+        finally:
+            if self._reaper:
+                reaper.reap(self._mark)
+                self._reaper.stdin.close()
+                self._reaper.wait()
+            self._ended.set()
+
+    def _alive(self) -> bool:
+        if self._own:
+            return all(_runs(process) for process in self._own)
+        try:
+            if self._place:
+                _greet(*self._place)
+        except OSError:
+            return False
+        return True
+
+    def _watch(self) -> None:
+        answered = time.monotonic()
+        while not self._ended.wait(LOOK):
+            if self._alive():
+                answered = time.monotonic()
+            elif self._own or time.monotonic() - answered > SILENCE:
+                break
+        else:
+            return
+        what = "Ray's control store or raylet has died" if self._own else "the cluster's control store does not answer"
+        self.lost = f"{what}; go on with --resume"
+        if self._mark:
+            reaper.reap(self._mark)
+        if not self._ended.wait(GRACE):
+            shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden the cursor
+            os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())
+            os._exit(1)
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    """`ray.init`, whose own handlers of signals stay no longer than that."""
+    import ray
+
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
+    except Exception:
+        interrupts.check()  # what came of a signal is no error
+        raise
+    except SystemExit:  # by Ray's handler of SIGTERM
+        raise KeyboardInterrupt from None
+    finally:
+        interrupts.install()
+    interrupts.check()
+
+
+def _place(address: str) -> tuple[str, int] | None:
+    """Host and port of the control store that `address` names, if it names one."""
+    if address == "auto":
+        from ray._private.services import canonicalize_bootstrap_address
+
+        address = canonicalize_bootstrap_address("auto") or address
+    host, _, port = address.rpartition(":")
+    return (host.rpartition("/")[2].strip("[]"), int(port)) if host and port.isdigit() else None
+
+
+def _greet(host: str, port: int) -> None:
+    """Raises OSError unless a server of gRPC answers there; Ray itself would try for minutes, whoever holds the port."""
+    with socket.create_connection((host, port), timeout=ANSWER) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        connection.sendall(PREFACE)
+        try:
+            answer = connection.recv(9)
+        except TimeoutError:
+            raise OSError(f"{host}:{port} takes connections but says nothing for {ANSWER:g} s; is it stopped?") from None
+        if len(answer) < 4 or answer[3] != 4:  # the first frame is of settings
+            raise OSError(f"what listens at {host}:{port} is no control store of Ray (its port is 6379 unless another was given)")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

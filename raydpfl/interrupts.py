@@ -1,0 +1,86 @@
+"""Ctrl-C and SIGTERM, from the first instruction of a command to its last.
+
+A signal raises KeyboardInterrupt where it finds the program, or inside `deferred` is kept until somebody asks for it; a second one
+always raises. What is raised in the midst of a library may be lost there (in a callback, in a destructor, while Ray starts), so it is
+remembered too: `check` raises it again, and whoever does one thing after another calls that in between.
+
+>>> with handled(), deferred():
+...     signal.raise_signal(signal.SIGTERM)
+...     asked()
+True
+>>> asked()
+False
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+log = logging.getLogger("raydpfl")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _State:
+    """Of this process: whether the handlers are ours, whether a signal came, and whether one may wait."""
+
+    installed = asked = deferring = False
+
+
+def _handle(number: int, *_: Any) -> None:
+    if number == signal.SIGTERM:
+        signal.alarm(0)  # while Ray starts, a handler of its own stands before this one, and has the process abort in 3 s
+    if _State.asked or not _State.deferring:
+        _State.asked = True
+        raise KeyboardInterrupt
+    _State.asked = True
+    log.warning("stopping after this round; Ctrl-C again stops at once")
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Takes both signals until it is left. Does nothing within itself, or in another thread than the main one."""
+    if _State.installed or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _State.installed = True
+    install()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _State.installed = _State.asked = False
+
+
+def install() -> None:
+    """Puts the handlers in their place again, after a library (Ray) has put its own there."""
+    if _State.installed and threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, _handle)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within it a first signal raises nothing; `asked` tells of it."""
+    before, _State.deferring = _State.deferring, True
+    try:
+        yield
+    finally:
+        _State.deferring = before
+
+
+def asked() -> bool:
+    """Whether a signal has come since `handled` was entered."""
+    return _State.asked
+
+
+def check() -> None:
+    """Raises KeyboardInterrupt if a signal has come, though it was raised before and lost."""
+    if _State.asked:
+        raise KeyboardInterrupt

@@ -1,0 +1,279 @@
+"""Processes that stop, hang or vanish, and signals that come at the wrong time: runs end as they should, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+import yaml
+from conftest import experiment
+from test_same_bits import RUN
+
+from raydpfl import cluster, interrupts, run
+from raydpfl.client import ClientActor
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.heterogeneity import Heterogeneity
+from raydpfl.placement import Patience
+from raydpfl.plan import Plan
+
+
+def actors_here() -> list[psutil.Process]:
+    """The client actors of this process's Ray."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith("ray::ClientActor"):
+                found.append(process)
+    return found
+
+
+# Actors that stop or hang.
+
+
+def test_a_stopped_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
+    stopped = []
+
+    def stop(rows) -> None:
+        if not stopped:
+            stopped.append(actors_here()[-1])
+            stopped[0].send_signal(signal.SIGSTOP)
+
+    inline = run(experiment(), tmp_path / "inline").summary["model_sha256"]
+    found = run(experiment(client={"actors": 2, "timeout": 2}), tmp_path / "out", on_rows=stop)
+    assert found.summary["model_sha256"] == inline and found.summary["replaced_actors"] == 1
+    assert none_left(stopped)
+
+
+HANGS = """
+import os, time
+from torch import nn
+
+class Hangs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Conv2d(1, 1, 3, 3), nn.Flatten(), nn.Linear(81, 10))
+
+    def forward(self, x):
+        if x.requires_grad is False and len(x) == 10 and self.training and os.getpid() != {here}:
+            time.sleep(1000)
+        return self.layer(x)
+"""
+
+
+def test_a_module_that_hangs_is_named_with_its_client(tmp_path, shared_ray, monkeypatch):
+    (tmp_path / "hangs_in_actors.py").write_text(HANGS.format(here=os.getpid()))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    client = {"actors": 1, "timeout": 1.0, "way": "loop"}
+    hanging = experiment(model={"kind": "hangs_in_actors:Hangs"}, client=client)
+    with pytest.raises(RunError, match=r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Hangs") as error:
+        run(hanging, tmp_path / "out")
+    first = int(Plan.make(hanging).draws(1)[0][0])
+    assert str(error.value).startswith(f"client {first}:")
+
+
+def test_patience_follows_from_the_calls_before():
+    auto = Patience("auto")
+    assert auto.seconds(100) == auto.FIRST and not auto.knows
+    auto.took(2.0, cost=100)
+    assert auto.knows and auto.seconds(100) == auto.FLOOR + auto.TIMES * 2.0
+    assert auto.seconds(1) == auto.seconds(100) and auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
+    assert auto.seconds(100, again=1) == 2 * auto.seconds(100)
+    fixed = Patience(3.0)
+    fixed.took(50.0, cost=1)
+    assert fixed.knows and fixed.seconds(1000, again=2) == 3.0
+
+
+def test_the_timeout_is_no_part_of_what_a_run_computes(tmp_path):
+    first = run(experiment(client={"timeout": 5.0}), tmp_path / "out")
+    again = run(experiment(client={"timeout": 7.0}), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == first.summary["model_sha256"]
+
+
+# What a node lacks.
+
+
+def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_path):
+    actor = ClientActor(pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
+    with pytest.raises(ConfigError) as error:
+        actor.ready()
+    assert error.value.field == "RAYDPFL_CACHE" and error.value.value == str(tmp_path)
+    assert socket.gethostname() in str(error.value)
+
+
+def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_path, monkeypatch):
+    shards = str(Plan.make(experiment()).shards)
+    (tmp_path / "only_at_home.py").write_text("from raydpfl.bounding import Clip\n\nclass Mine(Clip):\n    kind: str = 'mine'\n")
+    with monkeypatch.context() as home:
+        home.syspath_prepend(str(tmp_path))
+        pickled = pickle.dumps(experiment(bounding={"kind": "only_at_home:Mine", "bound": 1.0}))
+    sys.modules.pop("only_at_home")
+    with pytest.raises(ConfigError, match="only_at_home") as error:
+        ClientActor(pickled, shards, ("/nowhere",)).ready()
+    assert error.value.field == "PYTHONPATH" and socket.gethostname() in str(error.value)
+
+
+# Ray's own processes, and the driver.
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A run on a Ray of its own, in its rounds, and all processes that it has started."""
+    config = tmp_path / "long.yaml"
+    long = experiment(rounds=100_000, client={"actors": 1, "num_cpus": 1}, noise={"kind": "none"})
+    config.write_text(yaml.safe_dump(long.to_dict()))
+    command = [sys.executable, "-c", RUN, "run", str(config), "--out", str(tmp_path / "out"), "--quiet"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("checkpoints/round-*[1-9]*.npz")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    yield process, children
+    for each in children:
+        with suppress(psutil.Error):
+            each.kill()
+    process.kill()
+
+
+def none_left(children: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(children, timeout=20)[1]
+
+
+def test_the_death_of_the_control_store_ends_a_run_in_one_line_and_leaves_no_process(running):
+    process, children = running
+    next(each for each in children if each.name() == "gcs_server").kill()
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and said.strip().splitlines()[-1].startswith("raydpfl: Ray's control store"), said
+    assert "Traceback" not in said and none_left(children)
+
+
+def test_a_driver_that_is_killed_leaves_no_process(running):
+    process, children = running
+    actor = next(each for each in children if each.name().startswith("ray::ClientAct"))
+    actor.send_signal(signal.SIGSTOP)
+    process.kill()
+    process.communicate(timeout=60)
+    assert none_left(children)
+
+
+def test_what_listens_but_is_no_control_store_is_told_apart_soon(monkeypatch):
+    monkeypatch.setattr(cluster, "ANSWER", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(OSError, match="takes connections but says nothing"):
+            cluster._greet("127.0.0.1", port)
+
+        def answer() -> None:
+            server.accept()  # the connection before
+            connection = server.accept()[0]
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(OSError, match="is no control store of Ray"):
+            cluster._greet("127.0.0.1", port)
+    with pytest.raises(OSError):
+        cluster._greet("127.0.0.1", port)
+
+
+def test_a_control_store_answers(shared_ray):
+    host, _, port = shared_ray.get_runtime_context().gcs_address.rpartition(":")
+    cluster._greet(host, int(port))
+
+
+# Signals.
+
+LOSES = """
+import os, signal, ray
+def init(*args, **options):
+    try:
+        os.kill(os.getpid(), signal.{name})
+        import time; time.sleep(1)
+    except KeyboardInterrupt:
+        pass
+    {then}
+ray.init = init
+"""
+THEN = ["pass", "raise RuntimeError('Ray is confused')", "signal.signal(signal.SIGTERM, signal.SIG_DFL)"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("then", THEN)
+def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, then, tmp_path):
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(experiment(client={"actors": 2}).to_dict()))
+    code = LOSES.format(name=name, then=then) + RUN
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", str(config), "--out", str(tmp_path / "out"), "--quiet"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_second_signal_raises_at_once():
+    with interrupts.handled(), interrupts.deferred():
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert not interrupts.asked()
+
+
+def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp_path, monkeypatch):
+    local = {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.1}
+    measured = experiment(data={"clients": 20}, local=local, measure={"heterogeneity": True})
+    whole = run(measured, tmp_path / "whole")
+    advance = Heterogeneity.advance
+
+    def interrupted(self, seconds: float) -> tuple[int, int]:
+        done = advance(self, 0.0)
+        if seconds:
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(Heterogeneity, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(measured, tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["heterogeneity"] is None and "--resume" in summary["reason"]
+    assert summary["model_sha256"] == whole.summary["model_sha256"]
+
+    monkeypatch.setattr(Heterogeneity, "advance", advance)
+    steps = []
+    resumed = run(measured, tmp_path / "out", resume=True, on_measure=lambda done, of: steps.append((done, of)))
+    assert resumed.summary["heterogeneity"] == whole.summary["heterogeneity"] and resumed.summary["reason"] is None
+    assert steps[0] == (0, 41) and steps[-1] == (41, 41)
+
+
+# What runs leave in their process.
+
+
+def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
+    """Open files, threads and children after 10 runs are those after 3, without the help of the garbage collector.
+
+    Memory, with its help, grows by less than 20 MB.
+    """
+    process = psutil.Process()
+    counts, memory = [], []
+    try:
+        for k in range(10):
+            gc.collect()
+            memory.append(process.memory_info().rss / 1e6)
+            gc.disable()
+            run(experiment(rounds=20, measure={"tensorboard": True, "clients": True}), tmp_path / str(k))
+            counts.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(process.children())))
+            gc.enable()
+    finally:
+        gc.enable()
+    assert counts[-1] == counts[2] and memory[-1] - memory[2] < 20, (counts, memory)
