@@ -35,7 +35,7 @@ import inspect
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -45,8 +45,9 @@ import numpy as np
 
 from raydpfl import privacy
 from raydpfl.errors import BudgetError, ConfigError
-from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Relation, Sampling, paper
-from raydpfl.privacy.accountants import views
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Relation, Sampling
+from raydpfl.privacy.accountants import FORMULAS, Formula
+from raydpfl.privacy.accounting import views
 from raydpfl.privacy.paper import Printed
 from raydpfl.privacy.personal import SHARES, Participations
 
@@ -417,10 +418,10 @@ class _Question:
         query, batches, rounds = self.mechanism.queries[0], self.mechanism.sampling, self.mechanism.rounds // self.steps
         client = {"bound": query.bound, "batch": batches.cohort, "samples": batches.population}
         (seen,) = self._guarantees("pld", self.mechanism.noise_multiplier, 1, self.delta)
-        for formula in _FORMULAS:
+        for formula in FORMULAS.values():
 
-            def claim(std: float, rounds: int, formula: _Formula = formula) -> tuple[Printed, float]:
-                return formula.epsilon(std, self.delta, **client, steps=max(rounds, 1) * self.steps)
+            def claim(std: float, rounds: int, formula: Formula = formula) -> tuple[Printed, float]:
+                return formula.printed(std, self.delta, **client, steps=max(rounds, 1) * self.steps)
 
             std, found, failed = query.std / batches.cohort, rounds, ()
             if batches.cohort > batches.population:  # which draws with replacement alone allow
@@ -448,33 +449,6 @@ class _Question:
             return math.inf
         spent = (self._guarantees(name, z, rounds, delta)[0].epsilon for name in ("pld", "rdp"))
         return next((each for each in spent if math.isfinite(each)), math.inf)
-
-
-@dataclass(frozen=True)
-class _Formula:
-    """A paper's formula for local steps: (Printed epsilon, its delta) of a std of the mean gradient, and Printed std of an epsilon."""
-
-    name: str
-    relation: str
-    epsilon: Callable[..., tuple[Printed, float]]
-    noise: Callable[..., Printed]
-
-
-_FORMULAS = (
-    _Formula(
-        "paper 002 tCDP",
-        "replace_one",
-        lambda std, delta, **client: (paper.tcdp_epsilon(std, delta=delta, **client), delta),
-        lambda epsilon, delta, **client: paper.tcdp_noise(epsilon, delta=delta, **client),
-    ),
-    _Formula(
-        "paper 002 Theorem 5",
-        "replace_one",
-        lambda std, delta, **client: paper.tcdp_theorem5(std, **client),
-        lambda epsilon, delta, **client: paper.tcdp_theorem5_noise(epsilon, **client),
-    ),
-    _Formula("paper 003", "unstated", lambda std, delta, **client: (paper.budget_epsilon(std, delta, **client), delta), paper.budget_noise),
-)
 
 
 def _means(guarantee: Guarantee, hidden: str) -> str:

@@ -38,6 +38,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, importing, imports, load, validate
 from raydpfl.privacy import budgets
+from raydpfl.privacy.accountants import ACCOUNTANTS
 
 
 class Section(BaseModel):
@@ -49,13 +50,14 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+ASKED = tuple(name for name, member in ACCOUNTANTS.items() if not member.local_steps)
 Whole = Annotated[StrictInt, BeforeValidator(whole)]
 
 
 class Privacy(Section):
     """Who accounts, under which neighbouring relation, and how much may be spent."""
 
-    accountants: tuple[Literal["pld", "rdp", "paper"], ...] = ("pld", "rdp", "paper")  # the first rigorous one calibrates the noise
+    accountants: tuple[Literal[ASKED], ...] = ("pld", "rdp", "paper")  # the first rigorous one calibrates the noise
     relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"  # auto: add_remove for Poisson, else replace_one
     budget: float | None = Field(default=None, gt=0)  # epsilon that the run stops short of exceeding
 

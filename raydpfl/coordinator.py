@@ -28,7 +28,7 @@ from raydpfl.heterogeneity import Heterogeneity
 from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, Ledger, LocalSteps, Mechanism, check_budget, holding
+from raydpfl.privacy import Guarantee, Ledger, LocalSteps, Mechanism, check_budget, holding, rigorous
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness
@@ -437,7 +437,7 @@ class Coordinator:
         table = Table(self.out / "guarantees.parquet")
         table.rows = self.plan.mechanism.table(seen, accountants)
         table.flush()
-        quantiles = {name: self.plan.mechanism.quantiles(name, seen).tolist() for name in accountants if name != "paper"}
+        quantiles = {name: self.plan.mechanism.quantiles(name, seen).tolist() for name in rigorous(accountants)}
         return {"at": list(SHARES)} | {name: [value if np.isfinite(value) else "infinity" for value in values] for name, values in quantiles.items()}
 
     def parameters(self) -> np.ndarray:

@@ -164,7 +164,7 @@ class Plan:
     @property
     def rigorous(self) -> tuple[str, ...]:
         """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of theirs is held against the budget."""
-        return tuple(name for name in self.named if name != "paper" and not _uncovered(name, self.experiment, self.mechanism))
+        return tuple(name for name in privacy.rigorous(self.named) if not _uncovered(name, self.experiment, self.mechanism))
 
     @property
     def covering(self) -> tuple[str, ...]:
@@ -334,7 +334,7 @@ def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
 
 def _rigorous(experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None) -> tuple[str, ...]:
     """The rigorous accountants asked for, of those that cover the mechanism if it is known."""
-    asked = [name for name in experiment.privacy.accountants if name != "paper"]
+    asked = privacy.rigorous(experiment.privacy.accountants)
     return tuple(name for name in asked if not _uncovered(name, experiment, mechanism))
 
 
@@ -466,7 +466,7 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     unproved = privacy.unproved(mechanism)
     exclusions += [unproved] if unproved else []
     mechanism = replace(mechanism, exclusions=tuple(exclusions))
-    rigorous = [name for name in experiment.privacy.accountants if name != "paper"]
+    rigorous = privacy.rigorous(experiment.privacy.accountants)
     if rigorous and not _rigorous(experiment, mechanism):
         raise _refusal(experiment, mechanism, rigorous[0])
     return mechanism

@@ -6,11 +6,14 @@ import json
 import math
 import operator
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Guarantee, Mechanism, Query, Sampling
+from raydpfl.privacy import Guarantee, Mechanism, Query, Sampling, accountants, covers, epsilon, guarantees, laws, pld
+from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy.laws import LAWS, Law
 
 MECHANISM = Mechanism(Sampling("fixed", 1920, 80), (Query("update", 0.5, 2.0),), 100, exclusions=("the clip bound was learned",))
 GUARANTEE = Guarantee(
@@ -137,3 +140,36 @@ def test_the_sentence_leaves_no_part_out():
     sentence = GUARANTEE.sentence()
     for part in ("1.5", "1e-05", "client", "replaced", "every aggregate", GUARANTEE.sampling, "rigorous", "pld", "for: a", "fail: b"):
         assert part in sentence
+
+
+class Halves(Law):
+    """A law of one's own: fixed size, by pld alone."""
+
+    kind = "halves"
+
+    def words(self, sampling):
+        return f"{sampling.cohort} of {sampling.population}, by halves"
+
+    def refuses(self, relation):
+        return None if relation == "replace_one" else "halves are covered under replace_one only"
+
+    def losses(self, sampling, mu):
+        return (pld.fixed_size(sampling.q, mu),)
+
+
+def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
+    queries = (Query("updates", 1.0, 4.0),)
+    mine, fixed = (Mechanism(Sampling(kind, 1920, 80), queries, 100) for kind in (Halves(), "fixed"))
+    assert str(mine.sampling) == "80 of 1920, by halves" and mine.sampling.hidden
+    assert epsilon(mine, "replace_one", 1e-5) == epsilon(fixed, "replace_one", 1e-5)
+    assert covers("rdp", mine, "replace_one") == "cohorts of law halves are not covered by rdp; nearest: pld"
+    assert covers("pld", mine, "zero_out") == "halves are covered under replace_one only"
+    found = guarantees(mine, "replace_one", 1e-5, accountants=["pld", "rdp"], participations=12)
+    assert [(one.accountant, math.isfinite(one.epsilon)) for one in found] == [("pld", True), ("pld", True), ("rdp", False), ("rdp", True)]
+    assert mine.digest() != fixed.digest()
+
+
+def test_accountants_and_laws_are_found_by_looking():
+    assert set(LAWS) == {path.stem for path in Path(laws.__file__).parent.glob("*.py")} - {"__init__", "base"}
+    modules = {path.stem for path in Path(accountants.__file__).parent.glob("*.py")} - {"__init__", "base"}
+    assert len(ACCOUNTANTS) == len(modules)

@@ -39,6 +39,7 @@ from raydpfl.audit.views import View
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan
+from raydpfl.privacy import rigorous
 from raydpfl.tracking import make_folder, write_json
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
@@ -159,7 +160,7 @@ def audit(
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:
     if not e.private:
         raise ConfigError("noise.kind", e.noise.kind, "gaussian: without noise nothing is claimed, and there is nothing to audit")
-    if all(name == "paper" for name in e.privacy.accountants):
+    if not rigorous(e.privacy.accountants):
         raise ConfigError("privacy.accountants", list(e.privacy.accountants), "pld or rdp among them: an audit holds a run against a rigorous claim")
     if e.noise.virtual_cohort:
         raise ConfigError("noise.virtual_cohort", e.noise.virtual_cohort, "none: the clients that it stands for do not run, and cannot be audited")

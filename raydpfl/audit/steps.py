@@ -33,7 +33,7 @@ from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.batches import batches
 from raydpfl.local.way import sample_loss
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee
+from raydpfl.privacy import Guarantee, rigorous
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
 
@@ -330,6 +330,6 @@ def _counts(plan: Plan) -> np.ndarray:
 def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
     """The least epsilon float64 [N] at `delta` that a rigorous accountant of the run gives each client's samples, and which one."""
     steps, counts = replace(plan.mechanism, delta=delta), _counts(plan)
-    names = [name for name in plan.experiment.privacy.accountants if name != "paper"]
+    names = rigorous(plan.experiment.privacy.accountants)
     spent = np.stack([steps.epsilons(name, counts) for name in names])
     return spent.min(0), [names[place] for place in spent.argmin(0).tolist()]

@@ -19,8 +19,8 @@ from raydpfl.audit.canaries import Record
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, unproved
-from raydpfl.privacy.accountants import views as observers
+from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous, unproved
+from raydpfl.privacy.accounting import views as observers
 from raydpfl.privacy.mechanism import Mechanism
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
@@ -76,7 +76,7 @@ class View:
 def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: float) -> list[View]:
     """A view for each rigorous guarantee of a run of `plan`; the claim is the least that any of its rigorous accountants gives at `delta`."""
     e = plan.experiment
-    names = [name for name in e.privacy.accountants if name != "paper"]
+    names = rigorous(e.privacy.accountants)
     rounds = max(int(record.plan.exposures[-1]) for record in records)
     most = max((times for record in records for times in record.counts.values()), default=0)
     found = []

@@ -18,14 +18,14 @@ epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another, a
 (fixed size 80 of 1920, cohort known, a client in at most 12 of 100 rounds): rigorous, by pld.
 
 One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to mean something),
-`accountants`, `memory` (clients that remember),
+`accountants` (a file an accountant), `laws` (a file a sampling law), `accounting`, `memory` (clients that remember),
 `pld` (privacy loss distributions), `renyi`, `calibrate`, `paper` (formulas as printed), `ledger` (spending on disk),
 `personal` (noise at local steps, client by client), `budgets` (laws of personal budgets; imported by that name, since it reads tables).
 References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and
 003 (Section III-C3).
 """
 
-from raydpfl.privacy.accountants import covers, delta, epsilon, epsilon_curve, guarantees
+from raydpfl.privacy.accounting import covers, delta, epsilon, epsilon_curve, guarantees, rigorous
 from raydpfl.privacy.calibrate import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, holding, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
@@ -57,6 +57,7 @@ __all__ = [
     "loose",
     "noise_for",
     "paper_multiplier",
+    "rigorous",
     "rounds_for",
     "segments",
     "sentences",

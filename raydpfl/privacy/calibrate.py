@@ -22,7 +22,7 @@ from typing import Any
 
 from raydpfl.errors import ConfigError
 from raydpfl.files import cache_root, check, keep_json, read_json
-from raydpfl.privacy.accountants import UNREACHED, Name, epsilon
+from raydpfl.privacy.accounting import UNREACHED, epsilon
 from raydpfl.privacy.mechanism import Mechanism, Relation
 
 _VERSION = 3  # of what noise_for returns for the same question: part of the cache's key
@@ -35,7 +35,7 @@ def noise_for(
     mechanism: Mechanism,
     relation: Relation,
     delta: float,
-    accountant: Name = "pld",
+    accountant: str = "pld",
     rounds: int | None = None,
     v: float = 4.0,
 ) -> float:
@@ -52,7 +52,7 @@ def noise_for(
     return cached(question, lambda: _search(target, mechanism, relation, delta, accountant, rounds, v))
 
 
-def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: Name = "pld", v: float = 4.0) -> int:
+def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: str = "pld", v: float = 4.0) -> int:
     """The most rounds of `mechanism` that spend at most `target` epsilon; 0 if one is too many, 2^20 if that many are not."""
     _check(target)
 
@@ -92,7 +92,7 @@ def cached(question: list, compute: Callable[[], Any], length: int | None = None
     return found
 
 
-def _search(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: Name, rounds: int, v: float) -> float:
+def _search(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: str, rounds: int, v: float) -> float:
     aim = target * (1 - 1e-6)  # so that rounding in a curve of the same mechanism cannot overstep the budget
 
     def excess(log_z: float) -> float:

@@ -39,14 +39,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import BudgetError, ConfigError
-from raydpfl.privacy import paper, pld, renyi
-from raydpfl.privacy.accountants import NOISELESS, UNREACHED
+from raydpfl.privacy import pld
+from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, at_local_steps
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
 from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.mechanism import Query, one_of
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
-TCDP, THEOREM5, BUDGETS = FORMULAS = ("paper 002 tCDP", "paper 002 Theorem 5", "paper 003")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # at which quantiles over clients are reported
 _TOLERANCE = 5e-4  # of log z: calibrated noise exceeds the smallest that will do by 1e-3 at most
 _MOST_BESIDE = 0.99  # of a budget that may be spent beside the steps
@@ -130,10 +130,10 @@ class LocalSteps:
         if calibration == "rigorous":
             stds[needy] = silent._rigorous_stds(needy, counts, accountant)
         else:
-            formula = {"paper": _budget_noise, "tcdp": paper.tcdp_noise}[calibration]
+            formula = _formula(calibration)
             failed = {}
             for k in needy.tolist():
-                printed = formula(float(silent.claims[k]), delta=delta, **silent._client(k, int(counts[k])))
+                printed = formula.noise(float(silent.claims[k]), delta, **silent._client(k, int(counts[k])))
                 stds[k] = printed.value
                 if calibration == "tcdp" and (reasons := silent._steps_alone(printed.conditions_failed)):
                     failed[k] = reasons
@@ -219,7 +219,7 @@ class LocalSteps:
             finals[clients] += times
         found = {}
         for accountant in accountants:
-            name = self.formula if accountant == "paper" else accountant
+            name = accountant if ACCOUNTANTS[accountant].rigorous else self.formula
             most = np.where(self.public, 0.0, self.epsilons(name, finals))
             counts, worst, curve = np.zeros_like(finals), 0.0, np.zeros(len(rounds))
             for t, (clients, times) in enumerate(rounds):
@@ -254,7 +254,9 @@ class LocalSteps:
                 delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             elif len(who):
                 epsilon, failed, words = math.inf, (NOISELESS,), "public clients alone took part"
-            kind, relation = ("paper", "unstated" if name == BUDGETS else "replace_one") if name in FORMULAS else ("rigorous", "replace_one")
+            kind, relation = "rigorous", "replace_one"
+            if name in FORMULAS:
+                kind, relation = "paper", FORMULAS[name].relation
             outside = (*self.exclusions, *self._public_words(len(who) - len(kept)))
             found.append(Guarantee(kind, name, "sample", relation, "every single update", words, epsilon, delta, outside, failed))
         return found
@@ -284,7 +286,7 @@ class LocalSteps:
                 row[f"epsilon_{_column(name)}"] = float(spent[name][k])
                 delta, reasons = self._conditions(name, k, int(counts[k]), row[f"epsilon_{_column(name)}"])
                 failed += [f"{name}: {reason}" for reason in reasons]
-                if name == THEOREM5:
+                if name in FORMULAS and FORMULAS[name].own_delta:
                     row[f"delta_{_column(name)}"] = delta
             rows.append(row | {"conditions_failed": failed})
         return rows
@@ -302,7 +304,7 @@ class LocalSteps:
             worst = broken[np.argsort(self.claims[broken] / truth[broken], kind="stable")]
             named = [f"client {k} (claimed epsilon {self.claims[k]:.4g}, true {truth[k]:.4g})" for k in worst[:5].tolist()]
             more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
-            whose = {"paper": BUDGETS, "tcdp": TCDP}.get(self.calibration, "this run")
+            whose = "this run" if self.calibration == "rigorous" else self.formula
             raise BudgetError(
                 f"the noise of {whose} protects {len(broken)} of {int((truth > 0).sum())} clients less than it claims: {', '.join(named)}{more}"
             )
@@ -318,7 +320,7 @@ class LocalSteps:
     @property
     def formula(self) -> str:
         """The paper's formula that the noise was calibrated by; 003's for any other noise."""
-        return TCDP if self.calibration == "tcdp" else BUDGETS
+        return _formula("tcdp" if self.calibration == "tcdp" else "paper").name
 
     def _counts(self, participations: Participations) -> np.ndarray:
         if isinstance(participations, Mapping):
@@ -342,30 +344,20 @@ class LocalSteps:
         return self._spent[key]
 
     def _account(self, name: str, k: int, first: int, last: int) -> np.ndarray:
-        counts = range(first, last + 1)
-        if name == BUDGETS:
-            root = self.stds[k] / (self.bound * np.sqrt(self.steps * np.array(counts)))
-            return paper.budget_epsilons(root, self.delta, batch=int(self.batches[k]), samples=int(self.samples[k]))
+        counts = np.arange(first, last + 1)
         if name in FORMULAS:
-            return np.array([self._printed(name, k, count)[0].value for count in counts])
+            return FORMULAS[name].curve(float(self.stds[k]), self.delta, counts, **self._client(k, 1))
         mu = 2 * self.bound / (self.batches[k] * self.stds[k])
         q = self.batches[k] / self.samples[k] if self.hidden[k] else 1.0
         return _epsilons(name, float(q), float(mu), self.delta, int(self.compositions[k]), first, last, float(self.beside_mu[k]))
 
-    def _printed(self, name: str, k: int, count: int) -> tuple[paper.Printed, float]:
-        """(Printed, its delta) by a formula of 002."""
-        std, client = float(self.stds[k]), self._client(k, count)
-        return (paper.tcdp_epsilon(std, delta=self.delta, **client), self.delta) if name == TCDP else paper.tcdp_theorem5(std, **client)
-
     def _conditions(self, name: str, k: int, count: int, epsilon: float) -> tuple[float, tuple[str, ...]]:
         """(delta, conditions that fail) of the `epsilon` that an accountant or a formula gives for client k."""
-        if self.stds[k] == 0 or name not in FORMULAS:
-            return self.delta, (NOISELESS,) if self.stds[k] == 0 else (UNREACHED.format(name),) if math.isinf(epsilon) else ()
-        if name == BUDGETS:
-            failed, delta = paper.lemma2(epsilon, self.delta, batch=int(self.batches[k]), samples=int(self.samples[k])), self.delta
-        else:
-            printed, delta = self._printed(name, k, count)
-            failed = printed.conditions_failed
+        if self.stds[k] == 0:
+            return self.delta, (NOISELESS,)
+        if name not in FORMULAS:
+            return self.delta, (UNREACHED.format(name),) if math.isinf(epsilon) else ()
+        delta, failed = FORMULAS[name].conditions(epsilon, float(self.stds[k]), self.delta, **self._client(k, count))
         return delta, self._steps_alone(failed)
 
     def _steps_alone(self, failed: tuple[str, ...]) -> tuple[str, ...]:
@@ -390,7 +382,7 @@ class LocalSteps:
         return (f"{count} public clients, who have an infinite budget and draw no noise",) if count else ()
 
     def _rigorous_stds(self, clients: np.ndarray, counts: np.ndarray, accountant: str) -> np.ndarray:
-        one_of("privacy.accountants", accountant, Literal["pld", "rdp"])
+        _rigorous(accountant)
         n, b, hidden = self.samples[clients], self.batches[clients], self.hidden[clients]
         q, times = np.where(hidden, b / n, 1.0), self.compositions[clients] * counts[clients]
         # With the noise gone all that protects a sample is the chance of never being in a batch.
@@ -422,14 +414,20 @@ class LocalSteps:
 def _epsilons(name: str, q: float, mu: float, delta: float, each: int, first: int, last: int, beside: float = 0.0) -> np.ndarray:
     """Epsilon at `delta` after first, ..., last times `each` Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is hidden) and, if
     `beside` is not 0, one Gaussian of that mu of everyone."""
-    one_of("privacy.accountants", name, Literal["pld", "rdp"])
-    counts = np.arange(first, last + 1)
-    if name == "rdp":
-        return renyi.epsilons(each * (renyi.fixed_size(q, mu) if q < 1 else renyi.gaussian(mu)) + renyi.gaussian(beside), delta, counts)
-    if q == 1:
-        return pld.gaussian_epsilon(np.sqrt(counts * (each * mu**2 + beside**2)), delta)
-    loss, other = pld.fixed_size_and_gaussian(q, mu, each, beside) if beside else (pld.fixed_size(q, mu), None)
-    return loss.epsilons(delta, each * first, each * last, each, other)
+    return _rigorous(name).of_steps(q, mu, delta, each, np.arange(first, last + 1), beside)
+
+
+def _rigorous(name: str) -> Accountant:
+    """The rigorous accountant of a name. Raises `ConfigError`."""
+    known = [each for each, member in ACCOUNTANTS.items() if member.rigorous]
+    if name not in known:
+        raise ConfigError("privacy.accountants", name, f"one of {', '.join(known)}")
+    return ACCOUNTANTS[name]
+
+
+def _formula(calibration: str) -> Formula:
+    """The paper's formula that noise is calibrated by."""
+    return next(member for member in FORMULAS.values() if member.calibration == calibration)
 
 
 def _noise_multipliers(
@@ -516,10 +514,6 @@ def _steepness(mu: float, q: float, times: float, other: float, delta: float) ->
     return float(np.clip((more - less) / 0.02, 0.03 if other else 0.3, 20.0))
 
 
-def _budget_noise(epsilon: float, *, delta: float, **client: Any) -> paper.Printed:
-    return paper.budget_noise(epsilon, delta, **client)
-
-
 def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
     budgets = np.array(np.broadcast_to(np.asarray(values, np.float64), clients))
     if not (budgets > 0).all():
@@ -529,7 +523,7 @@ def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
 
 
 def _expanded(accountants: Sequence[str]) -> list[str]:
-    return [each for name in accountants for each in (FORMULAS if name == "paper" else (name,))]
+    return [each for name in accountants for each in at_local_steps(name)]
 
 
 def _column(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Accountants: what a mechanism costs, by each of three ways of counting.
+"""What a mechanism costs, by each accountant, and what it guarantees whom.
 
 `pld` (privacy loss distributions) and `rdp` (Renyi, by dp-accounting) are rigorous; `paper` is Theorem 3.2 of 000 as
 printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else, and refuses one that it does not cover.
@@ -22,59 +22,42 @@ when each update is seen), where all 100 rounds give 49.4 (and 2006).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import memory, paper, pld, renyi
+from raydpfl.privacy import memory, paper
+from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant
 from raydpfl.privacy.guarantee import Guarantee
-from raydpfl.privacy.laws import Law
 from raydpfl.privacy.mechanism import Mechanism, Relation, Sampling, one_of
 
-Name = Literal["pld", "rdp", "paper"]
 NOISELESS = "no noise is added, so nothing is private"
 UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
-def covers(accountant: Name, mechanism: Mechanism, relation: Relation) -> str | None:
+def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
     """None if the accountant covers the mechanism under the relation, else the reason and the nearest combination it does cover."""
-    one_of("privacy.accountants", accountant, Name)
     one_of("privacy.relation", relation, Relation)
-    if accountant == "paper":
-        return None  # a formula can always be printed; the conditions that fail are listed beside it
-    sampling = mechanism.sampling
-    law = sampling.law
-    if mechanism.placement == "client" and law.own_coins:
-        return "noise drawn by the clients has a std that depends on the secret Poisson cohort; nearest: noise.placement server"
-    if mechanism.placement == "client" and relation == "add_remove":
-        return "noise drawn by the clients comes and goes with a client under add_remove; nearest: noise.placement server, or replace_one"
-    if sampling.everyone:
-        return None
-    refused = law.refuses(relation)
-    if refused or not sampling.hidden:
-        return refused
-    method = {"pld": "losses", "rdp": "renyi"}
-    if _given(law, method[accountant]):
-        return None
-    others = [name for name, needed in method.items() if _given(law, needed)]
-    nearest = f"; nearest: {others[0]}" if others else ""
-    return f"{_named(law)} are not covered by {accountant}{nearest}"
+    return named(accountant).covers(mechanism, relation)
 
 
-def _given(law: Law, method: str) -> bool:
-    return getattr(type(law), method) is not getattr(Law, method)
+def named(accountant: str) -> Accountant:
+    """The accountant of a name. Raises `ConfigError`."""
+    known = [name for name, member in ACCOUNTANTS.items() if not member.local_steps]
+    if accountant not in known:
+        raise ConfigError("privacy.accountants", accountant, f"one of {', '.join(known)}")
+    return ACCOUNTANTS[accountant]
 
 
-def _named(law: Law) -> str:
-    return "draws with replacement" if law.repeats else f"cohorts of law {law.kind}"
+def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
+    """Those whose epsilons are guarantees, in their order."""
+    return tuple(name for name in accountants if ACCOUNTANTS[name].rigorous)
 
 
 def epsilon(
-    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None = None, accountant: Name = "pld", v: float = 4.0
+    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None = None, accountant: str = "pld", v: float = 4.0
 ) -> float:
     """Epsilon at `delta` after `rounds` rounds (all of the mechanism's when None); infinite without noise.
 
@@ -85,7 +68,7 @@ def epsilon(
 
 
 def epsilon_curve(
-    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None = None, accountant: Name = "pld", v: float = 4.0
+    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None = None, accountant: str = "pld", v: float = 4.0
 ) -> np.ndarray:
     """Epsilon at `delta` after 1, 2, ..., `rounds` rounds, float64 [rounds]; arguments as for `epsilon`.
 
@@ -96,7 +79,7 @@ def epsilon_curve(
 
 
 def delta(
-    mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int | None = None, accountant: Name = "pld", v: float = 4.0
+    mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int | None = None, accountant: str = "pld", v: float = 4.0
 ) -> float:
     """Delta at `epsilon` after `rounds` rounds; arguments as for the function `epsilon`. 1 without noise."""
     if not (0 <= epsilon < math.inf):
@@ -105,16 +88,7 @@ def delta(
     _check(mechanism, relation, 0.5, rounds, accountant)
     if not mechanism.private:
         return 1.0
-    mu, sampling = mechanism.mu(relation), mechanism.sampling
-    if accountant == "paper":
-        return paper.client_delta(mechanism.noise_multiplier, sampling, rounds, epsilon, v)
-    if accountant == "rdp":
-        from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-        return float(compute_delta(renyi.ORDERS, _renyi(sampling, mu) * rounds, epsilon)[0])
-    if not sampling.hidden:
-        return float(pld.gaussian_delta(epsilon, mu * math.sqrt(rounds)))
-    return min(1.0, max(loss.delta(epsilon, rounds) for loss in _losses(sampling, mu)))
+    return named(accountant).delta(mechanism, relation, epsilon, rounds, v)
 
 
 def guarantees(
@@ -122,7 +96,7 @@ def guarantees(
     relation: Relation,
     delta: float,
     rounds: int | None = None,
-    accountants: Sequence[Name] = ("pld", "rdp", "paper"),
+    accountants: Sequence[str] = ("pld", "rdp", "paper"),
     participations: int | None = None,
     v: float = 4.0,
 ) -> list[Guarantee]:
@@ -135,7 +109,7 @@ def guarantees(
     rounds = mechanism.rounds if rounds is None else rounds
     found = []
     for name in accountants:
-        if name == "paper":
+        if not named(name).rigorous:
             found.append(_as_printed(mechanism, delta, rounds, v))
             continue
         for observer, sampling, observed, under, times in views(mechanism, relation, rounds, participations):
@@ -183,22 +157,14 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
     )
 
 
-def _epsilons(mechanism: Mechanism, relation: Relation, delta: float, first: int, last: int, accountant: Name, v: float) -> np.ndarray:
+def _epsilons(mechanism: Mechanism, relation: Relation, delta: float, first: int, last: int, accountant: str, v: float) -> np.ndarray:
     _check(mechanism, relation, delta, last, accountant)
-    rounds = np.arange(first, last + 1)
     if not mechanism.private:
-        return np.full(len(rounds), math.inf)
-    mu, sampling = mechanism.mu(relation), mechanism.sampling
-    if accountant == "paper":
-        return np.array([paper.client_epsilon(mechanism.noise_multiplier, sampling, t, delta, v).value for t in rounds.tolist()])
-    if accountant == "rdp":
-        return renyi.epsilons(_renyi(sampling, mu), delta, rounds)
-    if not sampling.hidden:
-        return pld.gaussian_epsilon(mu * np.sqrt(rounds), delta)
-    return np.max([loss.epsilons(delta, first, last) for loss in _losses(sampling, mu)], axis=0)
+        return np.full(last - first + 1, math.inf)
+    return named(accountant).epsilons(mechanism, relation, delta, first, last, v)
 
 
-def _check(mechanism: Mechanism, relation: Relation, delta: float, rounds: int, accountant: Name) -> None:
+def _check(mechanism: Mechanism, relation: Relation, delta: float, rounds: int, accountant: str) -> None:
     reason = covers(accountant, mechanism, relation)
     if reason:
         raise ConfigError("privacy.accountants", accountant, reason)
@@ -206,15 +172,3 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float, rounds: int, 
         raise ConfigError("noise.delta", delta, "a number between 0 and 1, both excluded")
     if not (isinstance(rounds, int) and rounds >= 1):
         raise ConfigError("rounds", rounds, "an integer, at least 1")
-
-
-@lru_cache(maxsize=64)
-def _losses(sampling: Sampling, mu: float) -> tuple[pld.LossDistribution, ...]:
-    """One round's loss in each direction that can differ."""
-    return sampling.law.losses(sampling, mu)
-
-
-@lru_cache(maxsize=64)
-def _renyi(sampling: Sampling, mu: float) -> np.ndarray:
-    """Renyi divergence of one round at each of `renyi.ORDERS`."""
-    return sampling.law.renyi(sampling, mu) if sampling.hidden else renyi.gaussian(mu)

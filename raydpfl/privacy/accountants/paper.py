@@ -1,0 +1,28 @@
+"""Theorem 3.2 of 000 as printed, which is Theorem 1 of 001 (PRIVACY.md sec. 3); at local steps the formulas of 002 and 003."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.privacy import paper
+from raydpfl.privacy.accountants.base import Accountant
+
+
+class Paper(Accountant):
+    """The formula for noise on clients' updates, with the constant `v` that the papers leave open."""
+
+    name = "paper"
+    rigorous = False
+
+    def covers(self, mechanism, relation):
+        """None: a formula can always be printed; the conditions that fail are listed beside it."""
+
+    def epsilons(self, mechanism, relation, delta, first, last, v):
+        z, sampling = mechanism.noise_multiplier, mechanism.sampling
+        return np.array([paper.client_epsilon(z, sampling, t, delta, v).value for t in range(first, last + 1)])
+
+    def delta(self, mechanism, relation, epsilon, rounds, v):
+        return paper.client_delta(mechanism.noise_multiplier, mechanism.sampling, rounds, epsilon, v)
+
+
+ACCOUNTANT = Paper()

@@ -1,0 +1,22 @@
+"""tCDP of 002 in its usable form: Lemmas 1 to 4, conditions checked (PRIVACY.md sec. 4)."""
+
+from __future__ import annotations
+
+from raydpfl.privacy import paper
+from raydpfl.privacy.accountants.base import Formula
+
+
+class Tcdp(Formula):
+    """Truncated concentrated DP per client, replace-one of one sample."""
+
+    name = "paper 002 tCDP"
+    calibration = "tcdp"
+
+    def printed(self, std, delta, **client):
+        return paper.tcdp_epsilon(std, delta=delta, **client), delta
+
+    def noise(self, epsilon, delta, **client):
+        return paper.tcdp_noise(epsilon, delta=delta, **client)
+
+
+ACCOUNTANT = Tcdp()

@@ -1,0 +1,32 @@
+"""Personal budgets of 003: sigma_k of eq. 6 and its inverse (PRIVACY.md sec. 5)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.privacy import paper
+from raydpfl.privacy.accountants.base import Formula
+
+
+class Budgets(Formula):
+    """It amplifies the composition instead of each step, and leaves the neighbouring relation open."""
+
+    name = "paper 003"
+    relation = "unstated"
+    calibration = "paper"
+
+    def printed(self, std, delta, **client):
+        return paper.budget_epsilon(std, delta, **client), delta
+
+    def noise(self, epsilon, delta, **client):
+        return paper.budget_noise(epsilon, delta, **client)
+
+    def curve(self, std, delta, counts, *, bound, batch, samples, steps):
+        root = std / (bound * np.sqrt(steps * counts))
+        return paper.budget_epsilons(root, delta, batch=batch, samples=samples)
+
+    def conditions(self, epsilon, std, delta, *, bound, batch, samples, steps):
+        return delta, paper.lemma2(epsilon, delta, batch=batch, samples=samples)
+
+
+ACCOUNTANT = Budgets()
