@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from raydpfl import models
+from raydpfl import models, origin
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import RAISED, ClientError, ConfigError, RunError, contained, exited, told
@@ -116,12 +116,19 @@ class Process:
     """Base of what runs in a process of its own: `make` opens all that the work needs.
 
     In the process of the caller that is done at once. An actor is given the experiment pickled, and is made by `ready`: so what its
-    node lacks comes back as an error that names both.
+    node lacks comes back as an error that names both. `capability`, of the run (`raydpfl.origin.capability`), is what its node has to
+    compute like.
     """
 
-    def __init__(self, experiment: Experiment | bytes, shards: str, path: Sequence[str] = ()):
+    def __init__(
+        self,
+        experiment: Experiment | bytes,
+        shards: str,
+        path: Sequence[str] = (),
+        capability: Mapping[str, str] | None = None,
+    ):
         here = isinstance(experiment, Experiment)
-        self._given, self.progress = (experiment, shards, path), Progress(shared=not here)
+        self._given, self.progress = (experiment, shards, path, capability), Progress(shared=not here)
         if here:
             self.make(experiment, shards)
 
@@ -130,7 +137,7 @@ class Process:
 
     def ready(self) -> Facts:
         """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and what to set."""
-        pickled, shards, path = self._given
+        pickled, shards, path, capability = self._given
         # Where a user's own module was found by the process that started the run.
         sys.path.extend(entry for entry in path if entry not in sys.path)
         host = socket.gethostname()
@@ -147,6 +154,7 @@ class Process:
         except ConfigError as error:  # where the run was started it was none
             accepted = f"{error.accepted}; so it is on node {host}, which needs the directory of your modules in PYTHONPATH"
             raise ConfigError(error.field, error.value, accepted) from None
+        origin.check_node(host, capability)
         import ray
 
         return Facts(os.getpid(), host, ray.get_runtime_context().get_node_id(), self.progress.path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import platform
 import sys
 import time
 from collections import Counter
@@ -75,7 +76,12 @@ class Coordinator:
             self.trajectory = Trajectory(self.out / "trajectory.bin", plan.d, self.next)
             self.trajectory.write(self.next, self.model)
         per_client = self.experiment.client.actors == "per-client"
-        self.pool = Actors(self.experiment, shards, self._actors, per_client) if self._actors else Inline(self.experiment, shards)
+        capability = origin.of_capability(plan.platform)
+        origin.check_node(platform.node(), capability)  # which may be a worker of Ray's, under other settings than the run's
+        if self._actors:
+            self.pool = Actors(self.experiment, shards, self._actors, per_client, capability)
+        else:
+            self.pool = Inline(self.experiment, shards)
         self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
         self._pace, self._client_rss, self._snr = Pace(), 0.0, None
 

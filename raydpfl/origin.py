@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
+from raydpfl.errors import RunError
+
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")  # those whose version may change a model's bits
 SETTINGS = (
@@ -60,6 +62,24 @@ def capability() -> dict[str, str]:
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     found = {"cpu": torch.backends.cpu.get_cpu_capability(), "arithmetic": _arithmetic()}
     return found | ({"settings": " ".join(settings)} if settings else {})
+
+
+def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
+    """The part of `of` that `capability` gave."""
+    return {name: facts[name] for name in ("cpu", "arithmetic", "settings") if name in facts}
+
+
+def check_node(host: str, expected: Mapping[str, str] | None) -> None:
+    """Raises `RunError` naming the node `host`, this process's own, where it computes otherwise than `expected`, the run's `capability`."""
+    here = capability()
+    if expected is None or expected == here:
+        return
+    names = [name for name in dict.fromkeys([*expected, *here]) if expected.get(name) != here.get(name)]
+    other = ", ".join(f"{name} {here.get(name, 'unset')} instead of {expected.get(name, 'unset')}" for name in names)
+    raise RunError(
+        f"node {host} computes otherwise than the run ({other}), so that its clients would have other bits; use nodes of one "
+        "kind, or set ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 for the run and where Ray is started on each node"
+    )
 
 
 def _arithmetic() -> str:

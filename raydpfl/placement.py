@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,14 +153,16 @@ class _Flight:
 class Actors:
     """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
 
-    def __init__(self, experiment: Experiment, shards: str, count: int, per_client: bool):
+    def __init__(
+        self, experiment: Experiment, shards: str, count: int, per_client: bool, capability: Mapping[str, str]
+    ):
         self.per_client = per_client
         self.replaced = 0
         client = experiment.client
         self._model = experiment.model.kind
         self._patience = {name: Patience(client.timeout) for name in ("train", "losses", "evaluate")}
         path = tuple(os.path.abspath(entry) for entry in sys.path)
-        self._arguments = (pickle.dumps(experiment), shards, path)
+        self._arguments = (pickle.dumps(experiment), shards, path, capability)
         self._class = ray.remote(ClientActor).options(num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0)
         self._evaluator_class = ray.remote(Evaluator).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self._actors: dict[int, Any] = {}

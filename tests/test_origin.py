@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from conftest import experiment
 
 from raydpfl import models, origin, run
+from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import RunError
 from raydpfl.plan import Plan
@@ -125,6 +127,28 @@ def test_the_summary_and_the_checkpoint_say_how_the_processor_computed(tmp_path)
     stored = load(tmp_path / "run" / "checkpoints").origin
     assert origin.capability().items() <= stored.items() and stored["torch"] == torch.__version__
     assert stored["raydpfl"] and stored["data"] == Plan.make(experiment()).shards.name
+
+
+def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
+    """An actor's process compares itself with the run's as it comes up."""
+    plan = Plan.make(experiment())
+    expected = {**origin.capability(), "cpu": "SVE256"}
+    actor = ClientActor(pickle.dumps(plan.experiment), str(plan.shards), (), expected)
+    here = origin.capability()["cpu"]
+    with pytest.raises(RunError, match=f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY"):
+        actor.ready()
+    origin.check_node("here", origin.capability())
+
+
+def test_a_run_whose_actors_would_compute_otherwise_is_refused(shared_ray, tmp_path, monkeypatch):
+    """Ray was started before the setting was made, so that its workers lack it."""
+    monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "5")
+    origin.capability.cache_clear()
+    try:
+        with pytest.raises(RunError, match=r"node .* computes otherwise .*settings .*instead of MKL_DEBUG_CPU_TYPE=5"):
+            run(experiment(client={"actors": 1}), tmp_path / "run")
+    finally:
+        origin.capability.cache_clear()
 
 
 @pytest.fixture
