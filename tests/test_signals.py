@@ -1,4 +1,4 @@
-"""SIGINT stops a command also where its parent ignored it, as the shell of `raydpfl ... &` and some CI do."""
+"""SIGINT stops a command also where its parent ignored it, as a script's `raydpfl ... &` does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def start():
 @pytest.mark.parametrize("command", WAITING)
 def test_a_command_whose_parent_ignores_sigint_is_stopped_by_it(command, tmp_path, start):
     config = tmp_path / "small.yaml"
-    config.write_text(yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {})))
+    config.write_text(
+        yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {}))
+    )
     process = start(f"{WAIT}\n{WAITING[command]}\n{RUN}", command, config)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)

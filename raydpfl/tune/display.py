@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from raydpfl.tune.results import Result, epsilons, failures, score
-from raydpfl.tune.sweep import Setting, Sweep, Trial
+from raydpfl.tune.sweep import Setting, Sweep, Trial, short
 
 OVER = ("completed", "budget", "stopped", "failed")
 
@@ -48,18 +48,21 @@ class Display:
                 self._console.print(f"{before + len(self._printed)}/{total}  {_line(trial, self._sweep)}", markup=False)
 
     def report(self, result: Result) -> None:
-        """What failed first, each trial with its reason in one line; then the table, the best setting, and what choosing it means."""
+        """First what failed, each trial with its reason in one line; then the table, the best
+        setting, and what choosing it means."""
         failed, total = failures(result.all), sum(len(setting.trials) for setting in result.all)
         if failed:
             self._say(f"Failed: {len(failed)} of {total} trials")
         for trial in failed:
-            self._say(f"  {trial.named()}  {trial.folder.relative_to(result.out)}: {trial.failure()}")
+            place = trial.folder.relative_to(result.out)
+            self._say(f"  {trial.named()}  {place}: {trial.failure()}")
         self._console.print(table(result.all, self._sweep, rows=20))
         metric, best = self._sweep.search.metric, result.best
         if best:
             self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
         self._say(result.summary["choice"])
-        self._say(f"Sweep directory: {result.out}" + (f"; the best setting: raydpfl run {result.out / 'best.yaml'}" if best else ""))
+        best_run = f"; the best setting: raydpfl run {result.out / 'best.yaml'}" if best else ""
+        self._say(f"Sweep directory: {result.out}{best_run}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -81,7 +84,7 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
         rounds = {(trial.summary or trial.report).get("rounds", trial.report.get("round", 0)) for trial in setting.trials}
         states = [trial.status for trial in setting.trials]
         shown.add_row(
-            *(escape(f"{value:.4g}" if isinstance(value, float) else str(value)) for value in setting.values.values()),
+            *(escape(short(value)) for value in setting.values.values()),
             score(setting, metric),
             *([f"{max(spent):.3g}" if spent else ""] if kind else []),
             "-".join(str(number) for number in sorted({min(rounds), max(rounds)})),

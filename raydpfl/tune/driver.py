@@ -71,8 +71,9 @@ def run(
     checkpoints. `data_root` is where data sets lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose
     nodes must all see `out`. `on_change` is called, now and then, with all settings so far.
 
-    The result's `problem` says what went wrong, such as trials that failed; such a sweep goes on with `resume`.
-    Raises `ConfigError` before anything is started or written when the sweep cannot be run, `RunError` when it was cut off.
+    The result's `problem` says what went wrong, such as trials that failed; such a sweep goes on
+    with `resume`. Raises `ConfigError` before anything is started or written when the sweep cannot
+    be run, `RunError` when it was cut off.
     A Ray that this process had already started is used, and left running.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
@@ -99,14 +100,19 @@ def run(
 class _Course:
     """One carrying out of a sweep, from what lies in its directory to its result."""
 
-    def __init__(self, sweep: Sweep, folder: Path, root: Path | None, cluster: _Cluster, on_change: Callable):
+    def __init__(
+        self, sweep: Sweep, folder: Path, root: Path | None, cluster: _Cluster, on_change: Callable
+    ):
         self.sweep, self.folder, self.root, self.cluster = sweep, folder, root, cluster
         self.on_change = on_change
         self.settings: list[Setting] = []
         self.began = time.monotonic()
 
     def prepare(self) -> None:
-        """Takes up what the directory holds, and writes what the sweep is. Raises `ConfigError`, OSError."""
+        """Takes up what the directory holds, and writes what the sweep is.
+
+        Raises `ConfigError`, OSError, `FileError`.
+        """
         sweep, search = self.sweep, self.sweep.search
         _tidy(self.folder)
         if search.search == "optuna":
@@ -114,7 +120,8 @@ class _Course:
         else:
             source = Listed([self._add(values) for values in sweep.listed()])
         replace_file(self.folder / "sweep.yaml", lambda file: file.write(sweep.to_yaml().encode()))
-        over = bool(self.settings) and all(trial.finished for setting in self.settings for trial in setting.trials)
+        trials = [trial for setting in self.settings for trial in setting.trials]
+        over = bool(trials) and all(trial.finished for trial in trials)
         # As long as any trial runs, a scheduler must hear of the finished ones too.
         skipping = over or search.scheduler == "none"
         self.proposals = Proposals(source, lambda trial: trial.finished and skipping, self._work)
@@ -143,7 +150,8 @@ class _Course:
 
     def _work(self, trial: Trial) -> dict[str, Any]:
         search = self.sweep.search
-        return work(trial, self.cluster.bundles(trial.experiment), search.metric, self.root, pause=search.scheduler != "none")
+        bundles, pause = self.cluster.bundles(trial.experiment), search.scheduler != "none"
+        return work(trial, bundles, search.metric, self.root, pause)
 
     def _limits(self) -> Limits:
         """Those that the trials are held to, by the ones that had finished before too."""
@@ -180,7 +188,8 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, FileError) as error:
-        raise ConfigError("--out", str(folder), f"a directory that can be written to ({_said(error)})") from None
+        accepted = f"a directory that can be written to ({_said(error)})"
+        raise ConfigError("--out", str(folder), accepted) from None
 
 
 def _said(error: OSError | FileError) -> str:
@@ -198,10 +207,12 @@ def _check_metric(sweep: Sweep, plan: Plan) -> None:
 def _check_folder(folder: Path, resume: bool) -> None:
     """Raises `ConfigError` unless a sweep can write to `folder`, or to one that it makes there."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not resume)):
-        raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the sweep in it")
+        accepted = "a new or empty directory, or --resume to go on with the sweep in it"
+        raise ConfigError("--out", str(folder), accepted)
     trials = folder / "trials"
     if (trials.exists() or trials.is_symlink()) and not trials.is_dir():
-        raise ConfigError("--out", str(folder), "a directory whose trials/ is a directory; it is a file")
+        accepted = "a directory whose trials/ is a directory; it is a file"
+        raise ConfigError("--out", str(folder), accepted)
 
 
 def _same_sweep(sweep: Sweep, folder: Path) -> None:
@@ -224,7 +235,8 @@ def _same_sweep(sweep: Sweep, folder: Path) -> None:
 
 def _left_over(folder: Path) -> list[Path]:
     """What a kill has left half written."""
-    return [left for pattern in (".tune-*", *(f".{name}.*" for name in OUTPUTS)) for left in folder.glob(pattern)]
+    patterns = (".tune-*", *(f".{name}.*" for name in OUTPUTS))
+    return [left for pattern in patterns for left in folder.glob(pattern)]
 
 
 def _tidy(folder: Path) -> None:
@@ -233,13 +245,18 @@ def _tidy(folder: Path) -> None:
 
 
 def _settle(settings: Sequence[Setting], cut_off: str | None) -> None:
-    """Takes up how every trial ended. One that has not, as its node died while it was being stopped or as the sweep was `cut_off`, failed."""
+    """Takes up how every trial ended.
+
+    One that has not, as its node died while it was being stopped or as the sweep was `cut_off`,
+    failed.
+    """
+    unknown = "its process ended before it did; it goes on with --resume"
     for setting in settings:
         for trial in setting.trials:
             if trial.status != "failed":
                 trial.look()
             if trial.status not in (*FINISHED, "failed"):
-                trial.status, trial.reason = "failed", cut_off or "its process ended before it did; it goes on with --resume"
+                trial.status, trial.reason = "failed", cut_off or unknown
 
 
 class _Cluster:
@@ -391,12 +408,23 @@ def _quiet(environment: dict[str, str]) -> Iterator[None]:
 
 
 class _Watch(tune.Callback):
-    """Takes up what the trials report, and ends those that hang. `show` is called when something has changed, `write` more rarely."""
+    """Takes up what the trials report, and ends those that hang.
 
-    def __init__(self, proposals: Proposals, cluster: _Cluster, limits: Limits, show: Callable[[], object], write: Callable[[], object]):
+    `show` is called when something has changed, `write` more rarely.
+    """
+
+    def __init__(
+        self,
+        proposals: Proposals,
+        cluster: _Cluster,
+        limits: Limits,
+        show: Callable[[], object],
+        write: Callable[[], object],
+    ):
         self._trials, self._cluster, self._limits = proposals.running, cluster, limits
         self._show, self._write, self._changed = show, write, False
-        self._shown = self._written = self._looked = self._fitted = self._measured = time.monotonic()
+        self._shown = self._written = self._looked = self._fitted = time.monotonic()
+        self._measured = self._shown
         self._tunes: dict[Trial, Any] = {}  # Ray Tune's own trial
         self._killed: dict[Trial, str] = {}  # why
         self.processes: set[tuple[str, int]] = set()
@@ -464,10 +492,12 @@ class _Watch(tune.Callback):
             ray.kill(actor)
 
     def _check_room(self, trials: list) -> None:
-        """Gives up when the cluster has been too small for every waiting trial for `LOST` seconds."""
+        """Gives up when the cluster has been too small for any trial for `LOST` seconds."""
         now, nodes = time.monotonic(), self._cluster.nodes()
         alive = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
-        if not alive or any(trial.status == "RUNNING" or fits(trial.config["bundles"], nodes) for trial in alive):
+        held = [each.status == "RUNNING" or fits(each.config["bundles"], nodes) for each in alive]
+        if not alive or any(held):
             self._fitted = now
         elif now - self._fitted > LOST:
-            raise Stop(RunError("the cluster has lost nodes and could not hold any of the trials that are left; go on with --resume"))
+            lost = "the cluster has lost nodes and could not hold any of the trials that are left"
+            raise Stop(RunError(f"{lost}; go on with --resume"))

@@ -1,7 +1,8 @@
-"""What the directories under a sweep's `trials/` say: which experiment each holds, how it ended, and whether it was trained.
+"""What the directories under a sweep's `trials/` say: what each holds, how it ended, if it trained.
 
-A directory is named by the complete experiment of its trial (`name_of`), so that `1` and `1.0`, or a default written out, are one
-trial. The name says where to look and nothing more: `check` compares the config that the directory holds.
+A directory is named by the complete experiment of its trial (`name_of`), so that `1` and `1.0`, or
+a default written out, are one trial. The name says where to look and nothing more: `check` compares
+the config that the directory holds.
 """
 
 from __future__ import annotations
@@ -58,16 +59,20 @@ def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
     return found
 
 
 def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
-    """All that tells a trial from another, by dotted key: the complete config, without what a resumed run may change.
+    """All that tells a trial from another, by dotted key: the complete config.
 
-    Of that, the fields `searched` by the sweep stay.
+    What a resumed run may change is left out, unless the sweep has `searched` it.
     """
-    free = {key for key in FREE_KEYS if not any(f"{key}.".startswith(f"{each}.") for each in searched)}
+    kept = tuple(f"{each}." for each in searched)
+    free = {key for key in FREE_KEYS if not f"{key}.".startswith(kept)}
     return {key: value for key, value in flat(experiment.to_dict()).items() if key not in free}
 
 
@@ -83,7 +88,7 @@ def name_of(experiment: Experiment, searched: Collection[str] = ()) -> str:
 
 
 def check(folder: Path, experiment: Experiment, searched: Collection[str], named: str) -> None:
-    """Raises `ConfigError` unless the directory is that of this experiment, or has no run in it yet.
+    """Raises `ConfigError` unless the directory is this experiment's, or has no run in it yet.
 
     `named` is what the trial is called in the message.
     """
@@ -94,7 +99,8 @@ def check(folder: Path, experiment: Experiment, searched: Collection[str], named
     path = folder / "config.yaml"
     if not os.path.lexists(path):
         if remains := [name for name in REMAINS if (folder / name).exists()]:
-            raise _refused(folder, f"the directory of {named}; it has {remains[0]} but no config.yaml")
+            why = f"it has {remains[0]} but no config.yaml"
+            raise _refused(folder, f"the directory of {named}; {why}")
         return
     stored = _stored(path, named)
     asked, there = (meaning(each, searched) for each in (experiment, stored))
@@ -121,15 +127,17 @@ def _stored(path: Path, named: str) -> Experiment:
 def _refused(path: Path, accepted: str) -> ConfigError:
     place = path if path.parent.name == "trials" else path.parent
     shown = path.relative_to(place.parent.parent)
-    hint = f"rename {place.name} within trials/, where it still counts, to have the trial trained from the start"
+    hint = (
+        f"rename {place.name} within trials/, where it still counts, to have the trial trained anew"
+    )
     return ConfigError("--resume", str(shown), f"{accepted} ({hint})")
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
-    """How the run in this directory ended; None if it has not, or if its summary.json cannot be believed.
+    """How the run in this directory ended; None if it has not, or if its summary is not believed.
 
-    A summary that is not whole, or is not of the rounds beside it, is warned of: the trial goes on from its checkpoint and
-    writes another.
+    A summary that is not whole, or is not of the rounds beside it, is warned of: the trial goes on
+    from its checkpoint and writes another.
     """
     path = folder / "summary.json"
     if not os.path.lexists(path):
@@ -142,12 +150,16 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         why = str(error)
     if why:
-        log.warning("%s/%s is set aside (%s): the trial goes on from its checkpoint", folder.name, path.name, why)
+        goes_on = "the trial goes on from its checkpoint"
+        log.warning("%s/%s is set aside (%s): %s", folder.name, path.name, why, goes_on)
     return None if why else found
 
 
 def _contradiction(folder: Path, summary: _Summary) -> str | None:
-    """Where the summary of a run that has ended is not that of the rounds table beside it; None too if that cannot be read."""
+    """Where the summary of a run that has ended is not that of the rounds table beside it.
+
+    None, too, if that table cannot be read.
+    """
     if summary.status in ("interrupted", "failed"):
         return None
     try:
@@ -163,11 +175,11 @@ def _contradiction(folder: Path, summary: _Summary) -> str | None:
 
 
 def trained(trials: Path) -> dict[str, bool]:
-    """Every directory under `trials/` in which a round was ever begun, by name, and whether it was private.
+    """Every directory under `trials/` in which a round was begun, by name, and if it was private.
 
-    Whatever it is called, whether or not it belongs to the sweep as it is now, and however it ended. A run that went on after
-    a failure or a kill repeats its rounds with the same noise and is one run. Where nothing says that a run was not private,
-    it counts as one that was.
+    Whatever it is called, whether or not it belongs to the sweep as it is now, however it ended.
+    A run that went on after a failure or a kill repeats its rounds with the same noise and is one
+    run. Where nothing says that a run was not private, it counts as one that was.
     """
     if not trials.is_dir():
         return {}

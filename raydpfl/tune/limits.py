@@ -1,19 +1,21 @@
-"""When a trial hangs: how long it may take, or show no progress, before its process is killed and its place freed.
+"""When a trial hangs: how long it may take, or show no progress, before it is killed.
 
-With `sweep.timeout` a trial may take so many seconds from its start, whatever it does. Without, the limit follows from the
-trials that have finished: one that has recorded no round for `MULTIPLE` times as long as the longest of them took from start to
-end hangs, and no trial is held to less than `LEAST` seconds. Where a round of it is more work than one of theirs (cohort,
-steps, batch) it has as much longer; where none of theirs had its data, model and methods, no less than `UNLIKE` seconds.
+With `sweep.timeout` a trial may take so many seconds from its start, whatever it does. Without,
+the limit follows from the trials that have finished: one that has recorded no round for `MULTIPLE`
+times as long as the longest of them took from start to end hangs, and no trial is held to less than
+`LEAST` seconds. Where a round of it is more work than one of theirs (cohort, steps, batch) it has
+as much longer; where none of theirs had its data, model and methods, no less than `UNLIKE` seconds.
 Before any trial has finished, nothing is known.
 
 >>> from pathlib import Path
 >>> from raydpfl import Experiment
->>> limits, experiment = Limits(None, clock=iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__), Experiment.from_dict({})
+>>> experiment = Experiment.from_dict({})
+>>> limits = Limits(None, clock=iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__)
 >>> limits.begin("first", experiment, Path("nowhere"))
 >>> limits.end("first", True)  # after 20 s
 >>> limits.begin("second", experiment, Path("nowhere"))
->>> [list(limits.overdue()), list(limits.overdue())]
-[[], [('second', 'no round in 210 s, where the longest of the others took 20 s from start to end')]]
+>>> list(limits.overdue()), list(limits.overdue())
+([], [('second', 'no round in 210 s, where the longest of the others took 20 s in all')])
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from raydpfl.tune.folder import meaning
 MULTIPLE = 10.0
 LEAST = 90.0  # seconds; more than a trial waits for its directory (see `raydpfl.tune.trial`)
 UNLIKE = 300.0  # seconds
-NUMBERS = ("selection.cohort", "local.steps", "local.batch")  # what a round's work is in proportion to
-LIKE = ("data.", "model.", "client.", "selection.kind", "local.kind", "bounding.kind", "noise.kind", "server.kind")
+NUMBERS = ("selection.cohort", "local.steps", "local.batch")  # a round's work goes by their product
+KINDS = tuple(f"{name}.kind" for name in ("selection", "local", "bounding", "noise", "server"))
+LIKE = ("data.", "model.", "client.", *KINDS)
 
 
 @dataclass
@@ -50,7 +53,7 @@ class _Finished:
 
 
 class Limits:
-    """Holds trials, which are known by any key, to `timeout` seconds, or to what the finished ones took."""
+    """Holds trials, known by any key, to `timeout` seconds, or to what the finished ones took."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic):
         self._timeout, self._clock = timeout, clock
@@ -80,12 +83,17 @@ class Limits:
             sign = _sign(trial.folder)
             if sign != trial.sign:
                 trial.sign, trial.moved = sign, now
+            taken, silent = now - trial.began, now - trial.moved
             if self._timeout is not None:
-                if now - trial.began > self._timeout:
-                    yield key, f"not done after {now - trial.began:.0f} s, where sweep.timeout is {self._timeout:g}"
-            elif self._finished and now - trial.moved > self._silence(trial.experiment):
+                if taken > self._timeout:
+                    yield (
+                        key,
+                        f"not done after {taken:.0f} s, where sweep.timeout is {self._timeout:g}",
+                    )
+            elif self._finished and silent > self._silence(trial.experiment):
                 longest = max(each.seconds for each in self._finished)
-                yield key, f"no round in {now - trial.moved:.0f} s, where the longest of the others took {longest:.0f} s from start to end"
+                others = f"the longest of the others took {longest:.0f} s in all"
+                yield key, f"no round in {silent:.0f} s, where {others}"
 
     def _silence(self, experiment: Experiment) -> float:
         """Seconds that this trial may record nothing."""
@@ -98,7 +106,7 @@ class Limits:
 
 
 def _sign(folder: Path) -> tuple[int, ...]:
-    """What changes with every round or checkpoint: the times of change, in ns, of the directory and what is written to."""
+    """Times of change, in ns, of which one moves with every round or checkpoint."""
     times = []
     for path in (folder, folder / "checkpoints", folder / "ledger.jsonl"):
         try:
@@ -109,7 +117,8 @@ def _sign(folder: Path) -> tuple[int, ...]:
 
 
 def _like(experiment: Experiment) -> frozenset[tuple[str, str]]:
-    """What trials must have in common for one's time to say much of another's: all that `LIKE` names, and which numbers they give."""
+    """What trials have in common where one's time says much of another's: all that `LIKE` names,
+    and which of `NUMBERS` are numbers."""
     values = meaning(experiment)
     kinds = {key: value for key, value in values.items() if key.startswith(LIKE)}
     kinds |= {key: type(values.get(key)) for key in NUMBERS}
@@ -117,7 +126,7 @@ def _like(experiment: Experiment) -> frozenset[tuple[str, str]]:
 
 
 def _work(experiment: Experiment) -> float:
-    """In proportion to the samples that a round trains on, as far as the config has numbers for it."""
+    """In proportion to the samples of a round, as far as the config has numbers for them."""
     values, work = meaning(experiment), 1.0
     for key in NUMBERS:
         value = values.get(key)

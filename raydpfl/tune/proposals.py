@@ -21,7 +21,8 @@ from raydpfl.tune.sweep import Setting, Sweep, Trial, identity
 
 
 class Stop(BaseException):
-    """Leaves Ray Tune, whose own handling of errors would end the trials in good order and so mark them as stopped."""
+    """Leaves Ray Tune, whose own handling of errors would end the trials in good order and so mark
+    them as stopped."""
 
     def __init__(self, error: Exception):
         self.error = error

@@ -22,9 +22,10 @@ _SHOWN = ("completed", "budget", "stopped", "failed")
 class Result:
     """A finished sweep. `trials` has a row per trial, `settings` one per setting, both in the order of the sweep; `summary` is its summary.json.
 
-    `best` is the setting with the best mean among those whose trials all ran to their end (among all, if none did); None if there is
-    none, or if a trial failed and `sweep.on_error` is fail. `all` are the settings themselves. `problem` says in one line why
-    the sweep did not come to its end, and is None if it did.
+    `best` is the setting with the best mean among those whose trials all ran to their end (among
+    all, if none did); None if there is none, or if a trial failed and `sweep.on_error` is fail.
+    `all` are the settings themselves. `problem` says in one line why the sweep did not come to its
+    end, and is None if it did.
     """
 
     out: Path
@@ -61,28 +62,33 @@ def epsilons(trial: Trial) -> dict[str, float]:
 def statement(settings: Sequence[Setting], sweep: Sweep, chosen: bool = True) -> str:
     """What the choice of the best is worth, in words; `chosen`: there is one.
 
-    It counts all runs that the settings ask for and all others that were ever trained in the sweep's directory: of values,
-    seeds and configs that it has no more, stopped, or failed on the way.
+    It counts all runs that the settings ask for and all others that were ever trained in the
+    directory: of values, seeds and configs that it has no more, stopped, or failed on the way.
     """
     runs = counted(settings)
-    by = f"chosen by the {sweep.search.metric.replace('_', ' ')} of {_count(runs.own, 'run')} on one test set"
+    metric = sweep.search.metric.replace("_", " ")
+    by = f"chosen by the {metric} of {_count(runs.own, 'run')} on one test set"
     told = f"No setting was {by}."
     if chosen:
         told = f"The best of {_count(len(settings), 'setting')} was {by}, which flatters it."
     if runs.all > runs.own:
-        told += f" {_count(runs.all, 'run')} were trained in this directory, counting those of former values, seeds and configs."
+        told += f" {_count(runs.all, 'run')} were trained in this directory, counting those of"
+        told += " former values, seeds and configs."
     if not runs.private:
         return told
+    among = _count(runs.private, "private run")
     return (
-        f"{told} Choosing among {_count(runs.private, 'private run')} is itself a query on the data: each epsilon here holds for its own run alone, "
-        "and none covers the choice, nor what the other runs have shown."
+        f"{told} Choosing among {among} is itself a query on the data:"
+        " each epsilon here holds for its own run alone, and none covers the choice, nor what the"
+        " other runs have shown."
     )
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs that a choice is made among: of the settings, those that failed before their first round apart; of these and of all
-    others that were ever trained in the directory; and how many of all were private.
+    """Runs that a choice is made among: of the settings, but for those that failed before their
+    first round; of these and of all others that were ever trained in the directory; and, of all,
+    the private ones.
     """
 
     own: int
@@ -101,23 +107,35 @@ def counted(settings: Sequence[Setting]) -> Runs:
     return Runs(len(own), len(runs), sum(runs.values()))
 
 
-def gather(folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, more: dict[str, Any]) -> Result:
+def gather(
+    folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, more: dict[str, Any]
+) -> Result:
     """The result so far, or, when the sweep is `over`, the result. `more` goes into the summary."""
-    failed, total = failures(settings), sum(len(setting.trials) for setting in settings)
+    trials, failed = [trial for each in settings for trial in each.trials], failures(settings)
     best, metric, problem = best_of(settings, sweep), sweep.search.metric, None
     if failed and sweep.search.on_error == "fail":
-        again = "go on with --resume, or choose among the others with sweep.on_error=choose"
-        problem = f"{len(failed):,} of {_count(total, 'trial')} failed, and no best setting was chosen; {again}"
+        problem = f"{len(failed):,} of {_count(len(trials), 'trial')} failed, and no best setting"
+        problem += " was chosen; go on with --resume, or choose among the others with"
+        problem += " sweep.on_error=choose"
     elif best is None:
         problem = "no setting has a result"
     status = "running"
     if over:
         status = "failed" if problem else "completed"
-    counts = {state: sum(trial.status == state for setting in settings for trial in setting.trials) for state in _SHOWN}
     runs = counted(settings)
-    summary = {"status": status, "reason": problem if over else None, "settings": len(settings), "trials": counts, "metric": metric}
-    summary |= {"choice": statement(settings, sweep, best is not None or not over), "trained": {"runs": runs.all, "private": runs.private}}
-    summary["failed"] = [{"directory": str(trial.folder.relative_to(folder)), "reason": trial.failure()} for trial in failed]
+    summary: dict[str, Any] = {
+        "status": status,
+        "reason": problem if over else None,
+        "settings": len(settings),
+        "trials": {state: sum(trial.status == state for trial in trials) for state in _SHOWN},
+        "metric": metric,
+        "choice": statement(settings, sweep, best is not None or not over),
+        "trained": {"runs": runs.all, "private": runs.private},
+        "failed": [
+            {"directory": str(trial.folder.relative_to(folder)), "reason": trial.failure()}
+            for trial in failed
+        ],
+    }
     if best:
         summary["best"] = {"values": best.values, "mean": best.mean(metric), "spread": best.spread(metric), "seeds": [t.seed for t in best.trials]}
     tables = _trials(settings, sweep, folder), _settings(settings, sweep)
@@ -125,7 +143,8 @@ def gather(folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, 
 
 
 def write(result: Result, sweep: Sweep) -> None:
-    """results.parquet, settings.parquet and summary.json; and best.yaml, when the sweep is over and has a best.
+    """results.parquet, settings.parquet and summary.json; and best.yaml, if the sweep is over and
+    has a best.
 
     Raises OSError, `FileError`.
     """
@@ -136,8 +155,10 @@ def write(result: Result, sweep: Sweep) -> None:
     for name, table in (("results.parquet", result.trials), ("settings.parquet", result.settings)):
         replace_file(folder / name, lambda part, table=table: pq.write_table(table, part))
     if over and best:
-        reached = f"{sweep.search.metric} {score(best, sweep.search.metric)} over {_count(len(best.trials), 'seed')}"
-        head = [f"best of {len(result.all)} settings: {best.named()}", reached, result.summary["choice"]]
+        seeds, metric = _count(len(best.trials), "seed"), sweep.search.metric
+        reached = f"{metric} {score(best, metric)} over {seeds}"
+        first = f"best of {len(result.all)} settings: {best.named()}"
+        head = [first, reached, result.summary["choice"]]
         text = "".join(f"# {line}\n" for line in head) + best.experiment.to_yaml()
         replace_file(folder / "best.yaml", lambda part: part.write(text.encode()))
     write_json(folder / "summary.json", result.summary)

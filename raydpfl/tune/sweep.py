@@ -33,7 +33,8 @@ from raydpfl.tune.spaces import Space, find, put
 BETTER = {"test_accuracy": 1, "test_loss": -1}  # the sign that makes more of it better
 FINISHED = ("completed", "budget", "stopped")  # a trial that is not run again
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
-CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")}
+_EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")
+CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
 MOST = 100_000  # trials, each of which has a directory and is looked at before the first begins
 # Fields that mean something only with some values of another.
 _ONLY_WITH = {
@@ -58,8 +59,8 @@ class Search(Section):
     ahead: int = Field(default=8, ge=1)  # settings that optuna proposes before it must know the first one's result; so many run at once
     concurrent: int | None = Field(default=None, ge=1)  # trials at once; default: as many as the cluster holds
     cpus: float | None = Field(default=None, ge=0)  # of a trial's own process; default: 1 inline, 0 beside client actors
-    timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `raydpfl.tune.limits`
-    on_error: Literal["fail", "choose"] = "fail"  # when trials failed: no best, and exit code 1; or the best of the others
+    timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `limits`
+    on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
 
 
 @dataclass(eq=False)
@@ -80,7 +81,8 @@ class Trial:
         """Takes up what the directory says."""
         summary = summary_of(self.folder)
         if summary:
-            self.summary, self.status, self.reason = summary, summary["status"], summary.get("reason")
+            self.summary, self.status = summary, summary["status"]
+            self.reason = summary.get("reason")
 
     @property
     def finished(self) -> bool:
@@ -129,7 +131,7 @@ class Setting:
 
     def named(self) -> str:
         """Its values in print, as overrides."""
-        return " ".join(f"{key}={_short(value)}" for key, value in self.values.items())
+        return " ".join(f"{key}={short(value)}" for key, value in self.values.items())
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Sweep:
 
     @classmethod
     def stored(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
-        """The sweep whose directory `folder` is. Raises `ConfigError` unless its sweep.yaml is whole."""
+        """The sweep of this directory. Raises `ConfigError` unless its sweep.yaml is whole."""
         path = folder / "sweep.yaml"
         tree, why = read(path), None
         if not isinstance(tree, Mapping):
@@ -228,15 +230,16 @@ class Sweep:
     def differs(self, other: Sweep) -> tuple[str, Any, Any] | None:
         """(field, here, there) of the first difference that makes it another sweep than `other`.
 
-        What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which values a searched field takes
-        is no difference.
+        What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which
+        values a searched field takes is no difference.
         """
-        searches = ({f"sweep.{key}": value for key, value in each.search.model_dump().items()} for each in (self, other))
+        searches = (flat({"sweep": each.search.model_dump()}) for each in (self, other))
         spaces = (dict.fromkeys(each.spaces, "a search space") for each in (self, other))
         if found := _difference(*searches) or _difference(*spaces):
             key, here, there = found
-            fixed = [each if each is not None else _at(sweep.tree, key) for each, sweep in ((here, self), (there, other))]
-            return found if key.startswith("sweep.") else (key, *fixed)
+            if key.startswith("sweep."):
+                return found
+            return key, here or _at(self.tree, key), there or _at(other.tree, key)
         values = {key: space.probes[0] for key, space in self.spaces.items()}
         try:
             there = other.setting(values).experiment
@@ -281,16 +284,20 @@ class Sweep:
         for values, experiment in zip(self._tried(), self.probes, strict=True):
             before = made.setdefault(name_of(experiment, self.spaces), values)
             if identity(before) != identity(values):
-                key = next(key for key in values if identity({key: before[key]}) != identity({key: values[key]}))
-                accepted = f"values that differ; {before[key]!r} and {values[key]!r} make the same experiment"
+                both = {key: (before[key], value) for key, value in values.items()}
+                key = next(key for key, pair in both.items() if len({identity({0: each}) for each in pair}) > 1)
+                pair = f"{before[key]!r} and {values[key]!r}"
+                accepted = f"values that differ; {pair} make the same experiment"
                 raise ConfigError(key, _at(self.tree, key), accepted)
 
     def _tried(self) -> Iterator[dict[str, Any]]:
-        """Values that show whether every field takes its space: all that are listed beforehand, and the ends of every interval."""
+        """Values that show whether every field takes its space: all that are listed beforehand, and
+        the ends of every interval."""
         if self.search.search != "grid":
             first = {key: space.probes[0] for key, space in self.spaces.items()}
             yield first
-            yield from ({**first, key: value} for key, space in self.spaces.items() for value in space.probes)
+            for key, space in self.spaces.items():
+                yield from ({**first, key: value} for value in space.probes)
         if self.search.search != "optuna":
             yield from self.listed()
 
@@ -308,7 +315,10 @@ def inline(experiment: Experiment) -> Experiment:
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """(key, here, there) of the first difference that a resumed sweep may not have; None where a key is not there."""
+    """(key, here, there) of the first difference that a resumed sweep may not have.
+
+    A value is None where its key is missing.
+    """
     for key in dict.fromkeys([*here, *there]):
         if here.get(key) != there.get(key) and key not in CHANGEABLE:
             return key, here.get(key), there.get(key)
@@ -323,5 +333,6 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in print."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
