@@ -284,8 +284,8 @@ class Sweep:
         for values, experiment in zip(self._tried(), self.probes, strict=True):
             before = made.setdefault(name_of(experiment, self.spaces), values)
             if identity(before) != identity(values):
-                both = {key: (before[key], value) for key, value in values.items()}
-                key = next(key for key, pair in both.items() if len({identity({0: each}) for each in pair}) > 1)
+                same = [key for key in values if _text(before[key]) == _text(values[key])]
+                key = next(key for key in values if key not in same)
                 pair = f"{before[key]!r} and {values[key]!r}"
                 accepted = f"values that differ; {pair} make the same experiment"
                 raise ConfigError(key, _at(self.tree, key), accepted)
@@ -331,6 +331,11 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         node = node.get(name) if isinstance(node, Mapping) else None
     return node
+
+
+def _text(value: Any) -> str:
+    """What tells values apart as they are written: 1 is not 1.0."""
+    return identity({"value": value})
 
 
 def short(value: Any) -> str:
