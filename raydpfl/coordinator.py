@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
 import platform
 import sys
@@ -35,6 +36,8 @@ from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness
 from raydpfl.server import grid, snap
 from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory, load, save
+
+log = logging.getLogger("raydpfl")
 
 
 class Coordinator:
@@ -84,6 +87,18 @@ class Coordinator:
             self.pool = Inline(self.experiment, shards)
         self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
         self._pace, self._client_rss, self._snr = Pace(), 0.0, None
+
+    def started(self) -> list[str]:
+        """As `start`; what that warned of, which the log of an actor would keep to itself."""
+        heard: list[str] = []
+        listener = logging.Handler(logging.WARNING)
+        listener.emit = lambda record: heard.append(record.getMessage())
+        log.addHandler(listener)
+        try:
+            self.start()
+        finally:
+            log.removeHandler(listener)
+        return heard
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         experiment = self.experiment

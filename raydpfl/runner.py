@@ -369,5 +369,6 @@ class _Ray:
                 self.check()
                 raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None
 
-        call("start")
+        for warning in call("started"):
+            log.warning(warning)
         return call

@@ -100,7 +100,7 @@ def load(folder: Path, flaw: Callable[[Checkpoint], str | None] = lambda found: 
 
     Warns of those that are passed over. Raises `RunError` where some can be read and all of them have flaws.
     """
-    flawed, reason = None, None
+    found, flawed, passed = None, None, []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
             found = _read(path)
@@ -109,14 +109,17 @@ def load(folder: Path, flaw: Callable[[Checkpoint], str | None] = lambda found: 
         except _UNREADABLE as error:
             reason = f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         if not reason:
-            return found
-        log.warning("%s is passed over: %s", path, reason)
-    if flawed:
+            break
+        found = None
+        passed.append(f"{path} is passed over: {reason}")
+    if flawed and not found:
         more = "without any checkpoint the run would start again from its first round"
         raise RunError(f"no checkpoint can be gone on with; {flawed} ({more})")
-    if reason:
-        log.warning("no checkpoint in %s can be read: the run starts again from its first round", folder)
-    return None
+    if passed and not found:
+        passed.append(f"no checkpoint in {folder} can be read: the run starts again from its first round")
+    for warning in passed:
+        log.warning(warning)
+    return found
 
 
 # What the readers of damaged files raise.
@@ -143,6 +146,8 @@ def _read(path: Path) -> Checkpoint:
         facts = json.loads(stored["facts"].tobytes())
         if path.name != f"round-{facts['round']:08d}.npz":
             raise ValueError(f"it is of round {facts['round']}")
+        if not isinstance(facts["origin"], dict):
+            raise ValueError("it does not say what its bits depend on")
         arrays = {name: stored[name] for name in ("model", "participations", "members", "memory")}
         groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "table": {}}
         for name in stored.files:

@@ -163,6 +163,15 @@ def test_checkpoints_that_cannot_be_read_at_all_start_the_run_again_and_say_so(t
     assert "the run starts again from its first round" in caplog.text
 
 
+def test_what_the_coordinator_passes_over_is_heard_of_in_the_driver(tmp_path, shared_ray, caplog):
+    first = run(experiment(rounds=2), tmp_path / "out")
+    for path in (tmp_path / "out" / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    again = run(experiment(rounds=2, client={"actors": 1}), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == first.summary["model_sha256"]
+    assert caplog.text.count("the run starts again from its first round") == 1
+
+
 def test_tensorboard_goes_on_where_a_file_was_in_its_way(tmp_path):
     shown = experiment(measure={"tensorboard": True})
     halfway(tmp_path / "out", shown, 2)

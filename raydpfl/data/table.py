@@ -3,8 +3,8 @@
 >>> Table(train="cifar10_jpeg/train.parquet", test="cifar10_jpeg/test.parquet", x="image", y="label", clients=100).kind
 'table'
 
-What `x` may be: one column of encoded images (PNG, JPEG, ...; bytes, or a struct with a field `bytes`), all of one size; one column of
-lists of one length; or several columns of numbers. In NPZ one array [rows, ...]: uint8 is taken for images, grey [rows, h, w]
+What `x` may be: one column of encoded images (see `FORMATS`; bytes, or a struct with a field `bytes`), all of one size, which is at
+most `PIXELS`; one column of lists of one length; or several columns of numbers. In NPZ one array [rows, ...]: uint8 is taken for images, grey [rows, h, w]
 or channels first [rows, c, h, w], or channels last if only that way there are 1 or 3 channels; anything else becomes float32 as it is.
 Images are kept as uint8 and scaled to [0, 1] when read.
 """
