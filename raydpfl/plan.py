@@ -167,6 +167,11 @@ class Plan:
         return tuple(name for name in privacy.rigorous(self.named) if not _uncovered(name, self.experiment, self.mechanism))
 
     @property
+    def noise_multiplier(self) -> float | None:
+        """Std of the noise on the sum / bound, all queries of a round taken together; None where there is no one such number."""
+        return self.mechanism.noise_multiplier if isinstance(self.mechanism, Mechanism) else None
+
+    @property
     def covering(self) -> tuple[str, ...]:
         """Of `named`, those that cover the mechanism; of the others the guarantees say why they do not."""
         return tuple(name for name in self.named if not _uncovered(name, self.experiment, self.mechanism))

@@ -52,6 +52,7 @@ class Checkpoint:
     memory: np.ndarray  # float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
     tables: dict[str, bytes] = field(default_factory=dict)  # name -> `Table.flush`
+    kept: dict[str, np.ndarray] = field(default_factory=dict)  # what the coordinator keeps besides the server's state
 
     def flaw(self, d: int, clients: int, rounds: int, state: Mapping[str, np.ndarray]) -> str | None:
         """Why a run of so many parameters, clients and rounds cannot go on from it; None: it can.
@@ -68,7 +69,7 @@ class Checkpoint:
             return "what it holds of the server is another server's"
         if not np.isfinite(self.model).all() or not np.isfinite(self.memory).all():
             return "its model has numbers that are not finite"
-        for name, array in self.server.items():
+        for name, array in (*self.server.items(), *self.kept.items()):
             if array.dtype.kind == "f" and np.isnan(array).any():
                 return f"the server's {name} is not a number somewhere"
         seen = np.concatenate([self.participations[:, 0], self.members])
@@ -87,6 +88,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds, "origin": checkpoint.origin}
     arrays = {name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")}
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
+    arrays |= {f"kept.{name}": value for name, value in checkpoint.kept.items()}
     arrays |= {f"table.{name}": np.frombuffer(table, np.uint8) for name, table in checkpoint.tables.items()}
     path = folder / f"round-{checkpoint.round:08d}.npz"
     replace_file(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
@@ -149,13 +151,13 @@ def _read(path: Path) -> Checkpoint:
         if not isinstance(facts["origin"], dict):
             raise ValueError("it does not say what its bits depend on")
         arrays = {name: stored[name] for name in ("model", "participations", "members", "memory")}
-        groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "table": {}}
+        groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "table": {}, "kept": {}}
         for name in stored.files:
             group, _, rest = name.partition(".")
             if rest:
                 groups[group][rest] = stored[name]
     tables = {name: table.tobytes() for name, table in groups["table"].items()}
-    return Checkpoint(**facts, **arrays, server=groups["server"], tables=tables)
+    return Checkpoint(**facts, **arrays, server=groups["server"], tables=tables, kept=groups["kept"])
 
 
 # What may be missing from every row are numbers, and lists of words.

@@ -21,6 +21,8 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.keys import Purpose, normals
 from raydpfl.noise import query_noise
 from raydpfl.plan import Plan
+from raydpfl.server import Server
+from raydpfl.tracking import load
 
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
@@ -489,3 +491,38 @@ def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):
 def test_error_feedback_refuses_an_average_whose_divisor_it_has_no_use_for(tmp_path):
     with pytest.raises(ConfigError, match=r"selection.kind = 'fedavg_stale': another with bounding.kind alpha_norm_ec"):
         run(experiment(selection={"kind": "fedavg_stale", "cohort": 10}, bounding={"kind": "alpha_norm_ec", "bound": 1.0}), tmp_path / "out")
+
+
+def test_a_servers_state_is_its_own_whatever_clients_remember_besides(tmp_path):
+    """A server that keeps `shared` and `previous` of its own, beside clients with a memory and angles to the last update."""
+    counting = experiment(server=Counting(), bounding={"kind": "alpha_norm_ec", "bound": 1.0}, measure={"bounding": True})
+    run(counting, tmp_path / "run")
+    plain = experiment(server={"kind": "sgd"}, bounding={"kind": "alpha_norm_ec", "bound": 1.0}, measure={"bounding": True})
+    run(plain, tmp_path / "plain")
+    checkpoint = load(tmp_path / "run" / "checkpoints")
+    assert checkpoint.server["shared"].tolist() == [4.0] == checkpoint.server["previous"].tolist()
+    assert checkpoint.kept.keys() == {"shared", "previous"} == load(tmp_path / "plain" / "checkpoints").kept.keys()
+
+
+class Counting(Server):
+    kind: str = "counting"
+
+    def start(self, d):
+        return {"shared": np.zeros(1), "previous": np.zeros(1)}
+
+    def direction(self, update, state):
+        state["shared"] = state["shared"] + 1
+        state["previous"] = state["previous"] + 1
+        return update
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"noise": {"kind": "gaussian", "multiplier": 1.5}},
+        {"noise": {"kind": "gaussian", "multiplier": 1.5}, "bounding": {"kind": "quantile_clip", "bound": 0.5}},
+        {"noise": {"kind": "gaussian", "multiplier": 1.5, "virtual_cohort": 40, "virtual_population": 100}},
+    ],
+)
+def test_the_noise_multiplier_of_the_summary_is_the_mechanisms(sections, tmp_path):
+    assert run(experiment(**sections), tmp_path / "run").summary["noise_multiplier"] == pytest.approx(1.5, rel=1e-12)

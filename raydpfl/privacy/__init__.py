@@ -27,7 +27,7 @@ References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2
 
 from raydpfl.privacy.accounting import covers, delta, epsilon, epsilon_curve, guarantees, rigorous
 from raydpfl.privacy.calibrate import noise_for, rounds_for
-from raydpfl.privacy.guarantee import Guarantee, holding, loose, sentences
+from raydpfl.privacy.guarantee import Guarantee, column, holding, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
 from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.memory import unproved
@@ -46,6 +46,7 @@ __all__ = [
     "Segment",
     "Spent",
     "check_budget",
+    "column",
     "covers",
     "delta",
     "epsilon",

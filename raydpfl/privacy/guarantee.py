@@ -74,6 +74,15 @@ class Guarantee:
         return text
 
 
+def column(accountant: str) -> str:
+    """The name that tables give to an accountant's epsilon.
+
+    >>> column("paper 002 tCDP")
+    'epsilon_paper_002_tcdp'
+    """
+    return f"epsilon_{accountant.lower().replace(' ', '_')}"
+
+
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
     """Of the guarantees that say the same by several accountants, the one with the smallest epsilon.
 

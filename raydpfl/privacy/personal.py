@@ -43,7 +43,7 @@ from raydpfl.privacy import pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, at_local_steps
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
-from raydpfl.privacy.guarantee import Guarantee
+from raydpfl.privacy.guarantee import Guarantee, column
 from raydpfl.privacy.mechanism import Query, one_of
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
@@ -283,11 +283,11 @@ class LocalSteps:
             row["epsilon_claimed"] = None if self.claims is None else float(self.claims[k])
             failed = []
             for name in names:
-                row[f"epsilon_{_column(name)}"] = float(spent[name][k])
-                delta, reasons = self._conditions(name, k, int(counts[k]), row[f"epsilon_{_column(name)}"])
+                row[column(name)] = float(spent[name][k])
+                delta, reasons = self._conditions(name, k, int(counts[k]), row[column(name)])
                 failed += [f"{name}: {reason}" for reason in reasons]
                 if name in FORMULAS and FORMULAS[name].own_delta:
-                    row[f"delta_{_column(name)}"] = delta
+                    row[column(name).replace("epsilon", "delta", 1)] = delta
             rows.append(row | {"conditions_failed": failed})
         return rows
 
@@ -524,10 +524,6 @@ def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
 
 def _expanded(accountants: Sequence[str]) -> list[str]:
     return [each for name in accountants for each in at_local_steps(name)]
-
-
-def _column(name: str) -> str:
-    return name.lower().replace(" ", "_")
 
 
 def _some(clients: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydpfl.privacy import column
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
 from raydpfl.tune.sweep import Setting, Sweep, Trial
@@ -55,7 +56,7 @@ def epsilons(trial: Trial) -> dict[str, float]:
     """Epsilon by accountant, of a whole client's or sample's guarantee as the run states it first; while it runs, of the rounds so far."""
     found: dict[str, float] = {}
     for guarantee in (trial.summary or {}).get("guarantees", ()):
-        found.setdefault(f"epsilon_{guarantee['accountant']}".replace(" ", "_"), float(guarantee["epsilon"]))
+        found.setdefault(column(guarantee["accountant"]), float(guarantee["epsilon"]))
     return found or {key: value for key, value in trial.report.items() if key.startswith("epsilon_")}
 
 
