@@ -175,11 +175,12 @@ class Table:
         self.rows = pq.read_table(io.BytesIO(flushed)).to_pylist()
 
     def flush(self) -> bytes:
-        """Writes the file, and returns what is in it."""
+        """Writes the file, unless there are no rows yet, and returns what is in it."""
         file = io.BytesIO()
         pq.write_table(self.arrow(), file)
         flushed = file.getvalue()
-        replace_file(self.path, lambda part: part.write(flushed))
+        if self.rows:
+            replace_file(self.path, lambda part: part.write(flushed))
         return flushed
 
     def arrow(self) -> pa.Table:
