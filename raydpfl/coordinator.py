@@ -2,7 +2,7 @@
 
 A round, as `Coordinator.round` reads: account for it (the ledger first: spending is on disk before anything is released),
 select the cohort, broadcast the model and take up the exact sum of what the clients send, step the server, measure,
-record. The model after round t is a function of (experiment, seed, t) alone.
+record. On hardware of one kind the model after round t is a function of (experiment, seed, t) alone.
 """
 
 from __future__ import annotations
