@@ -91,9 +91,9 @@ def digest(path: Path) -> str:
         known = _remembered(facts)
         if known is not None:
             return known
+        settled = time.time_ns() - facts["changed"] > SETTLED  # before any of it is read
         found = hashlib.file_digest(file, "sha256").hexdigest()
-        age = time.time_ns() - facts["changed"]
-        if facts == _facts(file.fileno()) and age > SETTLED and facts["changed"] % 10**9:
+        if settled and facts == _facts(file.fileno()) and facts["changed"] % 10**9:
             _remember(facts, found)
     return found
 
