@@ -104,7 +104,9 @@ def run(
     module = models.build(plan.experiment.model, (shards := Shards.open(plan.shards)).shape, shards.classes, plan.experiment.seed)
     models.load(module, torch.from_numpy(summary.pop("model").copy()))
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
-    return Result(folder, pq.read_table(folder / "rounds.parquet"), summary, guarantees, module)
+    path = folder / "rounds.parquet"
+    rounds = pq.read_table(path) if path.exists() else pa.table({})  # a run that released nothing has no rows
+    return Result(folder, rounds, summary, guarantees, module)
 
 
 @contextmanager

@@ -175,12 +175,16 @@ class Table:
         self.rows = pq.read_table(io.BytesIO(flushed)).to_pylist()
 
     def flush(self) -> bytes:
-        """Writes the file, unless there are no rows yet, and returns what is in it."""
+        """Writes the file, of which there is none while there are no rows, and returns what would be in it."""
         file = io.BytesIO()
         pq.write_table(self.arrow(), file)
         flushed = file.getvalue()
         if self.rows:
             replace_file(self.path, lambda part: part.write(flushed))
+        else:
+            with writing(self.path):
+                clear(self.path)
+                self.path.unlink(missing_ok=True)
         return flushed
 
     def arrow(self) -> pa.Table:

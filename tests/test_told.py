@@ -67,7 +67,7 @@ def table(path, labels, clients, **more) -> dict:
 def test_a_table_of_one_row_per_client_says_to_give_test_rows(tmp_path):
     data = table(tmp_path / "t.parquet", np.arange(30) % 2, np.arange(30))
     with pytest.raises(
-        ConfigError, match=r"data.test = None: a file of test rows: each client keeps"
+        ConfigError, match=r"data.test = None: a table that leaves .* or a file of test rows: each client keeps"
     ):
         Plan.make(experiment(data=data))
     assert Plan.make(experiment(data={**data, "test": data["train"]})).population.samples == 30

@@ -94,7 +94,7 @@ class Table(Dealt):
             test_x, test_y, x, y, client = x[held], y[held], x[~held], y[~held], None if client is None else client[~held]
         for key, rows in (("train", y), ("test", test_y)):
             if not len(rows) and key == "test" and client is not None:
-                accepted = "a file of test rows: each client keeps a row, and there are no others"
+                accepted = "a table that leaves at least one row to test, or a file of test rows: each client keeps one row"
                 raise ConfigError("data.test", self.test, accepted)
             if not len(rows):
                 raise ConfigError(f"data.{key}", getattr(self, key), f"a table that leaves at least one row to {key}")
