@@ -315,3 +315,11 @@ def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, 
     said = complain(["audit", small, "server={kind: quitting:Own}"], monkeypatch, capsys, 1)
     assert said.startswith("code that the config names called sys.exit(5) (") and "quitting.py, line 6)" in said
     sys.modules.pop("quitting")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.parametrize("name", ["config.yaml", "audit.json"])
+def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, monkeypatch, capsys, full):
+    full(name, 0)
+    said = complain(["audit", small, "--canaries", "50", "--out", tmp_path / "out"], monkeypatch, capsys, 1)
+    assert said == f"{tmp_path}/out/{name} cannot be written (No space left on device)"

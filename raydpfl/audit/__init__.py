@@ -40,7 +40,7 @@ from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan
 from raydpfl.privacy import rigorous
-from raydpfl.tracking import make_folder, write_json
+from raydpfl.tracking import make_folder, replace_file, write_json, writing
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
@@ -151,8 +151,10 @@ def audit(
     if folder is not None:
         from raydpfl.audit.figure import draw
 
-        (folder / "config.yaml").write_text(plan.experiment.to_yaml())
-        draw(done.views, folder / "audit.png")
+        config = plan.experiment.to_yaml().encode()
+        replace_file(folder / "config.yaml", lambda file: file.write(config))
+        with writing(folder / "audit.png"):
+            draw(done.views, folder / "audit.png")
         write_json(folder / "audit.json", done.to_dict())
     return done
 
