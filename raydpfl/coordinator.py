@@ -33,7 +33,7 @@ from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, Ledger, LocalSteps, Mechanism, check_budget, column, holding, rigorous
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
-from raydpfl.selection.witness import Witness
+from raydpfl.selection.witness import Witness, fingerprint
 from raydpfl.server import grid, snap
 from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory, load, save
 
@@ -68,10 +68,11 @@ class Coordinator:
         self._noise = functools.partial(server_noise, self.noise_seed, d=d)  # without self: a cycle would keep its files open
         if isinstance(noise, BandedGaussian):
             self._noise = Correlated(self.noise_seed, noise.coefficients, d).draw
-        self.curves = plan.curves()
+        draws = plan.draws(self.experiment.rounds) if isinstance(plan.mechanism, LocalSteps) else None
+        self.curves = plan.curves(draws)
         self._begin(checkpoint)
         self.dropped = Dropped(self.out / "dropped.jsonl", self.next)
-        self.witness = self._witness()
+        self.witness = self._witness(draws)
         if self._anew or not self.next:  # what the bits depend on, on disk before anything is released
             self._snapshot()
         self.trajectory = None
@@ -171,13 +172,25 @@ class Coordinator:
         """Whether a line of the ledger is of the segment that goes on, under the present key of the noise."""
         return entry.get("again", 0) == self.plan.again
 
-    def _witness(self) -> Witness:
-        plan, noise = self.plan, self.experiment.noise
+    def _witness(self, draws: list[np.ndarray] | None) -> Witness:
+        """What looks at every draw; `draws`: those of all releases, where the accountants counted these."""
+        plan, noise, selection = self.plan, self.experiment.noise, self.experiment.selection
         least = plan.survivors if plan.ratio and noise.placement == "client" else 0
         exposures = plan.exposures + max(plan.repeated, 0)
         secret = isinstance(plan.mechanism, Mechanism)
+        if secret:
+            plan.check_law()
         apart = noise.bands if isinstance(noise, BandedGaussian) else 1
-        return Witness(self.experiment.selection, plan.population, exposures, least, secret, apart)
+        planned = None
+        if draws is not None:
+            present = draws[len(draws) - (self.experiment.rounds - plan.first) :]
+            planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
+        witness = Witness(selection, plan.population, exposures, least, secret, apart, planned)
+        for t in range(self.next if selection.needs_losses else 0):
+            witness.asked(selection.candidates(plan.cohort_seed(), t, plan.population).clients)
+        for t in range(max(0, self.next - apart + 1), self.next):
+            witness.took(selection.draw(plan.cohort_seed(), t, plan.population).clients)
+        return witness
 
     def _module(self) -> torch.nn.Module:
         return models.build(self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed)
@@ -206,6 +219,7 @@ class Coordinator:
         candidates = None
         if selection.needs_losses:
             candidates = selection.candidates(seed, t, population)
+            self.witness.asks(t, candidates)
             losses = self.pool.losses(self.model, t, candidates.clients, self.noise_seed)
             cohort = selection.choose(seed, t, candidates, losses)
         else:
@@ -303,7 +317,8 @@ class Coordinator:
             return self.bound
         seed, std = self.noise_seed, self.plan.count_std
         # A Poisson cohort's size is a secret, and its mean stands in for it.
-        secret = self.experiment.selection.own_coins
+        sampling = self.experiment.selection.sampling(self.plan.population)
+        secret = self.experiment.selection.own_coins or (sampling.hidden and not sampling.law.sized)
         r = self.plan.cohort * (1 - self.experiment.selection.dropout) if secret else len(cohort)
         if not r:
             return self.bound

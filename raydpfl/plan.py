@@ -24,6 +24,7 @@ from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.noise import BandedGaussian, Noise
+from raydpfl.own import is_own
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Segment, paper
 from raydpfl.privacy.factorization import check as check_bands
 from raydpfl.selection import FedAvgStale, Population, Selection, WithReplacement
@@ -84,7 +85,7 @@ class Plan:
             raise ConfigError("selection.kind", selection.kind, accepted)
         weight = float(np.abs(_weights(experiment, population)).max())
         survivors = selection.survivors(seed, rounds, population)
-        exposures, platform = selection.exposures(seed, rounds, population), origin.of(experiment)
+        exposures, platform = composed(selection, seed, rounds, population), origin.of(experiment)
         plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, exposures, platform)
         if not experiment.private:
             return plan
@@ -124,6 +125,8 @@ class Plan:
         """A digest of what the plan holds of each client."""
         known = [self.population.privacy_cost, self.experiment.selection.corrections(self.population)]
         known += [self.mechanism.stds] if isinstance(self.mechanism, LocalSteps) else []
+        if is_own(type(self.experiment.weights)):  # which may depend on more than its source and the data
+            known.append(_weights(self.experiment, self.population))
         return hashlib.sha256(b"".join(each.tobytes() for each in known if each is not None)).hexdigest()[:16]
 
     @property
@@ -250,13 +253,29 @@ class Plan:
                     raise
                 log.warning("%s, as rounds were released twice", error)
 
-    def curves(self) -> dict[str, np.ndarray]:
-        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client, or of the sample that has spent most."""
+    def check_law(self) -> None:
+        """Raises `RunError` where the selection declares another law by now than the mechanism was told of."""
+        told, selection = self.mechanism.sampling, self.experiment.selection
+        now = selection.sampling(self.population)
+        if self.experiment.noise.virtual_cohort:
+            now = replace(now, population=told.population, cohort=told.cohort)
+        facts = [(type(one.law), one.population, one.cohort, one.p_max, one.rule) for one in (told, now)]
+        if facts[0] != facts[1]:
+            raise RunError(
+                f"selection.kind {selection.kind} declares {now}, and declared {told} when that was accounted for: "
+                "no accountant covers what it does"
+            )
+
+    def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client, or of the sample that has spent most.
+
+        `draws`: as the method gives them for all rounds, where they are at hand.
+        """
         if not self.mechanism:
             return {}
         e = self.experiment
         if isinstance(self.mechanism, LocalSteps):
-            curves = self.mechanism.curves(self.named, self.draws(e.rounds))
+            curves = self.mechanism.curves(self.named, self.draws(e.rounds) if draws is None else draws)
             return {name: curve[self.repeated :] for name, curve in curves.items()}
         found = {name: np.full(e.rounds, np.inf) for name in self.named}
         for name in self.covering:
@@ -308,6 +327,24 @@ def _classes(shards: Shards) -> str | None:
         f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
         "the model has an output for each: number the classes from 0 without gaps"
     )
+
+
+def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
+    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its law can come to.
+
+    Where cohorts are a secret, each of t rounds draws among the law's whole population, so that the N clients together were
+    available t times that number, each of them in as many rounds as are composed at most.
+    """
+    found, law = np.asarray(selection.exposures(seed, rounds, population)), selection.sampling(population)
+    if found.shape != (rounds,) or found.dtype.kind not in "iu" or (np.diff(found, prepend=0) < 0).any():
+        accepted = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    available = np.arange(1, rounds + 1) * law.population
+    if not law.by_participation and (found * len(population) < available).any():
+        t = int(np.argmax(found * len(population) < available))
+        accepted = f"one whose exposures count every round that a client can be in; {law} cannot give {found[t]} in {t + 1}"
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    return found.astype(np.int64)
 
 
 def seed_of(seed: int, again: int) -> int:
@@ -369,9 +406,14 @@ def _weights(experiment: Experiment, population: Population) -> np.ndarray:
 
     def compute() -> np.ndarray:
         count, member = len(population), experiment.weights
-        weights = np.array(member.of(population.sizes, population.samples, count), np.float64)
+        given = np.asarray(member.of(population.sizes, population.samples, count))
+        weights = given.astype(np.float64) if given.dtype.kind in "iuf" else np.empty(0)
+        largest = float(np.abs(weights).max(initial=0.0))
         if weights.shape != (count,) or not np.isfinite(weights).all():
             accepted = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, accepted)
+        if not 1e-15 <= largest <= 1e15:
+            accepted = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
             raise ConfigError("weights.kind", member.kind, accepted)
         corrections = experiment.selection.corrections(population)
         return weights if corrections is None else weights * corrections

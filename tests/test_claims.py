@@ -224,3 +224,27 @@ def test_memory_never_costs_more_than_none_under_poisson(q, c):
     threshold = math.log((e - (1 - q)) / q) / c + c / 2
     exact = q * ndtr(c - threshold) - (e - (1 - q)) * ndtr(-threshold)
     assert (np.maximum(one[0] - e, 0) * one[1]).sum() == pytest.approx(exact, abs=1e-4)
+
+
+class Spoilt(ByTheMean):
+    """A member that says what it is told to."""
+
+    says: str = ""
+
+    def of(self, sizes, samples, population):
+        if self.says == "doubles":
+            sizes *= 2
+        found = {"text": ["a"] * population, "nothing": np.zeros(population), "huge": sizes * 1e300, "tiny": sizes * 1e-300}
+        return found.get(self.says, sizes * 1j if self.says == "complex" else sizes)
+
+
+@pytest.mark.parametrize("says", ["text", "nothing", "huge", "tiny", "complex"])
+@pytest.mark.parametrize("size", [{"multiplier": 1.0}, {"std": 1.0}])
+def test_weights_that_cannot_be_accounted_for_are_refused_in_one_line(says, size):
+    with pytest.raises(ConfigError, match=r"weights\.kind = .*Spoilt.*: one whose "):
+        Plan.make(experiment(weights=Spoilt(says=says), noise={"kind": "gaussian", **size}))
+
+
+def test_no_member_changes_the_sizes_that_accountants_read():
+    with pytest.raises(ValueError, match="output array is read-only"):
+        Plan.make(experiment(weights=Spoilt(says="doubles")))

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.errors import RunError
 from raydpfl.plan import Plan
 from raydpfl.privacy import Ledger, Segment, epsilon
+from raydpfl.server import Weights
 from raydpfl.tracking import load
 
 LOUD = {"noise": {"kind": "gaussian", "multiplier": 1000.0}, "server": {"kind": "sgd"}, "rounds": 1}
@@ -340,3 +342,23 @@ def test_bounds_that_adapt_are_verified_as_far_as_they_are_known(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RunError, match=r"std .* for round 2"):
         run(adaptive, tmp_path / "run", resume=True)
+
+
+class Moody(Weights):
+    """Weights that depend on something outside: the largest is the same."""
+
+    mood: ClassVar[int] = 0
+
+    def of(self, sizes, samples, population):
+        return np.where(np.arange(population) % 2 == self.mood, 1.0, 0.5)
+
+
+def test_other_weights_have_other_noise_and_do_not_go_on_as_the_run_began(tmp_path, monkeypatch):
+    """Whatever they come from: two runs that differ in them alone share no noise, and no round is released twice under one key."""
+    before = Plan.make(experiment(weights=Moody(), **LONG))
+    begun(tmp_path / "run", 3, 5, weights=Moody(), **LONG)
+    monkeypatch.setattr(Moody, "mood", 1)
+    after = Plan.make(experiment(weights=Moody(), **LONG))
+    assert before.weight == after.weight and before.noise_seed != after.noise_seed
+    with pytest.raises(RunError, match="clients has changed"):
+        run(experiment(weights=Moody(), **LONG), tmp_path / "run", resume=True)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
 from conftest import experiment
-from scipy.stats import binom
+from pydantic import Field
+from scipy.stats import binom, gamma, hypergeom
 
 from raydpfl import run
-from raydpfl.errors import RunError
+from raydpfl.bounding import QuantileClip
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
 from raydpfl.privacy import Sampling
 from raydpfl.selection import Cohort, Population, Selection
+from raydpfl.selection.losses import PowerOfChoice
 from raydpfl.selection.subsets import Poisson, Uniform
-from raydpfl.selection.witness import Witness, _chernoff, _tail
+from raydpfl.selection.witness import Witness, _binomial, _chernoff, _hypergeometric, _tail, _Variation
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
 
@@ -94,6 +98,31 @@ class OftenerThanItSays(Liar):
         return np.arange(self.cohort)
 
 
+class AllTheSameSize(Liar):
+    """A cohort of fixed size: who takes part keeps another out, where by coins of their own nobody would."""
+
+    def drawn(self, generator, round, count):
+        return generator.choice(count, self.cohort, replace=False)
+
+
+class Families(Liar):
+    """Ten clients share a coin, so that whoever takes part brings nine others."""
+
+    def drawn(self, generator, round, count):
+        first = generator.choice(count // 10, self.cohort // 10, replace=False)
+        if self.declares == "poisson":
+            first = np.flatnonzero(generator.random(count // 10) < self.cohort / count)
+        return (10 * first[:, None] + np.arange(10)).ravel()
+
+
+class Owing(Liar):
+    """Twice as many clients as it says, the others lost less than never."""
+
+    def select(self, seed, round, population):
+        drawn = stream(seed, Purpose.COHORT, round=round).choice(len(population), 2 * self.cohort, replace=False)
+        return Cohort(np.sort(drawn), np.zeros(2 * self.cohort, np.int64), lost=-self.cohort)
+
+
 @pytest.mark.parametrize(
     "member,within,said",
     [
@@ -109,6 +138,10 @@ class OftenerThanItSays(Liar):
         (Short(declares="full"), 1, "drew 30 clients in round 0, where its law .* gives 300"),
         (Twice(), 1, "twice in round 0"),
         (Beyond(), 3, "not ascending from 0 to 299"),
+        (AllTheSameSize(declares="poisson"), 60, "sizes of cohorts by round .* vary less"),
+        (Families(), 30, "in common with the cohort before by round .* vary more"),
+        (Families(declares="poisson"), 30, "vary more"),
+        (Owing(), 1, "lost -30 clients in round 0"),
         (OftenerThanItSays(), 4, "took client 0 in 4 of 4 rounds, where at most 3 are accounted for"),
     ],
     ids=lambda value: f"{type(value).__name__}-{value.declares}" if isinstance(value, Liar) else "",
@@ -191,6 +224,128 @@ def test_the_tails_are_those_of_the_binomial_law_and_chernoffs_bound_is_above_th
             beyond = binom.sf(least - 1, trials, chance) if least >= trials * chance else binom.cdf(least, trials, chance)
             assert beyond <= _chernoff(least, trials, chance) * (1 + 1e-9)
     assert _tail(11, 10, 0.5) == 0.0
+
+
+CALLS: Counter = Counter()
+
+
+class Wavering(Liar):
+    """Says one thing to the accountants and another while it runs."""
+
+    def sampling(self, population):
+        CALLS["sampling"] += 1
+        few = Sampling("fixed", len(population), 1)
+        return few if CALLS["sampling"] < CALLS["lies"] else super().sampling(population)
+
+    def drawn(self, generator, round, count):
+        return generator.choice(count, self.cohort, replace=False)
+
+
+def test_a_law_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
+    CALLS.clear()
+    CALLS["lies"] = 10**9
+    Plan.make(experiment(selection=Wavering(), data=CLIENTS, noise={"kind": "gaussian", "multiplier": 1.0}))
+    CALLS["lies"], CALLS["sampling"] = CALLS["sampling"] + 1, 0
+    with pytest.raises(RunError, match=r"declares fixed size 30 of 300, and declared fixed size 1 of 300 when that was accounted"):
+        run(experiment(selection=Wavering(), data=CLIENTS), tmp_path / "run")
+
+
+class SeldomAvailable(Liar):
+    declared: list = Field(default_factory=lambda: [1, 1, 1, 1])
+
+    def exposures(self, seed, rounds, population):
+        return self.declared
+
+    def drawn(self, generator, round, count):
+        return generator.choice(count, self.cohort, replace=False)
+
+
+@pytest.mark.parametrize("declared", [[1, 1, 1, 1], [1, 2, 3], [4, 3, 2, 1], [1.0, 2.0, 3.0, 4.0], None])
+def test_exposures_that_the_law_cannot_have_are_refused(declared):
+    with pytest.raises(ConfigError, match=r"selection\.kind = .*SeldomAvailable.*exposures"):
+        Plan.make(experiment(selection=SeldomAvailable(declared=declared or []), data=CLIENTS))
+    for kind in ({"kind": "cyclic", "period": 3, "cohort": 5}, {"kind": "availability", "period": 7, "window": 3, "cohort": 4}):
+        Plan.make(experiment(selection=kind, rounds=23))
+
+
+class Restive(Selection):
+    """Other draws each time they are asked for: it counts its calls."""
+
+    kind: str = "restive"
+
+    def sampling(self, population):
+        return Sampling("fixed", len(population), 20)
+
+    def select(self, seed, round, population):
+        CALLS["draws"] += 1
+        return Cohort.of(stream(seed, Purpose.COHORT, round=round, step=CALLS["draws"]).choice(len(population), 20, replace=False))
+
+
+def test_draws_that_are_counted_in_advance_are_those_of_the_run(tmp_path):
+    """At local steps each client's noise and epsilon are for the rounds that it was said to take part in."""
+    steps = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": {"kind": "gaussian", "multiplier": 1.0}}
+    with pytest.raises(RunError, match="drew other clients in round 0 than those that were accounted for"):
+        run(experiment(selection=Restive(), **steps), tmp_path / "run")
+
+
+class Asking(PowerOfChoice):
+    """Asks always the same clients for their losses, once the accountants have looked."""
+
+    def candidates(self, seed, round, population):
+        CALLS["asked"] += 1
+        first = 10 * (round % 4) if CALLS["asked"] <= 4 else 0
+        return Cohort.of(np.arange(first, first + self.pool))
+
+
+def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_path):
+    CALLS.clear()
+    asking = Asking(cohort=5, pool=10, loss_bound=1.0, loss_std=1.0)
+    with pytest.raises(RunError, match="asked client 0 in 2 of 2 rounds, where at most 1 are accounted for"):
+        run(experiment(selection=asking), tmp_path / "run")
+
+
+def test_the_chances_of_sizes_and_of_clients_in_common_are_those_of_their_laws():
+    for (values, chances, mean), law in (
+        (_binomial(300, 0.1), binom(300, 0.1)),
+        (_hypergeometric(300, 40, 30), hypergeom(300, 40, 30)),
+        (_hypergeometric(10, 8, 7), hypergeom(10, 8, 7)),
+    ):
+        np.testing.assert_allclose(chances, law.pmf(values), rtol=1e-9)
+        assert mean == pytest.approx(law.mean()) and chances.sum() == pytest.approx(1)
+    seen = _Variation()
+    for found in (30, 30, 30):
+        seen.add(found, *_binomial(300, 0.1))
+    assert seen.less() == pytest.approx(gamma.sf(-3 * math.log(binom.pmf(30, 300, 0.1)), 3)) and seen.more() == 1.0
+
+
+def test_separation_is_remembered_when_a_run_goes_on():
+    """What the coordinator tells it of the rounds before."""
+    witness = Witness(Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, apart=3)
+    witness.took(np.arange(30))
+    witness.took(np.arange(30, 60))
+    with pytest.raises(RunError, match="took client 0 in round 2 again, less than 3 rounds apart"):
+        witness.see(2, Cohort.of(np.arange(30)), Counter())
+
+
+class QuietlyPoisson(AllTheSameSize):
+    """By coins of their own, which it says by its law alone."""
+
+    def drawn(self, generator, round, count):
+        return np.flatnonzero(generator.random(count) < self.cohort / count)
+
+
+def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypatch):
+    """The count is divided by what is public: the mean size, where the law keeps the size to itself."""
+    shares = []
+    following = QuantileClip.next_bound
+    monkeypatch.setattr(QuantileClip, "next_bound", lambda self, bound, below: (shares.append(below), following(self, bound, below))[1])
+    asked = {"accountants": ["pld"], "relation": "add_remove"}
+    quiet = {"kind": "gaussian", "multiplier": 1e-3, "placement": "server"}
+    adaptive = {"kind": "quantile_clip", "bound": 1e6}
+    run(experiment(selection=QuietlyPoisson(declares="poisson"), data=CLIENTS, noise=quiet, privacy=asked, bounding=adaptive), tmp_path / "run")
+    sizes = [len(QuietlyPoisson().select(3, t, Population.balanced(300))) for t in range(4)]
+    np.testing.assert_allclose(shares, [min(size / 60 + 0.5, 1.0) for size in sizes], atol=0.01)
+    assert len(set(sizes)) > 1
 
 
 def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from raydpfl.audit.checks import Check
 from raydpfl.audit.views import View
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
-from raydpfl.plan import Plan
+from raydpfl.plan import Plan, composed
 from raydpfl.privacy import rigorous
 from raydpfl.tracking import make_folder, replace_file, write_json, writing
 
@@ -229,7 +229,7 @@ def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
 def _seeded(plan: Plan, seed: int) -> Plan:
     """The same mechanism on the same data; cohorts, noise, coins and the first model of another seed."""
     e = plan.experiment.model_copy(update={"seed": seed})
-    exposures = e.selection.exposures(seed, e.rounds, plan.population)
+    exposures = composed(e.selection, seed, e.rounds, plan.population)
     survivors = e.selection.survivors(seed, e.rounds, plan.population)
     mechanism = replace(plan.mechanism, rounds=int(exposures[-1]))
     return replace(plan, experiment=e, exposures=exposures, survivors=survivors, mechanism=mechanism)

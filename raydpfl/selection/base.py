@@ -29,6 +29,9 @@ class Population:
 
     def __init__(self, sizes: np.ndarray, privacy_cost: np.ndarray | None = None, table: np.ndarray | None = None):
         self.sizes = np.asarray(sizes, np.int64)
+        if self.sizes.flags.writeable:  # accountants read it, and members are handed it
+            self.sizes = self.sizes.copy()
+            self.sizes.flags.writeable = False
         if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.min() < 0 or not self.sizes.any():
             raise ConfigError("sizes", sizes, "samples per client: whole numbers from 0, not all 0")
         self.samples = int(self.sizes.sum())

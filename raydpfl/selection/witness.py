@@ -4,9 +4,12 @@ Accountants believe `Selection.sampling`. A member whose draws follow another la
 hold, so every cohort is looked at before anything is released from it:
 
 - exactly, what the law never gives: a cohort of another size, a client that does not exist or stands in a cohort twice, one
-  that takes part more often than the accountants compose, fewer clients than the noise of the sum counts on;
+  that takes part (or is asked for its loss) more often than the accountants compose, fewer clients than the noise of the sum
+  counts on; other clients than were drawn in advance, where the accountants counted those;
 - where the cohort is a secret, what the law hardly ever gives: a client that is drawn too often, Poisson cohorts that are
-  too large or too small over all rounds, cohorts that have too many clients, or too few, in common with the one before.
+  too large or too small over all rounds, cohorts that have too many clients, or too few, in common with the one before, and
+  sizes of Poisson cohorts, or numbers in common, that vary too much from round to round (clients that come together, not each
+  by its own coin) or too little.
 
 >>> from raydpfl.selection.base import Cohort, Population
 >>> from raydpfl.selection.subsets import Uniform
@@ -19,16 +22,19 @@ Traceback (most recent call last):
 raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, where its law (fixed size 90 of 900) gives 90: \
 no accountant covers what it does
 
-A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of the three statistical
-checks spends a third of it, FALSE_ALARM / (3 (t + 1) (t + 2)) in round t. Tails are exact binomial ones, or Chernoff's bound for
-the clients in common, whose number is hypergeometric and so less spread than a binomial one (Hoeffding 1963, Theorem 4).
+A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of the seven statistical
+checks spends a seventh of it, FALSE_ALARM / (7 (t + 1) (t + 2)) in round t. Tails are exact binomial ones, or Chernoff's bound
+for the clients in common, whose number is hypergeometric and so less spread than a binomial one (Hoeffding 1963, Theorem 4).
+How much numbers vary is judged by the exact probabilities to be as far from the mean, and as near, in each round, combined as
+Fisher does: minus their logarithms add up to at most a Gamma variable of as many degrees as there were rounds.
 Law-abiding draws that are nevertheless no secret (a member that can be foreseen) pass: no sequence of draws shows that.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections import Counter, deque  # noqa: F401  (Counter: the example above)
+from collections import Counter, deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -45,6 +51,7 @@ class Witness:
     `exposures` int64 [rounds]: how many of the first t + 1 rounds the accountants compose over. `least`: the fewest clients
     that the noise of a round counts on. `secret`: whether an accountant counts on the cohort being a secret. `apart`: the
     fewest rounds from one participation of a client to its next that noise which is correlated over rounds counts on.
+    `planned`: by round, the `fingerprint` of the draw that was accounted for in advance, where accountants count draws.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class Witness:
         least: int,
         secret: bool,
         apart: int = 1,
+        planned: Mapping[int, bytes] | None = None,
     ):
         self._kind, self._law, self._count = selection.kind, selection.sampling(population), len(population)
         self._exposures, self._least = exposures, least
@@ -64,6 +72,26 @@ class Witness:
         self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
         self._before: np.ndarray | None = None  # the clients of the last cohort
         self._common, self._trials, self._expected = 0, 0, 0.0
+        self._planned, self._asked = planned or {}, Counter[int]()
+        self._sizes, self._overlaps = _Variation(), _Variation()
+
+    def asks(self, t: int, candidates: Cohort) -> None:
+        """Looks at the clients that are about to be asked for their losses in round `t`. Raises as `see` does."""
+        self._members(t, candidates, None)
+        self._as_planned(t, candidates)
+        self._asked.update(candidates.clients.tolist())
+        most, law = int(self._exposures[t]), self._law.law
+        client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
+        if times > most and not law.repeats:
+            raise self._wrong(f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are accounted for")
+
+    def asked(self, clients: np.ndarray) -> None:
+        """Takes note of clients that were asked in a round before this process began."""
+        self._asked.update(clients.tolist())
+
+    def took(self, clients: np.ndarray) -> None:
+        """Takes note of the cohort of a round before this process began; of the latest ones, the oldest first."""
+        self._recent.append(clients)
 
     def see(
         self, t: int, cohort: Cohort, participations: Mapping[int, int], candidates: Cohort | None = None
@@ -74,13 +102,15 @@ class Witness:
         """
         self._members(t, cohort, candidates)
         self._size(t, cohort)
+        if candidates is None:
+            self._as_planned(t, cohort)
         clients = cohort.clients
         before = [participations.get(client, 0) for client in clients.tolist()]
         counts = np.array(before, np.int64) + cohort.draws + 1  # of a client drawn twice the last of its draws has all
         self._exposed(t, clients, counts)
         self._separate(t, clients)
         if self._secret:
-            limit = FALSE_ALARM / (3 * (t + 1) * (t + 2))
+            limit = FALSE_ALARM / (7 * (t + 1) * (t + 2))
             self._often(t, clients, counts, limit)
             self._total(t, cohort, limit)
             self._in_common(t, clients, limit)
@@ -93,11 +123,17 @@ class Witness:
             raise self._wrong(f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}")
         if not np.array_equal(Cohort.of(clients).draws, cohort.draws):
             raise self._wrong(f"counted a client's draws wrongly in round {t}")
+        if not cohort.lost >= 0:
+            raise self._wrong(f"lost {cohort.lost} clients in round {t}")
         if cohort.draws.any() and not self._law.law.repeats:
             twice = int(clients[cohort.draws > 0][0])
             raise self._wrong(f"drew client {twice} twice in round {t}")
         if candidates is not None and not np.isin(clients, candidates.clients).all():
             raise self._wrong(f"chose clients in round {t} that are no candidates")
+
+    def _as_planned(self, t: int, cohort: Cohort) -> None:
+        if t in self._planned and fingerprint(cohort.clients) != self._planned[t]:
+            raise self._wrong(f"drew other clients in round {t} than those that were accounted for before the run")
 
     def _size(self, t: int, cohort: Cohort) -> None:
         size, law = len(cohort) + cohort.lost, self._law
@@ -143,6 +179,8 @@ class Witness:
         if 2 * min(low, high) < limit:
             expected = trials * self._law.q
             raise self._wrong(f"drew {total} clients by round {t}, where its law ({self._law}) gives {expected:.0f}")
+        self._sizes.add(len(cohort) + cohort.lost, *_binomial(self._count, self._law.q))
+        self._varies(t, self._sizes, "sizes of cohorts", limit)
 
     def _in_common(self, t: int, clients: np.ndarray, limit: float) -> None:
         """Clients that cohorts have in common with the one before, all together.
@@ -162,9 +200,84 @@ class Witness:
             common = f"{self._common} clients in common with the one before, in all"
             expected = f"its law ({law}) gives {self._expected:.3g}"
             raise self._wrong(f"gave cohorts by round {t} that have {common}, where {expected}")
+        shared = _shared(clients, before)
+        self._overlaps.add(shared, *_hypergeometric(self._count, len(before), len(clients)))
+        self._varies(t, self._overlaps, "numbers of clients in common with the cohort before", limit)
+
+    def _varies(self, t: int, seen: _Variation, what: str, limit: float) -> None:
+        for how, chance in (("more", seen.more), ("less", seen.less)):
+            if chance() < limit:
+                raise self._wrong(f"gave {what} by round {t} that vary {how} than its law ({self._law}) lets them")
 
     def _wrong(self, what: str) -> RunError:
         return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
+
+
+class _Variation:
+    """How far numbers of independent rounds lie from their means, all together, against the law of each."""
+
+    def __init__(self) -> None:
+        self._rounds, self._far, self._near = 0, 0.0, 0.0
+
+    def add(self, found: int, values: np.ndarray, chances: np.ndarray, mean: float) -> None:
+        """One round's number; its law gives `values`, float64 [k], with `chances`, float64 [k]."""
+        if len(values) < 2:
+            return
+        away, off = np.abs(values - mean), abs(found - mean)
+        self._rounds += 1
+        self._far -= math.log(min(max(float(chances[away >= off - 1e-9].sum()), 1e-300), 1.0))
+        self._near -= math.log(min(max(float(chances[away <= off + 1e-9].sum()), 1e-300), 1.0))
+
+    def more(self) -> float:
+        """A bound on the probability that numbers by these laws vary so much."""
+        return self._tail(self._far)
+
+    def less(self) -> float:
+        """The same, so little."""
+        return self._tail(self._near)
+
+    def _tail(self, total: float) -> float:
+        from scipy.special import gammaincc
+
+        return float(gammaincc(self._rounds, total)) if self._rounds else 1.0
+
+
+def fingerprint(clients: np.ndarray) -> bytes:
+    """16 bytes that tell the clients of one round, int64 and in order, from any others."""
+    return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]
+
+
+def _binomial(trials: int, chance: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Bin(trials, chance): its values within 40 stds of the mean, their probabilities, and the mean."""
+    mean = trials * chance
+    k = _window(mean, mean * (1 - chance), 0, trials)
+    logs = _choose(trials, k) + k * math.log(chance) + (trials - k) * math.log1p(-chance)
+    return k, _normalized(logs), mean
+
+
+def _hypergeometric(count: int, marked: int, drawn: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """The same for how many of `marked` clients are among `drawn` of `count`."""
+    share = marked / count
+    mean = drawn * share
+    k = _window(mean, mean * (1 - share), max(0, marked + drawn - count), min(marked, drawn))
+    return k, _normalized(_choose(marked, k) + _choose(count - marked, drawn - k)), mean
+
+
+def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
+    reach = 40 * math.sqrt(variance) + 40
+    return np.arange(max(least, math.floor(mean - reach)), min(most, math.ceil(mean + reach)) + 1, dtype=np.float64)
+
+
+def _choose(n: int, k: np.ndarray) -> np.ndarray:
+    """log of n over k."""
+    from scipy.special import gammaln
+
+    return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
+
+
+def _normalized(logs: np.ndarray) -> np.ndarray:
+    chances = np.exp(logs - logs.max())
+    return chances / chances.sum()
 
 
 def _shared(first: np.ndarray, second: np.ndarray) -> int:
