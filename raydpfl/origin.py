@@ -15,17 +15,19 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
 import os
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from raydpfl.errors import RunError
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")  # those whose version may change a model's bits
+PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))  # values whose text says what they are
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE",
@@ -117,21 +120,22 @@ def _computed() -> Iterator[np.ndarray]:
 def sources(experiment: BaseModel) -> dict[str, str]:
     """Digests of the user's own code that the experiment names: "code MODULE:NAME" -> 16 hexadecimal digits.
 
-    A digest is over the file of the module and of all that it imports of the user's own: what lies neither in the standard
-    library nor in an installed package, but for the package that the member itself belongs to.
+    A digest is over the file of the module and of all that it imports of the user's own, be it only when a function runs:
+    what lies neither in the standard library nor in an installed package, but for the package that the member itself belongs
+    to. Of code without a file, typed into an interpreter, it is over the code itself and what that names.
     """
     found = {}
-    for name, module, cls in _own(experiment):
-        files = sorted(_files(module)) if module is not None else []
-        parts = [file.read_bytes() for file in files]
-        if not parts and cls is not None:  # typed into an interpreter
-            parts = [_code(cls)]
+    for name, module, member in _own(experiment):
+        files = _files(module.__name__, Path(getattr(module, "__file__", None) or "")) if module is not None else set()
+        parts = [file.read_bytes() for file in sorted(files)]
+        if not parts and member is not None:
+            parts = [_code(member)]
         found[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return dict(sorted(found.items()))
 
 
-def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, type | None]]:
-    """(name, module, class) of each member of the tree, and each module of a model, that is not raydpfl's or torch's."""
+def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
+    """(name, module, class or function) of each member of the tree, and of a model's kind, that is not raydpfl's or torch's."""
     if isinstance(node, BaseModel):
         cls = type(node)
         if not _shipped(cls.__module__):
@@ -139,7 +143,7 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, type | None]]:
         else:
             module = _of_kind(getattr(node, "kind", None))
             if module is not None:
-                yield node.kind, module, None
+                yield node.kind, module, getattr(module, re.split("[:.]", node.kind)[-1], None)
         for name in cls.model_fields:
             yield from _own(getattr(node, name))
     elif isinstance(node, (list, tuple)):
@@ -159,52 +163,91 @@ def _shipped(module: str) -> bool:
     return module.partition(".")[0] in {*COMPUTING, "pydantic", "builtins"}
 
 
-def _files(module: ModuleType, seen: set[str] | None = None) -> set[Path]:
-    """The file of `module`, and those of the user's own modules that it imports, at any depth."""
+def _files(name: str, path: Path, seen: set[str] | None = None) -> set[Path]:
+    """The file `path` of the module `name`, and those of the user's own modules that it imports, at any depth."""
     seen = set() if seen is None else seen
-    path = getattr(module, "__file__", None)
-    if path is None or module.__name__ in seen or not Path(path).is_file():
+    if name in seen or not path.is_file():
         return set()
-    seen.add(module.__name__)
-    files = {Path(path)}
-    if path.endswith(".py"):
-        for name in _imported(Path(path), module):
-            other = sys.modules.get(name)
-            if other is not None and _follows(other, module):
-                files |= _files(other, seen)
+    seen.add(name)
+    files = {path}
+    if path.suffix == ".py":
+        for other in _imported(path, name):
+            place = None if _shipped(other) else _place(other)
+            if place is not None and _follows(other, place, name):
+                files |= _files(other, place, seen)
     return files
 
 
-def _imported(path: Path, module: ModuleType) -> Iterator[str]:
-    """Names of the modules that a file may import, parts of packages among them."""
-    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+def _imported(path: Path, name: str) -> Iterator[str]:
+    """Names of the modules that a file may import, wherever it does, parts of packages among them."""
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 base = importlib.util.resolve_name("." * node.level + base, package)
-            yield base
+            parts = base.split(".")
+            yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _follows(other: ModuleType, module: ModuleType) -> bool:
-    path, top = getattr(other, "__file__", None), other.__name__.partition(".")[0]
-    if not path or _shipped(other.__name__):
-        return False
-    if top == module.__name__.partition(".")[0]:
+def _place(name: str) -> Path | None:
+    """The file of a module, imported by now or not; None: it has none, or there is no such module. Nothing is imported."""
+    if name in sys.modules:
+        path = getattr(sys.modules[name], "__file__", None)
+        return Path(path) if path else None
+    within, spec, parts = None, None, name.split(".")
+    for depth in range(len(parts)):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), within)
+        if spec is None:
+            return None
+        within = spec.submodule_search_locations or []
+    return Path(spec.origin) if spec.has_location else None
+
+
+def _follows(other: str, place: Path, name: str) -> bool:
+    top = other.partition(".")[0]
+    if top == name.partition(".")[0]:
         return True
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return top not in sys.stdlib_module_names and not any(Path(path).is_relative_to(place) for place in installed)
+    installed = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return top not in sys.stdlib_module_names and not any(place.is_relative_to(each) for each in installed)
 
 
-def _code(cls: type) -> bytes:
-    try:
-        return inspect.getsource(cls).encode()
-    except (OSError, TypeError):
-        methods = [value.__code__ for value in vars(cls).values() if inspect.isfunction(value)]
-        return b"".join(code.co_code + repr(code.co_consts).encode() for code in methods)
+def _code(member: Any) -> bytes:
+    """The code of a class or function without a file, and of what it names: functions and classes of its module, and numbers."""
+    waiting, seen, found = [member], set(), []
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, type):
+            values = sorted(vars(each).items())
+            waiting += [base for base in each.__bases__ if base.__module__ == each.__module__]
+            values = [(name, getattr(value, "fget", None) or getattr(value, "__func__", value)) for name, value in values]
+            found += [f"{name}={value!r}" for name, value in values if isinstance(value, PLAIN)]
+            waiting += [value for _, value in values if inspect.isfunction(value)]
+        elif inspect.isfunction(each):
+            found.append(f"{each.__qualname__}{each.__defaults__!r}{each.__kwdefaults__!r}")
+            for code in _parts(each.__code__):
+                constants = [value for value in code.co_consts if not inspect.iscode(value)]
+                found.append(f"{code.co_code.hex()}{constants!r}{code.co_names}{code.co_varnames}{code.co_freevars}")
+                used = [(name, each.__globals__.get(name)) for name in code.co_names]
+                found += [f"{name}={value!r}" for name, value in used if isinstance(value, PLAIN)]
+                waiting += [value for _, value in used if getattr(value, "__module__", None) == each.__module__]
+    return "\n".join(found).encode()
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for value in code.co_consts:
+        if inspect.iscode(value):
+            yield from _parts(value)
 
 
 def of(experiment: BaseModel) -> dict[str, str]:

@@ -362,3 +362,66 @@ def test_other_weights_have_other_noise_and_do_not_go_on_as_the_run_began(tmp_pa
     assert before.weight == after.weight and before.noise_seed != after.noise_seed
     with pytest.raises(RunError, match="clients has changed"):
         run(experiment(weights=Moody(), **LONG), tmp_path / "run", resume=True)
+
+
+def test_code_that_is_imported_only_when_it_runs_is_part_of_the_origin(mine):
+    """Neither before it is imported may it change unnoticed, nor may its import be a change."""
+    text = (mine / "mine_origin.py").read_text().replace("from mine_helper import squash\n", "")
+    late = "    def factor(self, norm, bound):\n        from mine_helper import squash\n\n"
+    (mine / "mine_origin.py").write_text(text.replace("    def factor(self, norm, bound):\n", late))
+    before = origin.sources(experiment(**OWN))
+    assert "mine_helper" not in sys.modules
+    experiment(**OWN).bounding.factor(1.0, 1.0)
+    assert "mine_helper" in sys.modules and origin.sources(experiment(**OWN)) == before
+    del sys.modules["mine_helper"]
+    (mine / "mine_helper.py").write_text("import math\n\ndef squash(x):\n    return math.sin(x)\n")
+    assert origin.sources(experiment(**OWN)) != before
+
+
+def test_parts_of_a_package_are_found_before_they_are_imported(mine):
+    (mine / "mine_package").mkdir()
+    (mine / "mine_package" / "__init__.py").write_text("GAIN = 1.0\n")
+    (mine / "mine_package" / "part.py").write_text("from . import GAIN\n\ndef squash(x):\n    return x\n")
+    (mine / "mine_helper.py").write_text("def squash(x):\n    from mine_package.part import squash\n    return squash(x)\n")
+    found = {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
+    for name in ("__init__.py", "part.py"):
+        with open(mine / "mine_package" / name, "a") as file:
+            file.write("\n# changed\n")
+        found |= {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
+    assert len(found) == 3 and "mine_package" not in sys.modules
+
+
+TYPED = """
+import json, math
+from pydantic import Field
+from raydpfl import origin, Experiment
+from raydpfl.bounding import Bounding
+import torch
+GAIN = {gain}
+def squash(x):
+    return (lambda y: math.{function}(y))(x)
+class Typed(Bounding):
+    bound: float = Field(default=0.5, gt=0)
+    def factor(self, norm, bound):
+        return GAIN * bound * squash(norm / bound) / norm if norm > 0 else 0.0
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, {classes}))
+tree = json.loads('''{tree}''')
+tree["bounding"], tree["model"] = Typed(), {{"kind": "__main__:net"}}
+print(json.dumps(origin.sources(Experiment.from_dict(tree))))
+"""
+
+
+def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
+    tree = json.dumps(experiment().to_dict())
+
+    def found(gain="0.5", function="tanh", classes=10):
+        text = TYPED.format(gain=gain, function=function, classes=classes, tree=tree)
+        done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, check=True, text=True)
+        return json.loads(done.stdout)
+
+    here = found()
+    assert here == found() and set(here) == {"code __main__:Typed", "code __main__:net"}
+    for change in ({"gain": "0.25"}, {"function": "sin"}):
+        assert found(**change)["code __main__:Typed"] != here["code __main__:Typed"], change
+    assert found(classes=11)["code __main__:net"] != here["code __main__:net"]
