@@ -39,6 +39,8 @@ from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory
 
 log = logging.getLogger("raydpfl")
 
+ANEW = "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
+
 
 class Coordinator:
     """Runs the rounds of a plan in the directory `out`. `actors`: 0 inline, or how many client actors to start.
@@ -144,14 +146,13 @@ class Coordinator:
         """Raises `RunError` where the run began with something else that its bits depend on."""
         now = self.plan.origin()
         if self._anew:  # the same mechanism on the same data, by whatever code
-            kept = ("data", "clients", "mechanism")
+            kept = ("data", "clients", "cohorts", "mechanism")
             stored, now = ({name: facts[name] for name in kept if name in facts} for facts in (stored, now))
         changed = origin.differences(stored, now)
         if changed and self._anew:
             raise RunError(f"the run cannot go on, as it would be another: {changed}")
         if changed:
-            way = "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
-            raise RunError(f"the run cannot go on as it began, as its bits would differ: {changed}; {way}")
+            raise RunError(f"the run cannot go on as it began, as its bits would differ: {changed}; {ANEW}")
 
     def _verify_ledger(self) -> None:
         """Raises `RunError` unless the rounds that the checkpoint counts on are recorded as this plan releases them."""
@@ -166,7 +167,8 @@ class Coordinator:
             if stored != planned:
                 other = next(name for name in planned if stored[name] != planned[name])
                 what = f"{other} {stored[other]} for round {t}, where this run has {planned[other]}"
-                raise RunError(f"the ledger has {what}: what this run has spent is unknown")
+                way = f"; {ANEW}" if other == "key" else ""
+                raise RunError(f"the ledger has {what}: what this run has spent is unknown{way}")
 
     def _present(self, entry: dict) -> bool:
         """Whether a line of the ledger is of the segment that goes on, under the present key of the noise."""

@@ -28,6 +28,7 @@ from raydpfl.own import is_own
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Segment, paper
 from raydpfl.privacy.factorization import check as check_bands
 from raydpfl.selection import FedAvgStale, Population, Selection, WithReplacement
+from raydpfl.selection.witness import fingerprint
 from raydpfl.server import DataWeights
 
 log = logging.getLogger("raydpfl")
@@ -119,7 +120,23 @@ class Plan:
     def origin(self) -> dict[str, str]:
         """What a run's bits depend on besides the experiment, by name."""
         ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
-        return {"data": self.shards.name, "clients": self._clients(), **ran, **self.platform}
+        drawn = {"cohorts": self._cohorts()} if self.mechanism else {}
+        return {"data": self.shards.name, "clients": self._clients(), **drawn, **ran, **self.platform}
+
+    def _cohorts(self) -> str:
+        """A digest of the draws by the experiment's own seed: of all rounds for an own selection, else of the first few.
+
+        What was released before a change of code or of versions is counted by draws that are made again after it.
+        """
+        e = self.experiment
+        draw = e.selection.candidates if e.selection.needs_losses else e.selection.draw
+        rounds = e.rounds if is_own(type(e.selection)) else min(e.rounds, 4)
+
+        def compute() -> str:
+            drawn = [draw(e.seed, t, self.population).clients for t in range(rounds)]
+            return hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn)).hexdigest()[:16]
+
+        return self.population.remember(("cohorts", e.seed, rounds), compute)
 
     def _clients(self) -> str:
         """A digest of what the plan holds of each client."""

@@ -217,7 +217,7 @@ def test_directions_are_unit_vectors_and_coins_are_fair():
 
 def halved(draw):
     """Noise of half the std."""
-    return lambda *arguments: draw(*arguments) / 2
+    return lambda *arguments, **named: draw(*arguments, **named) / 2
 
 
 def half_the_clients_noise(patch):

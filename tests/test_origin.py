@@ -17,11 +17,13 @@ import torch
 from conftest import experiment
 
 from raydpfl import models, origin, run
+from raydpfl.audit import audit
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import RunError
 from raydpfl.plan import Plan
-from raydpfl.privacy import Ledger, Segment, epsilon
+from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
+from raydpfl.selection import Cohort, Selection
 from raydpfl.server import Weights
 from raydpfl.tracking import load
 
@@ -425,3 +427,45 @@ def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
     for change in ({"gain": "0.25"}, {"function": "sin"}):
         assert found(**change)["code __main__:Typed"] != here["code __main__:Typed"], change
     assert found(classes=11)["code __main__:net"] != here["code __main__:net"]
+
+
+class Rotating(Selection):
+    """Public cohorts by turns; how it does it may change between two processes."""
+
+    kind: str = "rotating"
+    turn: ClassVar[int] = 20
+
+    def sampling(self, population):
+        return Sampling("public", len(population), 20)
+
+    def select(self, seed, round, population):
+        return Cohort.of((np.arange(20) + self.turn * round) % len(population))
+
+
+def test_draws_that_cannot_be_made_again_are_not_counted_by_others(tmp_path, monkeypatch):
+    """With fresh noise too: participations in the rounds before are known by drawing them again."""
+    begun(tmp_path / "run", 3, 5, selection=Rotating(), **LONG)
+    monkeypatch.setattr(Rotating, "turn", 0)
+    for fresh in (False, True):
+        with pytest.raises(RunError, match="cohorts has changed"):
+            run(experiment(selection=Rotating(), **LONG), tmp_path / "run", resume=True, fresh_noise=fresh)
+
+
+def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(tmp_path, monkeypatch):
+    begun(tmp_path / "run", 5, 5, **LONG)
+    of = origin.of
+    monkeypatch.setattr(origin, "of", lambda e: {**of(e), "torch": "other"})
+    Coordinator(Plan.make(experiment(**LONG)), str(tmp_path / "run"), 0, resume=True, anew=True).start()
+    with pytest.raises(RunError, match=r"has key .* for round 0, .*--resume --fresh-noise goes on"):
+        run(experiment(**LONG), tmp_path / "run", resume=True)
+    done = run(experiment(**LONG), tmp_path / "run", resume=True, fresh_noise=True)
+    assert done.summary["status"] == "completed" and done.summary["repeated_rounds"] == 0
+
+
+def test_an_audit_shares_no_noise_with_the_run_that_it_audits(monkeypatch):
+    """What it releases, canaries for clients, would otherwise tell the run's noise."""
+    seen = []
+    begin = Coordinator.start
+    monkeypatch.setattr(Coordinator, "start", lambda self: (begin(self), seen.append(self.noise_seed))[0])
+    audit(experiment(rounds=1), canaries=50)
+    assert len(seen) == 1 and seen[0] != Plan.make(experiment(rounds=1)).noise_seed

@@ -139,6 +139,7 @@ def audit(
         raise ConfigError("--out", str(folder), "a new or empty directory")
     _check(experiment, canaries, confidence, delta)
     plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
+    plan = replace(plan, platform={**plan.platform, "audit": "canaries"})  # another release than the run's own
     delta = delta or experiment.noise.delta
     if folder is not None:
         make_folder(folder)
