@@ -146,7 +146,7 @@ class Coordinator:
         """Raises `RunError` where the run began with something else that its bits depend on."""
         now = self.plan.origin()
         if self._anew:  # the same mechanism on the same data, by whatever code
-            kept = ("data", "clients", "cohorts", "mechanism")
+            kept = ("experiment", "data", "clients", "cohorts", "mechanism")
             stored, now = ({name: facts[name] for name in kept if name in facts} for facts in (stored, now))
         changed = origin.differences(stored, now)
         if changed and self._anew:

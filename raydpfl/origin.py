@@ -264,7 +264,7 @@ def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
         before, after = stored.get(name), now.get(name)
         if before == after:
             continue
-        digests = name.startswith(("code ", "data", "clients", "cohorts", "mechanism", "arithmetic"))
+        digests = name.startswith(("code ", "experiment", "data", "clients", "cohorts", "mechanism", "arithmetic"))
         if digests and before is not None and after is not None:
             found.append(f"{name} has changed")
         else:

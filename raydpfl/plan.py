@@ -121,7 +121,9 @@ class Plan:
         """What a run's bits depend on besides the experiment, by name."""
         ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
         drawn = {"cohorts": self._cohorts()} if self.mechanism else {}
-        return {"data": self.shards.name, "clients": self._clients(), **drawn, **ran, **self.platform}
+        own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"  # a checkpoint of another run goes on nowhere else
+        found = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
+        return found | drawn | ran | dict(self.platform)
 
     def _cohorts(self) -> str:
         """A digest of the draws by the experiment's own seed: of all rounds for an own selection, else of the first few.
@@ -171,15 +173,19 @@ class Plan:
         """
         if self.experiment.noise.of_seed:
             return self.seed
+        sizes = [self.ratio, self.count_std, self.survivors, self.weight, self.d]
+        facts = [self.seed, self.again, self._kept(), sizes, self.shards.name, self._clients(), dict(self.platform)]
+        return _digest64(facts)
+
+    def _kept(self) -> dict[str, Any]:
+        """What of the experiment a release depends on, besides its seed and how large its noise is."""
         tree = self.experiment.to_dict()
         kept = {name: tree[name] for name in ("model", "selection", "local", "bounding", "weights", "server")}
         for name in self.experiment.selection.named:  # the file is among the clients' facts
             kept["selection"].pop(name)
         kept["client"] = {name: value for name, value in tree["client"].items() if name not in FREE["client"]}
         kept["noise"] = self.experiment.noise.release()
-        sizes = [self.ratio, self.count_std, self.survivors, self.weight, self.d]
-        facts = [self.seed, self.again, kept, sizes, self.shards.name, self._clients(), dict(self.platform)]
-        return _digest64(facts)
+        return kept
 
     @property
     def rigorous(self) -> tuple[str, ...]:

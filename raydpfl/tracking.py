@@ -13,6 +13,7 @@ A file that cannot be written (no room, no right to) ends the run with a `FileEr
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -53,6 +54,7 @@ class Checkpoint:
     origin: dict[str, str]  # what else the bits depend on: data, versions
     tables: dict[str, bytes] = field(default_factory=dict)  # name -> `Table.flush`
     kept: dict[str, np.ndarray] = field(default_factory=dict)  # what the coordinator keeps besides the server's state
+    intact: bool = True  # whether it is as it was written
 
     def flaw(self, d: int, clients: int, rounds: int, state: Mapping[str, np.ndarray]) -> str | None:
         """Why a run of so many parameters, clients and rounds cannot go on from it; None: it can.
@@ -77,7 +79,7 @@ class Checkpoint:
             return f"it knows of clients beyond the {clients:,} there are"
         if not 0 <= self.round <= rounds or not 0 <= self.seconds < np.inf:
             return f"it has {self.round} rounds of {rounds}, in {self.seconds} s"
-        return None
+        return None if self.intact else "it has been changed since it was written"
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -90,6 +92,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
     arrays |= {f"kept.{name}": value for name, value in checkpoint.kept.items()}
     arrays |= {f"table.{name}": np.frombuffer(table, np.uint8) for name, table in checkpoint.tables.items()}
+    facts["check"] = _check(facts, arrays)
     path = folder / f"round-{checkpoint.round:08d}.npz"
     replace_file(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
     for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:  # and what a kill left half written
@@ -146,18 +149,29 @@ def _read(path: Path) -> Checkpoint:
         raise OSError("it is no file")
     with np.load(path, allow_pickle=False) as stored:
         facts = json.loads(stored["facts"].tobytes())
+        check, every = facts.pop("check"), {name: stored[name] for name in stored.files if name != "facts"}
         if path.name != f"round-{facts['round']:08d}.npz":
             raise ValueError(f"it is of round {facts['round']}")
         if not isinstance(facts["origin"], dict):
             raise ValueError("it does not say what its bits depend on")
-        arrays = {name: stored[name] for name in ("model", "participations", "members", "memory")}
+        arrays = {name: every[name] for name in ("model", "participations", "members", "memory")}
         groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "table": {}, "kept": {}}
-        for name in stored.files:
+        for name, array in every.items():
             group, _, rest = name.partition(".")
             if rest:
-                groups[group][rest] = stored[name]
+                groups[group][rest] = array
+    groups_of = {name: groups[name] for name in ("server", "kept")}
     tables = {name: table.tobytes() for name, table in groups["table"].items()}
-    return Checkpoint(**facts, **arrays, server=groups["server"], tables=tables, kept=groups["kept"])
+    return Checkpoint(**facts, **arrays, **groups_of, tables=tables, intact=check == _check(facts, every))
+
+
+def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """A digest of all that a checkpoint holds."""
+    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array))
+    return found.hexdigest()
 
 
 # What may be missing from every row are numbers, and lists of words.

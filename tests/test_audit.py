@@ -283,11 +283,11 @@ def noise_of_the_next_bound(patch):
 
     def keeping(self, t, cohort):
         total, partials = collect(self, t, cohort)
-        self.kept = cohort, partials
+        self.before = cohort, partials
         return total, partials
 
     def late(self, t, total):
-        bound, self.bound = self.bound, self.next_bound(t, *self.kept)
+        bound, self.bound = self.bound, self.next_bound(t, *self.before)
         released = release(self, t, total)
         self.bound = bound
         return released

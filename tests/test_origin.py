@@ -469,3 +469,14 @@ def test_an_audit_shares_no_noise_with_the_run_that_it_audits(monkeypatch):
     monkeypatch.setattr(Coordinator, "start", lambda self: (begin(self), seen.append(self.noise_seed))[0])
     audit(experiment(rounds=1), canaries=50)
     assert len(seen) == 1 and seen[0] != Plan.make(experiment(rounds=1)).noise_seed
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_checkpoint_of_another_run_is_refused(fresh, tmp_path):
+    """Rounds beyond it would be released a second time, from another model under the same noise."""
+    begun(tmp_path / "run", 3, 5, **LONG)
+    begun(tmp_path / "other", 3, 5, local={"lr": 0.2}, **LONG)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.write_bytes((tmp_path / "other" / "checkpoints" / path.name).read_bytes())
+    with pytest.raises(RunError, match="experiment has changed"):
+        run(experiment(**LONG), tmp_path / "run", resume=True, fresh_noise=fresh)
