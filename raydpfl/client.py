@@ -16,10 +16,10 @@ import math
 import os
 import pickle
 import resource
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -27,12 +27,16 @@ import numpy as np
 import torch
 
 from raydpfl import models, origin
+from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import RAISED, ClientError, ConfigError, RunError, contained, exited, told
+from raydpfl.keys import keyed_globals
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import sample_loss
+from raydpfl.models.state import changed, kept
 from raydpfl.noise import client_noise
+from raydpfl.own import is_own
 from raydpfl.server import snap
 
 
@@ -127,6 +131,7 @@ class Process:
         path: Sequence[str] = (),
         capability: Mapping[str, str] | None = None,
     ):
+        self.own = False  # whether code of the user's own takes part
         here = isinstance(experiment, Experiment)
         self._given, self.progress = (experiment, shards, path, capability), Progress(shared=not here)
         if here:
@@ -135,12 +140,16 @@ class Process:
     def make(self, experiment: Experiment, shards: str) -> None:
         raise NotImplementedError
 
+    def keyed(self, seed: int, **key: int) -> AbstractContextManager[None]:
+        """What code of the user's own draws within from the generators of the process is keyed."""
+        return keyed_globals(seed, **key) if self.own else nullcontext()
+
     def ready(self) -> Facts:
         """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and what to set."""
         pickled, shards, path, capability = self._given
         # Where a user's own module was found by the process that started the run.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        host = socket.gethostname()
+        host = place()
         if not os.path.exists(os.path.join(shards, "data.json")):
             accepted = f"one directory for all nodes of the cluster; on node {host} it has no prepared data"
             raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
@@ -160,6 +169,12 @@ class Process:
         return Facts(os.getpid(), host, ray.get_runtime_context().get_node_id(), self.progress.path)
 
 
+def _own(experiment: Experiment) -> bool:
+    """Whether code of the user's own takes part in what a client does."""
+    members = (experiment.local, experiment.bounding, experiment.model)
+    return isinstance(experiment.model, models.Module) or any(is_own(type(each)) for each in members)
+
+
 class ClientActor(Process):
     """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave a non-finite update."""
 
@@ -172,8 +187,34 @@ class ClientActor(Process):
         module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed)
         local, clip = experiment.local, experiment.bounding.sample_bound
         self.module = copy.deepcopy(module).to(self.device).eval()
-        self.trainer = Trainer(module, local, way=experiment.client.way, seed=experiment.seed, device=self.device, clip=clip)
+        self.own = _own(experiment)
+        settings = {"way": experiment.client.way, "seed": experiment.seed, "device": self.device}
+        self.trainer = Trainer(module, local, clip=clip, own=self.own, **settings)
+        self._shares, self._sample, self._state = 0, None, self._kept()
         self.clipped = np.empty(0)  # float64 [C], of the lane in training: see `Trainer.lane`
+
+    def _kept(self) -> dict[str, bytes]:
+        things = [self.trainer.module, self.experiment.local, self.experiment.bounding] if self.own else []
+        return kept(*(each for each in things if each is not None))
+
+    def _check_state(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work) -> None:
+        """Raises `RunError` if the user's own code keeps something from one client to the next: by what it keeps, and by what it does.
+
+        After 1, 2, 4, 8, ... shares the first client of the share is trained again, and must give the same bits.
+        """
+        state, self._state = self._state, self._kept()
+        names = ", ".join(changed(state, self._state)[:5])
+        if not names and self._sample:
+            lane, slot, delta = self._sample
+            alone = replace(lane, slot=slot)
+            for _, again, _ in self._train(parameters, shared, work, alone, self._members(alone)):
+                if not np.array_equal(again.cpu().numpy(), delta.cpu().numpy(), equal_nan=True):
+                    names = f"client {lane.clients[slot]}, trained again, gives another update"
+        if names:
+            raise RunError(
+                f"model.kind {self.experiment.model.kind} keeps something from one client to the next ({names}), so that "
+                "the bits would depend on who trains whom; a model may use its parameters, its buffers and its input alone"
+            )
 
     @contained()
     def train(self, model: np.ndarray, work: Work, lanes: Sequence[Lane]) -> Partial:
@@ -190,6 +231,11 @@ class ClientActor(Process):
                 total += contribution
             # One client alone goes back as it is: the coordinator forms the lane's sum and rounds that.
             partial.total += total.cpu().numpy() if lane.slot is not None else snap(total.cpu().numpy(), work.grid)
+        if self.own:
+            self._shares += 1
+            if self._shares & (self._shares - 1) == 0:
+                self._check_state(parameters, shared, work)
+            self._sample = None
         self.shards.release()
         partial.seconds = time.perf_counter() - began
         partial.peak_rss_mb = peak_rss_mb()
@@ -208,7 +254,8 @@ class ClientActor(Process):
             for client in clients:
                 self.progress.at(client)
                 x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
-                outputs = self.module(torch.from_numpy(x[0]).to(self.device))
+                with self.keyed(self.experiment.seed, round=round, client=client, step=3):
+                    outputs = self.module(torch.from_numpy(x[0]).to(self.device))
                 each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none").double().cpu().numpy()
                 found.append(selection.answer(each, noise_seed, round, client))
         return found
@@ -220,6 +267,8 @@ class ClientActor(Process):
         expected = self._expected_norms(parameters, shared, work, lane) if self.experiment.measure.repeats else {}
         for slot, delta, loss in self._updates(parameters, shared, work, lane, partial):
             client = int(lane.clients[slot])
+            if self.own and self._sample is None and delta is not None:
+                self._sample = lane, slot, delta.clone()
             own = self._memory(lane, slot, len(parameters))
             vector = self._sent(parameters, delta, own, shared, lr)
             norm = sent = float(torch.linalg.vector_norm(vector)) if delta is not None else math.nan
@@ -228,7 +277,8 @@ class ClientActor(Process):
                     self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
                 vector = self._sent(parameters, None, own, shared, lr)
                 norm, sent = math.nan, float(torch.linalg.vector_norm(vector))
-            factor = bounding.factor(sent, work.bound)
+            with self.keyed(work.seed, round=work.round, client=client, draw=int(lane.draws[slot]), step=2):
+                factor = bounding.factor(sent, work.bound)
             if work.bound is not None and not 0 <= factor * sent <= work.bound * (1 + 1e-12):
                 raise RunError(f"bounding.kind {bounding.kind} lets norm {sent:g} times factor {factor:g} pass its bound of {work.bound:g}")
             vector *= factor * float(lane.weights[slot])
@@ -397,7 +447,7 @@ class Evaluator(Process):
 
     def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
-        self.batch = experiment.evaluate.batch
+        self.batch, self.seed, self.own = experiment.evaluate.batch, experiment.seed, _own(experiment)
         self.shards = Shards.open(shards)
         self.module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed).eval()
 
@@ -408,7 +458,9 @@ class Evaluator(Process):
         loss, right = 0.0, 0
         with torch.inference_mode():
             for x, y in self.shards.test(self.batch):
-                outputs, targets = self.module(torch.from_numpy(x)), torch.from_numpy(y)
+                with self.keyed(self.seed, step=4):
+                    outputs = self.module(torch.from_numpy(x))
+                targets = torch.from_numpy(y)
                 loss += float(sample_loss(outputs, targets, "sum"))
                 right += int((outputs.argmax(1) == targets).sum())
         return loss / self.shards.test_size, right / self.shards.test_size if self.shards.classes else None

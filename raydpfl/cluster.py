@@ -136,6 +136,14 @@ class Session:
             os._exit(1)
 
 
+def place() -> str:
+    """What this node is called in messages."""
+    import ray
+
+    name = socket.gethostname()
+    return f"{name} ({ray.util.get_node_ip_address()})" if ray.is_initialized() else name
+
+
 def _init(address: str, options: dict[str, Any]) -> None:
     """`ray.init`, whose own handlers of signals stay no longer than that."""
     import ray

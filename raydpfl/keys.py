@@ -26,7 +26,9 @@ and that two names never share a block would no longer be exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
@@ -52,6 +54,7 @@ class Purpose(IntEnum):
     BUDGET = 13  # budgets of clients
     CANARY = 14  # audit
     SWEEP = 15  # values that a sweep tries
+    GLOBAL = 16  # what a user's own code draws from the generators of the process
 
 
 class _Key(ISeedSequence):
@@ -147,3 +150,22 @@ def mersenne_state(philox: np.random.Philox) -> torch.Tensor:
     words[3 : 3 + 624] = raw  # after: seed, (left, seeded), next
     words[3] |= 0x80000000  # only this bit of the first word is used; an all-zero state would never leave zero
     return torch.from_numpy(state)
+
+
+@contextmanager
+def keyed_globals(seed: int, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> Iterator[None]:
+    """Within it `random`, `np.random` and torch's global generator (of the CPU) are at the start of one named stream.
+
+    For code of a user's own that draws from them; afterwards they are as they were.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    philox = _philox(seed, Purpose.GLOBAL, round, client, draw, step)
+    random.seed(int.from_bytes(philox.random_raw(4).tobytes(), "little"))
+    np.random.seed(philox.random_raw(4).view(np.uint32))
+    torch.set_rng_state(mersenne_state(philox))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])

@@ -123,6 +123,21 @@ def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_p
     assert error.value.field == "PYTHONPATH" and socket.gethostname() in str(error.value)
 
 
+@pytest.mark.parametrize("lacks", ["home", "sweep"])
+def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(lacks, tmp_path, monkeypatch):
+    from raydpfl.tune.trial import TrialActor
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "trials" / "a").mkdir(parents=True)
+    told = {"experiment": experiment().to_dict(), "folder": str(tmp_path / "out" / "trials" / "a"), "status": "waiting", "bundles": []}
+    told |= {"metric": "test_loss", "data_root": None, "pause": False, "home": str(tmp_path), "path": [], "node": None}
+    if lacks == "home":
+        told["home"] = str(tmp_path / "nowhere")
+    field, value, accepted = TrialActor(told).step()["refused"]
+    assert (field, value) == {"home": ("working directory", told["home"]), "sweep": ("--out", str(tmp_path / "out"))}[lacks]
+    assert socket.gethostname() in accepted
+
+
 # Ray's own processes, and the driver.
 
 

@@ -18,7 +18,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import pickle
+import random
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -60,11 +63,20 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
     """
     if not isinstance(local, Sgd):
         raise ConfigError("local.kind", local.kind, "sgd, or the import path of a class that derives from raydpfl.local.Sgd")
+    rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
+    if rates[:3] != rates[3:]:
+        raise ConfigError("local.kind", local.kind, "a class whose learning_rate depends on the round alone")
     if regression:
         _check_single_output(module, shape)
     if clip is not None:
         _check_apart(module, shape)
     choices = _choices(module, local, rows, clip) if way == "auto" else [way]
+    drawn = _drawn(module, shape)
+    if drawn and way == "auto":
+        log.warning("clients are trained by the loop, one at a time, as the module draws from %s", drawn)
+        choices = [REFERENCE]
+    elif drawn and way in WAYS and way != "noop" and not WAYS[way].one_by_one:
+        raise ConfigError("client.way", way, f"auto or {REFERENCE}; the module draws from {drawn}, which has to be client by client")
     for chosen, other in pairwise([*choices, REFERENCE]):
         _check_way(chosen, local, clip)
         reason = _mismatch(module, local, shape, chosen, clip, regression) if chosen not in (REFERENCE, "noop") else None
@@ -74,6 +86,17 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
             raise ConfigError("client.way", way, f"auto or {REFERENCE}; this way does not fit the model: {reason}")
         log.warning("clients are trained by %s; %s does not fit the model: %s", "the loop" if other == REFERENCE else other, chosen, reason)
     return REFERENCE
+
+
+def _drawn(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+    """The generator of the process, other than torch's, that a module in training draws from, if it draws from any."""
+    with keys.keyed_globals(0):
+        before = random.getstate(), pickle.dumps(np.random.get_state())
+        with contextlib.suppress(Exception):  # what it raises it will raise in training too
+            copy.deepcopy(module).train()(torch.ones(2, *shape))
+        if random.getstate() != before[0]:
+            return "Python's random"
+        return "np.random" if pickle.dumps(np.random.get_state()) != before[1] else None
 
 
 def _choices(module: nn.Module, local: Sgd, rows: int, clip: float | None) -> list[str]:
@@ -170,7 +193,7 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, c
         if local.stateful:  # of about the norm that gradients have
             corrections = torch.from_numpy(generator.standard_normal((3, len(parameters))) / len(parameters) ** 0.5)
         for name in (way, REFERENCE):
-            trainer = Trainer(module, local, way=name, seed=0, clip=clip)
+            trainer = Trainer(module, local, way=name, seed=0, clip=clip, own=True)
             lane = trainer.lane(parameters, x, y, sizes, round=0, clients=range(3), draws=[0] * 3, corrections=corrections)
             steps.append([delta for _, delta, _ in lane])
     except RAISED as error:  # a module may do anything when it is traced or vmapped
@@ -182,15 +205,28 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, c
 class Trainer:
     """Trains lanes of clients, one way. `way` is what `resolve` gave; the module is never changed.
 
-    `clip` is the bound on the L2 norm of one sample's gradient. Raises `ConfigError` for a way that cannot clip each sample, or cannot
-    add the corrections that `local` needs. Call `single_thread` first: a number of threads that changes would change bits.
+    `clip` is the bound on the L2 norm of one sample's gradient. `own` says that code of the user's takes part: what it draws from the
+    generators of the process is then keyed by the client. Raises `ConfigError` for a way that cannot clip each sample, or cannot add
+    the corrections that `local` needs. Call `single_thread` first: a number of threads that changes would change bits.
     """
 
-    def __init__(self, module: nn.Module, local: Sgd, *, way: str, seed: int, device: torch.device | str = "cpu", clip: float | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        local: Sgd,
+        *,
+        way: str,
+        seed: int,
+        device: torch.device | str = "cpu",
+        clip: float | None = None,
+        own: bool = False,
+    ):
         _check_way(way, local, clip)
         self.local, self.device, self.clip = local, torch.device(device), clip
         self.seed = self.noise_seed = seed  # a run sets them for each round
-        self._way = WAYS[way](module, local, self.device)
+        self.own = own
+        with keys.keyed_globals(seed):
+            self._way = WAYS[way](module, local, self.device)
 
     def lane(
         self,
@@ -256,4 +292,22 @@ class Trainer:
         parameters = parameters.to(self.device, torch.float32, copy=True)
         trained = self._way.run(parameters, lane)
         for slot in np.flatnonzero(members).tolist():
-            yield next(trained) if present[slot] else (slot, torch.zeros_like(parameters), float("nan"))
+            if not present[slot]:
+                yield slot, torch.zeros_like(parameters), float("nan")
+                continue
+            with self._keyed(round, int(clients[slot]), int(draws[slot])):
+                found = next(trained)
+            yield found
+
+    def _keyed(self, round: int, client: int, draw: int) -> AbstractContextManager[None]:
+        """Whatever the user's own code draws: by the client, or by the round where a lane is trained at once."""
+        if not self.own:
+            return nullcontext()
+        if not self._way.one_by_one:
+            return keys.keyed_globals(self.seed, round=round, step=1)
+        return keys.keyed_globals(self.seed, round=round, client=client, draw=draw)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The working copy of the module, where its own code is run; None where its layers are taken apart."""
+        return getattr(self._way, "module", None)

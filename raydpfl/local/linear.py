@@ -165,7 +165,7 @@ def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
 
 
 class _Stack:
-    private, corrects = None, True
+    private, corrects, one_by_one = None, True, False
     first: type[_Inputs] | type[_Span]
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
@@ -263,7 +263,7 @@ class SampleSpace(_Stack):
     A row that is not finite makes its client's update so, whether or not a batch holds it.
     """
 
-    private = False
+    private, one_by_one = False, False
     corrects = False  # a correction is of the size of the weights that this way never forms
     first = _Span
 

@@ -27,7 +27,7 @@ class Loop:
     from one client to the next.
     """
 
-    private, corrects = None, True
+    private, corrects, one_by_one = None, True, True
     inputs_only = False  # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made in another way
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):

@@ -24,7 +24,7 @@ LIMIT = 1 << 28  # bytes of samples' gradients at a time
 class Vmap:
     """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers raises RuntimeError when it is run."""
 
-    private, corrects = None, True
+    private, corrects, one_by_one = None, True, False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local = local

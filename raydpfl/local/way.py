@@ -121,6 +121,7 @@ class Way(Protocol):
 
     private: ClassVar[bool | None] = False  # whether it clips each sample's gradient and adds the step's noise; None: it can do both
     corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
+    one_by_one: ClassVar[bool] = False  # whether a slot is trained when it is asked for, and not before
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 

@@ -26,9 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import member
 from raydpfl.errors import RAISED, ConfigError
-from raydpfl.keys import Purpose, torch_stream
+from raydpfl.keys import Purpose, keyed_globals, torch_stream
 from raydpfl.models.family import FAMILY, Model, Module, factory
 from raydpfl.models.norms import group_norm
+from raydpfl.models.state import changed, kept
 
 __all__ = [
     "FAMILY", "Model", "Module", "build", "factory", "flatten", "group_norm", "load",
@@ -57,12 +58,12 @@ def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.M
 
     With `classes` 0, for regression, it has one output. The global random state is left as it was. Raises `ConfigError` for a classifier
     on regression data, and for a module that does not take [batch, *shape] to [batch, classes or 1], has nothing to train, is not float32
-    throughout, or changes its buffers in training, as BatchNorm does.
+    throughout, or changes its buffers in training, as BatchNorm does, or what it keeps in Python.
     """
     outputs = classes or 1
     if not classes and not model.regression:
         raise ConfigError("model.kind", model.kind, "linear, mlp or another that is no classifier: the targets of the data are numbers, not classes")
-    with torch.random.fork_rng(devices=[]):
+    with keyed_globals(seed):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
         module = model.module(tuple(shape), outputs)
         _check(module, model, tuple(shape), outputs)
@@ -81,7 +82,7 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
     try:
         with torch.no_grad():
             module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
-            before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            before, state = {name: buffer.clone() for name, buffer in module.named_buffers()}, kept(module)
             scores = module(torch.rand(2, *shape))
     except RAISED as error:  # a user's module may raise anything
         raise refuse(f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})") from None
@@ -91,6 +92,8 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise refuse(f"a module that changes no buffer in training; {name} changes (raydpfl.models.group_norm converts BatchNorm)")
+    if names := changed(state, kept(module)):
+        raise refuse(f"a module that keeps nothing from one batch to the next; {', '.join(names[:5])} changes")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
             raise refuse(f"a float32 module; {name} is {tensor.dtype}")

@@ -17,9 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 from ray import tune
 
 from raydpfl import runner
+from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError, told
 from raydpfl.tune.sweep import FINISHED, Trial
@@ -39,6 +41,7 @@ def work(trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: 
         "data_root": str(data_root) if data_root else None,
         "pause": pause,
         "home": os.getcwd(),
+        "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else None,
         "path": [os.path.abspath(entry) for entry in sys.path],
     }
 
@@ -59,8 +62,6 @@ class TrialActor(tune.Trainable):
         self._permits: queue.Queue[None] = queue.Queue()
         self._asked = self._stopping = False
         self._report: dict[str, Any] = {"round": 0, config["metric"]: math.nan}
-        os.chdir(config["home"])
-        sys.path.extend(entry for entry in config["path"] if entry not in sys.path)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -86,14 +87,34 @@ class TrialActor(tune.Trainable):
     def _run(self) -> None:
         end: dict[str, Any] = {"done": True, "over": True}
         try:
+            self._arrive()
             self._carry_out(Path(self._work["folder"]))
         except ConfigError as error:
-            end["refused"] = [error.field, error.value, error.accepted]
+            accepted = error.accepted
+            if self._away() and "on node" not in accepted:
+                accepted = f"{accepted} (on node {place()})"
+            end["refused"] = [error.field, error.value, accepted]
         except RunError as error:
             end["failed"] = str(error)
         except BaseException as error:
             end["failed"] = told(error)
         self._reports.put({**self._report, **end})
+
+    def _away(self) -> bool:
+        """Whether the sweep was started on another node."""
+        return ray.is_initialized() and ray.get_runtime_context().get_node_id() != self._work["node"]
+
+    def _arrive(self) -> None:
+        """Takes up the place that the sweep was started from. Raises `ConfigError` naming a node that has no such place."""
+        home, sweep = self._work["home"], Path(self._work["folder"]).parent.parent
+        every = "a directory that all nodes of the cluster see; on node"
+        try:
+            os.chdir(home)
+        except OSError as error:
+            raise ConfigError("working directory", home, f"{every} {place()}: {error.strerror}") from None
+        sys.path.extend(entry for entry in self._work["path"] if entry not in sys.path)
+        if not (sweep / "sweep.yaml").exists():
+            raise ConfigError("--out", str(sweep), f"{every} {place()} it is not what it is where the sweep was started")
 
     def _carry_out(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,87 @@
+"""What a module, or the file that it comes from, keeps in Python beside parameters and buffers.
+
+>>> class Counts(nn.Module):
+...     calls = 0
+...     def forward(self, x):
+...         self.calls += 1
+...         return x
+>>> module = Counts()
+>>> before = kept(module)
+>>> _ = module(torch.ones(1))
+>>> changed(before, kept(module))
+['calls']
+
+A client's update must not depend on who was trained before it in the same process. Numbers, texts, arrays, generators and containers
+of these are looked at: attributes of the module and of those within it, and globals and class attributes of the user's own files.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+LARGE = 1 << 16  # bytes of an array whose contents are not looked at
+LONG = 1000  # entries of a container that are not looked at
+DEEP = 4  # containers within containers
+INNER = {*vars(nn.Module()), "__annotations__"}
+INSTALLED = ("torch", "torchvision", "raydpfl", "numpy", "builtins", "functools")
+
+
+def kept(*things: Any) -> dict[str, bytes]:
+    """By name, a text of all that they and their files keep. `things`: modules, or members of the user's own."""
+    found: dict[str, bytes] = {}
+    files: dict[str, ModuleType] = {}
+    for thing in things:
+        parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
+        for name, part in parts:
+            for cls in type(part).__mro__:
+                if cls.__module__.partition(".")[0] not in INSTALLED and cls.__module__ in sys.modules:
+                    files[cls.__module__] = sys.modules[cls.__module__]
+                    _take(found, vars(cls), f"{cls.__qualname__}.")
+            if isinstance(part, nn.Module):
+                _take(found, vars(part), f"{name}." if name else "")
+    for name, file in files.items():
+        _take(found, vars(file), f"{name}.")
+    return found
+
+
+def changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+    """The names of what is not as it was."""
+    return [name for name in before | after if before.get(name) != after.get(name)]
+
+
+def _take(found: dict[str, bytes], values: Any, prefix: str) -> None:
+    for name, value in values.items():
+        if name not in INNER and not name.startswith("__"):
+            text = _text(value, DEEP)
+            if text is not None:
+                found[prefix + name] = text
+
+
+def _text(value: Any, depth: int) -> bytes | None:
+    """None for what is not looked at."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return pickle.dumps((type(value).__name__, value))
+    if isinstance(value, random.Random):
+        return pickle.dumps(value.getstate())
+    if isinstance(value, torch.Generator):
+        return pickle.dumps(value.get_state().numpy())
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        return pickle.dumps(value)
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= LARGE and not value.dtype.hasobject
+        return pickle.dumps((value.shape, value.tobytes() if small else None))
+    if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > LONG:
+        return str(len(value)).encode()
+    if depth and isinstance(value, dict):
+        return b"".join(repr(name).encode() + (_text(each, depth - 1) or b"?") for name, each in value.items())
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return b"".join(_text(each, depth - 1) or b"?" for each in value) + str(len(value)).encode()
+    return None

@@ -1,0 +1,210 @@
+"""Modules of the user's own that draw from the generators of the process, or keep something in Python: one set of bits, or an error by name."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import experiment
+from test_same_bits import parameters_of
+
+from raydpfl import cli, models, run
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.local import Sgd, resolve
+from raydpfl.plan import Plan
+
+FILE = """
+import itertools, random
+import numpy as np
+import torch
+from torch import nn
+from raydpfl.bounding import Clip
+from raydpfl.local import Sgd
+
+CALLS = [0]
+GENERATOR = np.random.default_rng(0)
+numbers = itertools.count()
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+        self.calls = 0
+
+    def forward(self, x):
+        return self.layer(x.flatten(1)) * self.factor()
+
+
+class Numpy(Base):
+    def factor(self):
+        return 1 + 0.1 * np.random.rand()
+
+
+class Python(Base):
+    def factor(self):
+        return 1 + 0.1 * random.random()
+
+
+class Torch(Base):
+    def factor(self):
+        return 1 + 0.1 * torch.rand(())
+
+
+class Starts(Base):
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.layer.weight.mul_(1 + np.random.rand() + random.random())
+
+    def factor(self):
+        return 1
+
+
+class Attribute(Base):
+    def factor(self):
+        self.calls += 1
+        return 1 + 0.01 * self.calls
+
+
+class Global(Base):
+    def factor(self):
+        CALLS[0] += 1
+        return 1 + 0.01 * CALLS[0]
+
+
+class OnClass(Base):
+    seen = 0
+
+    def factor(self):
+        OnClass.seen += 1
+        return 1 + 0.01 * OnClass.seen
+
+
+class Generator(Base):
+    def factor(self):
+        return 1 + GENERATOR.random()
+
+
+class InTraining(Base):  # which the checks before a run, without gradients, do not see
+    def factor(self):
+        if torch.is_grad_enabled():
+            self.calls += 1
+        return 1 + 0.01 * self.calls
+
+
+class Hidden(Base):  # kept in what nobody looks into
+    def factor(self):
+        return 1 + 0.01 * next(numbers)
+
+
+class Fresh(Base):
+    def factor(self):
+        return 1 + np.random.default_rng().random()
+
+
+class Tensor(Base):  # kept, and never looked at again
+    def factor(self):
+        self.last = self.layer.weight * 2
+        return 1
+
+
+class Rule(Sgd):
+    kind: str = "rule"
+
+    def learning_rate(self, round):
+        return self.lr * (1 + np.random.rand())
+
+
+class Loose(Clip):
+    kind: str = "loose"
+
+    def factor(self, norm, bound):
+        return super().factor(norm, bound) * np.random.rand()
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "own_modules.py").write_text(FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "own_modules", raising=False)
+
+
+def of(name: str, **sections):
+    return experiment(model={"kind": f"own_modules:{name}"}, **sections)
+
+
+@pytest.mark.parametrize("sections", [{}, {"bounding": {"kind": "per_sample_clip", "bound": 0.5}, "noise": {"kind": "gaussian", "multiplier": 2.0}}])
+@pytest.mark.parametrize("name", ["Numpy", "Python", "Torch", "Starts", "Tensor"])
+def test_what_a_module_draws_is_keyed_by_its_client(name, sections, tmp_path):
+    plan = Plan.make(of(name, **sections))
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    inline = parameters_of(plan, tmp_path / "inline", None)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    random.seed(2)
+    np.random.seed(2)
+    for actors in (0, 3):
+        assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_two_processes_give_what_one_gives(tmp_path, shared_ray):
+    inline = run(of("Numpy"), tmp_path / "inline").summary
+    two = run(of("Numpy", client={"actors": 2}), tmp_path / "two").summary
+    assert two["model_sha256"] == inline["model_sha256"] and two["test_loss"] == inline["test_loss"]
+
+
+def test_clients_draw_numbers_of_their_own(tmp_path):
+    differ = [parameters_of(Plan.make(of("Numpy", seed=seed)), tmp_path / str(seed), None) for seed in (1, 2)]
+    assert not np.array_equal(*differ)
+
+
+@pytest.mark.parametrize("name", ["Attribute", "Global", "OnClass", "Generator"])
+def test_a_module_that_keeps_something_is_refused_before_the_run(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"keeps nothing from one batch to the next; .*(calls|CALLS|seen|GENERATOR) changes") as error:
+        run(of(name), tmp_path / "out")
+    assert error.value.field == "model.kind" and error.value.value == f"own_modules:{name}"
+
+
+@pytest.mark.parametrize("name", ["InTraining", "Hidden", "Fresh"])
+@pytest.mark.parametrize("actors", [None, 2])
+def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actors, tmp_path):
+    with pytest.raises(RunError, match=f"model.kind own_modules:{name} keeps something"):
+        parameters_of(Plan.make(of(name, client={"way": "loop"})), tmp_path / "out", actors)
+
+
+def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_lane_at_once():
+    module = models.build(of("Numpy").model, (1, 28, 28), 10, 0)
+    assert resolve(module, Sgd(), rows=10, shape=(1, 28, 28)) == "loop"
+    with pytest.raises(ConfigError, match=r"client.way = 'vmap': .* draws from np.random"):
+        resolve(module, Sgd(), rows=10, shape=(1, 28, 28), way="vmap")
+
+
+def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"local.kind = .*the round alone"):
+        run(experiment(local={"kind": "own_modules:Rule"}), tmp_path / "out")
+
+
+def test_a_bounding_that_draws_is_keyed_by_its_client(tmp_path):
+    plan = Plan.make(experiment(bounding={"kind": "own_modules:Loose", "bound": 1.0}))
+    inline = parameters_of(plan, tmp_path / "inline", None)
+    for actors in (0, 3):
+        assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
+
+
+def test_the_error_is_one_line(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(of("Torch").to_yaml().replace("own_modules:Torch", "own_modules:Global"))
+    monkeypatch.setattr("sys.argv", ["raydpfl", "run", str(config), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and len(said.splitlines()) == 1 and "own_modules:Global" in said
