@@ -28,8 +28,8 @@ SETTINGS = {
     "SPT_NOENV": "1",  # a process that Ray gives a title keeps its environment readable, and the mark in it
 }
 LOOK = 1.0  # seconds between two looks at the control store
-SILENCE = 8.0  # seconds without an answer, after which a joined cluster's control store is lost
-GRACE = 8.0  # seconds from there to the end of the process, where the main thread waits in Ray itself and does not hear of it
+SILENCE = 5.0  # seconds without an answer, after which a joined cluster's control store is lost
+GRACE = 7.0  # seconds from there to the end of the process, where the main thread waits in Ray itself and does not hear of it
 ANSWER = 5.0  # seconds that a control store has for its first word
 ENTRY = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
 # What a client of gRPC says first: the preface of HTTP/2, and an empty frame of settings.

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import math
+import os
 import platform
 import sys
 import time
@@ -91,8 +92,8 @@ class Coordinator:
         self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
         self._pace, self._client_rss, self._snr = Pace(), 0.0, None
 
-    def started(self) -> list[str]:
-        """As `start`; what that warned of, which the log of an actor would keep to itself."""
+    def started(self) -> tuple[int, list[str]]:
+        """As `start`; the id of this process, and what that warned of, which the log of an actor would keep to itself."""
         heard: list[str] = []
         listener = logging.Handler(logging.WARNING)
         listener.emit = lambda record: heard.append(record.getMessage())
@@ -101,7 +102,7 @@ class Coordinator:
             self.start()
         finally:
             log.removeHandler(listener)
-        return heard
+        return os.getpid(), heard
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         experiment = self.experiment

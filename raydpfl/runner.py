@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -286,6 +287,7 @@ class _Ray:
             raise ConfigError("--address", address, "client.actors above 0; 0 runs in this process, without Ray")
         self.address, self.client = address, experiment.client
         self.session: Session | None = None
+        self.process: int | None = None  # the coordinator's, on this node
 
     def __enter__(self) -> _Ray:
         if self.inline and self.client.num_gpus > 0 and not torch.cuda.is_available():
@@ -307,7 +309,10 @@ class _Ray:
 
     def check(self) -> None:
         """Raises `RunError` where the control store of Ray is lost."""
-        if self.session:
+        if self.session and self.session.lost:
+            if self.process and not psutil.pid_exists(self.process):
+                self.process = None
+                self.session.lost = f"the coordinator died: {self.session.lost}"
             self.session.check()
 
     def _nodes(self) -> list[dict[str, float]]:
