@@ -51,6 +51,7 @@ class Session:
         if ray.is_initialized():
             raise ConfigError("--address", address, "none: this process is connected to a Ray cluster already")
         self.lost: str | None = None  # why it cannot be used any more
+        self.coordinator: int | None = None  # the process of one on this node, once there is one
         self._ended = threading.Event()
         self._own: list[psutil.Process] = []  # without which there is no Ray: its control store and its raylet
         self._mark, self._reaper = None, None
@@ -127,6 +128,8 @@ class Session:
         else:
             return
         what = "Ray's control store or raylet has died" if self._own else "the cluster's control store does not answer"
+        if self.coordinator and not psutil.pid_exists(self.coordinator):
+            what = f"the coordinator died: {what}"
         self.lost = f"{what}; go on with --resume"
         if self._mark:
             reaper.reap(self._mark)

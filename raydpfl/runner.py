@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -287,7 +286,6 @@ class _Ray:
             raise ConfigError("--address", address, "client.actors above 0; 0 runs in this process, without Ray")
         self.address, self.client = address, experiment.client
         self.session: Session | None = None
-        self.process: int | None = None  # the coordinator's, on this node
 
     def __enter__(self) -> _Ray:
         if self.inline and self.client.num_gpus > 0 and not torch.cuda.is_available():
@@ -309,10 +307,7 @@ class _Ray:
 
     def check(self) -> None:
         """Raises `RunError` where the control store of Ray is lost."""
-        if self.session and self.session.lost:
-            if self.process and not psutil.pid_exists(self.process):
-                self.process = None
-                self.session.lost = f"the coordinator died: {self.session.lost}"
+        if self.session:
             self.session.check()
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -376,6 +371,9 @@ class _Ray:
                 self.check()
                 raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None
 
-        for warning in call("started"):
+        process, warnings = call("started")
+        if self.session:
+            self.session.coordinator = process
+        for warning in warnings:
             log.warning(warning)
         return call
