@@ -7,7 +7,6 @@ record. On hardware of one kind the model after round t is a function of (experi
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import math
@@ -67,10 +66,11 @@ class Coordinator:
         checkpoint = load(self.out / "checkpoints", self._flaw) if self._resume else None
         anew = (checkpoint.round if checkpoint else 0) if self._anew else None
         self.plan = plan = self.plan.continued(self.ledger.segments, anew)
-        noise, self.noise_seed, d = self.experiment.noise, plan.noise_seed, plan.d
-        self._noise = functools.partial(server_noise, self.noise_seed, d=d)  # without self: a cycle would keep its files open
+        noise, seed, d = self.experiment.noise, plan.noise_seed, plan.d
+        self.noise_seed = seed
+        self._noise = lambda t, std: server_noise(seed, t, std, d)  # without self: a cycle would keep its files open
         if isinstance(noise, BandedGaussian):
-            self._noise = Correlated(self.noise_seed, noise.coefficients, d).draw
+            self._noise = Correlated(seed, noise.coefficients, d).draw
         draws = plan.draws(self.experiment.rounds) if isinstance(plan.mechanism, LocalSteps) else None
         self.curves = plan.curves(draws)
         self._begin(checkpoint)

@@ -91,7 +91,7 @@ def test_noise_that_leaves_clients(tmp_path):
     for t in range(7):
         clients, draws = np.append(np.arange(30), 29), np.append(np.zeros(30, int), 1)
         lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
-        sent = actor._contributions(torch.zeros(plan.d), None, Work(t, 0.5, std, 1e-9), lane, Partial(np.zeros(plan.d)))
+        sent = actor._contributions(torch.zeros(plan.d), None, Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9), lane, Partial(np.zeros(plan.d)))
         rows += [vector.numpy() / std for vector in sent]
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_law(np.stack(rows))
