@@ -108,7 +108,7 @@ class Coordinator:
         experiment = self.experiment
         if checkpoint:
             self.next, self.model, self.bound = checkpoint.round, checkpoint.model, checkpoint.bound
-            self.state, self.kept = checkpoint.server, checkpoint.kept
+            self.state, self.remembered = checkpoint.server, checkpoint.kept
             self.seconds, self.participations = checkpoint.seconds, Counter(dict(checkpoint.participations.tolist()))
             self.memory = dict(zip(checkpoint.members.tolist(), checkpoint.memory, strict=True))
             self._same_origin(checkpoint.origin)
@@ -120,11 +120,11 @@ class Coordinator:
             return
         self.next, self.model = 0, models.flatten(self._module()).numpy()
         self.state, self.bound = experiment.server.start(self.plan.d), experiment.bounding.initial_bound
-        self.kept: dict[str, np.ndarray] = {}  # the server's part of what clients remember, and the last update where it is measured
+        self.remembered: dict[str, np.ndarray] = {}  # the server's part of what clients remember, and the last update where it is measured
         self.seconds, self.participations = 0.0, Counter()
         self.memory: dict[int, np.ndarray] = {}  # what clients keep from one of their rounds to the next, float32 [d] each
         if experiment.stateful:
-            self.kept["shared"] = np.zeros(self.plan.d)
+            self.remembered["shared"] = np.zeros(self.plan.d)
 
     def _tables(self) -> dict[str, Table]:
         """The tables of this run, by their names in a checkpoint."""
@@ -254,7 +254,7 @@ class Coordinator:
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[Partial]]:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each actor's account of them."""
-        clients, shared = cohort.clients, self.kept.get("shared") if self.experiment.local.stateful else None
+        clients, shared = cohort.clients, self.remembered.get("shared") if self.experiment.local.stateful else None
         sizes = self.experiment.local.rows_used(self.plan.population.sizes[clients])
         cut = lanes(cohort, self.plan.weights(clients), sizes, self.experiment.client.lane, self.plan.step_stds(clients))
         cut = [replace(lane, memory=self._remembered(lane)) for lane in cut] if self.memory else cut
@@ -262,7 +262,7 @@ class Coordinator:
         shares = self.pool.shares(cut)
         std, bound = self.plan.client_std(self.bound), self.bound
         reach = grid(len(cohort), None if bound is None else bound * self.plan.weight, std)
-        work = Work(t, self.plan.seed, self.noise_seed, bound, std, reach, self.kept.get("previous"))
+        work = Work(t, self.plan.seed, self.noise_seed, bound, std, reach, self.remembered.get("previous"))
         partials: list[Partial] = [None] * len(shares)  # by share: nothing depends on the order of arrival
         total = np.zeros(self.plan.d)
         for index, partial in self.pool.run(broadcast, work, shares):
@@ -304,14 +304,14 @@ class Coordinator:
         experiment, lr = self.experiment, self.experiment.local.learning_rate(t)
         mean = total / self.plan.divisor
         if experiment.bounding.stateful:  # the mean of what all clients remember, followed by what was sent of it
-            self.kept["shared"] += experiment.bounding.beta / len(self.plan.population) * total
-            mean = self.kept["shared"]
+            self.remembered["shared"] += experiment.bounding.beta / len(self.plan.population) * total
+            mean = self.remembered["shared"]
         if experiment.bounding.sends == "model":
             return mean - self.model
         mean = mean * lr if experiment.bounding.scaling == "gradient" else mean
         if experiment.local.stateful and len(cohort):
             share = len(cohort) / len(self.plan.population)
-            self.kept["shared"] = experiment.local.next_shared(self.kept["shared"], mean * (self.plan.divisor / len(cohort)), lr, share)
+            self.remembered["shared"] = experiment.local.next_shared(self.remembered["shared"], mean * (self.plan.divisor / len(cohort)), lr, share)
         return mean
 
     def next_bound(self, t: int, cohort: Cohort, partials: list[Partial]) -> float | None:
@@ -363,7 +363,7 @@ class Coordinator:
             for name in dict.fromkeys(name for partial in partials for name in partial.measured):
                 measured[name] = np.array([value for partial in partials for value in partial.measured[name]])
             row |= measures.of_bounding(norms, self.bound, measured) | ({"snr": self._snr} if self._snr else {})
-            self.kept["previous"] = update.astype(np.float32)
+            self.remembered["previous"] = update.astype(np.float32)
         if self.experiment.measure.clients:
             columns = {"client": gather("clients").astype(int), "norm": norms, "factor": gather("factors"), "clipped": clipped, "train_loss": losses}
             columns |= measured
@@ -413,7 +413,7 @@ class Coordinator:
         if len(members):
             memory = np.stack([self.memory[client] for client in members.tolist()])
         held = (self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory)
-        save(self.out / "checkpoints", Checkpoint(*held, self.plan.origin(), tables, self.kept))
+        save(self.out / "checkpoints", Checkpoint(*held, self.plan.origin(), tables, self.remembered))
 
     def finish(self, status: str, save: bool) -> dict:
         """Stops the clients and sums up the run, having saved it if asked to (a round that was broken off must not be)."""

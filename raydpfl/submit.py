@@ -43,6 +43,7 @@ from urllib.parse import urlsplit
 from aiohttp import ClientError, ClientSession, TraceConfig, WSCloseCode, WSMsgType
 
 import raydpfl
+from raydpfl import interrupts
 from raydpfl.archive import ArchiveError, Limits, Plain, place, plain, unpack
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import cache_root
@@ -188,6 +189,7 @@ class JobServer:
                 if details.status.is_terminal():
                     break
             except (OSError, RuntimeError, ClientError) as error:
+                interrupts.check()  # the printout's end after a signal is no error
                 if time.monotonic() - heard > PATIENCE:
                     hint = f"follow it with {self.command('--follow', job)}, or go on with it on a new cluster: raydpfl submit CONFIG --resume {run}"
                     raise RunError(f"the cluster at {self.address} does not answer ({_line(error)}); {hint}") from None
