@@ -35,7 +35,17 @@ from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness, fingerprint
 from raydpfl.server import grid, snap
-from raydpfl.tracking import Checkpoint, Clock, Dropped, Pace, Table, Trajectory, load, save
+from raydpfl.tracking import (
+    ROW_BYTES,
+    Checkpoint,
+    Clock,
+    Dropped,
+    Pace,
+    Table,
+    Trajectory,
+    load,
+    save,
+)
 
 log = logging.getLogger("raydpfl")
 
@@ -63,7 +73,9 @@ class Coordinator:
         self.shards = Shards.open(self.plan.shards)
         self.ledger = Ledger(self.out / "ledger.jsonl", resume=self._resume)
         self.table, self.client_table = Table(self.out / "rounds.parquet"), Table(self.out / "clients.parquet")
-        checkpoint = load(self.out / "checkpoints", self._flaw) if self._resume else None
+        checkpoint = None
+        if self._resume:
+            checkpoint = load(self.out / "checkpoints", self._flaw, self._most())
         anew = (checkpoint.round if checkpoint else 0) if self._anew else None
         self.plan = plan = self.plan.continued(self.ledger.segments, anew)
         noise, seed, d = self.experiment.noise, plan.noise_seed, plan.d
@@ -131,16 +143,28 @@ class Coordinator:
         clients = {"clients": self.client_table} if self.experiment.measure.clients else {}
         return {"rounds": self.table, **clients}
 
+    def _most(self) -> int:
+        """Bytes that a checkpoint of this run has at most, its tables estimated generously."""
+        d, clients, rounds = self.plan.d, len(self.plan.population), self.experiment.rounds
+        arrays = len(self.experiment.server.start(d)) + 2  # shared and previous
+        remembered = clients if self.experiment.stateful else 0
+        rows = ROW_BYTES * rounds
+        if self.experiment.measure.clients:
+            rows += 1024 * rounds * max(clients, round(self.plan.cohort))
+        return (1 << 22) + d * (4 + 8 * arrays + 4 * remembered) + 24 * clients + rows
+
     def _flaw(self, found: Checkpoint) -> str | None:
         """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table makes its reader raise."""
         for name, table in self._tables().items():
-            table.resume(found.tables[name])
-        rows, self.table.rows, self.client_table.rows = len(self.table.rows), [], []
-        if rows != found.round:
-            return f"it has rows of {rows} rounds and counts {found.round}"
+            table.resume(found.tables[name], found.round if name == "rounds" else None)
+        rows, self.table.rows, self.client_table.rows = self.table.rows, [], []
+        if not _sound(rows):
+            return "its rows are not those of rounds"
         bounding, state = self.experiment.bounding, self.experiment.server.start(self.plan.d)
         if not bounding.adaptive and found.bound != bounding.initial_bound:
             return f"its bound is {found.bound}, not {bounding.initial_bound}"
+        if bounding.adaptive and not (type(found.bound) is float and 0 < found.bound < math.inf):
+            return f"its bound is {found.bound}"
         return found.flaw(self.plan.d, len(self.plan.population), self.experiment.rounds, state)
 
     def _same_origin(self, stored: dict[str, str]) -> None:
@@ -394,7 +418,10 @@ class Coordinator:
             return []
         row, handle = self._pending
         self._pending = None
-        row["test_loss"], row["test_accuracy"] = self.pool.evaluation(handle)
+        loss, accuracy = self.pool.evaluation(handle)
+        if not math.isfinite(loss):
+            raise RunError(f"the test loss is {loss} after round {row['round']}; lower server.lr or local.lr")
+        row["test_loss"], row["test_accuracy"] = loss, accuracy
         return [row]
 
     def save(self) -> list[dict]:
@@ -488,6 +515,19 @@ class Coordinator:
     def position(self) -> int:
         """How many rounds are done."""
         return self.next
+
+
+def _sound(rows: list[dict]) -> bool:
+    """Whether these can be the rows of the rounds from 0 on."""
+    measured = {"cohort", "seconds_evaluate"}
+    for t, row in enumerate(rows):
+        if row.get("round") != t or not {"test_loss", "test_accuracy", *measured} <= row.keys():
+            return False
+        numbers = [row[name] for name in measured]
+        numbers += [row[name] for name in ("test_loss", "test_accuracy") if row[name] is not None]
+        if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
+            return False
+    return True
 
 
 def _mean(values: np.ndarray) -> float | None:

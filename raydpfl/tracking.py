@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -35,6 +36,7 @@ import pyarrow.parquet as pq
 from raydpfl.errors import ConfigError, FileError, RunError
 
 KEEP = 2  # checkpoints
+ROW_VALUES, ROW_BYTES = 10_000, 1 << 16  # of a row of a table at most
 SHARE = 0.05  # of a run's time that snapshots may take
 log = logging.getLogger("raydpfl")
 
@@ -64,11 +66,15 @@ class Checkpoint:
         if self.model.shape != (d,) or self.model.dtype != np.float32:
             shape = list(self.model.shape)
             return f"it holds a model of {shape} parameters in {self.model.dtype}, not of [{d}] in float32"
-        if self.memory.shape != (len(self.members), d):
+        if self.memory.shape != (len(self.members), d) or self.memory.dtype != np.float32:
             return "what it holds of clients' memory is of other clients or another model"
-        shapes = {name: array.shape for name, array in self.server.items()}
-        if any(shapes.get(name) != array.shape for name, array in state.items()):
+        kinds = {name: (array.shape, array.dtype) for name, array in self.server.items()}
+        if any(kinds.get(name) != (array.shape, array.dtype) for name, array in state.items()):
             return "what it holds of the server is another server's"
+        if not _counts(self.participations):
+            return "what it holds of clients' participations is no count of them"
+        if not isinstance(self.origin, dict):
+            return "it does not say what its bits depend on"
         if not np.isfinite(self.model).all() or not np.isfinite(self.memory).all():
             return "its model has numbers that are not finite"
         for name, array in (*self.server.items(), *self.kept.items()):
@@ -80,6 +86,15 @@ class Checkpoint:
         if not 0 <= self.round <= rounds or not 0 <= self.seconds < np.inf:
             return f"it has {self.round} rounds of {rounds}, in {self.seconds} s"
         return None if self.intact else "it has been changed since it was written"
+
+
+def _counts(participations: np.ndarray) -> bool:
+    """Whether these are clients, each once, and how often each was drawn."""
+    if participations.ndim != 2 or participations.shape[1] != 2:
+        return False
+    clients, times = participations.T
+    whole = participations.dtype == np.int64
+    return whole and len(np.unique(clients)) == len(clients) and times.min(initial=1) >= 1
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -100,15 +115,20 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
             old.unlink()
 
 
-def load(folder: Path, flaw: Callable[[Checkpoint], str | None] = lambda found: None) -> Checkpoint | None:
+def load(
+    folder: Path,
+    flaw: Callable[[Checkpoint], str | None] = lambda found: None,
+    most: float = math.inf,
+) -> Checkpoint | None:
     """The newest checkpoint that can be read and has no `flaw`; None where none can be read.
 
+    One of more than `most` bytes, or that says it holds more than its own size, is not read.
     Warns of those that are passed over. Raises `RunError` where some can be read and all of them have flaws.
     """
     found, flawed, passed = None, None, []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
-            found = _read(path)
+            found = _read(path, most)
             reason = flaw(found)
             flawed = flawed or (reason and f"{path}: {reason}")
         except _UNREADABLE as error:
@@ -144,9 +164,18 @@ _UNREADABLE = (
 )
 
 
-def _read(path: Path) -> Checkpoint:
+def _read(path: Path, most: float) -> Checkpoint:
     if not path.is_file():
         raise OSError("it is no file")
+    size = path.stat().st_size
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, where this run's have {most:,} at most")
+    with zipfile.ZipFile(path) as archive:  # `save` packs nothing
+        members = archive.infolist()
+    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+        raise ValueError("it is packed, as no checkpoint is")
+    if sum(each.file_size for each in members) > size:
+        raise ValueError("it says that it holds more than its own size")
     with np.load(path, allow_pickle=False) as stored:
         facts = json.loads(stored["facts"].tobytes())
         check, every = facts.pop("check"), {name: stored[name] for name in stored.files if name != "facts"}
@@ -184,9 +213,26 @@ class Table:
     def __init__(self, path: Path):
         self.path, self.rows = path, list[dict[str, Any]]()
 
-    def resume(self, flushed: bytes) -> None:
-        """Takes up the rows that `flush` returned."""
-        self.rows = pq.read_table(io.BytesIO(flushed)).to_pylist()
+    def resume(self, flushed: bytes, rows: int | None = None) -> None:
+        """Takes up the rows that `flush` returned, which are `rows` where that is known.
+
+        Raises ValueError, before it is read, for what unpacks to more than such rows ever take.
+        """
+        with pq.ParquetFile(io.BytesIO(flushed)) as file:
+            about = file.metadata
+            groups = [about.row_group(index) for index in range(about.num_row_groups)]
+            held = [
+                group.column(index).num_values
+                for group in groups
+                for index in range(group.num_columns)
+            ]
+            if rows is not None and about.num_rows != rows:
+                raise ValueError(f"it has rows of {about.num_rows} rounds and counts {rows}")
+            if sum(held) > ROW_VALUES * (about.num_rows + 1):
+                raise ValueError("its rows are longer than those of any run")
+            if sum(group.total_byte_size for group in groups) > ROW_BYTES * (about.num_rows + 1):
+                raise ValueError("its rows take more bytes than those of any run")
+            self.rows = file.read().to_pylist()
 
     def flush(self) -> bytes:
         """Writes the file, of which there is none while there are no rows, and returns what would be in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -154,6 +155,65 @@ def test_a_run_without_a_checkpoint_that_fits_says_what_is_wrong_with_it(unfit, 
         rewritten(path, **arrays)
     with pytest.raises(RunError, match=f"no checkpoint can be gone on with; .*: {reason}"):
         run(experiment(rounds=2), tmp_path / "out", resume=True)
+
+
+def table_of(rows: list[dict]) -> np.ndarray:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def packed(path, **arrays) -> None:
+    with np.load(path) as stored:
+        np.savez_compressed(path, **(dict(stored) | arrays))
+
+
+def facts(path, **changed) -> np.ndarray:
+    with np.load(path) as stored:
+        known = json.loads(stored["facts"].tobytes())
+    return np.frombuffer(json.dumps(known | changed).encode(), np.uint8)
+
+
+ROW = {"cohort": 1, "seconds_evaluate": 0.0, "test_loss": 1.0, "test_accuracy": None}
+HOSTILE = {
+    "packed": lambda path: packed(path, model=np.zeros(10**6, np.float32)),
+    "far larger": lambda path: rewritten(path, more=np.zeros(10**7)),
+    "many rows": lambda path: rewritten(
+        path, **{"table.rounds": table_of([{"round": 0}] * 10**5)}
+    ),
+    "long rows": lambda path: rewritten(
+        path, **{"table.rounds": table_of([{"round": t, "x": [0] * 10**6} for t in range(2)])}
+    ),
+    "other rows": lambda path: rewritten(path, **{"table.rounds": table_of([{"x": "a"}] * 2)}),
+    "rows without numbers": lambda path: rewritten(
+        path,
+        **{"table.rounds": table_of([ROW | {"round": t, "test_loss": np.nan} for t in range(2)])},
+    ),
+    "no origin": lambda path: rewritten(path, facts=facts(path, origin=[1])),
+    "counts of three": lambda path: rewritten(path, participations=np.ones((1, 3), np.int64)),
+    "negative counts": lambda path: rewritten(path, participations=np.array([[1, -5]])),
+    "a server of words": lambda path: rewritten(path, **{"server.v": np.array(["a"] * 7850)}),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_checkpoint_that_no_run_wrote_is_passed_over_unread(how, tmp_path, caplog):
+    first = run(experiment(rounds=2), tmp_path / "out")
+    *_, newest = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    HOSTILE[how](newest)
+    again = run(experiment(rounds=2), tmp_path / "out", resume=True)
+    assert again.summary["model_sha256"] == first.summary["model_sha256"]
+    assert f"{newest} is passed over" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "lr, reason", [(1e38, "the test loss is (nan|inf) after round"), (1e300, "the model is no longer")]
+)
+def test_a_model_that_leaves_all_bounds_ends_its_run_in_one_line(lr, reason, tmp_path):
+    with pytest.raises(RunError, match=f"^{reason}.*lower server.lr") as raised:
+        run(experiment(server={"kind": "sgd", "lr": lr}), tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_checkpoints_that_cannot_be_read_at_all_start_the_run_again_and_say_so(tmp_path, caplog):
