@@ -342,8 +342,28 @@ def read(path: str | Path, field: str = "config") -> Any:
     return {} if values is None else values
 
 
+MERGED = 10_000  # keys that a mapping may have once others are merged into it (<<)
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e1 is a number, as in YAML 1.2, and not text as in YAML 1.1."""
+    """YAML in which 1e1 is a number, as in YAML 1.2, and not text as in YAML 1.1; and in which a
+    mapping has a key once, as else the last would silently count."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    told = f"the key {key.value!r} twice in one mapping"
+                    raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MERGED:
+            raise yaml.YAMLError(f"a mapping that others make larger than {MERGED:,} keys")
 
 
 class _Dumper(yaml.SafeDumper):

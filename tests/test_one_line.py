@@ -50,6 +50,12 @@ CONFIGS = {
     "[" * 3000 + "]" * 3000: "a YAML file (values within values, too deep)",
     "a: " + "[" * 60 + "]" * 60: "a YAML file (values within values, too deep)",
     "a: &a [*a]": "a YAML file (values within values, too deep)",
+    "rounds: 2\nseed: 1\nrounds: 3": "the key 'rounds' twice in one mapping",
+    "model: {kind: softmax, kind: mlp}": "the key 'kind' twice in one mapping",
+    "\n".join(
+        ["a0: &a0 {x: 1}"]
+        + [f"a{k + 1}: &a{k + 1} {{<<: [{', '.join([f'*a{k}'] * 9)}]}}" for k in range(9)]
+    ): "a mapping that others make larger than 10,000 keys",
     "\n".join(["a0: &a0 [x]", *(f"a{k + 1}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k in range(9))]): "aliases that stand for more values",
     "rounds: 0x" + "f" * 5000: "<int that cannot be shown>: ",
     "- rounds": "a mapping of sections",
