@@ -533,6 +533,7 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
         sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
     memory = experiment.stateful.kind if experiment.stateful else ""
     mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, memory=memory)
+    mechanism = replace(mechanism, remembers_noise=experiment.local.stateful and noise.placement == "client")
     unproved = privacy.unproved(mechanism)
     exclusions += [unproved] if unproved else []
     mechanism = replace(mechanism, exclusions=tuple(exclusions))

@@ -248,3 +248,25 @@ def test_weights_that_cannot_be_accounted_for_are_refused_in_one_line(says, size
 def test_no_member_changes_the_sizes_that_accountants_read():
     with pytest.raises(ValueError, match="output array is read-only"):
         Plan.make(experiment(weights=Spoilt(says="doubles")))
+
+
+@pytest.mark.parametrize("selection", [{"kind": "full"}, {"kind": "cyclic", "period": 2}, {"kind": "uniform", "cohort": 20}])
+def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(selection):
+    """Later contributions tell of that noise; who sees each update sees what its client remembers."""
+    steps = {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}
+    plan = Plan.make(experiment(local=steps, selection=selection))
+    kinds = {(one.observer, one.kind) for one in plan.guarantees(4, {3: 2})}
+    assert kinds == {("every aggregate", "unproven"), ("every single update", "rigorous")}
+    assert {one.observer for one in holding(plan.guarantees(4, {3: 2}))} == {"every single update"}
+    with pytest.raises(ConfigError, match=r"privacy\.budget.*remembers its own; with scaffold"):
+        Plan.make(experiment(local=steps, selection=selection, privacy={"accountants": ["pld"], "budget": 1e3}))
+
+
+def test_noise_that_clients_remember_protects_their_sums_less_than_fresh_noise():
+    """The counterexample of `raydpfl.privacy.memory`, by least squares and by simulation."""
+    covariance = np.array([[2.0, -1.0], [-1.0, 3.0]])
+    shift = np.array([2.0, 2.0])
+    assert shift @ np.linalg.solve(covariance, shift) == pytest.approx(5.6) and 5.6 > 2 * 2.0**2 / 2
+    z = np.random.Generator(np.random.Philox(5)).standard_normal((4, 200_000))
+    sums = np.stack([z[0] + z[1], -z[1] + z[2] + z[3]])
+    np.testing.assert_allclose(np.cov(sums), covariance, atol=0.03)

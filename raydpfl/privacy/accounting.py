@@ -143,6 +143,7 @@ def views(mechanism: Mechanism, relation: Relation, rounds: int, participations:
         yield "every aggregate", where, unsampled, under, composed
     if mechanism.placement == "client":
         seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(r))
+        seen = replace(seen, remembers_noise=False)  # what a client remembers of what it sent is seen
         yield "every single update", whole if sampling.everyone else where, seen, under, draws
 
 

@@ -86,11 +86,11 @@ def column(accountant: str) -> str:
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
     """Of the guarantees that say the same by several accountants, the one with the smallest epsilon.
 
-    Each of them is valid, so the smallest is what holds. The papers' formulas are left out, and so is what is infinite.
+    Each of them is valid, so the smallest is what holds. Those of the papers' formulas and without a proof are left out, and what is infinite.
     """
     alike: dict[tuple, list[Guarantee]] = {}
     for one in guarantees:
-        if one.kind != "paper":
+        if one.kind == "rigorous":
             alike.setdefault(one.meaning, []).append(one)
     least = [min(ones, key=lambda one: one.epsilon) for ones in alike.values()]
     return [one for one in least if math.isfinite(one.epsilon)]

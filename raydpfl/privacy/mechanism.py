@@ -127,7 +127,8 @@ class Mechanism:
     on the sum over a mini-batch at each local step (`rounds` counts steps, the population are samples).
     Against k participants who know their own noise, or after k dropouts, account for `with_noise(z * sqrt((r - k) / r))`.
     `exclusions` are the data-dependent choices that are not accounted for, in words. `memory` names the member by which a client's
-    contribution depends on the rounds that it took part in before; empty where none does (see `raydpfl.privacy.memory`).
+    contribution depends on the rounds that it took part in before; empty where none does (see `raydpfl.privacy.memory`);
+    with `remembers_noise` that is what it sent, the noise that it drew on it included, of which an observer sees only the sum.
     """
 
     sampling: Sampling
@@ -137,6 +138,7 @@ class Mechanism:
     placement: Placement = "server"
     exclusions: tuple[str, ...] = ()
     memory: str = ""
+    remembers_noise: bool = False
 
     def __post_init__(self) -> None:
         one_of("noise.placement", self.placement, Placement)
@@ -197,12 +199,14 @@ class Mechanism:
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of all fields: its name in the ledger and the cache.
 
-        `p_max`, `rule`, `apart` and `memory` are left out where there are none.
+        `p_max`, `rule`, `apart`, `memory` and `remembers_noise` are left out where there are none.
         """
         tree = asdict(self)
         tree["sampling"]["kind"] = self.sampling.law.kind
         if not self.memory:
             del tree["memory"]
+        if not self.remembers_noise:
+            del tree["remembers_noise"]
         tree["queries"] = [{name: value for name, value in query.items() if value is not False} for query in tree["queries"]]
         tree["sampling"] = {name: value for name, value in tree["sampling"].items() if value not in (None, "")}
         return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

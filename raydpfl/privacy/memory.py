@@ -3,7 +3,7 @@
 Error feedback (alpha-NormEC) and control variates (SCAFFOLD) make what a client sends depend on the rounds in which it
 took part before. Its coins of different rounds are then no longer independent given what was released, and the usual
 composition of subsampled Gaussians does not apply as it stands. Nothing is lost where nothing is amplified: a known or
-full cohort composes Gaussians of bounded sensitivity, whatever the contributions depend on.
+full cohort composes Gaussians of bounded sensitivity, whatever the contributions depend on, as long as that is not the noise.
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
 >>> queries = (Query("updates", bound=1.0, std=4.0),)
@@ -11,6 +11,19 @@ full cohort composes Gaussians of bounded sensitivity, whatever the contribution
 True
 >>> unproved(Mechanism(Sampling("fixed", 100, 10), queries, rounds=5, memory="alpha_norm_ec"))
 'that a hidden cohort amplifies privacy is proved for rounds without memory, or under Poisson; alpha_norm_ec has one'
+
+**Clients that remember their noise.** Where each client draws its part of the noise and remembers what it sent (SCAFFOLD), later
+contributions depend on noise of which only the sum was released. They tell of its parts, so that the sums of several rounds
+protect a client less than their noise would if it were drawn afresh. Two clients, one dimension, bound 1, two rounds, the noise
+of each of std s << 1: client j sends w_j = z_j, and then -w_j (its correction), while client k sends x + z_k twice. Given the
+first sum the noise of the second is correlated with the first's, their covariance is s^2 ((2, -1), (-1, 3)), and k's shift by
+(2, 2) where it is replaced is mu^2 = 5.6 / s^2, not the 4 / s^2 of two independent rounds. So what sums guarantee of such clients
+is `unproven`, whatever the cohort. Against one who sees every single update, all that a client remembers is seen, and its
+guarantee stands; so it does against one who sees less.
+
+>>> full = Mechanism(Sampling("full", 100, 100), queries, 5, placement="client", memory="scaffold", remembers_noise=True)
+>>> unproved(full)
+'that the noise of all protects a client in their sum is proved where no client remembers its own; with scaffold each does'
 
 **Theorem (Poisson).** Let a client take part in round t by its own coin b_t, true with probability q, and contribute
 b_t v_t with ||v_t|| <= c, where v_t is any function of its earlier coins, of what was released before and of whatever
@@ -56,8 +69,12 @@ from raydpfl.privacy.mechanism import Mechanism
 
 
 def unproved(mechanism: Mechanism) -> str | None:
-    """Why the amplification by this mechanism's sampling is not proved, in words; None where it is, or where there is none."""
-    if not mechanism.memory or not mechanism.sampling.hidden or mechanism.sampling.law.own_coins:
-        return None
-    proved = "proved for rounds without memory, or under Poisson"
-    return f"that a hidden cohort amplifies privacy is {proved}; {mechanism.memory} has one"
+    """Why what this mechanism's sums guarantee is not proved, in words; None where it is."""
+    found = []
+    if mechanism.memory and mechanism.sampling.hidden and not mechanism.sampling.law.own_coins:
+        proved = "proved for rounds without memory, or under Poisson"
+        found.append(f"that a hidden cohort amplifies privacy is {proved}; {mechanism.memory} has one")
+    if mechanism.remembers_noise:
+        noise = "that the noise of all protects a client in their sum is proved where no client remembers its own"
+        found.append(f"{noise}; with {mechanism.memory} each does")
+    return ", and ".join(found) or None
