@@ -322,6 +322,14 @@ def scanned(width: int, height: int, scans: int) -> bytes:
 
 
 BOMBS = {
+    "16 bits": (
+        [encoded(np.full((2, 2), 40_000, np.uint16))],
+        "images of 8 bits a channel (scale others, or give them as numbers); row 0 has more (I;16)",
+    ),
+    "numbers for pixels": (
+        [encoded(np.ones((2, 2), np.float32), "TIFF")],
+        "images of 8 bits a channel (scale others, or give them as numbers); row 0 has more (F)",
+    ),
     "200 million pixels": ([png(20_000, 10_000)], "images of at most 67,108,864 pixels; row 0 has"),
     "90 million pixels": ([png(9_500, 9_500)], "images of at most 67,108,864 pixels; row 0 has"),
     "70 million pixels": ([png(10_000, 7_000)], "images of at most 67,108,864 pixels; row 0 has 70,000,000"),

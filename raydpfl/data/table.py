@@ -32,6 +32,8 @@ SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
 WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
 BOMB, RATIO = 1 << 31, 200  # bytes of images that are suspect where they are so many times what was encoded
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # no others: some would run other programs
+DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
+EIGHT_BITS = "images of 8 bits a channel (scale others, or give them as numbers)"
 CLASSES = 1 << 20  # at most: a larger class number is an id or a mistake, and a model would have an output for each number below it
 
 
@@ -266,6 +268,9 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
             encoded = data.as_py() or b""
             try:
                 with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+                    if image.mode.startswith(DEEP):
+                        accepted = f"{EIGHT_BITS}; row {row} has more ({image.mode})"
+                        raise ConfigError("data.x", name, accepted)
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
                     _check_image(encoded, shape, name, row)
                     if images is None:
