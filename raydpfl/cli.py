@@ -415,6 +415,9 @@ def _carried_out() -> tuple[str, int]:
         if not hasattr(error, "format_message"):  # what typer says of an unusable command line
             raise
         return error.format_message() or "a command is missing", 2
+    except BaseException as error:  # of a kind that nothing but a module of the user's own has
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"code that the config names raised {said}", 1
     return "", 0
 
 

@@ -329,3 +329,12 @@ def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, monkeypatch, 
     full(name, 0)
     said = complain(["audit", small, "--canaries", "50", "--out", tmp_path / "out"], monkeypatch, capsys, 1)
     assert said == f"{tmp_path}/out/{name} cannot be written (No space left on device)"
+
+
+@pytest.mark.parametrize("raised", ["GeneratorExit", "type('Odd', (BaseException,), {})('x\\ny')"])
+def test_a_module_that_raises_what_is_no_exception(raised, small, tmp_path, monkeypatch, capsys):
+    name = f"odd_{len(raised)}"
+    (tmp_path / f"{name}.py").write_text(f"raise {raised}")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = ["run", small, f"model={{kind: '{name}:X'}}", "--out", tmp_path / "out"]
+    assert "code that the config names raised " in complain(asked, monkeypatch, capsys, code=1)
