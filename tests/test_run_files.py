@@ -142,7 +142,7 @@ UNFIT = {
     "another server": ({"server.v": np.zeros(3)}, "what it holds of the server is another server's"),
     "a broken server": ({"server.v": np.full(7850, np.nan)}, "the server's v is not a number somewhere"),
     "another model": ({"model": np.zeros(7850, np.float32)}, "it has been changed since it was written"),
-    "other participations": ({"participations": np.array([[3, 0]])}, "it has been changed since it was written"),
+    "other participations": ({"participations": np.array([[3, 1]])}, "it has been changed since it was written"),
     "unknown clients": ({"participations": np.array([[999, 1]])}, "it knows of clients beyond the 50 there are"),
 }
 
