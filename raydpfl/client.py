@@ -111,6 +111,10 @@ class Progress:
             self._client = np.memmap(self.path, np.int64, "r+")
         self.at(-1)
 
+    @property
+    def client(self) -> int:
+        return int(self._client[0])
+
     def at(self, client: int) -> None:
         """-1: none."""
         self._client[0] = client

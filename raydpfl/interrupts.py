@@ -75,6 +75,25 @@ def deferred() -> Iterator[None]:
         _State.deferring = before
 
 
+@contextmanager
+def limited(seconds: float | None, error: BaseException) -> Iterator[None]:
+    """Raises `error` within, after so many seconds, even where it sleeps. Does nothing without seconds, or in another thread than the main one."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def asked() -> bool:
     """Whether a signal has come since `handled` was entered."""
     return _State.asked

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from raydpfl import interrupts
 from raydpfl.client import ClientActor, Evaluator, Facts, Lane, Partial, Work
 from raydpfl.config import Client, Experiment
 from raydpfl.errors import ConfigError, RunError
@@ -77,6 +79,10 @@ def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
     ]
 
 
+class _Late(BaseException):
+    """Goes through where a client's exceptions are taken up."""
+
+
 class Inline:
     """The same classes as plain objects in this process, without Ray."""
 
@@ -86,19 +92,41 @@ class Inline:
         self.client = ClientActor(experiment, shards)
         self.evaluator = Evaluator(experiment, shards)
         self.per_client = False
+        timeout = experiment.client.timeout
+        self._seconds = None if timeout == "auto" else timeout  # nobody could take this process's place
+        self._model = experiment.model.kind
+
+    @contextmanager
+    def _limited(self, what: str) -> Iterator[None]:
+        """Raises `RunError` for what takes longer than `client.timeout`, if that is a number."""
+        try:
+            with interrupts.limited(self._seconds, _Late()):
+                yield
+        except _Late:
+            client = self.client.progress.client
+            where = f"client {client}: " if client >= 0 else ""
+            raise RunError(
+                f"{where}{what} did not end within {self._seconds:g} s; "
+                f"model.kind {self._model} hangs there, or client.timeout is to be higher"
+            ) from None
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         return [list(lanes)] if lanes else []
 
     def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
         for index, share in enumerate(shares):
-            yield index, self.client.train(model, work, share)
+            with self._limited("training"):
+                partial = self.client.train(model, work, share)
+            yield index, partial
 
     def losses(self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
-        return np.array(self.client.losses(model, round, clients.tolist(), noise_seed))
+        with self._limited("answering with its loss"):
+            return np.array(self.client.losses(model, round, clients.tolist(), noise_seed))
 
     def evaluate(self, model: np.ndarray) -> Any:
-        return self.evaluator.evaluate(model)
+        self.client.progress.at(-1)
+        with self._limited("the evaluation of the model"):
+            return self.evaluator.evaluate(model)
 
     def evaluation(self, pending: Any) -> tuple[float, float]:
         return pending

@@ -20,7 +20,7 @@ import yaml
 from conftest import experiment
 from test_same_bits import RUN
 
-from raydpfl import cluster, interrupts, run
+from raydpfl import cluster, interrupts, models, run
 from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.heterogeneity import Heterogeneity
@@ -80,6 +80,33 @@ def test_a_module_that_hangs_is_named_with_its_client(tmp_path, shared_ray, monk
         run(hanging, tmp_path / "out")
     first = int(Plan.make(hanging).draws(1)[0][0])
     assert str(error.value).startswith(f"client {first}:")
+
+
+SLEEPS = """
+import time
+from torch import nn
+
+class Sleeps(nn.Module):
+    def __init__(self, samples):
+        super().__init__()
+        self.samples, self.layer = samples, nn.Sequential(nn.Conv2d(1, 1, 3, 3), nn.Flatten(), nn.Linear(81, 10))
+
+    def forward(self, x):
+        if len(x) == self.samples:
+            time.sleep(1000)
+        return self.layer(x)
+"""
+
+
+@pytest.mark.parametrize("samples", [2, 10, 1000])  # of the check before a run, of a step, of an evaluation
+def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_path, monkeypatch):
+    (tmp_path / "sleeps_here.py").write_text(SLEEPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(models, "FORWARD", 0.2)
+    sleeping = experiment(model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}}, client={"timeout": 0.5, "way": "loop"})
+    said = {2: "TimeoutError", 10: r"client \d+: training did not end", 1000: "the evaluation of the model did not end"}[samples]
+    with pytest.raises((ConfigError, RunError), match=f"(?s)sleeps_here:Sleeps.*{said}|{said}.*sleeps_here:Sleeps"):
+        run(sleeping, tmp_path / "out")
 
 
 def test_patience_follows_from_the_calls_before():

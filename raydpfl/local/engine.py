@@ -33,6 +33,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raydpfl import keys, models
 from raydpfl.errors import RAISED, ConfigError
+from raydpfl.interrupts import limited
 from raydpfl.keys import Purpose, stream, torch_stream
 from raydpfl.local.batches import batches
 from raydpfl.local.layerwise import Layerwise, NotLayerwise
@@ -48,6 +49,7 @@ log = logging.getLogger("raydpfl")
 WAYS: dict[str, type[Way]] = {"sample_space": SampleSpace, "fused": Fused, "layerwise": Layerwise, "vmap": Vmap, "loop": Loop, "noop": Noop}
 REFERENCE = "loop"  # trains any module
 TOLERANCE = 1e-3  # of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong gradient about 1
+TRIAL = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 
 
@@ -79,7 +81,10 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
         raise ConfigError("client.way", way, f"auto or {REFERENCE}; the module draws from {drawn}, which has to be client by client")
     for chosen, other in pairwise([*choices, REFERENCE]):
         _check_way(chosen, local, clip)
-        reason = _mismatch(module, local, shape, chosen, clip, regression) if chosen not in (REFERENCE, "noop") else None
+        reason = None
+        if chosen not in (REFERENCE, "noop"):
+            with limited(TRIAL, TimeoutError(f"three steps take more than {TRIAL:g} s")):
+                reason = _mismatch(module, local, shape, chosen, clip, regression)
         if reason is None:
             return chosen
         if way != "auto":

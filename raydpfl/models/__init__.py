@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import member
 from raydpfl.errors import RAISED, ConfigError
+from raydpfl.interrupts import limited
 from raydpfl.keys import Purpose, keyed_globals, torch_stream
 from raydpfl.models.family import FAMILY, Model, Module, factory
 from raydpfl.models.norms import group_norm
@@ -35,6 +36,8 @@ __all__ = [
     "FAMILY", "Model", "Module", "build", "factory", "flatten", "group_norm", "load",
     "parameter_count", "parse",
 ]  # fmt: skip
+
+FORWARD = 60.0  # seconds that a module may take for a batch of 2
 
 
 def parse(values: Mapping[str, Any]) -> Model:
@@ -80,7 +83,8 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
         if isinstance(layer, _BatchNorm):
             raise refuse(f"a module without BatchNorm ({name or 'itself'}), which mixes samples; raydpfl.models.group_norm converts it")
     try:
-        with torch.no_grad():
+        late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
+        with torch.no_grad(), limited(FORWARD, late):
             module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
             before, state = {name: buffer.clone() for name, buffer in module.named_buffers()}, kept(module)
             scores = module(torch.rand(2, *shape))
