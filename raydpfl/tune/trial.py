@@ -92,7 +92,7 @@ class TrialActor(tune.Trainable):
         except ConfigError as error:
             accepted = error.accepted
             if self._away() and "on node" not in accepted:
-                accepted = f"{accepted} (on node {place()})"
+                accepted += f" (on node {place()}, which must see what RAYDPFL_CACHE and PYTHONPATH name where the sweep was started)"
             end["refused"] = [error.field, error.value, accepted]
         except RunError as error:
             end["failed"] = str(error)
