@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -41,6 +42,16 @@ def experiment(**sections):
         else:
             tree[name] = value
     return Experiment.from_dict(tree)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Modules that a test wrote into its own directory are imported anew by the next test that has one of that name."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if "pytest-of-" in (getattr(sys.modules[name], "__file__", None) or ""):
+            sys.modules.pop(name)
 
 
 @pytest.fixture(scope="session")

@@ -434,6 +434,7 @@ def one_rounds_samples_unclipped(patch):
 def one_key_for_all_steps(patch):
     class Keys:
         clients_normals = staticmethod(lambda *where, **name: clients_normals(*where, **{**name, "step": 0}))
+        keyed_globals = staticmethod(engine.keys.keyed_globals)
 
     patch.setattr(engine, "keys", Keys)
 

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -304,7 +305,8 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
 def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
     """Open files, threads and children after 10 runs are those after 3, without the help of the garbage collector.
 
-    Memory, with its help, grows by less than 20 MB.
+    What one run leaves would be there 7 times; a file that something else has open for a moment may be there once. Memory,
+    with the collector's help, grows by less than 20 MB.
     """
     process = psutil.Process()
     counts, memory = [], []
@@ -318,4 +320,5 @@ def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
             gc.enable()
     finally:
         gc.enable()
-    assert counts[-1] == counts[2] and memory[-1] - memory[2] < 20, (counts, memory)
+    first, last = (np.array(some) for some in (counts[:3], counts[-3:]))
+    assert (last.min(0) <= first.max(0)).all() and memory[-1] - memory[2] < 20, (counts, memory)

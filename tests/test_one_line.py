@@ -114,12 +114,11 @@ import sys, torch
 class Quits(torch.nn.Module):
     def __init__(self, when="make"):
         super().__init__()
-        self.linear, self.when, self.calls = torch.nn.Linear(784, 10), when, 0
+        self.linear, self.when = torch.nn.Linear(784, 10), when
         if when == "make":
             sys.exit(7)
 
     def forward(self, x):
-        self.calls += 1
         if self.when == "check" or (self.when == "train" and self.training and len(x) == 10):
             sys.exit("enough")
         if self.when == "evaluate" and not self.training and len(x) > 100:

@@ -113,14 +113,14 @@ def deeper(x):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"model": {"kind": "mine:Net", "args": {"in_features": 784, "out_features": 10}}},
-        {"bounding": {"kind": "mine:Rule", "bound": 1.0}},
+        {"model": {"kind": "frames:Net", "args": {"in_features": 784, "out_features": 10}}},
+        {"bounding": {"kind": "frames:Rule", "bound": 1.0}},
     ],
 )
 def test_an_error_in_the_users_own_code_shows_their_frames_first(
     sections, tmp_path, monkeypatch, capsys
 ):
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "frames.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL | sections))
     monkeypatch.setattr(
@@ -131,8 +131,8 @@ def test_an_error_in_the_users_own_code_shows_their_frames_first(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("IndexError: list index out of range")
     first = [line for line in lines[: lines.index("all frames:")] if line.startswith("  File ")]
-    assert len(first) == 2 and all("mine.py" in line for line in first) and "in deeper" in first[1]
-    sys.modules.pop("mine")
+    assert len(first) == 2 and all("frames.py" in line for line in first) and "in deeper" in first[1]
+    sys.modules.pop("frames")
 
 
 def test_an_error_without_frames_of_the_users_shows_all():
