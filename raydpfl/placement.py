@@ -202,9 +202,27 @@ class Actors:
         for start in range(0, count, wave):
             some = range(start, min(start + wave, count))
             self._actors |= {index: self._class.remote(*self._arguments) for index in some}
-            facts = self._await([self._actors[index].ready.remote() for index in some])
-            self._facts |= dict(zip(some, facts, strict=True))
-        self._await([self._evaluator_ready])
+            ready = {index: self._actors[index].ready.remote() for index in some}
+            for index, call in ready.items():
+                self._actors[index], call = self._up(self._class, self._actors[index], call)
+                self._facts[index] = ray.get(call)
+        self._evaluator, self._evaluator_ready = self._up(self._evaluator_class, self._evaluator, self._evaluator_ready)
+
+    def _up(self, kind: Any, actor: Any, ready: Any) -> tuple[Any, Any]:
+        """An actor and its call of `ready`, once that has been answered.
+
+        One that died as it started is started again: Ray takes some seconds to see that a node is lost, and starts
+        actors on it until then.
+        """
+        for _ in range(DEATHS):
+            try:
+                self._await([ready])
+                return actor, ready
+            except RayActorError as error:
+                reason = _cause(error)
+                actor = kind.remote(*self._arguments)
+                ready = actor.ready.remote()
+        raise RunError(f"a client actor died while it started: {reason}")
 
     def _start_evaluator(self) -> None:
         self._evaluator = self._evaluator_class.remote(*self._arguments)
@@ -215,7 +233,7 @@ class Actors:
         return len(self._actors) - len(self._starting)
 
     def _await(self, references: list) -> list[Facts]:
-        """What the actors say of themselves once they can work; what stands in the way is raised."""
+        """What the actors say of themselves once they can work. Raises what stands in the way, `RayActorError` for one that died."""
         timeout = START_SECONDS + 2.0 * len(references)
         try:
             return ray.get(references, timeout=timeout)
@@ -225,8 +243,6 @@ class Actors:
                 f"{pending} of {len(references)} client actors did not come up within {timeout:.0f} s; "
                 "the cluster has no free place for them: lower client.actors, client.num_cpus or client.num_gpus"
             ) from None
-        except RayActorError as error:
-            raise RunError(f"a client actor died while it started: {_cause(error)}") from None
         except RayTaskError as error:
             raise _reason(error) from None
 
