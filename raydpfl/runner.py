@@ -132,8 +132,12 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
-    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer. Waits `patience` seconds for it."""
+def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
+    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer.
+
+    Waits `patience` seconds for it: a process that is being forked holds for a moment what its
+    parent has just let go of.
+    """
     try:
         descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience
     except OSError as error:

@@ -20,7 +20,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, torch_stream
-from raydpfl.local import FAMILY, Local, Scaffold, Sgd, Trainer, batches, linear, picked, resolve
+from raydpfl.local import FAMILY, Local, Scaffold, Sgd, Trainer, batches, engine, linear, picked, resolve
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
@@ -733,3 +733,16 @@ def test_two_processes_give_the_same_bits():
         for arguments in (("plain", "1"), ("tuned", "2"))
     ]
     assert said[0] == said[1] and len(set(said[0].splitlines())) == 7
+
+
+def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
+    drawn, asked = engine._drawn_once, []
+
+    def beside_a_thread(module, shape):
+        asked.append(drawn(module, shape))
+        return "Python's random" if len(asked) == 1 else asked[-1]
+
+    monkeypatch.setattr(engine, "_drawn_once", beside_a_thread)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    assert resolve(module, Sgd(), rows=20, shape=(1, 28, 28)) == "sample_space"
+    assert asked == [None] * 3

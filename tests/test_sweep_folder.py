@@ -203,8 +203,9 @@ def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
         for failed in summary["failed"]
     ] == [True] * 2
 
-    code, said, _ = sweep([*more, "sweep.on_error=choose"], monkeypatch, capsys)
-    assert code == 0 and "Failed: 2 of 4 trials" in said and "Best: local.lr=0.1" in said
+    code, said, last = sweep([*more, "sweep.on_error=choose"], monkeypatch, capsys)
+    assert code == 0, last
+    assert "Failed: 2 of 4 trials" in said and "Best: local.lr=0.1" in said
     assert (
         json.loads((out / "summary.json").read_text())["status"] == "completed"
         and (out / "best.yaml").exists()

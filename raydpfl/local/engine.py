@@ -94,7 +94,16 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
 
 
 def _drawn(module: nn.Module, shape: tuple[int, ...]) -> str | None:
-    """The generator of the process, other than torch's, that a module in training draws from, if it draws from any."""
+    """The generator of the process, other than torch's, that a module in training draws from.
+
+    None where it draws from none. Other threads of the process may draw from them too at any time,
+    so only what is seen in each of a few tries is the module's.
+    """
+    found = {_drawn_once(module, shape) for _ in range(3)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _drawn_once(module: nn.Module, shape: tuple[int, ...]) -> str | None:
     with keys.keyed_globals(0):
         before = random.getstate(), pickle.dumps(np.random.get_state())
         with contextlib.suppress(Exception):  # what it raises it will raise in training too
