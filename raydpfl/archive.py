@@ -1,9 +1,12 @@
-"""What comes back from a cluster: the archive of a run directory, and text that jobs have printed; neither is trusted.
+"""What comes back from a cluster: the archive of a run directory, and text that jobs have printed;
+neither is trusted.
 
-An archive holds regular files and folders under one name, and nothing else: no links, no devices, no name that is absolute, leads
-up (`..`), is hidden in another's case or Unicode form, or stands there twice; no more than `Limits` say. What a file is put into
-was opened folder by folder, following no link, so that neither an archive nor what already lies in the destination leads out of it.
-A gzipped tar archive is read by code of our own, for `tarfile` follows links while it unpacks and reads headers of any size.
+An archive holds regular files and folders under one name, and nothing else: no links, no devices,
+no name that is absolute, leads up (`..`), is hidden in another's case or Unicode form, or stands
+there twice; no more than `Limits` say. What a file is put into was opened folder by folder,
+following no link, so that neither an archive nor what already lies in the destination leads out of
+it. A gzipped tar archive is read by code of our own, for `tarfile` follows links while it unpacks
+and reads headers of any size.
 
 >>> clean = Plain()
 >>> clean("\\x1b[31mred\\x1b") + clean("[0m\\tand \\x1b]0;title\\x07plain\\r\\n")
@@ -37,7 +40,9 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much an archive may hold: bytes and files when unpacked, and how many times its own size from `ratio_from` bytes on."""
+    """How much an archive may hold: bytes and files when unpacked, and how many times its own size
+    from `ratio_from` bytes on.
+    """
 
     size: int = 64 * 10**9
     files: int = 500_000
@@ -48,8 +53,10 @@ class Limits:
 
 
 class Plain:
-    """Text without what a terminal would obey, called with one piece of it after another: only newlines and tabs are left of
-    the control characters, and nothing of escape sequences, those that pieces cut in two included."""
+    """Text without what a terminal would obey, called with one piece of it after another: only
+    newlines and tabs are left of the control characters, and nothing of escape sequences, those
+    that pieces cut in two included.
+    """
 
     def __init__(self) -> None:
         self._state, self._length = "text", 0
@@ -160,7 +167,9 @@ def unpack(packed: IO[bytes], name: str, into: Path, limits: Limits | None = Non
 
 
 def _members(source: _Source) -> Iterator[tuple[str, bool, int]]:
-    """(path, whether it is a folder, size) of each member; whoever takes a file reads its bytes before going on."""
+    """(path, whether it is a folder, size) of each member; whoever takes a file reads its bytes
+    before going on.
+    """
     long: dict[str, str] = {}
     while True:
         header = source.read(BLOCK)
@@ -247,7 +256,9 @@ def _parts(path: str, name: str, limits: Limits) -> tuple[str, ...]:
 
 
 def _new(parts: tuple[str, ...], folder: bool, seen: dict[str, tuple[str, bool]]) -> None:
-    """Notes a path and the folders that it stands in. Raises `ArchiveError` for one that is there, or looks as if it were."""
+    """Notes a path and the folders that it stands in. Raises `ArchiveError` for one that is there,
+    or looks as if it were.
+    """
     for depth in range(1, len(parts) + 1):
         entry = "/".join(parts[:depth]), folder or depth < len(parts)
         once = unicodedata.normalize("NFKC", entry[0]).casefold()
@@ -259,10 +270,11 @@ def _new(parts: tuple[str, ...], folder: bool, seen: dict[str, tuple[str, bool]]
 
 
 def place(source: Path, folder: Path) -> None:
-    """Copies what is in `source`, a folder of our own, into `folder`, over files that have its names.
+    """Copies what is in `source`, a folder of our own, into `folder`, over files that have its
+    names.
 
-    Follows no link within `folder`. Raises `ArchiveError`, having written nothing, where a link or a file stands where a folder
-    is to be, or a folder where a file.
+    Follows no link within `folder`. Raises `ArchiveError`, having written nothing, where a link or
+    a file stands where a folder is to be, or a folder where a file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for writing in (False, True):
@@ -307,7 +319,9 @@ def _is_folder(name: str, into: int) -> bool:
 
 
 def _replace(path: Path, into: int) -> None:
-    """Puts a file into an open folder, whole or not at all; a link of its name is replaced, not followed."""
+    """Puts a file into an open folder, whole or not at all; a link of its name is replaced, not
+    followed.
+    """
     scratch = f".{uuid.uuid4().hex}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with (

@@ -1,6 +1,8 @@
-"""The privacy budget calculator: epsilon from noise, noise from epsilon, or rounds from both, with nothing run.
+"""The privacy budget calculator: epsilon from noise, noise from epsilon, or rounds from both, with
+nothing run.
 
-Give two of noise, epsilon and rounds; the third is found by every accountant, against every observer:
+Give two of noise, epsilon and rounds; the third is found by every accountant, against every
+observer:
 
 >>> found = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
 >>> for answer in found.answers:
@@ -24,9 +26,9 @@ One client's local steps (002, 003), where a sample is protected and every updat
 >>> {answer.guarantee.accountant: round(answer.noise_multiplier / 10, 3) for answer in found.answers}  # std of the mean gradient / bound
 {'pld': 0.343, 'rdp': 0.667, 'paper 002 tCDP': 2.14, 'paper 002 Theorem 5': 0.106, 'paper 003': 2.277}
 
-`of_config` answers for an experiment, with noise at local steps client by client (`of_personal`); `from_options` is the command line.
-What is given and found is the noise multiplier z = std of the sum / bound, so every answer carries its mechanism with it: sampling,
-bound, std and relation.
+`of_config` answers for an experiment, with noise at local steps client by client (`of_personal`);
+`from_options` is the command line. What is given and found is the noise multiplier z = std of the
+sum / bound, so every answer carries its mechanism with it: sampling, bound, std and relation.
 """
 
 from __future__ import annotations
@@ -68,10 +70,12 @@ FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
 class Answer:
     """What one accountant says against one observer.
 
-    `noise_multiplier`: std of the sum / bound, of the mechanism itself and not of what the observer makes of it; infinite when no noise
-    will do. `rounds`: of the run, or at the sample level those the client takes part in; 0 when one spends too much. `guarantee`: what
-    the accountant says of that noise and those rounds (of one round, when there is none to spend). `true_epsilon`: for a paper's
-    formula, the epsilon that holds there, at the formula's own delta, by the first rigorous accountant that can tell; otherwise None.
+    `noise_multiplier`: std of the sum / bound, of the mechanism itself and not of what the observer
+    makes of it; infinite when no noise will do. `rounds`: of the run, or at the sample level those
+    the client takes part in; 0 when one spends too much. `guarantee`: what the accountant says of
+    that noise and those rounds (of one round, when there is none to spend). `true_epsilon`: for a
+    paper's formula, the epsilon that holds there, at the formula's own delta, by the first rigorous
+    accountant that can tell; otherwise None.
     """
 
     guarantee: Guarantee
@@ -82,15 +86,19 @@ class Answer:
     @property
     def overclaims(self) -> bool:
         """True for a formula that claims a smaller epsilon than holds."""
-        return self.true_epsilon is not None and self.true_epsilon > self.guarantee.epsilon * (1 + 1e-6)
+        return self.true_epsilon is not None and self.true_epsilon > self.guarantee.epsilon * (
+            1 + 1e-6
+        )
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`answers` to the question, and the `guarantees` of one mechanism by every accountant against every observer.
+    """`answers` to the question, and the `guarantees` of one mechanism by every accountant against
+    every observer.
 
-    `unknown` is what the answers found. `mechanism` has the noise and rounds of the first answer (pld, against whoever sees least), or
-    those of the config. `steps` is 1, or at the sample level the local steps of a round. `notes` are what a reader should know beside.
+    `unknown` is what the answers found. `mechanism` has the noise and rounds of the first answer
+    (pld, against whoever sees least), or those of the config. `steps` is 1, or at the sample level
+    the local steps of a round. `notes` are what a reader should know beside.
     """
 
     unknown: Unknown
@@ -105,21 +113,36 @@ class Budget:
 
     @property
     def noise(self) -> dict[str, float]:
-        """The noise in full: multiplier, bound, sensitivity of the sum under `relation`, std of the sum and of what is drawn."""
+        """The noise in full: multiplier, bound, sensitivity of the sum under `relation`, std of the
+        sum and of what is drawn.
+        """
         query, r = self.mechanism.queries[0], self.mechanism.sampling.cohort
-        drawn = {"client": ("std_of_one_client", math.sqrt(r)), "step": ("std_of_the_mean_gradient", r)}.get(self.mechanism.placement)
+        drawn = {
+            "client": ("std_of_one_client", math.sqrt(r)),
+            "step": ("std_of_the_mean_gradient", r),
+        }.get(self.mechanism.placement)
         return {
             "noise_multiplier": self.mechanism.noise_multiplier,
             "bound": query.bound,
             "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
             "std_of_the_sum": query.std,
             **({drawn[0]: query.std / drawn[1]} if drawn else {}),
-            **{f"std_of_the_{other.name}": other.std for other in self.mechanism.queries if other.apart},
+            **{
+                f"std_of_the_{other.name}": other.std
+                for other in self.mechanism.queries
+                if other.apart
+            },
         }
 
     def sentence(self) -> str:
-        """What the first guarantee's epsilon means, as a bound on the power of any test at a false-alarm rate of 5%."""
-        hidden = "which samples were in the batches" if self.mechanism.placement == "step" else "who was in the cohorts"
+        """What the first guarantee's epsilon means, as a bound on the power of any test at a
+        false-alarm rate of 5%.
+        """
+        hidden = (
+            "which samples were in the batches"
+            if self.mechanism.placement == "step"
+            else "who was in the cohorts"
+        )
         return _means(self.guarantees[0], hidden if self.mechanism.sampling.hidden else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,10 +191,12 @@ def of_clients(
 ) -> Budget:
     """Whole clients are protected, `rounds` sums over cohorts are released (000, 001).
 
-    Two of epsilon, rounds and noise. `noise_multiplier` is the std of the sum / `bound`; `std`, which needs `bound`, that of one client's
-    noise with placement `client` and of the sum with `server`. `relation` auto is add_remove for Poisson sampling, else
-    replace_one; `placement` auto is server for Poisson, else client. `participations` is the most rounds (draws, with
-    replacement) of any client, for whoever knows the cohorts; None: every round. `v` is the constant of the papers' formula.
+    Two of epsilon, rounds and noise. `noise_multiplier` is the std of the sum / `bound`; `std`,
+    which needs `bound`, that of one client's noise with placement `client` and of the sum with
+    `server`. `relation` auto is add_remove for Poisson sampling, else replace_one; `placement` auto
+    is server for Poisson, else client. `participations` is the most rounds (draws, with
+    replacement) of any client, for whoever knows the cohorts; None: every round. `v` is the
+    constant of the papers' formula.
 
     Raises `ConfigError`, by option, for what is not covered.
     """
@@ -179,18 +204,36 @@ def of_clients(
         raise ConfigError("--placement", placement, "client or server")
     poisson = sampling == "poisson"
     placement = ("server" if poisson else "client") if placement == "auto" else placement
-    with _by_option({"data.clients": "--population", "selection.cohort": "--cohort", "rounds": "--rounds"}):
-        who = Sampling(sampling, population, population if cohort is None and sampling == "full" else cohort)
-        z = _multiplier(noise_multiplier, std, bound, {"client": math.sqrt(who.cohort)}.get(placement, 1.0))
+    with _by_option(
+        {"data.clients": "--population", "selection.cohort": "--cohort", "rounds": "--rounds"}
+    ):
+        who = Sampling(
+            sampling, population, population if cohort is None and sampling == "full" else cohort
+        )
+        z = _multiplier(
+            noise_multiplier, std, bound, {"client": math.sqrt(who.cohort)}.get(placement, 1.0)
+        )
         unknown = _unknown(z, epsilon, rounds, "rounds")
         query = Query("updates", bound or 1.0, 0.0)
-        mechanism = Mechanism(who, (query,), 1 if rounds is None else rounds, placement=placement).with_noise(z or 1.0)
+        mechanism = Mechanism(
+            who, (query,), 1 if rounds is None else rounds, placement=placement
+        ).with_noise(z or 1.0)
         relation = ("add_remove" if poisson else "replace_one") if relation == "auto" else relation
-        most = math.inf if rounds is None else rounds * (who.cohort if sampling == "with_replacement" else 1)
+        most = (
+            math.inf
+            if rounds is None
+            else rounds * (who.cohort if sampling == "with_replacement" else 1)
+        )
         if participations is not None and not 1 <= participations <= most:
-            raise ConfigError("--participations", participations, f"an integer from 1 to {most}" if rounds else "an integer, at least 1")
+            raise ConfigError(
+                "--participations",
+                participations,
+                f"an integer from 1 to {most}" if rounds else "an integer, at least 1",
+            )
         _check(mechanism, relation, delta)
-        return _Question(mechanism, relation, delta, unknown, epsilon, participations=participations, v=v).budget()
+        return _Question(
+            mechanism, relation, delta, unknown, epsilon, participations=participations, v=v
+        ).budget()
 
 
 def of_samples(
@@ -207,15 +250,21 @@ def of_samples(
     sampling: str = "fixed",
     relation: str = "auto",
 ) -> Budget:
-    """One client's samples are protected, by noise on each local step, against whoever sees every update (002, 003).
+    """One client's samples are protected, by noise on each local step, against whoever sees every
+    update (002, 003).
 
-    Two of epsilon, `participations` (the rounds the client takes part in, realised or capped; never T r / N) and noise. `noise_multiplier`
-    is the std of the noise on the sum over a batch / `bound`, the per-sample clip norm; `std`, which needs `bound`, that of the noise
-    on the mean gradient. Each of the `steps` of a round draws a fresh batch, by `sampling`.
+    Two of epsilon, `participations` (the rounds the client takes part in, realised or capped; never
+    T r / N) and noise. `noise_multiplier` is the std of the noise on the sum over a batch /
+    `bound`, the per-sample clip norm; `std`, which needs `bound`, that of the noise on the mean
+    gradient. Each of the `steps` of a round draws a fresh batch, by `sampling`.
     """
     with _by_option({"data.clients": "--samples", "selection.cohort": "--batch"}):
         if sampling == "epochs":
-            raise ConfigError("--sampling", sampling, "shuffled epochs have no accountant; nearest: fixed, a fresh batch at each step")
+            raise ConfigError(
+                "--sampling",
+                sampling,
+                "shuffled epochs have no accountant; nearest: fixed, a fresh batch at each step",
+            )
         for name, value in (("steps", steps), ("participations", participations)):
             if value is not None and value < 1:
                 raise ConfigError(_flag(name), value, "an integer, at least 1")
@@ -223,23 +272,35 @@ def of_samples(
         unknown = _unknown(z, epsilon, participations, "participations")
         rounds = steps if participations is None else steps * participations
         query = Query("gradients", bound or 1.0, 0.0)
-        mechanism = Mechanism(Sampling(sampling, samples, batch), (query,), rounds, unit="sample", placement="step").with_noise(z or 1.0)
-        relation = ("add_remove" if sampling == "poisson" else "replace_one") if relation == "auto" else relation
+        mechanism = Mechanism(
+            Sampling(sampling, samples, batch), (query,), rounds, unit="sample", placement="step"
+        ).with_noise(z or 1.0)
+        relation = (
+            ("add_remove" if sampling == "poisson" else "replace_one")
+            if relation == "auto"
+            else relation
+        )
         _check(mechanism, relation, delta)
         return _Question(mechanism, relation, delta, unknown, epsilon, steps=steps).budget()
 
 
 def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget | PersonalBudget:
-    """What a run of `experiment` would guarantee, cohorts drawn as it would draw them, and the noise that each accountant would ask for.
+    """What a run of `experiment` would guarantee, cohorts drawn as it would draw them, and the
+    noise that each accountant would ask for.
 
-    With noise at local steps, what each client's samples have. The data are prepared, for the sizes of the population, but nothing is
-    trained. Raises `ConfigError` for all that a run would refuse, and for a run without noise.
+    With noise at local steps, what each client's samples have. The data are prepared, for the sizes
+    of the population, but nothing is trained. Raises `ConfigError` for all that a run would refuse,
+    and for a run without noise.
     """
     from raydpfl.plan import Plan
 
     experiment = _without_model(experiment)
     if not experiment.private:
-        raise ConfigError("noise.kind", experiment.noise.kind, "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}")
+        raise ConfigError(
+            "noise.kind",
+            experiment.noise.kind,
+            "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}",
+        )
     plan = Plan.make(experiment, data_root)
     e = plan.experiment
     seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
@@ -248,17 +309,35 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     else:
         scale = e.bounding.initial_bound * plan.weight
         updates, *others = plan.mechanism.queries
-        mechanism = replace(plan.mechanism, queries=(replace(updates, bound=updates.bound * scale, std=updates.std * scale), *others))
+        mechanism = replace(
+            plan.mechanism,
+            queries=(
+                replace(updates, bound=updates.bound * scale, std=updates.std * scale),
+                *others,
+            ),
+        )
         unknown: Unknown = "epsilon" if e.noise.epsilon is None else "noise"
         most = None if e.noise.virtual_cohort else max(seen.values(), default=1)
-        question = _Question(mechanism, e.relation, e.noise.delta, unknown, e.noise.epsilon, participations=most, v=e.noise.v)
+        question = _Question(
+            mechanism,
+            e.relation,
+            e.noise.delta,
+            unknown,
+            e.noise.epsilon,
+            participations=most,
+            v=e.noise.v,
+        )
         found = question.budget(mechanism)
     if e.privacy.budget is None:
         return found
     curves = plan.curves()
-    lasts = int((np.min([curves[name] for name in plan.rigorous], axis=0) <= e.privacy.budget).sum())
+    lasts = int(
+        (np.min([curves[name] for name in plan.rigorous], axis=0) <= e.privacy.budget).sum()
+    )
     by = " and ".join(plan.rigorous)
-    note = f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {by}"
+    note = (
+        f"privacy.budget {e.privacy.budget:g} lasts for {lasts} of the {e.rounds} rounds, by {by}"
+    )
     return replace(found, notes=(*found.notes, note))
 
 
@@ -279,26 +358,42 @@ def _without_model(experiment: Experiment) -> Experiment:
 
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
-    """`of_clients` or `of_samples` by the options of the command line, those left out left out; hyphens may stand for underscores."""
+    """`of_clients` or `of_samples` by the options of the command line, those left out left out;
+    hyphens may stand for underscores.
+    """
     kinds = {"client": of_clients, "sample": of_samples}
     if unit not in kinds:
         raise ConfigError("--unit", unit, "client or sample")
     parameters = inspect.signature(kinds[unit]).parameters
     for name, value in options.items():
         if name not in parameters:
-            raise ConfigError(_flag(name), value, f"not with --unit {unit}, which takes {', '.join(map(_flag, parameters))}")
+            raise ConfigError(
+                _flag(name),
+                value,
+                f"not with --unit {unit}, which takes {', '.join(map(_flag, parameters))}",
+            )
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
-            raise ConfigError(_flag(name), None, f"required with --unit {unit}; or give a CONFIG (see raydpfl budget --help)")
-    return kinds[unit](**{name: value.replace("-", "_") if isinstance(value, str) else value for name, value in options.items()})
+            raise ConfigError(
+                _flag(name),
+                None,
+                f"required with --unit {unit}; or give a CONFIG (see raydpfl budget --help)",
+            )
+    return kinds[unit](
+        **{
+            name: value.replace("-", "_") if isinstance(value, str) else value
+            for name, value in options.items()
+        }
+    )
 
 
 @dataclass(frozen=True)
 class PersonalBudget:
     """What noise at local steps guarantees each client's samples, and what was promised them.
 
-    `rows`: `LocalSteps.table`, a row for each client that takes part. `guarantees`: those of the client that spends most, by every
-    accountant. `broken`: which clients were promised more than holds, in words. `notes`: what a reader should know beside.
+    `rows`: `LocalSteps.table`, a row for each client that takes part. `guarantees`: those of the
+    client that spends most, by every accountant. `broken`: which clients were promised more than
+    holds, in words. `notes`: what a reader should know beside.
     """
 
     mechanism: LocalSteps
@@ -308,17 +403,33 @@ class PersonalBudget:
     notes: tuple[str, ...] = ()
 
     def quantiles(self, column: str) -> list[float | None]:
-        """Of a column of `rows`, at `SHARES` of the clients that are not public; None where there is nothing."""
-        values = sorted(row[column] for row in self.rows if row[column] is not None and row["epsilon_claimed"] != math.inf)
-        return [values[max(math.ceil(share * len(values)) - 1, 0)] if values else None for share in SHARES]
+        """Of a column of `rows`, at `SHARES` of the clients that are not public; None where there
+        is nothing.
+        """
+        values = sorted(
+            row[column]
+            for row in self.rows
+            if row[column] is not None and row["epsilon_claimed"] != math.inf
+        )
+        return [
+            values[max(math.ceil(share * len(values)) - 1, 0)] if values else None
+            for share in SHARES
+        ]
 
     def sentence(self) -> str:
         """What the first guarantee means for the client that spends most."""
-        return _means(self.guarantees[0], "which samples were in the batches" if self.mechanism.hidden.any() else "")
+        return _means(
+            self.guarantees[0],
+            "which samples were in the batches" if self.mechanism.hidden.any() else "",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
-        columns = [name for name in (self.rows[0] if self.rows else ()) if name not in ("client", "conditions_failed")]
+        columns = [
+            name
+            for name in (self.rows[0] if self.rows else ())
+            if name not in ("client", "conditions_failed")
+        ]
         return {
             "unit": "sample",
             "relation": "replace_one",
@@ -327,9 +438,16 @@ class PersonalBudget:
             "delta": self.mechanism.delta,
             "bound": self.mechanism.bound,
             "steps": self.mechanism.steps,
-            **({f"std_of_the_{beside.name}": beside.std} if (beside := self.mechanism.beside) else {}),
-            "quantiles": {"at": list(SHARES)} | {name: [_to_json(value) for value in self.quantiles(name)] for name in columns},
-            "clients": [{name: _to_json(value) for name, value in row.items()} for row in self.rows],
+            **(
+                {f"std_of_the_{beside.name}": beside.std}
+                if (beside := self.mechanism.beside)
+                else {}
+            ),
+            "quantiles": {"at": list(SHARES)}
+            | {name: [_to_json(value) for value in self.quantiles(name)] for name in columns},
+            "clients": [
+                {name: _to_json(value) for name, value in row.items()} for row in self.rows
+            ],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
             "broken": self.broken,
             "sentence": self.sentence(),
@@ -337,21 +455,35 @@ class PersonalBudget:
         }
 
 
-def of_personal(mechanism: LocalSteps, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")) -> PersonalBudget:
-    """What `mechanism` guarantees after the clients' `participations`, by client and for the one that spends most."""
+def of_personal(
+    mechanism: LocalSteps,
+    participations: Participations,
+    accountants: Sequence[str] = ("pld", "rdp", "paper"),
+) -> PersonalBudget:
+    """What `mechanism` guarantees after the clients' `participations`, by client and for the one
+    that spends most.
+    """
     try:
         mechanism.check_claims(participations)
         broken = None
     except BudgetError as error:
         broken = str(error)
-    rows, guarantees = mechanism.table(participations, accountants), mechanism.guarantees(participations, accountants)
-    notes = [*mechanism.warnings(participations), *(f"not accounted for: {each}" for each in mechanism.exclusions)]
+    rows, guarantees = (
+        mechanism.table(participations, accountants),
+        mechanism.guarantees(participations, accountants),
+    )
+    notes = [
+        *mechanism.warnings(participations),
+        *(f"not accounted for: {each}" for each in mechanism.exclusions),
+    ]
     return PersonalBudget(mechanism, tuple(rows), tuple(guarantees), broken, tuple(notes))
 
 
 @dataclass(frozen=True)
 class _Question:
-    """What is asked of a mechanism, in which a 1 stands in for the noise, or the rounds, that are unknown."""
+    """What is asked of a mechanism, in which a 1 stands in for the noise, or the rounds, that are
+    unknown.
+    """
 
     mechanism: Mechanism
     relation: Relation
@@ -363,13 +495,23 @@ class _Question:
     v: float = 4.0
 
     def budget(self, mechanism: Mechanism | None = None) -> Budget:
-        """`mechanism` is the one whose guarantees are wanted, where it is not that of the first answer."""
+        """`mechanism` is the one whose guarantees are wanted, where it is not that of the first
+        answer.
+        """
         answers = self._answers()
         first = answers[0]
         if first.rounds == 0:
-            raise ConfigError("--epsilon", self.epsilon, f"at least {first.guarantee.epsilon:.4g}, which one round spends; or more noise")
+            raise ConfigError(
+                "--epsilon",
+                self.epsilon,
+                f"at least {first.guarantee.epsilon:.4g}, which one round spends; or more noise",
+            )
         mechanism = mechanism or self._at(first.noise_multiplier, first.rounds)
-        held = answers if self.unknown == "epsilon" else replace(self, mechanism=mechanism, unknown="epsilon")._answers()
+        held = (
+            answers
+            if self.unknown == "epsilon"
+            else replace(self, mechanism=mechanism, unknown="epsilon")._answers()
+        )
         return Budget(
             unknown=self.unknown,
             mechanism=mechanism,
@@ -394,28 +536,52 @@ class _Question:
 
     def _guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
         mechanism = self._at(z, max(rounds, 1))
-        return privacy.guarantees(mechanism, self.relation, delta, accountants=[name], participations=self.participations, v=self.v)
+        return privacy.guarantees(
+            mechanism,
+            self.relation,
+            delta,
+            accountants=[name],
+            participations=self.participations,
+            v=self.v,
+        )
 
     def _counted(self, name: str) -> Iterator[Answer]:
-        """By an accountant of `raydpfl.privacy`, one answer against each observer; `paper` knows the first alone."""
+        """By an accountant of `raydpfl.privacy`, one answer against each observer; `paper` knows
+        the first alone.
+        """
         z, rounds = self.mechanism.noise_multiplier, self.mechanism.rounds // self.steps
-        for place, (_, _, observed, under, times) in enumerate(self._seen(rounds)[: 1 if name == "paper" else None]):
+        for place, (_, _, observed, under, times) in enumerate(
+            self._seen(rounds)[: 1 if name == "paper" else None]
+        ):
             found_z, found_rounds = z, rounds
             if self.unknown != "epsilon" and not privacy.covers(name, observed, under):
                 if self.unknown == "rounds":
-                    most = privacy.rounds_for(self.epsilon, observed, under, self.delta, name, self.v)
-                    found_rounds = bisect_right(_COUNTS, most, key=lambda t, place=place: self._seen(t)[place][-1])
+                    most = privacy.rounds_for(
+                        self.epsilon, observed, under, self.delta, name, self.v
+                    )
+                    found_rounds = bisect_right(
+                        _COUNTS, most, key=lambda t, place=place: self._seen(t)[place][-1]
+                    )
                 elif name == "paper":
-                    found_z = privacy.paper_multiplier(self.epsilon, observed.sampling, times, self.delta, self.v)
+                    found_z = privacy.paper_multiplier(
+                        self.epsilon, observed.sampling, times, self.delta, self.v
+                    )
                 else:  # what an observer meets is a fixed multiple of the mechanism's own noise
-                    found_z *= privacy.noise_for(self.epsilon, observed, under, self.delta, name, times) / observed.noise_multiplier
+                    found_z *= (
+                        privacy.noise_for(self.epsilon, observed, under, self.delta, name, times)
+                        / observed.noise_multiplier
+                    )
             guarantee = self._guarantees(name, found_z, found_rounds, self.delta)[place]
             truth = self._truth(found_z, found_rounds, self.delta) if name == "paper" else None
             yield Answer(guarantee, found_z, found_rounds, truth)
 
     def _printed(self) -> Iterator[Answer]:
         """By the papers' formulas for local steps."""
-        query, batches, rounds = self.mechanism.queries[0], self.mechanism.sampling, self.mechanism.rounds // self.steps
+        query, batches, rounds = (
+            self.mechanism.queries[0],
+            self.mechanism.sampling,
+            self.mechanism.rounds // self.steps,
+        )
         client = {"bound": query.bound, "batch": batches.cohort, "samples": batches.population}
         (seen,) = self._guarantees("pld", self.mechanism.noise_multiplier, 1, self.delta)
         for formula in FORMULAS.values():
@@ -425,22 +591,50 @@ class _Question:
 
             std, found, failed = query.std / batches.cohort, rounds, ()
             if batches.cohort > batches.population:  # which draws with replacement alone allow
-                std, found = (math.inf if self.unknown == "noise" else std), (0 if self.unknown == "rounds" else rounds)
-                failed = (f"a batch of {batches.cohort} from at least as many samples (here: {batches.population})",)
+                std, found = (
+                    (math.inf if self.unknown == "noise" else std),
+                    (0 if self.unknown == "rounds" else rounds),
+                )
+                failed = (
+                    f"a batch of {batches.cohort} from at least as many samples (here: {batches.population})",
+                )
             elif self.unknown == "noise":
-                std, failed = astuple(formula.noise(self.epsilon, self.delta, **client, steps=rounds * self.steps))
+                std, failed = astuple(
+                    formula.noise(self.epsilon, self.delta, **client, steps=rounds * self.steps)
+                )
             elif self.unknown == "rounds":
-                found = bisect_right(_COUNTS, self.epsilon, key=lambda t, std=std, claim=claim: claim(std, t)[0].value)
-            z, epsilon, delta, truth = batches.cohort * std / query.bound, math.inf, self.delta, None
+                found = bisect_right(
+                    _COUNTS,
+                    self.epsilon,
+                    key=lambda t, std=std, claim=claim: claim(std, t)[0].value,
+                )
+            z, epsilon, delta, truth = (
+                batches.cohort * std / query.bound,
+                math.inf,
+                self.delta,
+                None,
+            )
             if math.isfinite(std) and batches.cohort <= batches.population:
                 printed, delta = claim(std, found)
                 truth = self._truth(z, found, delta)
-                epsilon, failed = (self.epsilon, failed) if self.unknown == "noise" else astuple(printed)
+                epsilon, failed = (
+                    (self.epsilon, failed) if self.unknown == "noise" else astuple(printed)
+                )
             if not batches.law.sized or batches.law.repeats:
-                failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
+                failed += (
+                    f"batches of one fixed size, drawn without replacement (here: {batches})",
+                )
             if delta != self.delta:
-                failed += (f"delta = {self.delta:g} (the formula gives its epsilon at delta {delta:.3g} alone)",)
-            says = {"kind": "paper", "accountant": formula.name, "relation": formula.relation, "epsilon": epsilon, "delta": delta}
+                failed += (
+                    f"delta = {self.delta:g} (the formula gives its epsilon at delta {delta:.3g} alone)",
+                )
+            says = {
+                "kind": "paper",
+                "accountant": formula.name,
+                "relation": formula.relation,
+                "epsilon": epsilon,
+                "delta": delta,
+            }
             yield Answer(replace(seen, **says, conditions_failed=failed), z, found, truth)
 
     def _truth(self, z: float, rounds: int, delta: float) -> float:
@@ -452,12 +646,22 @@ class _Question:
 
 
 def _means(guarantee: Guarantee, hidden: str) -> str:
-    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%; `hidden`: what its observer does not know."""
+    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%; `hidden`: what
+    its observer does not know.
+    """
     if not math.isfinite(guarantee.epsilon):
         return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
     likelier = math.exp(min(guarantee.epsilon, 700.0))
-    power = min(likelier * FALSE_ALARMS + guarantee.delta, 1 - (1 - FALSE_ALARMS - guarantee.delta) / likelier, 1.0)
-    events = {"replace_one": "was replaced by another", "add_remove": "took part at all", "zero_out": "contributed at all"}
+    power = min(
+        likelier * FALSE_ALARMS + guarantee.delta,
+        1 - (1 - FALSE_ALARMS - guarantee.delta) / likelier,
+        1.0,
+    )
+    events = {
+        "replace_one": "was replaced by another",
+        "add_remove": "took part at all",
+        "zero_out": "contributed at all",
+    }
     return (
         f"Epsilon {guarantee.epsilon:.4g} at delta {guarantee.delta:g} means: at a false-alarm rate of {FALSE_ALARMS:.0%}, whoever sees "
         f"{guarantee.observer}{f', but not {hidden},' if hidden else ''} can detect that one {guarantee.unit} "
@@ -488,10 +692,14 @@ def _by_option(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(names.get(error.field, error.field), error.value, error.accepted) from None
+        raise ConfigError(
+            names.get(error.field, error.field), error.value, error.accepted
+        ) from None
 
 
-def _multiplier(z: float | None, std: float | None, bound: float | None, count: float) -> float | None:
+def _multiplier(
+    z: float | None, std: float | None, bound: float | None, count: float
+) -> float | None:
     """z from itself or from a std, `count` of which make the std of the sum."""
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
@@ -501,13 +709,20 @@ def _multiplier(z: float | None, std: float | None, bound: float | None, count: 
     if std is not None and bound is None:
         raise ConfigError("--bound", None, "the L2 bound that --std is to be compared with")
     field, z = ("--noise-multiplier", z) if std is None else ("--std", std * count / bound)
-    if z is not None and not 1e-6 <= z <= 1e6:  # squares of what lies far outside leave the range of float64
-        raise ConfigError(field, std or z, f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}")
+    # squares of what lies far outside leave the range of float64
+    if z is not None and not 1e-6 <= z <= 1e6:
+        raise ConfigError(
+            field, std or z, f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
+        )
     return z
 
 
 def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
-    given = [name for name, value in (("noise", z), ("epsilon", epsilon), ("rounds", rounds)) if value is not None]
+    given = [
+        name
+        for name, value in (("noise", z), ("epsilon", epsilon), ("rounds", rounds))
+        if value is not None
+    ]
     if len(given) != 2:
         accepted = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; the third is computed"
         raise ConfigError("given", given or None, accepted)
@@ -516,22 +731,34 @@ def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeate
 
 
 def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
-    """Raises `ConfigError` for a delta that is none, and for what no rigorous accountant covers, with the nearest that one does."""
+    """Raises `ConfigError` for a delta that is none, and for what no rigorous accountant covers,
+    with the nearest that one does.
+    """
     if not 0 < delta < 1:
         raise ConfigError("--delta", delta, "a number between 0 and 1, both excluded")
     reason = privacy.covers("pld", mechanism, relation)
     if not reason:
         return
     sampling = mechanism.sampling
-    nearest = [f"--relation {other}" for other in get_args(Relation) if not privacy.covers("pld", mechanism, other)]
+    nearest = [
+        f"--relation {other}"
+        for other in get_args(Relation)
+        if not privacy.covers("pld", mechanism, other)
+    ]
     field = "relation" if nearest else "placement"
     if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
-    for kind in ("fixed", "poisson", "with_replacement") if sampling.cohort <= sampling.population else ():
-        if not privacy.covers("pld", replace(mechanism, sampling=replace(sampling, kind=kind)), relation):
+    for kind in (
+        ("fixed", "poisson", "with_replacement") if sampling.cohort <= sampling.population else ()
+    ):
+        if not privacy.covers(
+            "pld", replace(mechanism, sampling=replace(sampling, kind=kind)), relation
+        ):
             nearest.append(f"--sampling {kind}")
     value = relation if field == "relation" else mechanism.placement
-    raise ConfigError(_flag(field), value, f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}")
+    raise ConfigError(
+        _flag(field), value, f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}"
+    )
 
 
 def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
@@ -546,7 +773,9 @@ def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
 
 
 def render(budget: Budget | PersonalBudget) -> RenderableType:
-    """For a terminal: what is released, the answers side by side, the formulas with their conditions, and the sentence."""
+    """For a terminal: what is released, the answers side by side, the formulas with their
+    conditions, and the sentence.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -554,20 +783,32 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
     if isinstance(budget, PersonalBudget):
         return _render_personal(budget)
     mechanism, noise = budget.mechanism, budget.noise
-    local, rounds, sampling = mechanism.placement == "step", mechanism.rounds // budget.steps, mechanism.sampling
+    local, rounds, sampling = (
+        mechanism.placement == "step",
+        mechanism.rounds // budget.steps,
+        mechanism.sampling,
+    )
     head = Table.grid(padding=(0, 2))
     if local:
         steps = f"{mechanism.rounds} local steps ({rounds} x {budget.steps})"
         head.add_row("released", f"{steps}, each a sum over a batch of samples: {sampling}")
     else:
-        head.add_row("released", f"{rounds} rounds, each a sum over a cohort of clients: {sampling}")
+        head.add_row(
+            "released", f"{rounds} rounds, each a sum over a cohort of clients: {sampling}"
+        )
     sensitivity = f"sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}"
     head.add_row("bound", f"{noise['bound']:.4g} for each {mechanism.unit}; {sensitivity}")
-    stds = [f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}" for name, value in noise.items() if name.startswith("std_")]
+    stds = [
+        f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}"
+        for name, value in noise.items()
+        if name.startswith("std_")
+    ]
     sums = sum(not query.apart for query in mechanism.queries)
     together = f", the {sums} queries of a round together" if sums > 1 else ""
     head.add_row("noise", f"std {', '.join(stds)}")
-    head.add_row("noise multiplier", f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})")
+    head.add_row(
+        "noise multiplier", f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})"
+    )
 
     def table(title: str, cells: list[tuple[Guarantee, str]]) -> Table:
         columns: dict[str, list[tuple[Guarantee, str]]] = {}
@@ -581,9 +822,15 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
         for name in columns:
             made.add_column(name, justify="right", overflow="fold")
         for place, (guarantee, _) in enumerate(columns["pld"]):
-            knows = guarantee.sampling.removeprefix("batches: ").removeprefix(str(sampling)).split(", ")[1:2]
+            knows = (
+                guarantee.sampling.removeprefix("batches: ")
+                .removeprefix(str(sampling))
+                .split(", ")[1:2]
+            )
             row = [column[place][1] if place < len(column) else "" for column in columns.values()]
-            made.add_row(", ".join([guarantee.observer, *knows]), *[guarantee.relation] * told_apart, *row)
+            made.add_row(
+                ", ".join([guarantee.observer, *knows]), *[guarantee.relation] * told_apart, *row
+            )
         return made
 
     at = f"epsilon {budget.epsilon or 0:.4g} at delta {budget.delta:g}"
@@ -596,15 +843,29 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
     cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
     parts: list[Any] = [head, "", table(titles[budget.unknown], cells), ""]
     if budget.unknown != "epsilon":
-        which = f"{rounds} {repeated}" if budget.unknown == "rounds" else f"noise multiplier {noise['noise_multiplier']:.4g}"
-        parts += [table(f"Epsilon at delta {budget.delta:g} with {which}", [(each, _spent(each)) for each in budget.guarantees]), ""]
+        which = (
+            f"{rounds} {repeated}"
+            if budget.unknown == "rounds"
+            else f"noise multiplier {noise['noise_multiplier']:.4g}"
+        )
+        parts += [
+            table(
+                f"Epsilon at delta {budget.delta:g} with {which}",
+                [(each, _spent(each)) for each in budget.guarantees],
+            ),
+            "",
+        ]
     for answer in budget.answers:
         if answer.guarantee.kind == "paper":
-            parts.append(Text(_worth(budget, answer, repeated), style="red" if answer.overclaims else ""))
+            parts.append(
+                Text(_worth(budget, answer, repeated), style="red" if answer.overclaims else "")
+            )
     known = [each.sampling.partition("cohort known, ")[2] for each in budget.guarantees]
     notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
     rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind != "paper"]
-    notes += dict.fromkeys(f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed)
+    notes += dict.fromkeys(
+        f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed
+    )
     parts += [Text(f"- {note}") for note in [*notes, *budget.notes]]
     return Group(*parts, "", Text(budget.sentence(), style="bold"))
 
@@ -618,14 +879,32 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     batch = "all samples" if mechanism.batch is None else f"{mechanism.batch} samples"
     order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
-    head.add_row("released", f"every update of {len(rows)} clients: {mechanism.steps} local steps a participation, each on {batch}{order}")
-    head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B")
-    promised = {"rigorous": "to meet each client's budget", "paper": "by the formula of 003", "tcdp": "by the formula of 002 (tCDP)"}
+    head.add_row(
+        "released",
+        f"every update of {len(rows)} clients: {mechanism.steps} local steps a participation, each on {batch}{order}",
+    )
+    head.add_row(
+        "bound",
+        f"{mechanism.bound:.4g} for each sample's gradient; replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B",
+    )
+    promised = {
+        "rigorous": "to meet each client's budget",
+        "paper": "by the formula of 003",
+        "tcdp": "by the formula of 002 (tCDP)",
+    }
     head.add_row("noise", f"at each step, {promised.get(mechanism.calibration, 'as given')}")
     if mechanism.beside:
-        head.add_row("beside", f"the {mechanism.beside.name} of a client in each of its rounds, with noise of std {mechanism.beside.std:.4g}")
+        head.add_row(
+            "beside",
+            f"the {mechanism.beside.name} of a client in each of its rounds, with noise of std {mechanism.beside.std:.4g}",
+        )
     names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": "promised"}
-    names |= {name: name.removeprefix("epsilon_").removeprefix("paper_").replace("_", " ") for row in rows[:1] for name in row if "epsilon_" in name}
+    names |= {
+        name: name.removeprefix("epsilon_").removeprefix("paper_").replace("_", " ")
+        for row in rows[:1]
+        for name in row
+        if "epsilon_" in name
+    }
     names["epsilon_claimed"] = "promised"
 
     def table(title: str, first: str, lines: list[tuple[str, list[Any]]]) -> Table:
@@ -638,17 +917,42 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
         return made
 
     quantiles = {name: budget.quantiles(name) for name in names} if rows else {}
-    spread = [(f"{share:.0%}", [quantiles[name][place] for name in quantiles]) for place, share in enumerate(SHARES)] if rows else []
+    spread = (
+        [
+            (f"{share:.0%}", [quantiles[name][place] for name in quantiles])
+            for place, share in enumerate(SHARES)
+        ]
+        if rows
+        else []
+    )
     title = f"Epsilon of a client's samples at delta {mechanism.delta:g}: quantiles over clients"
-    key = next((name for name in names if name.startswith("epsilon_") and name != "epsilon_claimed"), "noise_std")
-    worst = sorted((row for row in rows if row["epsilon_claimed"] != math.inf), key=lambda row: row[key], reverse=True)[:MOST_ROWS]
+    key = next(
+        (name for name in names if name.startswith("epsilon_") and name != "epsilon_claimed"),
+        "noise_std",
+    )
+    worst = sorted(
+        (row for row in rows if row["epsilon_claimed"] != math.inf),
+        key=lambda row: row[key],
+        reverse=True,
+    )[:MOST_ROWS]
     parts: list[Any] = [head, "", table(title, "share", spread), ""]
-    parts += [table(f"The {len(worst)} clients that spend most", "client", [(str(row["client"]), [row[name] for name in names]) for row in worst]), ""]
+    parts += [
+        table(
+            f"The {len(worst)} clients that spend most",
+            "client",
+            [(str(row["client"]), [row[name] for name in names]) for row in worst],
+        ),
+        "",
+    ]
     if budget.broken:
         parts += [Text(f"{budget.broken[0].upper()}{budget.broken[1:]}.", style="red"), ""]
     for guarantee in budget.guarantees:
         if guarantee.kind == "paper" and guarantee.conditions_failed:
-            parts.append(Text(f"- {guarantee.accountant}: conditions that fail for the client it finds worst: {'; '.join(guarantee.conditions_failed)}"))
+            parts.append(
+                Text(
+                    f"- {guarantee.accountant}: conditions that fail for the client it finds worst: {'; '.join(guarantee.conditions_failed)}"
+                )
+            )
     parts += [Text(f"- {note}") for note in budget.notes]
     return Group(*parts, "", Text(budget.sentence(), style="bold"))
 
@@ -658,7 +962,14 @@ def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
 
 
 def _label(guarantee: Guarantee) -> str:
@@ -677,8 +988,14 @@ def _cell(budget: Budget, answer: Answer) -> str:
         return text
     mark = "*" if answer.guarantee.conditions_failed else ""
     if budget.unknown == "noise":
-        return f"{answer.noise_multiplier:.4g}{mark}" if math.isfinite(answer.noise_multiplier) else f"none{mark}"
-    return f"{'>= ' if (answer.rounds + 1) * budget.steps > MOST_ROUNDS else ''}{answer.rounds}{mark}"
+        return (
+            f"{answer.noise_multiplier:.4g}{mark}"
+            if math.isfinite(answer.noise_multiplier)
+            else f"none{mark}"
+        )
+    return (
+        f"{'>= ' if (answer.rounds + 1) * budget.steps > MOST_ROUNDS else ''}{answer.rounds}{mark}"
+    )
 
 
 def _worth(budget: Budget, answer: Answer, repeated: str) -> str:
@@ -692,5 +1009,9 @@ def _worth(budget: Budget, answer: Answer, repeated: str) -> str:
     text = f"{_label(guarantee)}, as printed, {says}"
     if answer.true_epsilon is not None:
         text += f"; the epsilon there is {answer.true_epsilon:.4g}{', more than it claims' if answer.overclaims else ''}"
-    failed = f" Conditions that fail (*): {'; '.join(guarantee.conditions_failed)}." if guarantee.conditions_failed else ""
+    failed = (
+        f" Conditions that fail (*): {'; '.join(guarantee.conditions_failed)}."
+        if guarantee.conditions_failed
+        else ""
+    )
     return f"{text}.{failed}"

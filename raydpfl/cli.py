@@ -1,6 +1,7 @@
 """The command line. Every command is a few lines over the Python API.
 
-Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that cannot be run (one line, no traceback), 130 Ctrl-C.
+Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that cannot be run (one
+line, no traceback), 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ AGAIN = "a run that had begun goes on with --resume"
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Fields to change, such as rounds=50 or bounding.bound=0.5.", metavar="[section.key=value ...]")
+    list[str] | None,
+    typer.Argument(
+        help="Fields to change, such as rounds=50 or bounding.bound=0.5.",
+        metavar="[section.key=value ...]",
+    ),
 ]
 DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie; default: $RAYDPFL_DATA.")]
 
@@ -42,14 +47,21 @@ DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie; defaul
 def run(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; default: a new one under runs/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory; default: a new one under runs/.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     fresh_noise: Annotated[
         bool,
-        typer.Option("--fresh-noise", help="With --resume, where code or processor have changed: new noise, both releases count."),
+        typer.Option(
+            "--fresh-noise",
+            help="With --resume, where code or processor have changed: new noise, both releases count.",
+        ),
     ] = False,
     data_root: DataRoot = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     """Run one experiment."""
@@ -58,14 +70,18 @@ def run(
     experiment, folder = _read(config, overrides)
     if resume and out is None:
         if folder is None:
-            raise ConfigError("--resume", config, "a run directory: raydpfl run DIR --resume, or --out DIR")
+            raise ConfigError(
+                "--resume", config, "a run directory: raydpfl run DIR --resume, or --out DIR"
+            )
         out = folder
     out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with _Display(console, experiment.rounds) as display:
         where = {"data_root": data_root, "address": address}
         shown = {"on_start": display.start, "on_rows": display.rows, "on_measure": display.measure}
-        result = runner.run(experiment, out, resume=resume, fresh_noise=fresh_noise, **where, **shown)
+        result = runner.run(
+            experiment, out, resume=resume, fresh_noise=fresh_noise, **where, **shown
+        )
     _report(console, result)
 
 
@@ -73,19 +89,29 @@ def run(
 def sweep(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Sweep directory; default: a new one under runs/.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in --out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Sweep directory; default: a new one under runs/.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep in --out.")
+    ] = False,
     data_root: DataRoot = None,
-    address: Annotated[str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray Tune."""
+    """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray
+    Tune.
+    """
     from raydpfl import tune
 
     folder = Path(config) if os.path.isdir(config) else None
     if resume and out is None:
         if folder is None:
-            raise ConfigError("--resume", config, "a sweep directory: raydpfl sweep DIR --resume, or --out DIR")
+            raise ConfigError(
+                "--resume", config, "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
+            )
         out = folder
     if resume and folder:
         asked = tune.Sweep.stored(folder, overrides or ())
@@ -94,7 +120,9 @@ def sweep(
     out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with tune.Display(console, asked) as display:
-        result = tune.run(asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show)
+        result = tune.run(
+            asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show
+        )
     display.report(result)
     if result.problem:
         raise RunError(result.problem)
@@ -111,12 +139,30 @@ SENT = (
 def submit(
     config: Annotated[str | None, typer.Argument(help=SENT, metavar="CONFIG")] = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Where the run directory is brought back to; default: runs/ID.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of the cluster's job server; default: http://127.0.0.1:8265.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="ID", help="Go on with what the cluster has of that run.")] = None,
-    follow: Annotated[str | None, typer.Option(metavar="ID", help="Show a submitted job again, and bring its run directory back.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the run directory is brought back to; default: runs/ID."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of the cluster's job server; default: http://127.0.0.1:8265."),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="ID", help="Go on with what the cluster has of that run.")
+    ] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Show a submitted job again, and bring its run directory back."
+        ),
+    ] = None,
     there: Annotated[bool, typer.Option("--there", help=THERE)] = False,
-    stop: Annotated[str | None, typer.Option(metavar="ID", help="Stop a job after its round, and bring its run directory back.")] = None,
+    stop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Stop a job after its round, and bring its run directory back."
+        ),
+    ] = None,
 ) -> None:
     """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
     from raydpfl.submit import JobServer
@@ -138,7 +184,11 @@ def submit(
     if folder:
         print(f"Brought back to: {folder}")
     if code and not stop:
-        hint = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}" if folder and code != 2 else ""
+        hint = (
+            f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
+            if folder and code != 2
+            else ""
+        )
         _fail(f"{job} ended with exit code {code}{hint}", code)
 
 
@@ -156,7 +206,11 @@ ASKED = (
     "A config, or the directory of a run, to answer for; "
     "the import paths in it that decide its privacy are code that runs."
 )
-GIVE, CLIENT, SAMPLE = "Two of noise, epsilon and rounds; the third is computed", "With --unit client", "With --unit sample"
+GIVE, CLIENT, SAMPLE = (
+    "Two of noise, epsilon and rounds; the third is computed",
+    "With --unit client",
+    "With --unit sample",
+)
 
 
 def _option(panel: str | None, text: str = "") -> Any:
@@ -183,20 +237,47 @@ def budget(
     config: Annotated[str | None, typer.Argument(help=ASKED, metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
     epsilon: Annotated[float | None, _option(GIVE)] = None,
-    noise_multiplier: Annotated[float | None, _option(GIVE, "Std of the noise on the sum / --bound.")] = None,
-    std: Annotated[float | None, _option(GIVE, "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
-                                               "with --unit sample, of the mean gradient.")] = None,
+    noise_multiplier: Annotated[
+        float | None, _option(GIVE, "Std of the noise on the sum / --bound.")
+    ] = None,
+    std: Annotated[
+        float | None,
+        _option(
+            GIVE,
+            "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
+            "with --unit sample, of the mean gradient.",
+        ),
+    ] = None,
     rounds: Annotated[int | None, _count(GIVE, "Rounds T; of a sample: --participations.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
-    bound: Annotated[float | None, typer.Option(help="L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given.")] = None,
-    sampling: Annotated[str | None, typer.Option(help="fixed (size; the default), poisson, full, with-replacement or public.")] = None,
-    relation: Annotated[str | None, typer.Option(help="replace_one (the default), add_remove (for poisson) or zero_out.")] = None,
+    bound: Annotated[
+        float | None,
+        typer.Option(
+            help="L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
+        ),
+    ] = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(help="fixed (size; the default), poisson, full, with-replacement or public."),
+    ] = None,
+    relation: Annotated[
+        str | None,
+        typer.Option(help="replace_one (the default), add_remove (for poisson) or zero_out."),
+    ] = None,
     participations: Annotated[int | None, _count(None, TAKEN)] = None,
-    unit: Annotated[str | None, typer.Option(help="What is protected: client (the default) or sample.")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="What is protected: client (the default) or sample.")
+    ] = None,
     population: Annotated[int | None, _count(CLIENT, "Clients N.")] = None,
     cohort: Annotated[int | None, _count(CLIENT, "Clients r of a round.")] = None,
-    placement: Annotated[str | None, _option(CLIENT, "Who draws the noise: client (the default) or server (for poisson).")] = None,
-    v: Annotated[float | None, _option(CLIENT, "The constant that the formula of 000 and 001 leaves open. Default: 4.")] = None,
+    placement: Annotated[
+        str | None,
+        _option(CLIENT, "Who draws the noise: client (the default) or server (for poisson)."),
+    ] = None,
+    v: Annotated[
+        float | None,
+        _option(CLIENT, "The constant that the formula of 000 and 001 leaves open. Default: 4."),
+    ] = None,
     samples: Annotated[int | None, _count(SAMPLE, "Samples n of the client.")] = None,
     batch: Annotated[int | None, _count(SAMPLE, "Samples B of a batch.")] = None,
     steps: Annotated[int | None, _count(SAMPLE, "Local steps Q of a round.")] = None,
@@ -208,10 +289,18 @@ def budget(
     from raydpfl.config import Experiment
 
     apart = ("config", "overrides", "as_json")
-    options = {name: value for name, value in context.params.items() if value is not None and name not in apart}
+    options = {
+        name: value
+        for name, value in context.params.items()
+        if value is not None and name not in apart
+    }
     if config:
         for name in (name for name in options if name != "data_root"):
-            raise ConfigError(f"--{name.replace('_', '-')}", options[name], "not with a CONFIG; change its fields, as in noise.epsilon=3")
+            raise ConfigError(
+                f"--{name.replace('_', '-')}",
+                options[name],
+                "not with a CONFIG; change its fields, as in noise.epsilon=3",
+            )
         imports = set(Experiment.model_fields) - {"model", "server"}
         found = calculator.of_config(_read(config, overrides, imports)[0], data_root)
     else:
@@ -229,24 +318,48 @@ CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or 
 def audit(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Where audit.json and audit.png go; default: a new directory under runs/.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where audit.json and audit.png go; default: a new directory under runs/."
+        ),
+    ] = None,
     canaries: Annotated[int, _count(None, CANARIES)] = 2000,
     confidence: Annotated[float, typer.Option(help="Of each lower bound.")] = 0.95,
-    delta: Annotated[float | None, typer.Option(help="Where claims are looked at. Default: the run's own.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Where claims are looked at. Default: the run's own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data_root: DataRoot = None,
 ) -> None:
-    """Run an experiment with canaries in it: what they prove of its privacy, beside what is claimed. Exit code 1: not as claimed."""
+    """Run an experiment with canaries in it: what they prove of its privacy, beside what is
+    claimed. Exit code 1: not as claimed.
+    """
     from raydpfl import audit as auditor
 
     experiment, folder = _read(config, overrides)
-    out = out or Path("runs") / f"{(folder or Path(config)).stem}-audit-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = (
+        out
+        or Path("runs") / f"{(folder or Path(config)).stem}-audit-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     console = Console(highlight=False, soft_wrap=True)
     columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=as_json or not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=None)
-        settings = {"canaries": canaries, "confidence": confidence, "delta": delta, "data_root": data_root}
-        found = auditor.audit(experiment, out, **settings, on_round=lambda done, of: progress.update(task, completed=done, total=of))
+        settings = {
+            "canaries": canaries,
+            "confidence": confidence,
+            "delta": delta,
+            "data_root": data_root,
+        }
+        found = auditor.audit(
+            experiment,
+            out,
+            **settings,
+            on_round=lambda done, of: progress.update(task, completed=done, total=of),
+        )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
@@ -305,8 +418,16 @@ class _Display:
 
     def __init__(self, console: Console, rounds: int):
         self.console, self.total = console, rounds
-        columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal or console.quiet)
+        columns = (
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(
+            *columns, console=console, disable=not console.is_terminal or console.quiet
+        )
 
     def __enter__(self) -> _Display:
         self.progress.start()
@@ -320,7 +441,13 @@ class _Display:
     def start(self, plan) -> None:
         e = plan.experiment
         self.spent = [f"epsilon_{name}" for name in plan.rigorous]
-        noise = f"noise multiplier {plan.ratio:.4g}" if plan.ratio else "noise at each local step" if plan.mechanism else "no noise: not private"
+        noise = (
+            f"noise multiplier {plan.ratio:.4g}"
+            if plan.ratio
+            else "noise at each local step"
+            if plan.mechanism
+            else "no noise: not private"
+        )
         self.console.print(
             f"{e.data.kind}, {len(plan.population):,} clients, {plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
             f"{e.bounding.kind}, {noise}; lanes of {e.client.lane}, trained by {e.client.way}"
@@ -331,12 +458,17 @@ class _Display:
             spent = [row[name] for name in self.spent if name in row]
             epsilon = f"epsilon {min(spent):.3g}" if spent else ""
             if row["test_loss"] is not None:
-                self.score = f"loss {row['test_loss']:.4g}" if row["test_accuracy"] is None else f"accuracy {row['test_accuracy']:.2%}"
+                self.score = (
+                    f"loss {row['test_loss']:.4g}"
+                    if row["test_accuracy"] is None
+                    else f"accuracy {row['test_accuracy']:.2%}"
+                )
                 if not self.console.is_terminal:
-                    self.console.print(f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {_rate(row)}")
+                    self.console.print(
+                        f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {_rate(row)}"
+                    )
             state = "  ".join(part for part in (self.score, epsilon, f"{_rate(row)}") if part)
             self.progress.update(self.task, completed=row["round"] + 1, state=state)
-
 
     def measure(self, done: int, of: int) -> None:
         share = f"measuring heterogeneity: {done / of:.0%}"
@@ -359,7 +491,9 @@ def _report(console: Console, result) -> None:
     if summary["status"] == "budget":
         console.print(f"[yellow]Stopped:[/] {summary['reason']}")
     if summary["test_loss"] is not None:
-        accuracy = "" if summary["test_accuracy"] is None else f"accuracy {summary['test_accuracy']:.2%}, "
+        accuracy = (
+            "" if summary["test_accuracy"] is None else f"accuracy {summary['test_accuracy']:.2%}, "
+        )
         console.print(
             f"Test {accuracy}loss {summary['test_loss']:.4g}, "
             f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({_rate(summary)})"
@@ -367,10 +501,14 @@ def _report(console: Console, result) -> None:
     if not result.guarantees and summary["status"] == "budget":
         console.print("No round was run: nothing of the data was released, and nothing spent.")
     elif not result.guarantees:
-        console.print("No privacy guarantee: the run had no noise that an accountant was asked to account for.")
+        console.print(
+            "No privacy guarantee: the run had no noise that an accountant was asked to account for."
+        )
     for sentence in sentences([replace(one, exclusions=()) for one in result.guarantees]):
         console.print(f"- {sentence}", markup=False)
-    for exclusion in dict.fromkeys(each for guarantee in result.guarantees for each in guarantee.exclusions):
+    for exclusion in dict.fromkeys(
+        each for guarantee in result.guarantees for each in guarantee.exclusions
+    ):
         console.print(f"  Not accounted for: {exclusion}.", markup=False)
     console.print(f"Run directory: {result.out}", markup=False)
 
@@ -378,11 +516,13 @@ def _report(console: Console, result) -> None:
 def main() -> None:
     """The `raydpfl` command."""
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
-    # Both signals ask to stop, also where SIGINT was ignored at the start: a script's `raydpfl ... &`,
+    # Both signals ask to stop, also where SIGINT was ignored at the start: a script's `raydpfl ...
+    # &`,
     # CI, a batch system that signals before its time limit. Python alone would leave it ignored.
     with interrupts.handled():
         message, code = _carried_out()
-        if interrupts.asked() and code != 130:  # what came of it may have been another error, or none
+        # what came of it may have been another error, or none
+        if interrupts.asked() and code != 130:
             message, code = f"interrupted{f' ({message})' if message else ''}; {AGAIN}", 130
     if code:
         _fail(message, code)

@@ -1,11 +1,12 @@
 """The client actor: holds the shards of one or many clients, and returns bounded and noised sums.
 
-`ClientActor` is a plain class. The runtime makes it a Ray actor (`client.actors` above 0) or calls it in the same
-process (`client.actors: 0`); the bits are the same, because all randomness is keyed and every lane has the same shape
-whoever runs it:
+`ClientActor` is a plain class. The runtime makes it a Ray actor (`client.actors` above 0) or calls
+it in the same process (`client.actors: 0`); the bits are the same, because all randomness is keyed
+and every lane has the same shape whoever runs it:
 
 - pooled, an actor trains whole lanes and returns one vector, the exact sum of its lanes' sums;
-- per client, it trains its own client at that client's slot of the lane, the other slots standing empty, and returns
+- per client, it trains its own client at that client's slot of the lane, the other slots standing
+  empty, and returns
   the client's contribution, which the coordinator adds up in client order.
 """
 
@@ -42,15 +43,20 @@ from raydpfl.server import snap
 
 @dataclass(frozen=True)
 class Lane:
-    """A fixed number of clients that train together; its shape is a function of its full membership alone."""
+    """A fixed number of clients that train together; its shape is a function of its full membership
+    alone.
+    """
 
     clients: np.ndarray  # int64 [C], ascending; -1 for an empty slot
     draws: np.ndarray  # int64 [C], how often the client stands before in the cohort
     weights: np.ndarray  # float64 [C]
-    rows: int  # that any of its clients trains on in a round at most, which all others are padded to
+    # that any of its clients trains on in a round at most, which all others are padded to
+    rows: int
     slot: int | None = None  # the one slot to train, when each client is its own actor
-    stds: np.ndarray | None = None  # float64 [C]: std of the noise on the mean gradient of each client's local steps
-    memory: Mapping[int, np.ndarray] = field(default_factory=dict)  # slot -> what its client remembers, float32 [d]; absent: zeros
+    # float64 [C]: std of the noise on the mean gradient of each client's local steps
+    stds: np.ndarray | None = None
+    # slot -> what its client remembers, float32 [d]; absent: zeros
+    memory: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Work:
     bound: float | None  # of one client's vector, before its weight
     client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
     grid: float  # see raydpfl.server.grid
-    previous: np.ndarray | None = None  # the last global update, float32 [d], where angles to it are measured
+    # the last global update, float32 [d], where angles to it are measured
+    previous: np.ndarray | None = None
 
 
 @dataclass
@@ -72,13 +79,17 @@ class Partial:
 
     total: np.ndarray  # float64 [d]: the exact sum of its lanes' sums, or one client's contribution
     clients: list[int] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)  # L2 norm of what each would have sent, before bounding and weight
+    # L2 norm of what each would have sent, before bounding and weight
+    norms: list[float] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)  # what bounding multiplied it by
-    clipped: list[float] = field(default_factory=list)  # 1 for a factor below 1, else 0; of per-sample clipping see `PerSampleClip`
+    # 1 for a factor below 1, else 0; of per-sample clipping see `PerSampleClip`
+    clipped: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # mean local training loss
     dropped: list[tuple[int, str]] = field(default_factory=list)
-    memory: list[np.ndarray] = field(default_factory=list)  # what each client remembers from now on, float32 [d]; empty: nothing
-    measured: dict[str, list[float]] = field(default_factory=dict)  # a value per client, of what `measure.bounding` asks for
+    # what each client remembers from now on, float32 [d]; empty: nothing
+    memory: list[np.ndarray] = field(default_factory=list)
+    # a value per client, of what `measure.bounding` asks for
+    measured: dict[str, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
 
@@ -96,11 +107,14 @@ class Facts:
     pid: int
     host: str
     node: str  # Ray's id of its node
-    progress: str  # a file of that host, which holds the client in training, an int64; empty where there is none
+    # a file of that host, which holds the client in training, an int64; empty where there is none
+    progress: str
 
 
 class Progress:
-    """The client in training; if shared, in a file of memory that others on this machine can read even when this process is stopped."""
+    """The client in training; if shared, in a file of memory that others on this machine can read
+    even when this process is stopped.
+    """
 
     def __init__(self, shared: bool) -> None:
         self.path, self._client = "", np.zeros(1, np.int64)
@@ -123,9 +137,9 @@ class Progress:
 class Process:
     """Base of what runs in a process of its own: `make` opens all that the work needs.
 
-    In the process of the caller that is done at once. An actor is given the experiment pickled, and is made by `ready`: so what its
-    node lacks comes back as an error that names both. `capability`, of the run (`raydpfl.origin.capability`), is what its node has to
-    compute like.
+    In the process of the caller that is done at once. An actor is given the experiment pickled, and
+    is made by `ready`: so what its node lacks comes back as an error that names both. `capability`,
+    of the run (`raydpfl.origin.capability`), is what its node has to compute like.
     """
 
     def __init__(
@@ -137,7 +151,10 @@ class Process:
     ):
         self.own = False  # whether code of the user's own takes part
         here = isinstance(experiment, Experiment)
-        self._given, self.progress = (experiment, shards, path, capability), Progress(shared=not here)
+        self._given, self.progress = (
+            (experiment, shards, path, capability),
+            Progress(shared=not here),
+        )
         if here:
             self.make(experiment, shards)
 
@@ -149,7 +166,9 @@ class Process:
         return keyed_globals(seed, **key) if self.own else nullcontext()
 
     def ready(self) -> Facts:
-        """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and what to set."""
+        """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and
+        what to set.
+        """
         pickled, shards, path, capability = self._given
         # Where a user's own module was found by the process that started the run.
         sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -176,19 +195,27 @@ class Process:
 def _own(experiment: Experiment) -> bool:
     """Whether code of the user's own takes part in what a client does."""
     members = (experiment.local, experiment.bounding, experiment.model)
-    return isinstance(experiment.model, models.Module) or any(is_own(type(each)) for each in members)
+    return isinstance(experiment.model, models.Module) or any(
+        is_own(type(each)) for each in members
+    )
 
 
 class ClientActor(Process):
-    """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave a non-finite update."""
+    """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave
+    a non-finite update.
+    """
 
     def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
         tune_allocator()
         self.experiment = experiment
         self.shards = Shards.open(shards)
-        self.device = torch.device("cuda" if experiment.client.num_gpus > 0 and torch.cuda.is_available() else "cpu")
-        module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed)
+        self.device = torch.device(
+            "cuda" if experiment.client.num_gpus > 0 and torch.cuda.is_available() else "cpu"
+        )
+        module = models.build(
+            experiment.model, self.shards.shape, self.shards.classes, experiment.seed
+        )
         local, clip = experiment.local, experiment.bounding.sample_bound
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.own = _own(experiment)
@@ -198,13 +225,21 @@ class ClientActor(Process):
         self.clipped = np.empty(0)  # float64 [C], of the lane in training: see `Trainer.lane`
 
     def _kept(self) -> dict[str, bytes]:
-        things = [self.trainer.module, self.experiment.local, self.experiment.bounding] if self.own else []
+        things = (
+            [self.trainer.module, self.experiment.local, self.experiment.bounding]
+            if self.own
+            else []
+        )
         return kept(*(each for each in things if each is not None))
 
-    def _check_state(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work) -> None:
-        """Raises `RunError` if the user's own code keeps something from one client to the next: by what it keeps, and by what it does.
+    def _check_state(
+        self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work
+    ) -> None:
+        """Raises `RunError` if the user's own code keeps something from one client to the next: by
+        what it keeps, and by what it does.
 
-        After 1, 2, 4, 8, ... shares the first client of the share is trained again, and must give the same bits.
+        After 1, 2, 4, 8, ... shares the first client of the share is trained again, and must give
+        the same bits.
         """
         state, self._state = self._state, self._kept()
         names = ", ".join(changed(state, self._state)[:5])
@@ -222,19 +257,30 @@ class ClientActor(Process):
 
     @contained()
     def train(self, model: np.ndarray, work: Work, lanes: Sequence[Lane]) -> Partial:
-        """`model` is the flat broadcast: float32 [d], or [2, d] with the server's variate below it. The sum comes back by value."""
+        """`model` is the flat broadcast: float32 [d], or [2, d] with the server's variate below it.
+        The sum comes back by value.
+        """
         began = time.perf_counter()
         self.trainer.seed, self.trainer.noise_seed = work.seed, work.noise_seed
-        broadcast = torch.tensor(model, device=self.device)  # a copy: what Ray hands out may not be written to
+        # a copy: what Ray hands out may not be written to
+        broadcast = torch.tensor(model, device=self.device)
         parameters, shared = broadcast if broadcast.dim() == 2 else (broadcast, None)
         partial = Partial(np.zeros(len(parameters)))
-        self.shards.prefetch(np.concatenate([self._members(lane) for lane in lanes]), max(lane.rows for lane in lanes))
+        self.shards.prefetch(
+            np.concatenate([self._members(lane) for lane in lanes]),
+            max(lane.rows for lane in lanes),
+        )
         for lane in lanes:
             total = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
             for contribution in self._contributions(parameters, shared, work, lane, partial):
                 total += contribution
-            # One client alone goes back as it is: the coordinator forms the lane's sum and rounds that.
-            partial.total += total.cpu().numpy() if lane.slot is not None else snap(total.cpu().numpy(), work.grid)
+            # One client alone goes back as it is: the coordinator forms the lane's sum and rounds
+            # that.
+            partial.total += (
+                total.cpu().numpy()
+                if lane.slot is not None
+                else snap(total.cpu().numpy(), work.grid)
+            )
         if self.own:
             self._shares += 1
             if self._shares & (self._shares - 1) == 0:
@@ -246,7 +292,9 @@ class ClientActor(Process):
         return partial
 
     @contained()
-    def losses(self, model: np.ndarray, round: int, clients: Sequence[int], noise_seed: int) -> list[float]:
+    def losses(
+        self, model: np.ndarray, round: int, clients: Sequence[int], noise_seed: int
+    ) -> list[float]:
         """What each of `clients` answers of the losses of `model` (float32 [d]) on all of its rows.
 
         With noise of `noise_seed`, where the selection asks for any.
@@ -260,15 +308,33 @@ class ClientActor(Process):
                 x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
                 with self.keyed(self.experiment.seed, round=round, client=client, step=3):
                     outputs = self.module(torch.from_numpy(x[0]).to(self.device))
-                each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none").double().cpu().numpy()
+                each = (
+                    sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none")
+                    .double()
+                    .cpu()
+                    .numpy()
+                )
                 found.append(selection.answer(each, noise_seed, round, client))
         return found
 
-    def _contributions(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, partial: Partial) -> Iterator[torch.Tensor]:
-        """The weighted, bounded, noised vectors (float64 [d]) of the lane's clients, in client order."""
+    def _contributions(
+        self,
+        parameters: torch.Tensor,
+        shared: torch.Tensor | None,
+        work: Work,
+        lane: Lane,
+        partial: Partial,
+    ) -> Iterator[torch.Tensor]:
+        """The weighted, bounded, noised vectors (float64 [d]) of the lane's clients, in client
+        order.
+        """
         bounding, local = self.experiment.bounding, self.experiment.local
         lr = local.learning_rate(work.round)
-        expected = self._expected_norms(parameters, shared, work, lane) if self.experiment.measure.repeats else {}
+        expected = (
+            self._expected_norms(parameters, shared, work, lane)
+            if self.experiment.measure.repeats
+            else {}
+        )
         for slot, delta, loss in self._updates(parameters, shared, work, lane, partial):
             client = int(lane.clients[slot])
             if self.own and self._sample is None and delta is not None:
@@ -278,52 +344,96 @@ class ClientActor(Process):
             norm = sent = float(torch.linalg.vector_norm(vector)) if delta is not None else math.nan
             if not math.isfinite(norm):  # the client's error: it counts as one that has not moved
                 if delta is not None:
-                    self._fault(client, f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data", partial)
+                    self._fault(
+                        client,
+                        f"its update has norm {norm} in round {work.round}; lower local.lr, or look at its data",
+                        partial,
+                    )
                 vector = self._sent(parameters, None, own, shared, lr)
                 norm, sent = math.nan, float(torch.linalg.vector_norm(vector))
-            with self.keyed(work.seed, round=work.round, client=client, draw=int(lane.draws[slot]), step=2):
+            with self.keyed(
+                work.seed, round=work.round, client=client, draw=int(lane.draws[slot]), step=2
+            ):
                 factor = bounding.factor(sent, work.bound)
             if work.bound is not None and not 0 <= factor * sent <= work.bound * (1 + 1e-12):
-                raise RunError(f"bounding.kind {bounding.kind} lets norm {sent:g} times factor {factor:g} pass its bound of {work.bound:g}")
+                raise RunError(
+                    f"bounding.kind {bounding.kind} lets norm {sent:g} times factor {factor:g} pass its bound of {work.bound:g}"
+                )
             vector *= factor * float(lane.weights[slot])
             if self.experiment.measure.bounding:
-                more = {"expected_norm": expected.get(slot, math.nan)} if self.experiment.measure.repeats else {}
+                more = (
+                    {"expected_norm": expected.get(slot, math.nan)}
+                    if self.experiment.measure.repeats
+                    else {}
+                )
                 self._measure(partial, vector, delta, work, more)
             if bounding.stateful:
                 partial.memory.append((own + bounding.beta * vector).float().cpu().numpy())
             if work.client_std > 0:
-                noise = client_noise(work.noise_seed, work.round, client, int(lane.draws[slot]), work.client_std, len(vector))
+                noise = client_noise(
+                    work.noise_seed,
+                    work.round,
+                    client,
+                    int(lane.draws[slot]),
+                    work.client_std,
+                    len(vector),
+                )
                 vector += torch.from_numpy(noise).to(self.device)
                 if self.experiment.measure.bounding:
-                    partial.measured.setdefault("noise_norm", []).append(float(np.linalg.norm(noise)))
+                    partial.measured.setdefault("noise_norm", []).append(
+                        float(np.linalg.norm(noise))
+                    )
             if local.stateful:
                 update = vector * lr if bounding.scaling == "gradient" else vector
-                partial.memory.append(local.next_own(own.double(), shared.double(), update, lr).float().cpu().numpy())
+                partial.memory.append(
+                    local.next_own(own.double(), shared.double(), update, lr).float().cpu().numpy()
+                )
             partial.clients.append(client)
             partial.norms.append(norm)
             partial.factors.append(factor)
             if bounding.sample_bound is None:
                 partial.clipped.append(float(factor < 1.0))
             else:
-                partial.clipped.append(float(self.clipped[slot]) if math.isfinite(norm) else math.nan)
+                partial.clipped.append(
+                    float(self.clipped[slot]) if math.isfinite(norm) else math.nan
+                )
             partial.losses.append(loss)
             yield vector
 
-    def _measure(self, partial: Partial, vector: torch.Tensor, delta: torch.Tensor | None, work: Work, more: dict[str, float]) -> None:
-        """Norm of the bounded `vector`, weight included; angle of the update to the last global one, in degrees (000 Figs 1, 2, 5-11)."""
+    def _measure(
+        self,
+        partial: Partial,
+        vector: torch.Tensor,
+        delta: torch.Tensor | None,
+        work: Work,
+        more: dict[str, float],
+    ) -> None:
+        """Norm of the bounded `vector`, weight included; angle of the update to the last global
+        one, in degrees (000 Figs 1, 2, 5-11).
+        """
         angle = math.nan
         if delta is not None and work.previous is not None:
             last = torch.tensor(work.previous, device=self.device)
-            length = float(torch.linalg.vector_norm(delta, dtype=torch.float64) * torch.linalg.vector_norm(last, dtype=torch.float64))
+            length = float(
+                torch.linalg.vector_norm(delta, dtype=torch.float64)
+                * torch.linalg.vector_norm(last, dtype=torch.float64)
+            )
             cosine = float(delta.double() @ last.double()) / length if length > 0 else math.nan
-            angle = math.degrees(math.acos(min(max(cosine, -1.0), 1.0))) if math.isfinite(cosine) else math.nan
+            angle = (
+                math.degrees(math.acos(min(max(cosine, -1.0), 1.0)))
+                if math.isfinite(cosine)
+                else math.nan
+            )
         values = {"bounded_norm": float(torch.linalg.vector_norm(vector)), "angle": angle, **more}
         for name, value in values.items():
             partial.measured.setdefault(name, []).append(value)
 
-    def _expected_norms(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane) -> dict[int, float]:
-        """Norm of the expectation of what each slot would send unbounded, ||E Delta_i|| for updates, from `measure.repeats` more trainings
-        with batches and noise of their own (000 Theorem 3.1).
+    def _expected_norms(
+        self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane
+    ) -> dict[int, float]:
+        """Norm of the expectation of what each slot would send unbounded, ||E Delta_i|| for
+        updates, from `measure.repeats` more trainings with batches and noise of their own (000
+        Theorem 3.1).
 
         The variance of the mean, as the repeats show it, is taken off its squared norm.
         """
@@ -335,7 +445,9 @@ class ClientActor(Process):
             again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
             try:
                 for slot, delta, _ in self._train(parameters, shared, work, again, members):
-                    sent = self._sent(parameters, delta, self._memory(lane, slot, len(parameters)), shared, lr)
+                    sent = self._sent(
+                        parameters, delta, self._memory(lane, slot, len(parameters)), shared, lr
+                    )
                     sums[slot] = sums.get(slot, 0.0) + sent
                     squares[slot] = squares.get(slot, 0.0) + float(sent @ sent)
             except RAISED:  # some client's, which is found and named when the lane is trained
@@ -361,14 +473,27 @@ class ClientActor(Process):
         if not self.experiment.stateful:
             return None
         stored = lane.memory.get(slot)
-        return torch.zeros(d, device=self.device) if stored is None else torch.tensor(stored, device=self.device)
+        return (
+            torch.zeros(d, device=self.device)
+            if stored is None
+            else torch.tensor(stored, device=self.device)
+        )
 
     def _sent(
-        self, parameters: torch.Tensor, delta: torch.Tensor | None, own: torch.Tensor | None, shared: torch.Tensor | None, lr: float
+        self,
+        parameters: torch.Tensor,
+        delta: torch.Tensor | None,
+        own: torch.Tensor | None,
+        shared: torch.Tensor | None,
+        lr: float,
     ) -> torch.Tensor:
         """What a client with this update would send unbounded, float64 [d]; None: it has not moved."""
         if delta is None:
-            delta = torch.zeros_like(parameters) if shared is None else self.experiment.local.unmoved(shared, lr)
+            delta = (
+                torch.zeros_like(parameters)
+                if shared is None
+                else self.experiment.local.unmoved(shared, lr)
+            )
         vector = delta.double()
         if self.experiment.bounding.sends == "model":
             vector += parameters
@@ -379,9 +504,16 @@ class ClientActor(Process):
         return vector
 
     def _updates(
-        self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, partial: Partial
+        self,
+        parameters: torch.Tensor,
+        shared: torch.Tensor | None,
+        work: Work,
+        lane: Lane,
+        partial: Partial,
     ) -> Iterator[tuple[int, torch.Tensor | None, float]]:
-        """(slot, update float32 [d], loss) in client order. A client that raises is found by training each alone."""
+        """(slot, update float32 [d], loss) in client order. A client that raises is found by
+        training each alone.
+        """
         members = self._members(lane)
         try:
             done = 0
@@ -390,25 +522,38 @@ class ClientActor(Process):
                 done = slot + 1
             return
         except RAISED:
-            failures = {slot: detail for slot in np.flatnonzero(members >= 0) if (detail := self._fails_alone(parameters, shared, work, lane, slot))}
+            failures = {
+                slot: detail
+                for slot in np.flatnonzero(members >= 0)
+                if (detail := self._fails_alone(parameters, shared, work, lane, slot))
+            }
             if not failures:
                 raise
         for slot, detail in failures.items():
             self._fault(int(members[slot]), detail, partial)
         survivors = members.copy()
         survivors[list(failures)] = -1
-        for slot, delta, loss in self._every_member(parameters, shared, work, lane, members, survivors):
+        for slot, delta, loss in self._every_member(
+            parameters, shared, work, lane, members, survivors
+        ):
             if slot >= done:
                 yield slot, delta, loss
 
-    def _every_member(self, parameters, shared, work, lane, members, survivors) -> Iterator[tuple[int, torch.Tensor | None, float]]:
+    def _every_member(
+        self, parameters, shared, work, lane, members, survivors
+    ) -> Iterator[tuple[int, torch.Tensor | None, float]]:
         """The survivors' updates, and None for those who failed, in client order."""
         pending = iter(self._train(parameters, shared, work, lane, survivors))
         for slot in np.flatnonzero(members >= 0):
             yield next(pending) if survivors[slot] >= 0 else (int(slot), None, math.nan)
 
     def _train(
-        self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, members: np.ndarray
+        self,
+        parameters: torch.Tensor,
+        shared: torch.Tensor | None,
+        work: Work,
+        lane: Lane,
+        members: np.ndarray,
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
         keyed = {"round": work.round, "clients": members, "draws": lane.draws}
         local, sizes = self.experiment.local, np.where(members < 0, 0, self.shards.sizes[members])
@@ -418,18 +563,40 @@ class ClientActor(Process):
         corrections = None
         if shared is not None:
             own = [self._memory(lane, slot, len(parameters)) for slot in range(len(members))]
-            corrections = torch.stack([self.experiment.local.correction(shared, each) for each in own])
+            corrections = torch.stack(
+                [self.experiment.local.correction(shared, each) for each in own]
+            )
         self.clipped = np.empty(len(members))
-        more = {"stds": lane.stds, "corrections": corrections, "drawn": (index, batch_sizes), "clipped": self.clipped}
+        more = {
+            "stds": lane.stds,
+            "corrections": corrections,
+            "drawn": (index, batch_sizes),
+            "clipped": self.clipped,
+        }
         present = np.flatnonzero(members >= 0).tolist()
         following = dict(pairwise(present))
         self.progress.at(members[present[0]] if present else -1)
         for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, **more):
             self.progress.at(members[following[slot]] if slot in following else -1)
             idle = shared is not None and not sizes[slot]
-            yield slot, self.experiment.local.unmoved(shared, self.experiment.local.learning_rate(work.round)) if idle else delta, loss
+            yield (
+                slot,
+                self.experiment.local.unmoved(
+                    shared, self.experiment.local.learning_rate(work.round)
+                )
+                if idle
+                else delta,
+                loss,
+            )
 
-    def _fails_alone(self, parameters: torch.Tensor, shared: torch.Tensor | None, work: Work, lane: Lane, slot: int) -> str | None:
+    def _fails_alone(
+        self,
+        parameters: torch.Tensor,
+        shared: torch.Tensor | None,
+        work: Work,
+        lane: Lane,
+        slot: int,
+    ) -> str | None:
         alone = replace(lane, slot=int(slot))
         try:
             for _ in self._train(parameters, shared, work, alone, self._members(alone)):
@@ -447,17 +614,27 @@ class ClientActor(Process):
 
 
 class Evaluator(Process):
-    """Loss and accuracy of a model on the test set, in an actor of its own so that it hides behind the next round."""
+    """Loss and accuracy of a model on the test set, in an actor of its own so that it hides behind
+    the next round.
+    """
 
     def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
-        self.batch, self.seed, self.own = experiment.evaluate.batch, experiment.seed, _own(experiment)
+        self.batch, self.seed, self.own = (
+            experiment.evaluate.batch,
+            experiment.seed,
+            _own(experiment),
+        )
         self.shards = Shards.open(shards)
-        self.module = models.build(experiment.model, self.shards.shape, self.shards.classes, experiment.seed).eval()
+        self.module = models.build(
+            experiment.model, self.shards.shape, self.shards.classes, experiment.seed
+        ).eval()
 
     @contained()
     def evaluate(self, model: np.ndarray) -> tuple[float, float | None]:
-        """(mean loss, share of samples classified right; None for a regression) over the whole test set."""
+        """(mean loss, share of samples classified right; None for a regression) over the whole test
+        set.
+        """
         models.load(self.module, torch.tensor(model))
         loss, right = 0.0, 0
         with torch.inference_mode():
@@ -467,4 +644,7 @@ class Evaluator(Process):
                 targets = torch.from_numpy(y)
                 loss += float(sample_loss(outputs, targets, "sum"))
                 right += int((outputs.argmax(1) == targets).sum())
-        return loss / self.shards.test_size, right / self.shards.test_size if self.shards.classes else None
+        return (
+            loss / self.shards.test_size,
+            right / self.shards.test_size if self.shards.classes else None,
+        )

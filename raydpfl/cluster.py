@@ -1,8 +1,11 @@
-"""The Ray that a run or a sweep works on: started here, or joined by address; watched while it is used, and gone afterwards.
+"""The Ray that a run or a sweep works on: started here, or joined by address; watched while it is
+used, and gone afterwards.
 
-Ray's own processes die with the one that started them, but not all of them and not soon; and a driver whose control store has died waits
-for a minute, to be aborted then. So every process of a Ray that was started here carries a mark, by which what is left of it is
-found (`raydpfl.reaper`), and a thread looks after the control store. A joined cluster is others' too: nothing there is touched.
+Ray's own processes die with the one that started them, but not all of them and not soon; and a
+driver whose control store has died waits for a minute, to be aborted then. So every process of a
+Ray that was started here carries a mark, by which what is left of it is found (`raydpfl.reaper`),
+and a thread looks after the control store. A joined cluster is others' too: nothing there is
+touched.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "SPT_NOENV": "1",  # a process that Ray gives a title keeps its environment readable, and the mark in it
+    # a process that Ray gives a title keeps its environment readable, and the mark in it
+    "SPT_NOENV": "1",
 }
 LOOK = 1.0  # seconds between two looks at the control store
 SILENCE = 5.0  # seconds without an answer, after which a joined cluster's control store is lost
-GRACE = 7.0  # seconds from there to the end of the process, where the main thread waits in Ray itself and does not hear of it
+# seconds from there to the end of the process, where the main thread waits in Ray itself and does
+# not hear of it
+GRACE = 7.0
 ANSWER = 5.0  # seconds that a control store has for its first word
 ENTRY = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
 # What a client of gRPC says first: the preface of HTTP/2, and an empty frame of settings.
@@ -39,8 +45,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 class Session:
     """A connection of this process to Ray, from its making to `close`.
 
-    `address` local starts a Ray of this process's own, whatever else runs here; any other joins that one. Raises `ConfigError` for a
-    cluster that cannot be joined or a process that is connected already, `RunError` for a Ray that does not start.
+    `address` local starts a Ray of this process's own, whatever else runs here; any other joins
+    that one. Raises `ConfigError` for a cluster that cannot be joined or a process that is
+    connected already, `RunError` for a Ray that does not start.
     """
 
     def __init__(self, address: str, **options: Any):
@@ -49,11 +56,14 @@ class Session:
         import ray
 
         if ray.is_initialized():
-            raise ConfigError("--address", address, "none: this process is connected to a Ray cluster already")
+            raise ConfigError(
+                "--address", address, "none: this process is connected to a Ray cluster already"
+            )
         self.lost: str | None = None  # why it cannot be used any more
         self.coordinator: int | None = None  # the process of one on this node, once there is one
         self._ended = threading.Event()
-        self._own: list[psutil.Process] = []  # without which there is no Ray: its control store and its raylet
+        # without which there is no Ray: its control store and its raylet
+        self._own: list[psutil.Process] = []
         self._mark, self._reaper = None, None
         if address == "local":
             self._start(options)
@@ -65,14 +75,22 @@ class Session:
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         command = [sys.executable, "-P", reaper.__file__, self._mark]
         # In a session of its own, where no Ctrl-C of a terminal reaches it.
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         self._reaper = subprocess.Popen(command, start_new_session=True, **pipes)
         os.environ[reaper.MARK] = self._mark
         try:
             _init("local", options)
             names = ("gcs_server", "raylet")
             children = psutil.Process().children()
-            self._own = [each for each in children if each.name() in names and each in reaper.marked(self._mark)]
+            self._own = [
+                each
+                for each in children
+                if each.name() in names and each in reaper.marked(self._mark)
+            ]
         except BaseException as error:
             self.close()
             if isinstance(error, Exception):
@@ -127,14 +145,19 @@ class Session:
                 break
         else:
             return
-        what = "Ray's control store or raylet has died" if self._own else "the cluster's control store does not answer"
+        what = (
+            "Ray's control store or raylet has died"
+            if self._own
+            else "the cluster's control store does not answer"
+        )
         if self.coordinator and not psutil.pid_exists(self.coordinator):
             what = f"the coordinator died: {what}"
         self.lost = f"{what}; go on with --resume"
         if self._mark:
             reaper.reap(self._mark)
         if not self._ended.wait(GRACE):
-            shown = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden the cursor
+            # a progress bar has hidden the cursor
+            shown = "\x1b[?25h" if sys.stderr.isatty() else ""
             os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())
             os._exit(1)
 
@@ -174,7 +197,9 @@ def _place(address: str) -> tuple[str, int] | None:
 
 
 def _greet(host: str, port: int) -> None:
-    """Raises OSError unless a server of gRPC answers there; Ray itself would try for minutes, whoever holds the port."""
+    """Raises OSError unless a server of gRPC answers there; Ray itself would try for minutes,
+    whoever holds the port.
+    """
     with socket.create_connection((host, port), timeout=ANSWER) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
@@ -182,9 +207,13 @@ def _greet(host: str, port: int) -> None:
         try:
             answer = connection.recv(9)
         except TimeoutError:
-            raise OSError(f"{host}:{port} takes connections but says nothing for {ANSWER:g} s; is it stopped?") from None
+            raise OSError(
+                f"{host}:{port} takes connections but says nothing for {ANSWER:g} s; is it stopped?"
+            ) from None
         if len(answer) < 4 or answer[3] != 4:  # the first frame is of settings
-            raise OSError(f"what listens at {host}:{port} is no control store of Ray (its port is 6379 unless another was given)")
+            raise OSError(
+                f"what listens at {host}:{port} is no control store of Ray (its port is 6379 unless another was given)"
+            )
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -9,8 +9,9 @@
 >>> experiment.local.lr, experiment.noise.kind
 (0.05, 'none')
 
-A section with a `kind` is one choice of a family and is checked by that member alone; the rest is checked here. What
-depends on the data or on the machine is checked by `raydpfl.plan` and `raydpfl.placement`, still before anything starts.
+A section with a `kind` is one choice of a family and is checked by that member alone; the rest is
+checked here. What depends on the data or on the machine is checked by `raydpfl.plan` and
+`raydpfl.placement`, still before anything starts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from raydpfl.privacy.accountants import ACCOUNTANTS
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
 
 
 def whole(value: Any) -> Any:
@@ -57,9 +60,12 @@ Whole = Annotated[StrictInt, BeforeValidator(whole)]
 class Privacy(Section):
     """Who accounts, under which neighbouring relation, and how much may be spent."""
 
-    accountants: tuple[Literal[ASKED], ...] = ("pld", "rdp", "paper")  # the first rigorous one calibrates the noise
-    relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"  # auto: add_remove for Poisson, else replace_one
-    budget: float | None = Field(default=None, gt=0)  # epsilon that the run stops short of exceeding
+    # the first rigorous one calibrates the noise
+    accountants: tuple[Literal[ASKED], ...] = ("pld", "rdp", "paper")
+    # auto: add_remove for Poisson, else replace_one
+    relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"
+    # epsilon that the run stops short of exceeding
+    budget: float | None = Field(default=None, gt=0)
 
     @field_validator("accountants", mode="before")
     @classmethod
@@ -82,10 +88,13 @@ class Client(Section):
     num_gpus: float = Field(default=0, ge=0)
     lane: Whole | Literal["auto"] = "auto"  # clients trained at once; the bits depend on it
     way: Literal["auto", "sample_space", "fused", "layerwise", "vmap", "loop", "noop"] = "auto"
-    # Seconds that an actor has for its share of a round, before it is replaced; auto: see `raydpfl.placement.Patience`.
+    # Seconds that an actor has for its share of a round, before it is replaced; auto: see
+    # `raydpfl.placement.Patience`.
     # Without actors nobody could take over: a number then ends the run, and auto waits.
     timeout: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    on_error: Literal["fail", "drop"] = "fail"  # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is), and its noise
+    # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is),
+    # and its noise
+    on_error: Literal["fail", "drop"] = "fail"
 
     @field_validator("actors", "lane", mode="after")
     @classmethod
@@ -102,13 +111,18 @@ class Evaluate(Section):
 
 
 class Measure(Section):
-    """What a run records beyond its rounds; all of it is off by default, as each costs more than 2 % of some round."""
+    """What a run records beyond its rounds; all of it is off by default, as each costs more than 2
+    % of some round.
+    """
 
     clients: bool = False  # a row per client and round in clients.parquet
-    bounding: bool = False  # signal to noise, angles to the last global update, the sums of clipping's bias (000, 001)
-    repeats: int = Field(default=0, ge=0)  # trainings more per client, for its expected update in those sums (000 Theorem 3.1)
+    # signal to noise, angles to the last global update, the sums of clipping's bias (000, 001)
+    bounding: bool = False
+    # trainings more per client, for its expected update in those sums (000 Theorem 3.1)
+    repeats: int = Field(default=0, ge=0)
     trajectory: bool = False  # the model after every round, in trajectory.bin
-    heterogeneity: bool = False  # Gamma_s, Gamma_n (002) and f_i(w*) - f_i* (001), computed after the last round
+    # Gamma_s, Gamma_n (002) and f_i(w*) - f_i* (001), computed after the last round
+    heterogeneity: bool = False
     tensorboard: bool = True
 
     @field_validator("repeats", mode="after")
@@ -135,7 +149,9 @@ KINDS: dict[str, dict] = {  # of every section that is a choice, those within ot
 
 
 class Experiment(Section):
-    """Everything that decides a run's bits, and how it is carried out. See `raydpfl show` for all keys with their defaults."""
+    """Everything that decides a run's bits, and how it is carried out. See `raydpfl show` for all
+    keys with their defaults.
+    """
 
     seed: Annotated[int, BeforeValidator(whole)] = Field(default=0, ge=0, lt=1 << 64)
     rounds: int = Field(default=100, ge=1, le=10**9)
@@ -248,7 +264,9 @@ class Experiment(Section):
 
     @property
     def stateful(self) -> Member | None:
-        """The member by which clients keep something from one of their rounds to the next; at most one does."""
+        """The member by which clients keep something from one of their rounds to the next; at most
+        one does.
+        """
         return next((member for member in (self.local, self.bounding) if member.stateful), None)
 
     @property
@@ -263,50 +281,114 @@ class Experiment(Section):
         """What no single section can refuse."""
         size = self.noise.model_dump(exclude_none=True)
         if self.private and not isinstance(self.noise, noise.Gaussian):
-            raise ConfigError("noise.kind", self.noise.kind, "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise")
+            raise ConfigError(
+                "noise.kind",
+                self.noise.kind,
+                "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise",
+            )
         if self.stateful and self.private and self.selection.own_coins and self.local.stateful:
-            raise ConfigError("selection.kind", self.selection.kind, f"one with cohorts of known size: the server of {self.local.kind} divides by it")
+            raise ConfigError(
+                "selection.kind",
+                self.selection.kind,
+                f"one with cohorts of known size: the server of {self.local.kind} divides by it",
+            )
         by_sample = self.bounding.sample_bound is not None
         if self.private and self.bounding.initial_bound is None and not by_sample:
-            raise ConfigError("noise.kind", self.noise.kind, "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound")
+            raise ConfigError(
+                "noise.kind",
+                self.noise.kind,
+                "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound",
+            )
         if self.private and by_sample != (self.noise.placement == "step"):
-            accepted = "step, with per_sample_clip" if by_sample else "client or server; noise at local steps needs bounding.kind per_sample_clip"
+            accepted = (
+                "step, with per_sample_clip"
+                if by_sample
+                else "client or server; noise at local steps needs bounding.kind per_sample_clip"
+            )
             raise ConfigError("noise.placement", self.noise.placement, accepted)
         if self.noise.placement == "step":
             self._steps(size)
         elif isinstance(size.get("epsilon"), dict):
-            raise ConfigError("noise.epsilon", size["epsilon"], "a number; budgets of clients' own need placement step, and bounding.kind per_sample_clip")
+            raise ConfigError(
+                "noise.epsilon",
+                size["epsilon"],
+                "a number; budgets of clients' own need placement step, and bounding.kind per_sample_clip",
+            )
         if "std" in size and self.bounding.adaptive:
-            raise ConfigError("noise.std", size["std"], "with an adaptive bound the noise moves with it; give noise.multiplier or noise.epsilon")
+            raise ConfigError(
+                "noise.std",
+                size["std"],
+                "with an adaptive bound the noise moves with it; give noise.multiplier or noise.epsilon",
+            )
         if "epsilon" in size and not self.privacy.accountants:
-            raise ConfigError("privacy.accountants", [], "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp")
+            raise ConfigError(
+                "privacy.accountants",
+                [],
+                "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp",
+            )
         if self.privacy.budget is not None and not (self.private and self.privacy.accountants):
-            raise ConfigError("privacy.budget", self.privacy.budget, "a budget needs noise and an accountant; this run spends without bound")
+            raise ConfigError(
+                "privacy.budget",
+                self.privacy.budget,
+                "a budget needs noise and an accountant; this run spends without bound",
+            )
         if self.bounding.sends == "model" and not isinstance(self.weights, server.UniformWeights):
-            raise ConfigError("weights.kind", self.weights.kind, "uniform with model_clip: the new model is the mean of those sent")
+            raise ConfigError(
+                "weights.kind",
+                self.weights.kind,
+                "uniform with model_clip: the new model is the mean of those sent",
+            )
         if self.local.stateful and self.bounding.stateful:
-            raise ConfigError("bounding.kind", self.bounding.kind, f"a bounding without memory beside local.kind {self.local.kind}, which has one")
+            raise ConfigError(
+                "bounding.kind",
+                self.bounding.kind,
+                f"a bounding without memory beside local.kind {self.local.kind}, which has one",
+            )
         if self.stateful and not isinstance(self.weights, server.UniformWeights):
-            raise ConfigError("weights.kind", self.weights.kind, f"uniform, as {self.stateful.kind} keeps the plain mean over all clients")
+            raise ConfigError(
+                "weights.kind",
+                self.weights.kind,
+                f"uniform, as {self.stateful.kind} keeps the plain mean over all clients",
+            )
         if self.local.stateful and self.noise.placement == "server":
             accepted = f"client or step with local.kind {self.local.kind}: noise that no client's variate holds would add up in the server's, round after round"
             raise ConfigError("noise.placement", "server", accepted)
         if self.local.stateful and self.bounding.sends == "model":
-            raise ConfigError("bounding.kind", self.bounding.kind, f"one that sends updates, for local.kind {self.local.kind}")
+            raise ConfigError(
+                "bounding.kind",
+                self.bounding.kind,
+                f"one that sends updates, for local.kind {self.local.kind}",
+            )
 
     def _steps(self, size: dict) -> None:
         """What noise at local steps refuses beside."""
         if self.client.on_error == "drop":
-            raise ConfigError("client.on_error", "drop", "fail, with noise at local steps: a client that failed would send no noise, and be known by it")
+            raise ConfigError(
+                "client.on_error",
+                "drop",
+                "fail, with noise at local steps: a client that failed would send no noise, and be known by it",
+            )
         if isinstance(getattr(self.data, "partition", None), data.PARTITIONS["overlapping"]):
             accepted = "one that gives a sample to a single client, with noise at local steps, which protects samples"
             raise ConfigError("data.partition.kind", "overlapping", accepted)
         if "v" in self.noise.model_fields_set and self.noise.v != 4.0:
-            raise ConfigError("noise.v", self.noise.v, "none with placement step, whose formulas have no such constant")
+            raise ConfigError(
+                "noise.v",
+                self.noise.v,
+                "none with placement step, whose formulas have no such constant",
+            )
         if size.get("virtual_cohort"):
-            raise ConfigError("noise.virtual_cohort", size["virtual_cohort"], "none with placement step: each client's noise is its own")
+            raise ConfigError(
+                "noise.virtual_cohort",
+                size["virtual_cohort"],
+                "none with placement step: each client's noise is its own",
+            )
         if self.privacy.relation not in ("auto", "replace_one"):
-            raise ConfigError("privacy.relation", self.privacy.relation, "replace_one (of a sample), for noise at local steps")
+            raise ConfigError(
+                "privacy.relation",
+                self.privacy.relation,
+                "replace_one (of a sample), for noise at local steps",
+            )
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -386,7 +468,8 @@ def parse_yaml(text: str) -> Any:
         values = yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError(_TOO_DEEP) from None
-    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # as of a date or a number that is none
+    # as of a date or a number that is none
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:
         raise yaml.YAMLError(str(error)) from None
     left, most = [(values, 0)], max(len(text), 10_000)
     while left:
@@ -413,7 +496,8 @@ def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict
     if not isinstance(values, Mapping):
         raise ConfigError("config", values, "a mapping of sections")
     tree = copy.deepcopy(dict(values))
-    for override in sorted(overrides, key=lambda text: ".kind=" not in text):  # kinds first: they decide which keys there are
+    # kinds first: they decide which keys there are
+    for override in sorted(overrides, key=lambda text: ".kind=" not in text):
         _override(tree, override)
     return tree
 
@@ -434,7 +518,9 @@ def _override(tree: dict[str, Any], override: str) -> None:
             del node[name]
         node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
         if not isinstance(node, dict):
-            raise ConfigError(path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys")
+            raise ConfigError(
+                path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys"
+            )
     if key == "kind" and isinstance(value, str) and node.get("kind") != value:
         _keep_known(node, ".".join(sections), value)
     node[key] = value
@@ -502,8 +588,10 @@ def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:
         found = load(kind, f"{section}.kind")
         if section == "model" and not (isinstance(found, type) and issubclass(found, Member)):
             found = models.Module
-    if isinstance(found, type) and issubclass(found, Member):  # of an unknown kind all keys stay, and the kind is what is complained of
+    # of an unknown kind all keys stay, and the kind is what is complained of
+    if isinstance(found, type) and issubclass(found, Member):
         for name, value in [*node.items()]:
             field = found.model_fields.get(name)
-            if field is None or (value is None and field.default is not None):  # null says nothing where the new one has something
+            # null says nothing where the new one has something
+            if field is None or (value is None and field.default is not None):
                 del node[name]

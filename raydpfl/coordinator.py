@@ -1,8 +1,9 @@
 """The coordinator: one private federated run, round by round.
 
-A round, as `Coordinator.round` reads: account for it (the ledger first: spending is on disk before anything is released),
-select the cohort, broadcast the model and take up the exact sum of what the clients send, step the server, measure,
-record. On hardware of one kind the model after round t is a function of (experiment, seed, t) alone.
+A round, as `Coordinator.round` reads: account for it (the ledger first: spending is on disk before
+anything is released), select the cohort, broadcast the model and take up the exact sum of what the
+clients send, step the server, measure, record. On hardware of one kind the model after round t is a
+function of (experiment, seed, t) alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from raydpfl.heterogeneity import Heterogeneity
 from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, Ledger, LocalSteps, Mechanism, check_budget, column, holding, rigorous
+from raydpfl.privacy import (
+    Guarantee,
+    Ledger,
+    LocalSteps,
+    Mechanism,
+    check_budget,
+    column,
+    holding,
+    rigorous,
+)
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness, fingerprint
@@ -49,18 +59,28 @@ from raydpfl.tracking import (
 
 log = logging.getLogger("raydpfl")
 
-ANEW = "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
+ANEW = (
+    "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
+)
 
 
 class Coordinator:
-    """Runs the rounds of a plan in the directory `out`. `actors`: 0 inline, or how many client actors to start.
+    """Runs the rounds of a plan in the directory `out`. `actors`: 0 inline, or how many client
+    actors to start.
 
-    With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is none. With `anew` it goes on
-    under fresh noise, so that code, versions and processor may be others than those it began with.
+    With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is
+    none. With `anew` it goes on under fresh noise, so that code, versions and processor may be
+    others than those it began with.
     """
 
     def __init__(
-        self, plan: Plan, out: str, actors: int, resume: bool = False, path: tuple[str, ...] = (), anew: bool = False
+        self,
+        plan: Plan,
+        out: str,
+        actors: int,
+        resume: bool = False,
+        path: tuple[str, ...] = (),
+        anew: bool = False,
     ):
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self.plan, self.experiment, self.out = plan, plan.experiment, Path(out)
@@ -68,11 +88,16 @@ class Coordinator:
         self._heterogeneity: Heterogeneity | None = None
 
     def start(self) -> None:
-        """Takes up the run where it stands and starts its clients. Raises `RunError` for a run directory that contradicts itself."""
+        """Takes up the run where it stands and starts its clients. Raises `RunError` for a run
+        directory that contradicts itself.
+        """
         shards = str(self.plan.shards)
         self.shards = Shards.open(self.plan.shards)
         self.ledger = Ledger(self.out / "ledger.jsonl", resume=self._resume)
-        self.table, self.client_table = Table(self.out / "rounds.parquet"), Table(self.out / "clients.parquet")
+        self.table, self.client_table = (
+            Table(self.out / "rounds.parquet"),
+            Table(self.out / "clients.parquet"),
+        )
         checkpoint = None
         if self._resume:
             checkpoint = load(self.out / "checkpoints", self._flaw, self._most())
@@ -80,15 +105,19 @@ class Coordinator:
         self.plan = plan = self.plan.continued(self.ledger.segments, anew)
         noise, seed, d = self.experiment.noise, plan.noise_seed, plan.d
         self.noise_seed = seed
-        self._noise = lambda t, std: server_noise(seed, t, std, d)  # without self: a cycle would keep its files open
+        # without self: a cycle would keep its files open
+        self._noise = lambda t, std: server_noise(seed, t, std, d)
         if isinstance(noise, BandedGaussian):
             self._noise = Correlated(seed, noise.coefficients, d).draw
-        draws = plan.draws(self.experiment.rounds) if isinstance(plan.mechanism, LocalSteps) else None
+        draws = (
+            plan.draws(self.experiment.rounds) if isinstance(plan.mechanism, LocalSteps) else None
+        )
         self.curves = plan.curves(draws)
         self._begin(checkpoint)
         self.dropped = Dropped(self.out / "dropped.jsonl", self.next)
         self.witness = self._witness(draws)
-        if self._anew or not self.next:  # what the bits depend on, on disk before anything is released
+        # what the bits depend on, on disk before anything is released
+        if self._anew or not self.next:
             self._snapshot()
         self.trajectory = None
         if self.experiment.measure.trajectory:
@@ -96,7 +125,8 @@ class Coordinator:
             self.trajectory.write(self.next, self.model)
         per_client = self.experiment.client.actors == "per-client"
         capability = origin.of_capability(plan.platform)
-        origin.check_node(platform.node(), capability)  # which may be a worker of Ray's, under other settings than the run's
+        # which may be a worker of Ray's, under other settings than the run's
+        origin.check_node(platform.node(), capability)
         if self._actors:
             self.pool = Actors(self.experiment, shards, self._actors, per_client, capability)
         else:
@@ -105,7 +135,9 @@ class Coordinator:
         self._pace, self._client_rss, self._snr = Pace(), 0.0, None
 
     def started(self) -> tuple[int, list[str]]:
-        """As `start`; the id of this process, and what that warned of, which the log of an actor would keep to itself."""
+        """As `start`; the id of this process, and what that warned of, which the log of an actor
+        would keep to itself.
+        """
         heard: list[str] = []
         listener = logging.Handler(logging.WARNING)
         listener.emit = lambda record: heard.append(record.getMessage())
@@ -121,20 +153,30 @@ class Coordinator:
         if checkpoint:
             self.next, self.model, self.bound = checkpoint.round, checkpoint.model, checkpoint.bound
             self.state, self.remembered = checkpoint.server, checkpoint.kept
-            self.seconds, self.participations = checkpoint.seconds, Counter(dict(checkpoint.participations.tolist()))
+            self.seconds, self.participations = (
+                checkpoint.seconds,
+                Counter(dict(checkpoint.participations.tolist())),
+            )
             self.memory = dict(zip(checkpoint.members.tolist(), checkpoint.memory, strict=True))
             self._same_origin(checkpoint.origin)
             if self.plan.mechanism and self.ledger.spent().rounds < self.next:
-                raise RunError(f"the ledger has {self.ledger.spent().rounds} rounds and the checkpoint {self.next}: what this run has spent is unknown")
+                raise RunError(
+                    f"the ledger has {self.ledger.spent().rounds} rounds and the checkpoint {self.next}: what this run has spent is unknown"
+                )
             self._verify_ledger()
             for name, table in self._tables().items():
                 table.resume(checkpoint.tables[name])
             return
         self.next, self.model = 0, models.flatten(self._module()).numpy()
-        self.state, self.bound = experiment.server.start(self.plan.d), experiment.bounding.initial_bound
-        self.remembered: dict[str, np.ndarray] = {}  # the server's part of what clients remember, and the last update where it is measured
+        self.state, self.bound = (
+            experiment.server.start(self.plan.d),
+            experiment.bounding.initial_bound,
+        )
+        # the server's part of what clients remember, and the last update where it is measured
+        self.remembered: dict[str, np.ndarray] = {}
         self.seconds, self.participations = 0.0, Counter()
-        self.memory: dict[int, np.ndarray] = {}  # what clients keep from one of their rounds to the next, float32 [d] each
+        # what clients keep from one of their rounds to the next, float32 [d] each
+        self.memory: dict[int, np.ndarray] = {}
         if experiment.stateful:
             self.remembered["shared"] = np.zeros(self.plan.d)
 
@@ -154,7 +196,9 @@ class Coordinator:
         return (1 << 22) + d * (4 + 8 * arrays + 4 * remembered) + 24 * clients + rows
 
     def _flaw(self, found: Checkpoint) -> str | None:
-        """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table makes its reader raise."""
+        """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table
+        makes its reader raise.
+        """
         for name, table in self._tables().items():
             table.resume(found.tables[name], found.round if name == "rounds" else None)
         rows, self.table.rows, self.client_table.rows = self.table.rows, [], []
@@ -172,21 +216,29 @@ class Coordinator:
         now = self.plan.origin()
         if self._anew:  # the same mechanism on the same data, by whatever code
             kept = ("experiment", "data", "clients", "cohorts", "mechanism")
-            stored, now = ({name: facts[name] for name in kept if name in facts} for facts in (stored, now))
+            stored, now = (
+                {name: facts[name] for name in kept if name in facts} for facts in (stored, now)
+            )
         changed = origin.differences(stored, now)
         if changed and self._anew:
             raise RunError(f"the run cannot go on, as it would be another: {changed}")
         if changed:
-            raise RunError(f"the run cannot go on as it began, as its bits would differ: {changed}; {ANEW}")
+            raise RunError(
+                f"the run cannot go on as it began, as its bits would differ: {changed}; {ANEW}"
+            )
 
     def _verify_ledger(self) -> None:
-        """Raises `RunError` unless the rounds that the checkpoint counts on are recorded as this plan releases them."""
+        """Raises `RunError` unless the rounds that the checkpoint counts on are recorded as this
+        plan releases them.
+        """
         for entry in self.ledger.entries:
             t, bound = entry["round"], self.bound
             if self.experiment.bounding.adaptive and not (t == self.next and self._present(entry)):
                 bound = entry.get("bound")  # known of the coming round alone
                 if not (isinstance(bound, float) and 0 < bound < math.inf):
-                    raise RunError(f"the ledger has bound {bound} for round {t}: what this run has spent is unknown")
+                    raise RunError(
+                        f"the ledger has bound {bound} for round {t}: what this run has spent is unknown"
+                    )
             planned = self._release(bound, self._present(entry))
             stored = {name: entry.get(name) for name in planned}
             if stored != planned:
@@ -196,11 +248,15 @@ class Coordinator:
                 raise RunError(f"the ledger has {what}: what this run has spent is unknown{way}")
 
     def _present(self, entry: dict) -> bool:
-        """Whether a line of the ledger is of the segment that goes on, under the present key of the noise."""
+        """Whether a line of the ledger is of the segment that goes on, under the present key of the
+        noise.
+        """
         return entry.get("again", 0) == self.plan.again
 
     def _witness(self, draws: list[np.ndarray] | None) -> Witness:
-        """What looks at every draw; `draws`: those of all releases, where the accountants counted these."""
+        """What looks at every draw; `draws`: those of all releases, where the accountants counted
+        these.
+        """
         plan, noise, selection = self.plan, self.experiment.noise, self.experiment.selection
         least = plan.survivors if plan.ratio and noise.placement == "client" else 0
         exposures = plan.exposures + max(plan.repeated, 0)
@@ -220,7 +276,9 @@ class Coordinator:
         return witness
 
     def _module(self) -> torch.nn.Module:
-        return models.build(self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed)
+        return models.build(
+            self.experiment.model, self.shards.shape, self.shards.classes, self.experiment.seed
+        )
 
     def round(self) -> list[dict]:
         """Does the next round and returns the rows of the rounds table that are now complete."""
@@ -232,7 +290,9 @@ class Coordinator:
         total, partials = self.collect(t, cohort)
         clock.lap("collect")
         update = self.aggregate(t, cohort, self.release(t, total))
-        self.model = self.experiment.server.step(self.model.astype(np.float64), update, self.state, t)
+        self.model = self.experiment.server.step(
+            self.model.astype(np.float64), update, self.state, t
+        )
         clock.lap("server")
         row = self.measure(t, cohort, partials, update)
         self.bound = self.next_bound(t, cohort, partials)
@@ -241,8 +301,14 @@ class Coordinator:
         return self.record(row, clock)
 
     def select(self, t: int) -> Cohort:
-        """The cohort of the round; where the largest losses are wanted, clients are asked for them first."""
-        selection, seed, population = self.experiment.selection, self.plan.cohort_seed(), self.plan.population
+        """The cohort of the round; where the largest losses are wanted, clients are asked for them
+        first.
+        """
+        selection, seed, population = (
+            self.experiment.selection,
+            self.plan.cohort_seed(),
+            self.plan.population,
+        )
         candidates = None
         if selection.needs_losses:
             candidates = selection.candidates(seed, t, population)
@@ -255,16 +321,22 @@ class Coordinator:
         return cohort
 
     def account(self, t: int) -> None:
-        """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may not spend that."""
+        """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may
+        not spend that.
+        """
         spent = {name: float(curve[t]) for name, curve in self.curves.items()}
         if self.experiment.privacy.budget is not None:
             least = min(self.plan.rigorous, key=spent.__getitem__)
             check_budget(t, spent, {least: self.experiment.privacy.budget})
         if self.plan.mechanism:
-            self.ledger.record(round=t, again=self.plan.again, epsilon=spent, **self._release(self.bound))
+            self.ledger.record(
+                round=t, again=self.plan.again, epsilon=spent, **self._release(self.bound)
+            )
 
     def _release(self, bound: float | None, present: bool = True) -> dict[str, Any]:
-        """What the ledger says of a round's release, besides its number; the key of its noise where that is the `present` one."""
+        """What the ledger says of a round's release, besides its number; the key of its noise where
+        that is the `present` one.
+        """
         plan = self.plan
         release = {"mechanism": plan.mechanism.digest(), "bound": bound, "std": plan.sum_std(bound)}
         release["count_std"] = plan.count_std
@@ -277,23 +349,40 @@ class Coordinator:
         return release
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[Partial]]:
-        """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each actor's account of them."""
-        clients, shared = cohort.clients, self.remembered.get("shared") if self.experiment.local.stateful else None
+        """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
+        actor's account of them.
+        """
+        clients, shared = (
+            cohort.clients,
+            self.remembered.get("shared") if self.experiment.local.stateful else None,
+        )
         sizes = self.experiment.local.rows_used(self.plan.population.sizes[clients])
-        cut = lanes(cohort, self.plan.weights(clients), sizes, self.experiment.client.lane, self.plan.step_stds(clients))
+        cut = lanes(
+            cohort,
+            self.plan.weights(clients),
+            sizes,
+            self.experiment.client.lane,
+            self.plan.step_stds(clients),
+        )
         cut = [replace(lane, memory=self._remembered(lane)) for lane in cut] if self.memory else cut
-        broadcast = self.model if shared is None else np.stack([self.model, shared.astype(np.float32)])
+        broadcast = (
+            self.model if shared is None else np.stack([self.model, shared.astype(np.float32)])
+        )
         shares = self.pool.shares(cut)
         std, bound = self.plan.client_std(self.bound), self.bound
         reach = grid(len(cohort), None if bound is None else bound * self.plan.weight, std)
-        work = Work(t, self.plan.seed, self.noise_seed, bound, std, reach, self.remembered.get("previous"))
-        partials: list[Partial] = [None] * len(shares)  # by share: nothing depends on the order of arrival
+        work = Work(
+            t, self.plan.seed, self.noise_seed, bound, std, reach, self.remembered.get("previous")
+        )
+        # by share: nothing depends on the order of arrival
+        partials: list[Partial] = [None] * len(shares)
         total = np.zeros(self.plan.d)
         for index, partial in self.pool.run(broadcast, work, shares):
             partials[index] = partial
             if not self.pool.per_client:
                 total += partial.total
-        if self.pool.per_client:  # one client each: the lanes' sums are formed here, in client order
+        # one client each: the lanes' sums are formed here, in client order
+        if self.pool.per_client:
             for start in range(0, len(shares), self.experiment.client.lane):
                 lane = np.zeros(self.plan.d)
                 for partial in partials[start : start + self.experiment.client.lane]:
@@ -303,43 +392,69 @@ class Coordinator:
         return total, partials
 
     def _remembered(self, lane: Lane) -> dict[int, np.ndarray]:
-        return {slot: self.memory[client] for slot, client in enumerate(lane.clients.tolist()) if client in self.memory}
+        return {
+            slot: self.memory[client]
+            for slot, client in enumerate(lane.clients.tolist())
+            if client in self.memory
+        }
 
     def _remember(self, partials: list[Partial]) -> None:
-        """Keeps what the clients will know in their next round; for one that was drawn several times, all its changes add up."""
+        """Keeps what the clients will know in their next round; for one that was drawn several
+        times, all its changes add up.
+        """
         kept: dict[int, list[np.ndarray]] = {}
         for partial in partials:
-            for client, memory in zip(partial.clients, partial.memory, strict=False):  # no memory at all, where clients keep none
+            # no memory at all, where clients keep none
+            for client, memory in zip(partial.clients, partial.memory, strict=False):
                 kept.setdefault(client, []).append(memory)
         for client, each in kept.items():
             own = self.memory.get(client, np.float32(0.0))
-            self.memory[client] = each[0] if len(each) == 1 else (np.sum(each, axis=0, dtype=np.float64) - (len(each) - 1) * np.float64(own)).astype(np.float32)
+            self.memory[client] = (
+                each[0]
+                if len(each) == 1
+                else (
+                    np.sum(each, axis=0, dtype=np.float64) - (len(each) - 1) * np.float64(own)
+                ).astype(np.float32)
+            )
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        """The sum of the contributions as it is released, float64 [d]: with the server's noise, where the server draws any."""
+        """The sum of the contributions as it is released, float64 [d]: with the server's noise,
+        where the server draws any.
+        """
         if self.experiment.noise.placement != "server" or not self.plan.ratio:
             return total
         noise = self._noise(t, self.plan.sum_std(self.bound))
-        self._snr = float(np.linalg.norm(total) / np.linalg.norm(noise)) if self.experiment.measure.bounding else None
+        self._snr = (
+            float(np.linalg.norm(total) / np.linalg.norm(noise))
+            if self.experiment.measure.bounding
+            else None
+        )
         return total + noise
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""
         experiment, lr = self.experiment, self.experiment.local.learning_rate(t)
         mean = total / self.plan.divisor
-        if experiment.bounding.stateful:  # the mean of what all clients remember, followed by what was sent of it
-            self.remembered["shared"] += experiment.bounding.beta / len(self.plan.population) * total
+        # the mean of what all clients remember, followed by what was sent of it
+        if experiment.bounding.stateful:
+            self.remembered["shared"] += (
+                experiment.bounding.beta / len(self.plan.population) * total
+            )
             mean = self.remembered["shared"]
         if experiment.bounding.sends == "model":
             return mean - self.model
         mean = mean * lr if experiment.bounding.scaling == "gradient" else mean
         if experiment.local.stateful and len(cohort):
             share = len(cohort) / len(self.plan.population)
-            self.remembered["shared"] = experiment.local.next_shared(self.remembered["shared"], mean * (self.plan.divisor / len(cohort)), lr, share)
+            self.remembered["shared"] = experiment.local.next_shared(
+                self.remembered["shared"], mean * (self.plan.divisor / len(cohort)), lr, share
+            )
         return mean
 
     def next_bound(self, t: int, cohort: Cohort, partials: list[Partial]) -> float | None:
-        """The bound of the coming round; an adaptive one moves by the noised share of clients below the present one."""
+        """The bound of the coming round; an adaptive one moves by the noised share of clients below
+        the present one.
+        """
         if not self.experiment.bounding.adaptive:
             return self.bound
         seed, std = self.noise_seed, self.plan.count_std
@@ -350,53 +465,97 @@ class Coordinator:
         if not r:
             return self.bound
         norms = [norm for partial in partials for norm in partial.norms]
-        # Each client gives its indicator minus 1/2; a client that failed has a NaN norm and gives 0.
+        # Each client gives its indicator minus 1/2; a client that failed has a NaN norm and gives
+        # 0.
         count = sum(0.5 if norm <= self.bound else -0.5 for norm in norms if np.isfinite(norm))
         if self.experiment.noise.placement == "server":
             count += query_noise(seed, t, std)
         elif std:  # in client order, whoever trained them
             drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
-            count += sum(query_noise(seed, t, std / math.sqrt(self.plan.survivors), client, draw) for client, draw in drawn)
+            count += sum(
+                query_noise(seed, t, std / math.sqrt(self.plan.survivors), client, draw)
+                for client, draw in drawn
+            )
         bound = self.experiment.bounding.next_bound(self.bound, min(max(count / r + 0.5, 0.0), 1.0))
         if not 0 < bound <= 1e15:
-            raise RunError(f"the adaptive bound left its range ({bound:g} after round {t}); lower bounding.lr")
+            raise RunError(
+                f"the adaptive bound left its range ({bound:g} after round {t}); lower bounding.lr"
+            )
         return bound
 
     def measure(self, t: int, cohort: Cohort, partials: list[Partial], update: np.ndarray) -> dict:
         """The row of this round, and the rows of its clients when they are asked for."""
+
         def gather(name: str) -> np.ndarray:
-            return np.array([value for partial in partials for value in getattr(partial, name)], float)
+            return np.array(
+                [value for partial in partials for value in getattr(partial, name)], float
+            )
 
         norms, clipped, losses = gather("norms"), gather("clipped"), gather("losses")
         finite = norms[np.isfinite(norms)]
-        row: dict[str, Any] = {"round": t, "cohort": len(cohort), "train_loss": _mean(losses[np.isfinite(losses)])}
+        row: dict[str, Any] = {
+            "round": t,
+            "cohort": len(cohort),
+            "train_loss": _mean(losses[np.isfinite(losses)]),
+        }
         row |= {"test_loss": None, "test_accuracy": None}
         row |= {column(name): float(curve[t]) for name, curve in self.curves.items()}
-        std = None if self.experiment.noise.placement == "step" else self.plan.sum_std(self.bound)  # of the sum; at steps each client has its own
-        row |= {"bound": self.experiment.bounding.sample_bound or self.bound, "noise_std": std, "clipped": _mean(clipped[np.isfinite(clipped)])}
-        row |= {f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None for q in (10, 50, 90)}
-        row |= {"update_norm": float(np.linalg.norm(update)), "lr": self.experiment.local.learning_rate(t)}
+        # of the sum; at steps each client has its own
+        std = None if self.experiment.noise.placement == "step" else self.plan.sum_std(self.bound)
+        row |= {
+            "bound": self.experiment.bounding.sample_bound or self.bound,
+            "noise_std": std,
+            "clipped": _mean(clipped[np.isfinite(clipped)]),
+        }
+        row |= {
+            f"norm_p{q}": float(np.quantile(finite, q / 100)) if len(finite) else None
+            for q in (10, 50, 90)
+        }
+        row |= {
+            "update_norm": float(np.linalg.norm(update)),
+            "lr": self.experiment.local.learning_rate(t),
+        }
         dropped = [each for partial in partials for each in partial.dropped]
         if dropped:
             self.dropped.append(t, dropped)
-        row |= {"lost": cohort.lost, "dropped": len(dropped), "actors": self.pool.healthy, "replaced": self.pool.replaced}
+        row |= {
+            "lost": cohort.lost,
+            "dropped": len(dropped),
+            "actors": self.pool.healthy,
+            "replaced": self.pool.replaced,
+        }
         row["seconds_clients"] = sum(partial.seconds for partial in partials)
         self._client_rss = max([self._client_rss, *(partial.peak_rss_mb for partial in partials)])
         measured: dict[str, np.ndarray] = {}
         if self.experiment.measure.bounding:
             for name in dict.fromkeys(name for partial in partials for name in partial.measured):
-                measured[name] = np.array([value for partial in partials for value in partial.measured[name]])
-            row |= measures.of_bounding(norms, self.bound, measured) | ({"snr": self._snr} if self._snr else {})
+                measured[name] = np.array(
+                    [value for partial in partials for value in partial.measured[name]]
+                )
+            row |= measures.of_bounding(norms, self.bound, measured) | (
+                {"snr": self._snr} if self._snr else {}
+            )
             self.remembered["previous"] = update.astype(np.float32)
         if self.experiment.measure.clients:
-            columns = {"client": gather("clients").astype(int), "norm": norms, "factor": gather("factors"), "clipped": clipped, "train_loss": losses}
+            columns = {
+                "client": gather("clients").astype(int),
+                "norm": norms,
+                "factor": gather("factors"),
+                "clipped": clipped,
+                "train_loss": losses,
+            }
             columns |= measured
             names, lists = list(columns), [column.tolist() for column in columns.values()]
-            self.client_table.rows += [{"round": t, **dict(zip(names, values, strict=True))} for values in zip(*lists, strict=True)]
+            self.client_table.rows += [
+                {"round": t, **dict(zip(names, values, strict=True))}
+                for values in zip(*lists, strict=True)
+            ]
         return row
 
     def record(self, row: dict, clock: Clock) -> list[dict]:
-        """Sends the model off to be evaluated, takes up the evaluation before it, and keeps what is complete."""
+        """Sends the model off to be evaluated, takes up the evaluation before it, and keeps what is
+        complete.
+        """
         clock.lap("record")
         complete = self._settle()
         last = self.next == self.experiment.rounds
@@ -420,12 +579,16 @@ class Coordinator:
         self._pending = None
         loss, accuracy = self.pool.evaluation(handle)
         if not math.isfinite(loss):
-            raise RunError(f"the test loss is {loss} after round {row['round']}; lower server.lr or local.lr")
+            raise RunError(
+                f"the test loss is {loss} after round {row['round']}; lower server.lr or local.lr"
+            )
         row["test_loss"], row["test_accuracy"] = loss, accuracy
         return [row]
 
     def save(self) -> list[dict]:
-        """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row that this completed, if any."""
+        """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row
+        that this completed, if any.
+        """
         began = time.monotonic()
         complete = self._settle()
         self._snapshot()
@@ -440,15 +603,21 @@ class Coordinator:
         if len(members):
             memory = np.stack([self.memory[client] for client in members.tolist()])
         held = (self.next, self.model, self.state, self.bound, self.seconds, seen, members, memory)
-        save(self.out / "checkpoints", Checkpoint(*held, self.plan.origin(), tables, self.remembered))
+        save(
+            self.out / "checkpoints", Checkpoint(*held, self.plan.origin(), tables, self.remembered)
+        )
 
     def finish(self, status: str, save: bool) -> dict:
-        """Stops the clients and sums up the run, having saved it if asked to (a round that was broken off must not be)."""
+        """Stops the clients and sums up the run, having saved it if asked to (a round that was
+        broken off must not be).
+        """
         if save:
             self.save()
         self.pool.close()
         found = {}
-        evaluated = next((row for row in reversed(self.table.rows) if row["test_loss"] is not None), {})
+        evaluated = next(
+            (row for row in reversed(self.table.rows) if row["test_loss"] is not None), {}
+        )
         clients = sum(row["cohort"] for row in self.table.rows)
         evaluating = sum(row["seconds_evaluate"] for row in self.table.rows)
         if isinstance(self.plan.mechanism, LocalSteps):
@@ -475,7 +644,9 @@ class Coordinator:
         }
 
     def measure_heterogeneity(self, seconds: float = 1.0) -> tuple[int, int]:
-        """Goes on with `measure.heterogeneity` for about so long; how many of how many steps are done."""
+        """Goes on with `measure.heterogeneity` for about so long; how many of how many steps are
+        done.
+        """
         if self._heterogeneity is None:
             decay = self.experiment.local.weight_decay
             self._heterogeneity = Heterogeneity(self._module(), self.shards, self.model, decay)
@@ -490,23 +661,34 @@ class Coordinator:
         return found
 
     def guarantees(self) -> list[Guarantee]:
-        """What holds for all that the ledger has recorded, rounds that a crash cut off and that were not done again included."""
+        """What holds for all that the ledger has recorded, rounds that a crash cut off and that
+        were not done again included.
+        """
         return self.plan.guarantees(*self._recorded())
 
     def _recorded(self) -> tuple[int, Counter]:
         rounds, seen = max(self.next, self.ledger.spent().rounds), self.participations.copy()
-        if rounds > self.next or self.plan.history or self.experiment.selection.needs_losses:  # who might have been chosen does not depend on the data
+        # who might have been chosen does not depend on the data
+        if rounds > self.next or self.plan.history or self.experiment.selection.needs_losses:
             seen = self.plan.participations(rounds)
         return rounds, seen
 
     def _per_client(self) -> dict[str, list[float]]:
-        """Writes every client's own guarantee to guarantees.parquet; quantiles of epsilon over the clients by accountant, for the summary."""
+        """Writes every client's own guarantee to guarantees.parquet; quantiles of epsilon over the
+        clients by accountant, for the summary.
+        """
         accountants, (_, seen) = self.plan.named, self._recorded()
         table = Table(self.out / "guarantees.parquet")
         table.rows = self.plan.mechanism.table(seen, accountants)
         table.flush()
-        quantiles = {name: self.plan.mechanism.quantiles(name, seen).tolist() for name in rigorous(accountants)}
-        return {"at": list(SHARES)} | {name: [value if np.isfinite(value) else "infinity" for value in values] for name, values in quantiles.items()}
+        quantiles = {
+            name: self.plan.mechanism.quantiles(name, seen).tolist()
+            for name in rigorous(accountants)
+        }
+        return {"at": list(SHARES)} | {
+            name: [value if np.isfinite(value) else "infinity" for value in values]
+            for name, values in quantiles.items()
+        }
 
     def parameters(self) -> np.ndarray:
         """The model, flat float32 [d]."""

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What code of a user's own may raise that is an error in it: sys.exit() in a module ends no run of ours.
+# What code of a user's own may raise that is an error in it: sys.exit() in a module ends no run of
+# ours.
 RAISED = (Exception, SystemExit)
 # Of whose frames whoever wrote a module of their own learns little.
 _INSTALLED = (
@@ -41,7 +42,8 @@ class ConfigError(ValueError):
 def _shown(value: object) -> str:
     try:
         return repr(value)
-    except Exception:  # a number with more digits than Python prints, values within values beyond counting
+    # a number with more digits than Python prints, values within values beyond counting
+    except Exception:
         return f"<{type(value).__name__} that cannot be shown>"
 
 
@@ -50,7 +52,9 @@ class RunError(RuntimeError):
 
 
 class FileError(RunError):
-    """A file of a run that cannot be read or written; once it can be, the run goes on with `--resume`."""
+    """A file of a run that cannot be read or written; once it can be, the run goes on with
+    `--resume`.
+    """
 
 
 def exited(error: SystemExit) -> str:
@@ -71,7 +75,8 @@ def contained() -> Iterator[None]:
 class ClientError(RunError):
     """One client's share of a round failed: its id, and what happened there.
 
-    `client` is the client's id in the population, `detail` the reason or the client's own traceback.
+    `client` is the client's id in the population, `detail` the reason or the client's own
+    traceback.
     """
 
     def __init__(self, client: int, detail: str):

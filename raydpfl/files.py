@@ -1,4 +1,5 @@
-"""Files that are read and kept: the root of data sets, the cache, and what is known of a file's contents.
+"""Files that are read and kept: the root of data sets, the cache, and what is known of a file's
+contents.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as place:
@@ -7,8 +8,9 @@
 ...     whole(folder), (folder / "number").write_text("43"), whole(folder)
 (True, 2, False)
 
-A folder of the cache holds `SEAL` besides its files: the size and the digest of each, as written. What is cut, edited
-or missing is noticed when the folder is used again, and the folder is then made anew.
+A folder of the cache holds `SEAL` besides its files: the size and the digest of each, as written.
+What is cut, edited or missing is noticed when the folder is used again, and the folder is then made
+anew.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from raydpfl.errors import ConfigError
 
 SEAL = "digests.json"
 STILL = "a file that stays as it is while it is read; this one was changed"
-SETTLED = 2 * 10**9  # nanoseconds after which another write to a file is sure to move its time of change
+# nanoseconds after which another write to a file is sure to move its time of change
+SETTLED = 2 * 10**9
 log = logging.getLogger("raydpfl")
 
 
@@ -65,7 +68,8 @@ def find_file(field: str, name: str, root: Path | None) -> Path:
 
 
 def file_identity(field: str, name: str, root: Path | None) -> list[str]:
-    """Suffix and digest of the file `name`, which tell any other contents apart, and any other reader.
+    """Suffix and digest of the file `name`, which tell any other contents apart, and any other
+    reader.
 
     Raises `ConfigError` naming `field` where the file is missing or cannot be read.
     """
@@ -79,10 +83,11 @@ def file_identity(field: str, name: str, root: Path | None) -> list[str]:
 def digest(path: Path) -> str:
     """SHA-256 of a regular file's contents, in hex. Raises OSError.
 
-    It is remembered in the cache, so that a file is read once. A file is known again by its device, inode, size, and times
-    of writing and of change in nanoseconds: whatever replaces the file or changes it moves one of them, as the time of
-    change cannot be set. Nothing is remembered of a file that changed just now, as a write within the same tick of
-    the clock would not show, nor of one whose times are whole seconds, as file systems without a clock make them up.
+    It is remembered in the cache, so that a file is read once. A file is known again by its device,
+    inode, size, and times of writing and of change in nanoseconds: whatever replaces the file or
+    changes it moves one of them, as the time of change cannot be set. Nothing is remembered of a
+    file that changed just now, as a write within the same tick of the clock would not show, nor of
+    one whose times are whole seconds, as file systems without a clock make them up.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(0, "no regular file", str(path))
@@ -132,7 +137,9 @@ def check(*values: object) -> str:
 
 
 def keep_json(path: Path, value: object) -> None:
-    """Puts `value` into a file of the cache, whole or not at all; where that fails it costs time later, never the run."""
+    """Puts `value` into a file of the cache, whole or not at all; where that fails it costs time
+    later, never the run.
+    """
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,9 +153,11 @@ def keep_json(path: Path, value: object) -> None:
 
 
 def read_text(path: Path, most: int = 16 << 20) -> str:
-    """The text of a regular file of at most `most` bytes, or of a pipe that this process was started with.
+    """The text of a regular file of at most `most` bytes, or of a pipe that this process was
+    started with.
 
-    Raises OSError, also for what would never end (a device, a pipe that nobody writes to), and UnicodeDecodeError.
+    Raises OSError, also for what would never end (a device, a pipe that nobody writes to), and
+    UnicodeDecodeError.
     """
     given = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
     if not stat.S_ISREG(path.stat().st_mode) and not given:
@@ -169,7 +178,9 @@ def read_json(path: Path) -> Any:
 
 
 def whole(folder: Path) -> bool:
-    """Whether a folder that `put` made is there as it was made. Of one that is there but not so, a warning says why."""
+    """Whether a folder that `put` made is there as it was made. Of one that is there but not so, a
+    warning says why.
+    """
     if not os.path.lexists(folder):
         return False
     flaw = _flaw(folder)
@@ -179,16 +190,19 @@ def whole(folder: Path) -> bool:
 
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Has `fill` write files into a folder of the cache that takes the place `folder`, whole or not at all.
+    """Has `fill` write files into a folder of the cache that takes the place `folder`, whole or not
+    at all.
 
-    One that is there already and whole stays; one that is not is replaced. Raises `ConfigError` for a cache that cannot be
-    written or has no room, and whatever else `fill` raises.
+    One that is there already and whole stays; one that is not is replaced. Raises `ConfigError` for
+    a cache that cannot be written or has no room, and whatever else `fill` raises.
     """
     scratch = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     try:
         scratch.mkdir(parents=True)
         fill(scratch)
-        files = {path.name: [path.stat().st_size, digest(path)] for path in sorted(scratch.iterdir())}
+        files = {
+            path.name: [path.stat().st_size, digest(path)] for path in sorted(scratch.iterdir())
+        }
         (scratch / SEAL).write_text(json.dumps({"files": files, "check": check(files)}))
         with _alone(folder.parent):
             _swap(scratch, folder)
@@ -242,7 +256,9 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds `folder` against other processes that hold it; where the file system has no locks, against none."""
+    """Holds `folder` against other processes that hold it; where the file system has no locks,
+    against none.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

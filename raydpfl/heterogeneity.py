@@ -1,14 +1,18 @@
-"""How different the clients' objectives are: Gamma_s and Gamma_n of 002 (Definitions 3 and 4), f_i(w*) - f_i* of 001.
+"""How different the clients' objectives are: Gamma_s and Gamma_n of 002 (Definitions 3 and 4),
+f_i(w*) - f_i* of 001.
 
-f_i is the mean loss over client i's rows, with the L2 term that local training has, f = sum_i p_i f_i with p_i = n_i / sum n, w* its minimiser and
-f* its minimum, f_i* that of f_i. Then
+f_i is the mean loss over client i's rows, with the L2 term that local training has, f = sum_i p_i
+f_i with p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_i. Then
 
-    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),         Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
+    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),         Gamma_n(w)^2 = sum_i p_i
+    ||grad f_i(w) - grad f(w)||^2.
 
-Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer, whose loss is convex. They are found by
-L-BFGS in float64; a client's in coordinates in which its rows are white, and within their span, as what lies outside of it is 0 at a
-minimum or does not matter. Without an L2 term a client whose classes can be separated has no minimiser; f_i* is then near 0, its infimum. A search
-that takes more than `STEPS` steps, as it may without an L2 term, ends there.
+Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer,
+whose loss is convex. They are found by L-BFGS in float64; a client's in coordinates in which its
+rows are white, and within their span, as what lies outside of it is 0 at a minimum or does not
+matter. Without an L2 term a client whose classes can be separated has no minimiser; f_i* is then
+near 0, its infimum. A search that takes more than `STEPS` steps, as it may without an L2 term, ends
+there.
 
 None of this is noised: it is for those who may see all data.
 """
@@ -31,10 +35,13 @@ ROWS = 1 << 14  # of the data that are in memory at once
 PRECISION = 1e-7  # of a gradient's largest coordinate that is a minimum anyhow
 STEPS = 2000  # of a search at most
 GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bounds it by the gradient
-CURVATURE = 0.1  # of the loss by the outputs, about; what makes the rows white is up to this constant
+# of the loss by the outputs, about; what makes the rows white is up to this constant
+CURVATURE = 0.1
 
 
-def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0) -> dict:
+def of_clients(
+    module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
+) -> dict:
     """What `Heterogeneity.result` returns, all of it done at once."""
     work = Heterogeneity(module, shards, model, weight_decay)
     work.advance(float("inf"))
@@ -42,9 +49,13 @@ def of_clients(module: nn.Module, shards: Shards, model: np.ndarray, weight_deca
 
 
 class Heterogeneity:
-    """The measures of these clients at `model` (float32 [d]), computed piece by piece: `advance` until it says that all is done."""
+    """The measures of these clients at `model` (float32 [d]), computed piece by piece: `advance`
+    until it says that all is done.
+    """
 
-    def __init__(self, module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0):
+    def __init__(
+        self, module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
+    ):
         self.objective = _Objective(module, shards, weight_decay)
         self.model, self.shares = model, np.asarray(shards.sizes) / np.sum(shards.sizes)
         self.everyone = np.flatnonzero(self.shares)
@@ -63,15 +74,21 @@ class Heterogeneity:
         return self.done, self.of
 
     def result(self) -> dict:
-        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*) and `gap`: of f_i(w*) - f_i* over the clients, its
-        mean, median and largest value. `clients` has a row for each client with data: ||grad f_i - grad f|| at `model` as
-        `gradient_gap`, and for convex models f_i* as `optimum` and f_i(w*) - f_i* as `gap`."""
+        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*) and `gap`: of
+        f_i(w*) - f_i* over the clients, its mean, median and largest value. `clients` has a row for
+        each client with data: ||grad f_i - grad f|| at `model` as `gradient_gap`, and for convex
+        models f_i* as `optimum` and f_i(w*) - f_i* as `gap`.
+        """
         return self._found
 
     def _pieces(self) -> Iterator[None]:
         shares = self.shares[self.everyone]
         _, mean = self.objective.mixture(self.model, self.everyone, self.shares)
-        best, theta = self.linear.joint(self.everyone, self.shares, self.model) if self.linear else (None, None)
+        best, theta = (
+            self.linear.joint(self.everyone, self.shares, self.model)
+            if self.linear
+            else (None, None)
+        )
         yield
         rows = []
         for client in self.everyone.tolist():
@@ -88,7 +105,11 @@ class Heterogeneity:
                 row |= {"optimum": optimum, "gap": value - optimum}
                 yield
             gaps = np.array([row["gap"] for row in rows])
-            gap = {"mean": float(gaps.mean()), "median": float(np.median(gaps)), "max": float(gaps.max())}
+            gap = {
+                "mean": float(gaps.mean()),
+                "median": float(np.median(gaps)),
+                "max": float(gaps.max()),
+            }
             found |= {"gamma_s": float(shares @ gaps), "optimum": best, "gap": gap}
 
 
@@ -103,15 +124,22 @@ def _linear(module: nn.Module, shards: Shards, weight_decay: float) -> _Linear |
 
 
 class _Linear:
-    """The minima for one linear layer, whose parameters are a matrix theta float64 [outputs, inputs + 1 for a bias]."""
+    """The minima for one linear layer, whose parameters are a matrix theta float64 [outputs, inputs
+    + 1 for a bias].
+    """
 
     def __init__(self, layer, shards: Shards, weight_decay: float):
         self.layer, self.shards, self.decay = layer, shards, weight_decay
         self.width = layer.inputs + (layer.bias is not None)
-        self._held: tuple = (None, None)  # the rows that were read last, as a search asks for the same ones many times
+        # the rows that were read last, as a search asks for the same ones many times
+        self._held: tuple = (None, None)
 
-    def joint(self, clients: np.ndarray, shares: np.ndarray, model: np.ndarray) -> tuple[float, np.ndarray]:
-        """f* and its minimiser, for f the mixture of these clients' objectives by their shares; the search starts from `model`."""
+    def joint(
+        self, clients: np.ndarray, shares: np.ndarray, model: np.ndarray
+    ) -> tuple[float, np.ndarray]:
+        """f* and its minimiser, for f the mixture of these clients' objectives by their shares; the
+        search starts from `model`.
+        """
         held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
         parts = np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1)
 
@@ -147,7 +175,9 @@ class _Linear:
         return _minimum(searched, start, scale, self.decay)[0], value
 
     def _white(self, squares: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The directions [width, k] in which rows lie, and the factors [k] that make the objective about as curved in all of them."""
+        """The directions [width, k] in which rows lie, and the factors [k] that make the objective
+        about as curved in all of them.
+        """
         kept = squares > 1e-14 * squares.max(initial=0.0)
         return vectors[:, kept], np.sqrt(CURVATURE * squares[kept] + self.decay)
 
@@ -165,16 +195,22 @@ class _Linear:
         return self._held[1]
 
 
-def _rows(shards: Shards, clients: Sequence[int], shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _rows(
+    shards: Shards, clients: Sequence[int], shares
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
     rows = [shards.lane([i], int(shards.sizes[i])) for i in clients]
     x, y = (np.concatenate([each[k][0] for each in rows]) for k in (0, 1))
-    weights = [np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)]
+    weights = [
+        np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)
+    ]
     return x.astype(np.float64), y, np.concatenate(weights)
 
 
 def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
-    """The weighted sum of `sample_loss` over the rows of `outputs` float64 [n, outputs], and its gradient by them."""
+    """The weighted sum of `sample_loss` over the rows of `outputs` float64 [n, outputs], and its
+    gradient by them.
+    """
     if y.dtype.kind == "f":
         off = outputs[:, 0] - y
         return 0.5 * float(weights @ off**2), (weights * off)[:, None]
@@ -191,7 +227,8 @@ def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[floa
 def _minimum(
     function: Callable, start: np.ndarray, scale: np.ndarray, decay: float
 ) -> tuple[float, np.ndarray]:
-    """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its gradient back to that by theta.
+    """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its
+    gradient back to that by theta.
 
     With an L2 term of `decay`, a value is at most ||gradient||^2 / (2 decay) above the least one.
     """
@@ -210,7 +247,9 @@ def _minimum(
             raise StopIteration
 
     options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}
-    found = minimize(flat, start.ravel(), jac=True, method="L-BFGS-B", options=options, callback=stop)
+    found = minimize(
+        flat, start.ravel(), jac=True, method="L-BFGS-B", options=options, callback=stop
+    )
     return float(found.fun), found.x.reshape(start.shape)
 
 
@@ -218,8 +257,14 @@ class _Objective:
     """Values and gradients (float64 [d]) of f_i and of their mixtures, for any module."""
 
     def __init__(self, module: nn.Module, shards: Shards, weight_decay: float):
-        self.module, self.shards, self.decay = copy.deepcopy(module).double().eval(), shards, weight_decay
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.module, self.shards, self.decay = (
+            copy.deepcopy(module).double().eval(),
+            shards,
+            weight_decay,
+        )
+        self.parameters = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
 
     def client(self, w: np.ndarray, client: int) -> tuple[float, np.ndarray]:
         return self.mixture(w, [client], {client: 1.0})

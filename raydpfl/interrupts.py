@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM, from the first instruction of a command to its last.
 
-A signal raises KeyboardInterrupt where it finds the program, or inside `deferred` is kept until somebody asks for it; a second one
-always raises. What is raised in the midst of a library may be lost there (in a callback, in a destructor, while Ray starts), so it is
-remembered too: `check` raises it again, and whoever does one thing after another calls that in between.
+A signal raises KeyboardInterrupt where it finds the program, or inside `deferred` is kept until
+somebody asks for it; a second one always raises. What is raised in the midst of a library may be
+lost there (in a callback, in a destructor, while Ray starts), so it is remembered too: `check`
+raises it again, and whoever does one thing after another calls that in between.
 
 >>> with handled(), deferred():
 ...     signal.raise_signal(signal.SIGTERM)
@@ -26,14 +27,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _State:
-    """Of this process: whether the handlers are ours, whether a signal came, and whether one may wait."""
+    """Of this process: whether the handlers are ours, whether a signal came, and whether one may
+    wait.
+    """
 
     installed = asked = deferring = False
 
 
 def _handle(number: int, *_: Any) -> None:
     if number == signal.SIGTERM:
-        signal.alarm(0)  # while Ray starts, a handler of its own stands before this one, and has the process abort in 3 s
+        # while Ray starts, a handler of its own stands before this one, and has the process abort
+        # in 3 s
+        signal.alarm(0)
     if _State.asked or not _State.deferring:
         _State.asked = True
         raise KeyboardInterrupt
@@ -43,7 +48,9 @@ def _handle(number: int, *_: Any) -> None:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Takes both signals until it is left. Does nothing within itself, or in another thread than the main one."""
+    """Takes both signals until it is left. Does nothing within itself, or in another thread than
+    the main one.
+    """
     if _State.installed or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,7 +84,9 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def limited(seconds: float | None, error: BaseException) -> Iterator[None]:
-    """Raises `error` within, after so many seconds, even where it sleeps. Does nothing without seconds, or in another thread than the main one."""
+    """Raises `error` within, after so many seconds, even where it sleeps. Does nothing without
+    seconds, or in another thread than the main one.
+    """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,26 +1,28 @@
 """Keyed randomness: every draw is a function of what it is for, never of what was drawn before it.
 
-A stream is named by (seed, purpose, round, client, draw, step). The first two are the key of a Philox
-4x64-10 counter-based generator (Salmon et al. 2011), the rest its starting counter, so two different names
-can never share a block: nothing is hashed and nothing collides. The lowest counter word counts the blocks
-within a stream (2^64 of them).
+A stream is named by (seed, purpose, round, client, draw, step). The first two are the key of a
+Philox 4x64-10 counter-based generator (Salmon et al. 2011), the rest its starting counter, so two
+different names can never share a block: nothing is hashed and nothing collides. The lowest counter
+word counts the blocks within a stream (2^64 of them).
 
 >>> float(stream(7, Purpose.BATCH, round=3, client=12).random())
 0.4514275659643635
 >>> float(stream(7, Purpose.BATCH, round=3, client=13).random())
 0.5441855385880319
 
-`normals` draws noise: one flat vector of standard normals a name, by the Box-Muller transform over the same streams.
+`normals` draws noise: one flat vector of standard normals a name, by the Box-Muller transform over
+the same streams.
 
 >>> normals(7, Purpose.STEP_NOISE, 3, round=3, client=12, step=1)
 tensor([-1.2855,  0.5160, -1.0663])
 
 The generator is for simulation: reproducible and statistically sound, not cryptographic.
 
-Design note. numpy's ziggurat takes 11 ns a normal and torch's generator 3, but the latter stops at 5.77 standard deviations
-and its seed at 32 bits. Box-Muller in numpy's vectorised float32 functions takes 3 (torch's own take 5 to 8, for their
-cost per call), half of it for Philox. Filling the state of SFC64 from Philox instead would save another half nanosecond,
-and that two names never share a block would no longer be exact.
+Design note. numpy's ziggurat takes 11 ns a normal and torch's generator 3, but the latter stops at
+5.77 standard deviations and its seed at 32 bits. Box-Muller in numpy's vectorised float32 functions
+takes 3 (torch's own take 5 to 8, for their cost per call), half of it for Philox. Filling the state
+of SFC64 from Philox instead would save another half nanosecond, and that two names never share a
+block would no longer be exact.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Purpose(IntEnum):
     MODULE = 6  # randomness inside a module's forward pass (dropout)
     CLIENT_NOISE = 7
     SERVER_NOISE = 8
-    QUERY_NOISE = 9  # noise of a side query, by step: 0, the count of clients below the bound; 1, the losses of candidates
+    # noise of a side query, by step: 0, the count of clients below the bound; 1, the losses of
+    # candidates
+    QUERY_NOISE = 9
     DROPOUT = 10  # which clients fail after training
     RESPONSE = 11  # response times
     STEP_NOISE = 12  # noise on a local step
@@ -67,7 +71,9 @@ class _Key(ISeedSequence):
         return self.words
 
 
-def _philox(seed: int, purpose: Purpose, round: int, client: int, draw: int, step: int) -> np.random.Philox:
+def _philox(
+    seed: int, purpose: Purpose, round: int, client: int, draw: int, step: int
+) -> np.random.Philox:
     # numpy takes `counter` and the key as little-endian words, the low one first.
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
         raise ValueError(f"draw {draw} and step {step} must each fit in 32 bits")
@@ -75,7 +81,9 @@ def _philox(seed: int, purpose: Purpose, round: int, client: int, draw: int, ste
     return np.random.Philox(_Key(seed, purpose), counter=counter)
 
 
-def stream(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> np.random.Generator:
+def stream(
+    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0
+) -> np.random.Generator:
     """A numpy generator for one named stream. All arguments are non-negative; `seed` is below 2^64.
 
     `draw` tells apart the several times a client was drawn into the cohort of one round.
@@ -87,36 +95,71 @@ _BLOCK = 32768  # words at a time, so that what is computed between stays in the
 _ANGLE, _UNIT = np.float32(math.pi / 2**23), np.float32(2.0**-40)
 
 
-def normals(seed: int, purpose: Purpose, n: int, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> torch.Tensor:
-    """Standard normals of one named stream, float32 [n], by Box and Muller (1958): two from every 64-bit word.
+def normals(
+    seed: int,
+    purpose: Purpose,
+    n: int,
+    *,
+    round: int = 0,
+    client: int = 0,
+    draw: int = 0,
+    step: int = 0,
+) -> torch.Tensor:
+    """Standard normals of one named stream, float32 [n], by Box and Muller (1958): two from every
+    64-bit word.
 
-    40 bits of a word give the radius and 24 the angle. The uniform under the logarithm lies in [2^-41, 1] in steps that
-    shrink towards 0, as float32 does, so values reach 7.53 standard deviations (beyond are 5e-14 of the law).
-    The vector is a function of its name and of n as a whole (two draws of 1000 are not one of 2000), with the same bits on
-    the same hardware; numpy picks its vector instructions by the processor.
+    40 bits of a word give the radius and 24 the angle. The uniform under the logarithm lies in
+    [2^-41, 1] in steps that shrink towards 0, as float32 does, so values reach 7.53 standard
+    deviations (beyond are 5e-14 of the law). The vector is a function of its name and of n as a
+    whole (two draws of 1000 are not one of 2000), with the same bits on the same hardware; numpy
+    picks its vector instructions by the processor.
     """
-    return clients_normals(seed, purpose, n, round=round, clients=[client], draws=[draw], step=step)[0]
+    return clients_normals(
+        seed, purpose, n, round=round, clients=[client], draws=[draw], step=step
+    )[0]
 
 
 def clients_normals(
-    seed: int, purpose: Purpose, n: int, *, round: int, clients: Sequence[int], draws: Sequence[int], step: int = 0, stds: np.ndarray | None = None
+    seed: int,
+    purpose: Purpose,
+    n: int,
+    *,
+    round: int,
+    clients: Sequence[int],
+    draws: Sequence[int],
+    step: int = 0,
+    stds: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """Each client's `normals`, float32 [C, n], with the same bits and in less time; times its std, if `stds` [C] are given."""
+    """Each client's `normals`, float32 [C, n], with the same bits and in less time; times its std,
+    if `stds` [C] are given.
+    """
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
     together = max(1, _BLOCK // max(half, 1))
     for first in range(0, len(clients), together):
         rows = slice(first, first + together)
-        streams = [_philox(seed, purpose, round, int(client), int(draw), step) for client, draw in zip(clients[rows], draws[rows], strict=True)]
+        streams = [
+            _philox(seed, purpose, round, int(client), int(draw), step)
+            for client, draw in zip(clients[rows], draws[rows], strict=True)
+        ]
         for start in range(0, half, _BLOCK):
             end = min(start + _BLOCK, half)
             words = np.stack([each.random_raw(end - start) for each in streams])
-            _box_muller(words.view(np.int64), out[rows, start:end], out[rows, half + start : half + end], None if stds is None else stds[rows])
+            _box_muller(
+                words.view(np.int64),
+                out[rows, start:end],
+                out[rows, half + start : half + end],
+                None if stds is None else stds[rows],
+            )
     return torch.from_numpy(out)[:, :n]
 
 
-def _box_muller(words: np.ndarray, cos: np.ndarray, sin: np.ndarray, stds: np.ndarray | None) -> None:
-    """Writes the normals of `words`, int64 [C, w] and changed, into `cos` and `sin`, float32 [C, w]."""
+def _box_muller(
+    words: np.ndarray, cos: np.ndarray, sin: np.ndarray, stds: np.ndarray | None
+) -> None:
+    """Writes the normals of `words`, int64 [C, w] and changed, into `cos` and `sin`, float32 [C,
+    w].
+    """
     angle = (words >> 40).astype(np.float32)  # signed: in [-2^23, 2^23)
     angle *= _ANGLE
     words &= (1 << 40) - 1
@@ -132,10 +175,14 @@ def _box_muller(words: np.ndarray, cos: np.ndarray, sin: np.ndarray, stds: np.nd
     np.multiply(np.sin(angle, out=angle), radius, out=sin)
 
 
-def torch_stream(seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> torch.Generator:
-    """A torch CPU generator for one named stream, its whole Mersenne state filled from the Philox stream.
+def torch_stream(
+    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0
+) -> torch.Generator:
+    """A torch CPU generator for one named stream, its whole Mersenne state filled from the Philox
+    stream.
 
-    `torch.Generator.manual_seed` keeps only 32 bits of a seed on the CPU, so it is never used for a key.
+    `torch.Generator.manual_seed` keeps only 32 bits of a seed on the CPU, so it is never used for a
+    key.
     """
     generator = torch.Generator()
     generator.set_state(mersenne_state(_philox(seed, purpose, round, client, draw, step)))
@@ -148,13 +195,17 @@ def mersenne_state(philox: np.random.Philox) -> torch.Tensor:
     words = state.view(np.uint64)
     raw = philox.random_raw(312).view(np.uint32)
     words[3 : 3 + 624] = raw  # after: seed, (left, seeded), next
-    words[3] |= 0x80000000  # only this bit of the first word is used; an all-zero state would never leave zero
+    # only this bit of the first word is used; an all-zero state would never leave zero
+    words[3] |= 0x80000000
     return torch.from_numpy(state)
 
 
 @contextmanager
-def keyed_globals(seed: int, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0) -> Iterator[None]:
-    """Within it `random`, `np.random` and torch's global generator (of the CPU) are at the start of one named stream.
+def keyed_globals(
+    seed: int, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0
+) -> Iterator[None]:
+    """Within it `random`, `np.random` and torch's global generator (of the CPU) are at the start of
+    one named stream.
 
     For code of a user's own that draws from them; afterwards they are as they were.
     """

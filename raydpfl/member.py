@@ -1,7 +1,8 @@
-"""A member of a family: one choice of the six that make an algorithm, and its own section of the config.
+"""A member of a family: one choice of the six that make an algorithm, and its own section of the
+config.
 
-A family is a dictionary of the members that come with the project. A user's own member is a class of the
-same base, named by import path, and needs no change here:
+A family is a dictionary of the members that come with the project. A user's own member is a class
+of the same base, named by import path, and needs no change here:
 
 >>> class Scale(Member):
 ...     kind: str = "scale"
@@ -32,9 +33,13 @@ from raydpfl.files import digest
 
 
 class Member(BaseModel):
-    """Frozen, typed, and refusing keys it does not know; its fields are the keys of its config section."""
+    """Frozen, typed, and refusing keys it does not know; its fields are the keys of its config
+    section.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
 
     named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
     # flag -> what a class that sets it must give, and no other may
@@ -94,7 +99,8 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     except ValidationError as error:
         raise _complaint(cls, section, error) from None
     for name, value in values.items():
-        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):  # pydantic would take `yes` for 1
+        # pydantic would take `yes` for 1
+        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):
             raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
     return found
 
@@ -102,9 +108,9 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
 def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[M]) -> M:
     """The member that `values["kind"]` names, from `family` or by import path, validated.
 
-    Raises `ConfigError` for an unknown kind, a module that cannot be imported, a class that is not a `base`,
-    a field that the member refuses, or a class with methods or fields that nothing would read (see
-    `raydpfl.own`).
+    Raises `ConfigError` for an unknown kind, a module that cannot be imported, a class that is not
+    a `base`, a field that the member refuses, or a class with methods or fields that nothing would
+    read (see `raydpfl.own`).
     """
     if isinstance(values, base):
         return _named(section, values, family, base)
@@ -113,7 +119,9 @@ def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[
         example = f", as in {section}.kind={values}" if known else ""
         raise ConfigError(section, values, f"a mapping with a kind{example}")
     kind = values.get("kind")
-    accepted = f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
+    accepted = (
+        f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
+    )
     if not isinstance(kind, str) or not (kind in family or ":" in kind or "." in kind):
         raise ConfigError(f"{section}.kind", kind, accepted)
     if kind in family:
@@ -130,7 +138,9 @@ def own_class(kind: str, section: str, base: type[M]) -> type[M]:
     """
     cls = load(kind, f"{section}.kind")
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
-        raise ConfigError(f"{section}.kind", kind, f"a subclass of {base.__module__}.{base.__qualname__}")
+        raise ConfigError(
+            f"{section}.kind", kind, f"a subclass of {base.__module__}.{base.__qualname__}"
+        )
     if cls.model_fields["kind"].annotation is not str:
         accepted = "a class without a field kind of its own: the config's kind is its import path"
         raise ConfigError(f"{section}.kind", kind, accepted)
@@ -150,7 +160,8 @@ def _named(section: str, values: M, family: Mapping[str, type[M]], base: type[M]
 
 
 def own_code(member: Member) -> dict[str, str | None]:
-    """The digest of the source of each module that a class of this member, or of one in its fields, comes from.
+    """The digest of the source of each module that a class of this member, or of one in its fields,
+    comes from.
 
     By the module's name; of raydpfl's own none, None for a module that is no file.
     """
@@ -181,7 +192,9 @@ def load(path: str, field: str) -> Any:
         return getattr(found, last)
     except RAISED as error:  # a user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(field, path, f"an import path package.module:Name that can be imported ({reason})") from None
+        raise ConfigError(
+            field, path, f"an import path package.module:Name that can be imported ({reason})"
+        ) from None
 
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
@@ -192,14 +205,24 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
     path = _path(cls, first["loc"])
     where = ".".join([section, *path] if section else path)
     if first["type"] == "extra_forbidden":
-        return ConfigError(where, first["input"], f"no such key; the keys here are {', '.join(cls.model_fields)}")
+        return ConfigError(
+            where, first["input"], f"no such key; the keys here are {', '.join(cls.model_fields)}"
+        )
     if first["type"] == "missing":
         return ConfigError(where, None, "required")
-    messages = [each["msg"].removeprefix("Value error, ").removeprefix("Input ") for each in errors if _path(cls, each["loc"]) == path]
+    messages = [
+        each["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        for each in errors
+        if _path(cls, each["loc"]) == path
+    ]
     said = " or ".join(messages).replace("a valid tuple", "a list")
     return ConfigError(where, first["input"], said.replace("a valid dictionary", "a mapping"))
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys of a pydantic location, without its names for the branches of a union."""
-    return [str(part) for depth, part in enumerate(location) if depth == 0 or isinstance(part, int) or part in cls.model_fields]
+    return [
+        str(part)
+        for depth, part in enumerate(location)
+        if depth == 0 or isinstance(part, int) or part in cls.model_fields
+    ]

@@ -1,9 +1,12 @@
-"""What a run's bits depend on besides its experiment: versions, the user's own code, and how the processor computes.
+"""What a run's bits depend on besides its experiment: versions, the user's own code, and how the
+processor computes.
 
-The same experiment gives the same bits on the same kind of hardware, whatever runs where. Another processor, or a setting
-that keeps libraries from using it (ATEN_CPU_CAPABILITY, MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL,
-oneDNN, OpenBLAS and numpy choose their vector instructions while they run. `capability` says what they have chosen, by the
-names that the libraries give and by the bits of a fixed computation; two processes that agree on it compute alike.
+The same experiment gives the same bits on the same kind of hardware, whatever runs where. Another
+processor, or a setting that keeps libraries from using it (ATEN_CPU_CAPABILITY,
+MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL, oneDNN, OpenBLAS and numpy choose
+their vector instructions while they run. `capability` says what they have chosen, by the names that
+the libraries give and by the bits of a fixed computation; two processes that agree on it compute
+alike.
 
 >>> stored = {"torch": "2.14.1", "code mine:Tanh": "5f70bf", "cpu": "AVX512"}
 >>> differences(stored, {"torch": "2.14.1", "code mine:Tanh": "90cd1a", "cpu": "AVX2"})
@@ -37,8 +40,10 @@ from pydantic import BaseModel
 from raydpfl.errors import RunError
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
-COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")  # those whose version may change a model's bits
-PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))  # values whose text says what they are
+# those whose version may change a model's bits
+COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")
+# values whose text says what they are
+PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE",
@@ -57,10 +62,12 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def capability() -> dict[str, str]:
-    """How this process computes: `cpu`, torch's vector instructions; `settings` that bear on it; `arithmetic`, a digest.
+    """How this process computes: `cpu`, torch's vector instructions; `settings` that bear on it;
+    `arithmetic`, a digest.
 
-    The digest is that of the results of products, convolutions, sums and elementary functions in float32 and float64, on one
-    thread. It takes about 10 ms and leaves the number of threads as it was.
+    The digest is that of the results of products, convolutions, sums and elementary functions in
+    float32 and float64, on one thread. It takes about 10 ms and leaves the number of threads as it
+    was.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     found = {"cpu": torch.backends.cpu.get_cpu_capability(), "arithmetic": _arithmetic()}
@@ -73,12 +80,19 @@ def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_node(host: str, expected: Mapping[str, str] | None) -> None:
-    """Raises `RunError` naming the node `host`, this process's own, where it computes otherwise than `expected`, the run's `capability`."""
+    """Raises `RunError` naming the node `host`, this process's own, where it computes otherwise
+    than `expected`, the run's `capability`.
+    """
     here = capability()
     if expected is None or expected == here:
         return
-    names = [name for name in dict.fromkeys([*expected, *here]) if expected.get(name) != here.get(name)]
-    other = ", ".join(f"{name} {here.get(name, 'unset')} instead of {expected.get(name, 'unset')}" for name in names)
+    names = [
+        name for name in dict.fromkeys([*expected, *here]) if expected.get(name) != here.get(name)
+    ]
+    other = ", ".join(
+        f"{name} {here.get(name, 'unset')} instead of {expected.get(name, 'unset')}"
+        for name in names
+    )
     raise RunError(
         f"node {host} computes otherwise than the run ({other}), so that its clients would have other bits; use nodes of one "
         "kind, or set ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 for the run and where Ray is started on each node"
@@ -99,7 +113,8 @@ def _arithmetic() -> str:
 def _computed() -> Iterator[np.ndarray]:
     """A fixed computation by each of the kernels that training, noise and sums use."""
     raw = np.random.Philox(counter=1, key=2).random_raw(1 << 15).astype(np.float64) / 2.0**63 - 1.0
-    x = torch.empty(1 << 15, dtype=torch.float32)  # in torch's own alignment, as all that is computed with
+    # in torch's own alignment, as all that is computed with
+    x = torch.empty(1 << 15, dtype=torch.float32)
     x.copy_(torch.from_numpy(raw))
     wide, tall = x.view(128, 256), x.view(256, 128)
     yield (wide @ tall).numpy()
@@ -110,7 +125,9 @@ def _computed() -> Iterator[np.ndarray]:
     for function in (torch.exp, torch.tanh, torch.sigmoid, torch.log1p):
         yield function(x.abs()).numpy()
     yield torch.log_softmax(wide, 1).numpy()
-    yield np.array([float(x.sum()), float(torch.linalg.vector_norm(x, dtype=torch.float64)), float(raw.sum())])
+    yield np.array(
+        [float(x.sum()), float(torch.linalg.vector_norm(x, dtype=torch.float64)), float(raw.sum())]
+    )
     for function in (np.log, np.cos, np.sin, np.sqrt):
         yield function(x.abs().numpy() + np.float32(1e-6))
     square = raw[:10000].reshape(100, 100)
@@ -118,15 +135,21 @@ def _computed() -> Iterator[np.ndarray]:
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user's own code that the experiment names: "code MODULE:NAME" -> 16 hexadecimal digits.
+    """Digests of the user's own code that the experiment names: "code MODULE:NAME" -> 16
+    hexadecimal digits.
 
-    A digest is over the file of the module and of all that it imports of the user's own, be it only when a function runs:
-    what lies neither in the standard library nor in an installed package, but for the package that the member itself belongs
-    to. Of code without a file, typed into an interpreter, it is over the code itself and what that names.
+    A digest is over the file of the module and of all that it imports of the user's own, be it only
+    when a function runs: what lies neither in the standard library nor in an installed package, but
+    for the package that the member itself belongs to. Of code without a file, typed into an
+    interpreter, it is over the code itself and what that names.
     """
     found = {}
     for name, module, member in _own(experiment):
-        files = _files(module.__name__, Path(getattr(module, "__file__", None) or "")) if module is not None else set()
+        files = (
+            _files(module.__name__, Path(getattr(module, "__file__", None) or ""))
+            if module is not None
+            else set()
+        )
         parts = [file.read_bytes() for file in sorted(files)]
         if not parts and member is not None:
             parts = [_code(member)]
@@ -135,7 +158,9 @@ def sources(experiment: BaseModel) -> dict[str, str]:
 
 
 def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
-    """(name, module, class or function) of each member of the tree, and of a model's kind, that is not raydpfl's or torch's."""
+    """(name, module, class or function) of each member of the tree, and of a model's kind, that is
+    not raydpfl's or torch's.
+    """
     if isinstance(node, BaseModel):
         cls = type(node)
         if not _shipped(cls.__module__):
@@ -164,7 +189,9 @@ def _shipped(module: str) -> bool:
 
 
 def _files(name: str, path: Path, seen: set[str] | None = None) -> set[Path]:
-    """The file `path` of the module `name`, and those of the user's own modules that it imports, at any depth."""
+    """The file `path` of the module `name`, and those of the user's own modules that it imports, at
+    any depth.
+    """
     seen = set() if seen is None else seen
     if name in seen or not path.is_file():
         return set()
@@ -196,7 +223,9 @@ def _imported(path: Path, name: str) -> Iterator[str]:
 
 
 def _place(name: str) -> Path | None:
-    """The file of a module, imported by now or not; None: it has none, or there is no such module. Nothing is imported."""
+    """The file of a module, imported by now or not; None: it has none, or there is no such module.
+    Nothing is imported.
+    """
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
         return Path(path) if path else None
@@ -213,12 +242,18 @@ def _follows(other: str, place: Path, name: str) -> bool:
     top = other.partition(".")[0]
     if top == name.partition(".")[0]:
         return True
-    installed = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return top not in sys.stdlib_module_names and not any(place.is_relative_to(each) for each in installed)
+    installed = [
+        sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    return top not in sys.stdlib_module_names and not any(
+        place.is_relative_to(each) for each in installed
+    )
 
 
 def _code(member: Any) -> bytes:
-    """The code of a class or function without a file, and of what it names: functions and classes of its module, and numbers."""
+    """The code of a class or function without a file, and of what it names: functions and classes
+    of its module, and numbers.
+    """
     waiting, seen, found = [member], set(), []
     while waiting:
         each = waiting.pop()
@@ -228,17 +263,26 @@ def _code(member: Any) -> bytes:
         if isinstance(each, type):
             values = sorted(vars(each).items())
             waiting += [base for base in each.__bases__ if base.__module__ == each.__module__]
-            values = [(name, getattr(value, "fget", None) or getattr(value, "__func__", value)) for name, value in values]
+            values = [
+                (name, getattr(value, "fget", None) or getattr(value, "__func__", value))
+                for name, value in values
+            ]
             found += [f"{name}={value!r}" for name, value in values if isinstance(value, PLAIN)]
             waiting += [value for _, value in values if inspect.isfunction(value)]
         elif inspect.isfunction(each):
             found.append(f"{each.__qualname__}{each.__defaults__!r}{each.__kwdefaults__!r}")
             for code in _parts(each.__code__):
                 constants = [value for value in code.co_consts if not inspect.iscode(value)]
-                found.append(f"{code.co_code.hex()}{constants!r}{code.co_names}{code.co_varnames}{code.co_freevars}")
+                found.append(
+                    f"{code.co_code.hex()}{constants!r}{code.co_names}{code.co_varnames}{code.co_freevars}"
+                )
                 used = [(name, each.__globals__.get(name)) for name in code.co_names]
                 found += [f"{name}={value!r}" for name, value in used if isinstance(value, PLAIN)]
-                waiting += [value for _, value in used if getattr(value, "__module__", None) == each.__module__]
+                waiting += [
+                    value
+                    for _, value in used
+                    if getattr(value, "__module__", None) == each.__module__
+                ]
     return "\n".join(found).encode()
 
 
@@ -264,7 +308,9 @@ def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
         before, after = stored.get(name), now.get(name)
         if before == after:
             continue
-        digests = name.startswith(("code ", "experiment", "data", "clients", "cohorts", "mechanism", "arithmetic"))
+        digests = name.startswith(
+            ("code ", "experiment", "data", "clients", "cohorts", "mechanism", "arithmetic")
+        )
         if digests and before is not None and after is not None:
             found.append(f"{name} has changed")
         else:

@@ -78,9 +78,7 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
                 name in names for other, names, _ in code if other != name
             ):
                 offered = ", ".join(sorted(name for name in hooks if name != "needs"))
-                reason = (
-                    f"a class without {name}, which nothing reads (its base: {offered})"
-                )
+                reason = f"a class without {name}, which nothing reads (its base: {offered})"
                 raise ConfigError(f"{section}.kind", kind, reason)
     computed = any(COMPUTED & names for _, names, _ in code)
     said = {text for _, _, texts in _code(theirs) for text in texts}  # what a base looks up by name

@@ -1,9 +1,11 @@
 """Where clients run: how many actors, which lanes on which, and what a lost actor means.
 
-Two pools with one method, `run(model, work, shares)`: `Inline` calls a plain `ClientActor` in this process, `Actors` calls Ray
-actors. Results are taken up as they arrive, and nothing depends on their order. A dead actor never comes back to the pool: its
-share is done again by whoever is free, and another actor starts in its place; and one that is stopped, or hangs (`Patience`), is killed.
-After the loss of a node there may be no room for another; the pool goes on with the others, and has it when a node comes back.
+Two pools with one method, `run(model, work, shares)`: `Inline` calls a plain `ClientActor` in this
+process, `Actors` calls Ray actors. Results are taken up as they arrive, and nothing depends on
+their order. A dead actor never comes back to the pool: its share is done again by whoever is free,
+and another actor starts in its place; and one that is stopped, or hangs (`Patience`), is killed.
+After the loss of a node there may be no room for another; the pool goes on with the others, and has
+it when a node comes back.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from raydpfl import interrupts
 from raydpfl.client import ClientActor, Evaluator, Facts, Lane, Partial, Work
@@ -34,14 +43,22 @@ DEATHS = 8  # actors that one share of a round may cost before the run gives up
 ATTEMPTS = 3  # actors that one share, or an evaluation, may keep waiting for too long
 WATCH = 3.0  # seconds in which an actor at work takes CPU time
 IN_FLIGHT = 64  # calls at once when each client is its own actor
-LOST = (RayActorError, OutOfMemoryError, ObjectLostError)  # the actor is gone, or the node that kept what it had returned
+# the actor is gone, or the node that kept what it had returned
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
-def lanes(cohort: Cohort, weights: np.ndarray, sizes: np.ndarray, width: int, stds: np.ndarray | None = None) -> list[Lane]:
-    """The cohort cut into lanes of `width`, in client order, the last one filled up with empty slots.
+def lanes(
+    cohort: Cohort,
+    weights: np.ndarray,
+    sizes: np.ndarray,
+    width: int,
+    stds: np.ndarray | None = None,
+) -> list[Lane]:
+    """The cohort cut into lanes of `width`, in client order, the last one filled up with empty
+    slots.
 
-    `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local steps) are those of the cohort's clients;
-    a lane's rows are those of its largest.
+    `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
+    steps) are those of the cohort's clients; a lane's rows are those of its largest.
     """
     cut = []
     for start in range(0, len(cohort), width):
@@ -60,7 +77,9 @@ def lanes(cohort: Cohort, weights: np.ndarray, sizes: np.ndarray, width: int, st
 
 
 def shares(lanes: Sequence[Lane], actors: int) -> list[list[Lane]]:
-    """The lanes dealt to at most `actors` shares, in order, each with about the same number of rows."""
+    """The lanes dealt to at most `actors` shares, in order, each with about the same number of
+    rows.
+    """
     cost = np.array([lane.rows * int((lane.clients >= 0).sum()) for lane in lanes], float)
     middle = np.cumsum(cost) - cost / 2
     owner = (middle / max(cost.sum(), 1.0) * actors).astype(int)
@@ -93,7 +112,8 @@ class Inline:
         self.evaluator = Evaluator(experiment, shards)
         self.per_client = False
         timeout = experiment.client.timeout
-        self._seconds = None if timeout == "auto" else timeout  # nobody could take this process's place
+        # nobody could take this process's place
+        self._seconds = None if timeout == "auto" else timeout
         self._model = experiment.model.kind
 
     @contextmanager
@@ -113,13 +133,17 @@ class Inline:
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         return [list(lanes)] if lanes else []
 
-    def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
+    def run(
+        self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, Partial]]:
         for index, share in enumerate(shares):
             with self._limited("training"):
                 partial = self.client.train(model, work, share)
             yield index, partial
 
-    def losses(self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
+    def losses(
+        self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int
+    ) -> np.ndarray:
         with self._limited("answering with its loss"):
             return np.array(self.client.losses(model, round, clients.tolist(), noise_seed))
 
@@ -136,10 +160,12 @@ class Inline:
 
 
 class Patience:
-    """How long one kind of call may take: `client.timeout`, or what follows from the calls before it.
+    """How long one kind of call may take: `client.timeout`, or what follows from the calls before
+    it.
 
-    That is `FLOOR` and `TIMES` the longest so far, or as much for each row as the slowest so far took, if that is more; twice that when
-    the same call is made again. While none has come to its end, `FIRST`, and then an actor at work (by the CPU time that it takes) goes on.
+    That is `FLOOR` and `TIMES` the longest so far, or as much for each row as the slowest so far
+    took, if that is more; twice that when the same call is made again. While none has come to its
+    end, `FIRST`, and then an actor at work (by the CPU time that it takes) goes on.
     """
 
     FIRST, FLOOR, TIMES = 60.0, 10.0, 10.0
@@ -182,23 +208,38 @@ class Actors:
     """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
 
     def __init__(
-        self, experiment: Experiment, shards: str, count: int, per_client: bool, capability: Mapping[str, str]
+        self,
+        experiment: Experiment,
+        shards: str,
+        count: int,
+        per_client: bool,
+        capability: Mapping[str, str],
     ):
         self.per_client = per_client
         self.replaced = 0
         client = experiment.client
         self._model = experiment.model.kind
-        self._patience = {name: Patience(client.timeout) for name in ("train", "losses", "evaluate")}
+        self._patience = {
+            name: Patience(client.timeout) for name in ("train", "losses", "evaluate")
+        }
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         self._arguments = (pickle.dumps(experiment), shards, path, capability)
-        self._class = ray.remote(ClientActor).options(num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0)
-        self._evaluator_class = ray.remote(Evaluator).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        self._class = ray.remote(ClientActor).options(
+            num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
+        )
+        self._evaluator_class = ray.remote(Evaluator).options(
+            num_cpus=0, max_restarts=0, max_task_retries=0
+        )
         self._actors: dict[int, Any] = {}
         self._facts: dict[int, Facts] = {}
-        self._starting: dict[Any, int] = {}  # call -> actor, of those that were started in the place of dead ones
+        # call -> actor, of those that were started in the place of dead ones
+        self._starting: dict[Any, int] = {}
         self._start_evaluator()
-        # Starting takes a core some seconds: with many more at once than cores, Ray gives up on the slowest.
-        wave = 2 * max(1, min(int(ray.cluster_resources().get("CPU", 1)), cores() * len(ray.nodes())))
+        # Starting takes a core some seconds: with many more at once than cores, Ray gives up on the
+        # slowest.
+        wave = 2 * max(
+            1, min(int(ray.cluster_resources().get("CPU", 1)), cores() * len(ray.nodes()))
+        )
         for start in range(0, count, wave):
             some = range(start, min(start + wave, count))
             self._actors |= {index: self._class.remote(*self._arguments) for index in some}
@@ -206,13 +247,15 @@ class Actors:
             for index, call in ready.items():
                 self._actors[index], call = self._up(self._class, self._actors[index], call)
                 self._facts[index] = ray.get(call)
-        self._evaluator, self._evaluator_ready = self._up(self._evaluator_class, self._evaluator, self._evaluator_ready)
+        self._evaluator, self._evaluator_ready = self._up(
+            self._evaluator_class, self._evaluator, self._evaluator_ready
+        )
 
     def _up(self, kind: Any, actor: Any, ready: Any) -> tuple[Any, Any]:
         """An actor and its call of `ready`, once that has been answered.
 
-        One that died as it started is started again: Ray takes some seconds to see that a node is lost, and starts
-        actors on it until then.
+        One that died as it started is started again: Ray takes some seconds to see that a node is
+        lost, and starts actors on it until then.
         """
         for _ in range(DEATHS):
             try:
@@ -233,7 +276,9 @@ class Actors:
         return len(self._actors) - len(self._starting)
 
     def _await(self, references: list) -> list[Facts]:
-        """What the actors say of themselves once they can work. Raises what stands in the way, `RayActorError` for one that died."""
+        """What the actors say of themselves once they can work. Raises what stands in the way,
+        `RayActorError` for one that died.
+        """
         timeout = START_SECONDS + 2.0 * len(references)
         try:
             return ray.get(references, timeout=timeout)
@@ -249,29 +294,43 @@ class Actors:
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         return singles(lanes) if self.per_client else shares(lanes, max(1, self.healthy))
 
-    def run(self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]) -> Iterator[tuple[int, Partial]]:
+    def run(
+        self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, Partial]]:
         """Yields (index of the share, its result) as they arrive.
 
         Raises `ClientError` when a client failed, `RunError` when actors keep dying.
         """
         reference = ray.put(model)
-        homes = [int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares]
+        homes = [
+            int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares
+        ]
         calls = [(reference, work, list(share)) for share in shares]
         yield from self._results("train", calls, homes, [_rows(share) for share in shares])
 
-    def losses(self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
+    def losses(
+        self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int
+    ) -> np.ndarray:
         """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
         reference = ray.put(model)
-        parts = np.array_split(clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy)))
+        parts = np.array_split(
+            clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
+        )
         homes = [int(part[0]) if self.per_client else None for part in parts]
         calls = [(reference, round, part.tolist(), noise_seed) for part in parts]
         found = dict(self._results("losses", calls, homes, [len(part) for part in parts]))
         return np.concatenate([found[index] for index in range(len(parts))])
 
     def _results(
-        self, method: str, calls: Sequence[tuple], homes: Sequence[int | None], costs: Sequence[float]
+        self,
+        method: str,
+        calls: Sequence[tuple],
+        homes: Sequence[int | None],
+        costs: Sequence[float],
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of `homes`, or on any that is free (None)."""
+        """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of
+        `homes`, or on any that is free (None).
+        """
         waiting = deque(range(len(calls)))
         flying: dict[Any, _Flight] = {}
         deaths: Counter[Any] = Counter()
@@ -280,11 +339,17 @@ class Actors:
         while waiting or flying:
             while waiting and len(flying) < IN_FLIGHT:
                 index = waiting[0]
-                actor = self._free(homes[index], {*self._starting.values(), *(each.actor for each in flying.values())})
+                actor = self._free(
+                    homes[index],
+                    {*self._starting.values(), *(each.actor for each in flying.values())},
+                )
                 if actor is None:
                     break
                 waiting.popleft()
-                seconds, now = patience.seconds(costs[index], len(late.get(index, ()))), time.monotonic()
+                seconds, now = (
+                    patience.seconds(costs[index], len(late.get(index, ()))),
+                    time.monotonic(),
+                )
                 call = getattr(self._actors[actor], method).remote(*calls[index])
                 flying[call] = _Flight(index, actor, now, now + seconds, seconds)
             done = self._wait(flying)
@@ -305,13 +370,19 @@ class Actors:
                     waiting.appendleft(flying.pop(call).index)
 
     def _wait(self, flying: dict[Any, _Flight]) -> Any:
-        """A call that is done, of those flying or of an actor that starts; None if one is late before."""
+        """A call that is done, of those flying or of an actor that starts; None if one is late
+        before.
+        """
         timeout = START_SECONDS
         if flying:
-            timeout = max(0.0, min(flight.late for flight in flying.values()) - time.monotonic()) + 0.01
+            timeout = (
+                max(0.0, min(flight.late for flight in flying.values()) - time.monotonic()) + 0.01
+            )
         done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
         if not done and not flying:
-            raise RunError(f"client actors died, and for {START_SECONDS:.0f} s no node has had room for others in their place; go on with --resume")
+            raise RunError(
+                f"client actors died, and for {START_SECONDS:.0f} s no node has had room for others in their place; go on with --resume"
+            )
         return done[0] if done else None
 
     def _taken(self, call: Any, actor: int, of: Any, deaths: Counter) -> Any:
@@ -327,8 +398,12 @@ class Actors:
         except RayTaskError as error:
             raise _reason(error) from None
 
-    def _given_up(self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str) -> bool:
-        """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a call that was given up too often."""
+    def _given_up(
+        self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str
+    ) -> bool:
+        """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a
+        call that was given up too often.
+        """
         facts = self._facts.get(flight.actor)
         busy, client = _look(facts, 0.0 if patience.knows else WATCH)
         if busy and not patience.knows:
@@ -363,7 +438,8 @@ class Actors:
     def evaluation(self, pending: Any) -> tuple[float, float | None]:
         model, call, began = pending
         patience, late, reason = self._patience["evaluate"], 0, ""
-        for _ in range(DEATHS):  # Ray takes some seconds to see that a node is lost, and starts actors on it until then
+        # Ray takes some seconds to see that a node is lost, and starts actors on it until then
+        for _ in range(DEATHS):
             try:
                 facts = self._await([self._evaluator_ready])[0]
                 while not ray.wait([call], timeout=patience.seconds(1, late))[0]:
@@ -373,7 +449,10 @@ class Actors:
                 patience.took(time.monotonic() - began, 1)
                 return result
             except GetTimeoutError:
-                reason, late = f"it did not end within {patience.seconds(1, late):.3g} s, by client.timeout", late + 1
+                reason, late = (
+                    f"it did not end within {patience.seconds(1, late):.3g} s, by client.timeout",
+                    late + 1,
+                )
                 if late >= ATTEMPTS:
                     break
                 ray.kill(self._evaluator)
@@ -383,7 +462,9 @@ class Actors:
                 raise _reason(error) from None
             self._start_evaluator()
             call, began = self._evaluator.evaluate.remote(model), time.monotonic()
-        raise RunError(f"the evaluation of the model (model.kind {self._model}) has no result: {reason}")
+        raise RunError(
+            f"the evaluation of the model (model.kind {self._model}) has no result: {reason}"
+        )
 
     def close(self) -> None:
         for actor in [*self._actors.values(), self._evaluator]:
@@ -391,17 +472,26 @@ class Actors:
 
 
 def _rows(share: Sequence[Lane]) -> int:
-    return sum(lane.rows * (1 if lane.slot is not None else int((lane.clients >= 0).sum())) for lane in share)
+    return sum(
+        lane.rows * (1 if lane.slot is not None else int((lane.clients >= 0).sum()))
+        for lane in share
+    )
 
 
 def _reason(error: RayTaskError) -> Exception:
     """What is to be raised for an error in an actor: its own, if it is one of ours."""
     cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, (ConfigError, RunError)) else RunError(f"a client actor failed\n{error}")
+    return (
+        cause
+        if isinstance(cause, (ConfigError, RunError))
+        else RunError(f"a client actor failed\n{error}")
+    )
 
 
 def _look(facts: Facts | None, seconds: float) -> tuple[bool, int]:
-    """Whether an actor's process takes CPU time, and the client in training there (-1: none is known), by a look from its node."""
+    """Whether an actor's process takes CPU time, and the client in training there (-1: none is
+    known), by a look from its node.
+    """
     if facts is None:
         return False, -1
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -439,7 +529,8 @@ def _cause(error: RayError) -> str:
 
 
 def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]) -> int:
-    """How many actors of that size the nodes hold, a GPU fraction being packed into one device at a time.
+    """How many actors of that size the nodes hold, a GPU fraction being packed into one device at a
+    time.
 
     >>> capacity(1, 0.6, [{"CPU": 16, "GPU": 4}])  # 0.6 fits once on each GPU, whatever the sum says
     4
@@ -461,39 +552,70 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]
 
 def cores() -> int:
     """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
 
 
-def wanted(client: Client, population: int, most_lanes: int, nodes: Sequence[dict[str, float]], elastic: bool, d: int = 0) -> int:
+def wanted(
+    client: Client,
+    population: int,
+    most_lanes: int,
+    nodes: Sequence[dict[str, float]],
+    elastic: bool,
+    d: int = 0,
+) -> int:
     """How many actors to start; raises `ConfigError` when they would not fit.
 
-    `elastic` says that the run starts Ray itself on this machine: the logical CPUs are then its own to set, and an explicit count
-    is limited by memory alone (more actors than cores share them). On a cluster that others share, Ray's resources decide.
+    `elastic` says that the run starts Ray itself on this machine: the logical CPUs are then its own
+    to set, and an explicit count is limited by memory alone (more actors than cores share them). On
+    a cluster that others share, Ray's resources decide.
     """
     field = "client.actors"
     if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
-        raise ConfigError("client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number")
+        raise ConfigError(
+            "client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number"
+        )
     if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
         gpus = sum(node.get("GPU", 0) for node in nodes)
-        raise ConfigError("client.num_gpus", client.num_gpus, f"at most what one node has; the machine has {gpus:g} GPUs")
+        raise ConfigError(
+            "client.num_gpus",
+            client.num_gpus,
+            f"at most what one node has; the machine has {gpus:g} GPUs",
+        )
     if client.num_cpus > max(node.get("CPU", 0) for node in nodes):
-        raise ConfigError("client.num_cpus", client.num_cpus, f"at most the {max(node.get('CPU', 0) for node in nodes):g} CPUs of one node")
+        raise ConfigError(
+            "client.num_cpus",
+            client.num_cpus,
+            f"at most the {max(node.get('CPU', 0) for node in nodes):g} CPUs of one node",
+        )
     held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
     if client.actors == "auto":
         if client.num_cpus == 0:
-            raise ConfigError("client.num_cpus", 0, "above 0 with client.actors auto, which fills the CPUs")
+            raise ConfigError(
+                "client.num_cpus", 0, "above 0 with client.actors auto, which fills the CPUs"
+            )
         slots = capacity(client.num_cpus, client.num_gpus, nodes)
         if slots == 0:
-            raise ConfigError(field, "auto", f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU, which no node has free")
+            raise ConfigError(
+                field,
+                "auto",
+                f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU, which no node has free",
+            )
         return max(1, min(slots, most_lanes))
     count = population if client.actors == "per-client" else int(client.actors)
     if elastic:
-        # An actor imports what this process has imported and shares its libraries, so it takes about this one's own memory, and some models.
+        # An actor imports what this process has imported and shares its libraries, so it takes
+        # about this one's own memory, and some models.
         memory = psutil.Process().memory_info()
         each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
         held = min(held, int(psutil.virtual_memory().available / 1e6 / each))
         if count > held:
-            raise ConfigError(field, client.actors, f"at most {held} actors fit here ({each:.0f} MB of memory each); {count} are asked for")
+            raise ConfigError(
+                field,
+                client.actors,
+                f"at most {held} actors fit here ({each:.0f} MB of memory each); {count} are asked for",
+            )
     elif count > held:
         fit = f"the cluster holds {held} actors of {client.num_cpus:g} CPU and {client.num_gpus:g} GPU; {count} are asked for"
         raise ConfigError(field, client.actors, f"{fit}, so lower client.num_cpus")

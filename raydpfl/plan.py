@@ -1,8 +1,8 @@
 """The plan of a run: an experiment and its data put together once, before the first round.
 
-It settles what `auto` left open (the lane, the way of training), calibrates the noise, and describes the mechanism. The
-sampler, the clients' noise and the accountants all read this one object, so they cannot disagree; a combination that no
-accountant covers is refused here.
+It settles what `auto` left open (the lane, the way of training), calibrates the noise, and
+describes the mechanism. The sampler, the clients' noise and the accountants all read this one
+object, so they cannot disagree; a combination that no accountant covers is refused here.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from raydpfl.server import DataWeights
 
 log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
-# What may differ between a run and its resumption: where it runs and what it shows, never what it computes.
+# What may differ between a run and its resumption: where it runs and what it shows, never what it
+# computes.
 FREE = {"client": {"actors", "num_cpus", "timeout"}, "measure": {"tensorboard"}}
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run is made of. All stds scale with the bound in force, so the mechanism is the same in every round."""
+    """Everything a run is made of. All stds scale with the bound in force, so the mechanism is the
+    same in every round.
+    """
 
     experiment: Experiment  # nothing left at auto but client.actors
     shards: Path
@@ -51,19 +54,27 @@ class Plan:
     count_std: float  # std of the noise on the count of clients below the bound; 0: no such query
     survivors: int  # clients that the round with most dropouts keeps
     mechanism: Mechanism | LocalSteps | None  # None: not private
-    exposures: np.ndarray  # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    exposures: np.ndarray
     platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.origin`
-    history: tuple[Segment, ...] = ()  # what was released before the run was begun anew with fresh noise
+    # what was released before the run was begun anew with fresh noise
+    history: tuple[Segment, ...] = ()
     first: int = 0  # the round that it was begun anew from
 
     @classmethod
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
-        """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the accountants cannot give."""
+        """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the
+        accountants cannot give.
+        """
         experiment.complete()
         if experiment.data.clients is not None:  # what can be said before the data are touched
             count = experiment.data.clients
             experiment.selection.check(count)
-            _mechanism(experiment, Population.balanced(count, experiment.selection.table(count, data_root)), 1.0)
+            _mechanism(
+                experiment,
+                Population.balanced(count, experiment.selection.table(count, data_root)),
+                1.0,
+            )
         folder = data.prepare(experiment.data, experiment.seed, data_root)
         shards = Shards.open(folder)
         sizes = np.array(shards.sizes)
@@ -71,8 +82,20 @@ class Plan:
         module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
         d = models.parameter_count(module)
         clip, regression = experiment.bounding.sample_bound, shards.classes == 0
-        way = local.resolve(module, experiment.local, int(sizes.max()), shards.shape, experiment.client.way, clip=clip, regression=regression)
-        population = Population(sizes, _costs(experiment, sizes, d, data_root), experiment.selection.table(len(sizes), data_root))
+        way = local.resolve(
+            module,
+            experiment.local,
+            int(sizes.max()),
+            shards.shape,
+            experiment.client.way,
+            clip=clip,
+            regression=regression,
+        )
+        population = Population(
+            sizes,
+            _costs(experiment, sizes, d, data_root),
+            experiment.selection.table(len(sizes), data_root),
+        )
         experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
         seed, rounds, selection = experiment.seed, experiment.rounds, experiment.selection
         if experiment.bounding.sends == "model" and not _means(selection, population):
@@ -87,13 +110,27 @@ class Plan:
         weight = float(np.abs(_weights(experiment, population)).max())
         survivors = selection.survivors(seed, rounds, population)
         exposures, platform = composed(selection, seed, rounds, population), origin.of(experiment)
-        plan = cls(experiment, folder, population, d, weight, 0.0, 0.0, survivors, None, exposures, platform)
+        plan = cls(
+            experiment,
+            folder,
+            population,
+            d,
+            weight,
+            0.0,
+            0.0,
+            survivors,
+            None,
+            exposures,
+            platform,
+        )
         if not experiment.private:
             return plan
         if experiment.noise.placement == "step":
             return _held(replace(plan, mechanism=_local_steps(experiment, population, data_root)))
         if isinstance(experiment.noise, BandedGaussian):
-            check_bands(experiment.noise.bands, selection.sampling(population), selection.separation)
+            check_bands(
+                experiment.noise.bands, selection.sampling(population), selection.separation
+            )
             noise = experiment.noise.resolve(rounds, getattr(experiment.server, "momentum", 0.0))
             experiment = experiment.model_copy(update={"noise": noise})
             plan = replace(plan, experiment=experiment)
@@ -103,10 +140,19 @@ class Plan:
         stds = {query.name: query.std / query.bound for query in mechanism.queries}
         # A virtual cohort's noise, scaled down to the sum of those who are simulated.
         share = selection.sampling(population).cohort / mechanism.sampling.cohort
-        return _held(replace(plan, mechanism=mechanism, ratio=stds["updates"] * share, count_std=stds.get("count", 0.0) / 2 * share))
+        return _held(
+            replace(
+                plan,
+                mechanism=mechanism,
+                ratio=stds["updates"] * share,
+                count_std=stds.get("count", 0.0) / 2 * share,
+            )
+        )
 
     def continued(self, segments: tuple[Segment, ...], anew: int | None = None) -> Plan:
-        """This plan for a run that has released `segments`: going on in the last of them, or anew from round `anew`."""
+        """This plan for a run that has released `segments`: going on in the last of them, or anew
+        from round `anew`.
+        """
         if not segments:
             return self
         history, first = (segments[:-1], segments[-1].first) if anew is None else (segments, anew)
@@ -121,14 +167,17 @@ class Plan:
         """What a run's bits depend on besides the experiment, by name."""
         ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
         drawn = {"cohorts": self._cohorts()} if self.mechanism else {}
-        own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"  # a checkpoint of another run goes on nowhere else
+        # a checkpoint of another run goes on nowhere else
+        own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"
         found = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
         return found | drawn | ran | dict(self.platform)
 
     def _cohorts(self) -> str:
-        """A digest of the draws by the experiment's own seed: of all rounds for an own selection, else of the first few.
+        """A digest of the draws by the experiment's own seed: of all rounds for an own selection,
+        else of the first few.
 
-        What was released before a change of code or of versions is counted by draws that are made again after it.
+        What was released before a change of code or of versions is counted by draws that are made
+        again after it.
         """
         e = self.experiment
         draw = e.selection.candidates if e.selection.needs_losses else e.selection.draw
@@ -136,17 +185,25 @@ class Plan:
 
         def compute() -> str:
             drawn = [draw(e.seed, t, self.population).clients for t in range(rounds)]
-            return hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn)).hexdigest()[:16]
+            return hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn)).hexdigest()[
+                :16
+            ]
 
         return self.population.remember(("cohorts", e.seed, rounds), compute)
 
     def _clients(self) -> str:
         """A digest of what the plan holds of each client."""
-        known = [self.population.privacy_cost, self.experiment.selection.corrections(self.population)]
+        known = [
+            self.population.privacy_cost,
+            self.experiment.selection.corrections(self.population),
+        ]
         known += [self.mechanism.stds] if isinstance(self.mechanism, LocalSteps) else []
-        if is_own(type(self.experiment.weights)):  # which may depend on more than its source and the data
+        # which may depend on more than its source and the data
+        if is_own(type(self.experiment.weights)):
             known.append(_weights(self.experiment, self.population))
-        return hashlib.sha256(b"".join(each.tobytes() for each in known if each is not None)).hexdigest()[:16]
+        return hashlib.sha256(
+            b"".join(each.tobytes() for each in known if each is not None)
+        ).hexdigest()[:16]
 
     @property
     def again(self) -> int:
@@ -160,56 +217,94 @@ class Plan:
 
     @property
     def seed(self) -> int:
-        """The seed of batches, of randomness inside modules and of secret cohorts, from round `first` on."""
+        """The seed of batches, of randomness inside modules and of secret cohorts, from round
+        `first` on.
+        """
         return seed_of(self.experiment.seed, self.again)
 
     @property
     def noise_seed(self) -> int:
-        """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no other release has it.
+        """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no
+        other release has it.
 
-        That is the experiment (but for its number of rounds, what it measures and where it runs), the data, the clients'
-        weights and noise, the user's code, the versions and how the processor computes. Two keys of 64 bits are the
-        same with probability 2^-64. With `noise.common` it is the experiment's own seed.
+        That is the experiment (but for its number of rounds, what it measures and where it runs),
+        the data, the clients' weights and noise, the user's code, the versions and how the
+        processor computes. Two keys of 64 bits are the same with probability 2^-64. With
+        `noise.common` it is the experiment's own seed.
         """
         if self.experiment.noise.of_seed:
             return self.seed
         sizes = [self.ratio, self.count_std, self.survivors, self.weight, self.d]
-        facts = [self.seed, self.again, self._kept(), sizes, self.shards.name, self._clients(), dict(self.platform)]
+        facts = [
+            self.seed,
+            self.again,
+            self._kept(),
+            sizes,
+            self.shards.name,
+            self._clients(),
+            dict(self.platform),
+        ]
         return _digest64(facts)
 
     def _kept(self) -> dict[str, Any]:
         """What of the experiment a release depends on, besides its seed and how large its noise is."""
         tree = self.experiment.to_dict()
-        kept = {name: tree[name] for name in ("model", "selection", "local", "bounding", "weights", "server")}
+        kept = {
+            name: tree[name]
+            for name in ("model", "selection", "local", "bounding", "weights", "server")
+        }
         for name in self.experiment.selection.named:  # the file is among the clients' facts
             kept["selection"].pop(name)
-        kept["client"] = {name: value for name, value in tree["client"].items() if name not in FREE["client"]}
+        kept["client"] = {
+            name: value for name, value in tree["client"].items() if name not in FREE["client"]
+        }
         kept["noise"] = self.experiment.noise.release()
         return kept
 
     @property
     def rigorous(self) -> tuple[str, ...]:
-        """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of theirs is held against the budget."""
-        return tuple(name for name in privacy.rigorous(self.named) if not _uncovered(name, self.experiment, self.mechanism))
+        """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of
+        theirs is held against the budget.
+        """
+        return tuple(
+            name
+            for name in privacy.rigorous(self.named)
+            if not _uncovered(name, self.experiment, self.mechanism)
+        )
 
     @property
     def noise_multiplier(self) -> float | None:
-        """Std of the noise on the sum / bound, all queries of a round taken together; None where there is no one such number."""
+        """Std of the noise on the sum / bound, all queries of a round taken together; None where
+        there is no one such number.
+        """
         return self.mechanism.noise_multiplier if isinstance(self.mechanism, Mechanism) else None
 
     @property
     def covering(self) -> tuple[str, ...]:
-        """Of `named`, those that cover the mechanism; of the others the guarantees say why they do not."""
-        return tuple(name for name in self.named if not _uncovered(name, self.experiment, self.mechanism))
+        """Of `named`, those that cover the mechanism; of the others the guarantees say why they do
+        not.
+        """
+        return tuple(
+            name for name in self.named if not _uncovered(name, self.experiment, self.mechanism)
+        )
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The accountants that guarantees are given by: those asked for, and where that is paper alone, which never stands by itself,
-        a rigorous one that covers the mechanism: rdp, else pld."""
+        """The accountants that guarantees are given by: those asked for, and where that is paper
+        alone, which never stands by itself, a rigorous one that covers the mechanism: rdp, else
+        pld.
+        """
         asked = self.experiment.privacy.accountants
         if not asked or _rigorous(self.experiment):
             return asked
-        beside = next((name for name in ("rdp", "pld") if not _uncovered(name, self.experiment, self.mechanism)), "rdp")
+        beside = next(
+            (
+                name
+                for name in ("rdp", "pld")
+                if not _uncovered(name, self.experiment, self.mechanism)
+            ),
+            "rdp",
+        )
         return (*asked, beside)
 
     @property
@@ -237,29 +332,40 @@ class Plan:
         return weights
 
     def sum_std(self, bound: float | None) -> float:
-        """Std of the noise on the sum of the contributions of a round with this bound; 0 when it is drawn at local steps."""
+        """Std of the noise on the sum of the contributions of a round with this bound; 0 when it is
+        drawn at local steps.
+        """
         return self.ratio * bound * self.weight if self.ratio else 0.0
 
     def client_std(self, bound: float | None) -> float:
-        """Std of the noise that one client draws on what it sends; 0 when it draws none. The round with most dropouts still has the sum's."""
+        """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
+        with most dropouts still has the sum's.
+        """
         if self.experiment.noise.placement != "client" or not self.ratio:
             return 0.0
         return self.sum_std(bound) / math.sqrt(self.survivors)
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Stds float64 [r] of the noise of these clients on the mean gradient of each local step; None when there is none."""
+        """Stds float64 [r] of the noise of these clients on the mean gradient of each local step;
+        None when there is none.
+        """
         return self.mechanism.stds[clients] if isinstance(self.mechanism, LocalSteps) else None
 
     def check_claims(self) -> None:
-        """Warns of what whoever reads the results should know; raises `BudgetError` when some client has been promised more than will hold.
+        """Warns of what whoever reads the results should know; raises `BudgetError` when some
+        client has been promised more than will hold.
 
-        A run that was begun anew has released rounds twice: then that is a warning, and the guarantees say what holds.
+        A run that was begun anew has released rounds twice: then that is a warning, and the
+        guarantees say what holds.
         """
         e = self.experiment
         if said := _classes(Shards.open(self.shards)):
             log.warning(said)
         if isinstance(e.weights, DataWeights) and isinstance(e.selection, WithReplacement):
-            log.warning("weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have", e.selection.kind)
+            log.warning(
+                "weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have",
+                e.selection.kind,
+            )
         if self.mechanism:
             steps = isinstance(self.mechanism, LocalSteps)
             size = int(self.population.sizes.max()) if steps else self.mechanism.sampling.population
@@ -277,12 +383,16 @@ class Plan:
                 log.warning("%s, as rounds were released twice", error)
 
     def check_law(self) -> None:
-        """Raises `RunError` where the selection declares another law by now than the mechanism was told of."""
+        """Raises `RunError` where the selection declares another law by now than the mechanism was
+        told of.
+        """
         told, selection = self.mechanism.sampling, self.experiment.selection
         now = selection.sampling(self.population)
         if self.experiment.noise.virtual_cohort:
             now = replace(now, population=told.population, cohort=told.cohort)
-        facts = [(type(one.law), one.population, one.cohort, one.p_max, one.rule) for one in (told, now)]
+        facts = [
+            (type(one.law), one.population, one.cohort, one.p_max, one.rule) for one in (told, now)
+        ]
         if facts[0] != facts[1]:
             raise RunError(
                 f"selection.kind {selection.kind} declares {now}, and declared {told} when that was accounted for: "
@@ -290,7 +400,8 @@ class Plan:
             )
 
     def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client, or of the sample that has spent most.
+        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client,
+        or of the sample that has spent most.
 
         `draws`: as the method gives them for all rounds, where they are at hand.
         """
@@ -298,36 +409,57 @@ class Plan:
             return {}
         e = self.experiment
         if isinstance(self.mechanism, LocalSteps):
-            curves = self.mechanism.curves(self.named, self.draws(e.rounds) if draws is None else draws)
+            curves = self.mechanism.curves(
+                self.named, self.draws(e.rounds) if draws is None else draws
+            )
             return {name: curve[self.repeated :] for name, curve in curves.items()}
         found = {name: np.full(e.rounds, np.inf) for name in self.named}
         for name in self.covering:
             composed = self.mechanism.rounds + self.repeated
-            curve = privacy.epsilon_curve(self.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v)
+            curve = privacy.epsilon_curve(
+                self.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v
+            )
             found[name] = np.concatenate([[0.0], curve])[self.exposures + self.repeated]
         return found
 
     def cohort_seed(self, again: int | None = None) -> int:
         """The seed of the cohorts of a segment, the present one by default.
 
-        Where the cohort is a secret, a round that is released again has one of its own, or it would amplify but once.
+        Where the cohort is a secret, a round that is released again has one of its own, or it would
+        amplify but once.
         """
         hidden = isinstance(self.mechanism, Mechanism) and self.mechanism.sampling.hidden
-        return seed_of(self.experiment.seed, (self.again if again is None else again) if hidden else 0)
+        return seed_of(
+            self.experiment.seed, (self.again if again is None else again) if hidden else 0
+        )
 
     def draws(self, rounds: int) -> list[np.ndarray]:
-        """The clients of each release up to round `rounds`, with repeats: known before the first, as they depend on the seed alone."""
-        past = [(self.cohort_seed(one.again), t) for one in self.history for t in range(one.first, one.end)]
+        """The clients of each release up to round `rounds`, with repeats: known before the first,
+        as they depend on the seed alone.
+        """
+        past = [
+            (self.cohort_seed(one.again), t)
+            for one in self.history
+            for t in range(one.first, one.end)
+        ]
         present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
-        draw = self.experiment.selection.candidates if self.experiment.selection.needs_losses else self.experiment.selection.draw
+        draw = (
+            self.experiment.selection.candidates
+            if self.experiment.selection.needs_losses
+            else self.experiment.selection.draw
+        )
         return [draw(seed, t, self.population).clients for seed, t in (*past, *present)]
 
     def participations(self, rounds: int) -> Counter:
-        """How often the seed draws each client in the releases up to round `rounds`; where losses choose among candidates, how often it is one."""
+        """How often the seed draws each client in the releases up to round `rounds`; where losses
+        choose among candidates, how often it is one.
+        """
         return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
-        """What holds after `rounds` rounds, `participations` counting how often each client was drawn."""
+        """What holds after `rounds` rounds, `participations` counting how often each client was
+        drawn.
+        """
         if not self.mechanism or rounds == 0:
             return []
         e = self.experiment
@@ -335,7 +467,15 @@ class Plan:
             return self.mechanism.guarantees(participations, self.named)
         most = None if e.noise.virtual_cohort else max(participations.values(), default=0)
         composed = int(self.exposures[rounds - 1]) + self.repeated
-        return privacy.guarantees(self.mechanism, e.relation, e.noise.delta, composed, self.named, participations=most, v=e.noise.v)
+        return privacy.guarantees(
+            self.mechanism,
+            e.relation,
+            e.noise.delta,
+            composed,
+            self.named,
+            participations=most,
+            v=e.noise.v,
+        )
 
 
 def _classes(shards: Shards) -> str | None:
@@ -353,13 +493,22 @@ def _classes(shards: Shards) -> str | None:
 
 
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
-    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its law can come to.
+    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its law
+    can come to.
 
-    Where cohorts are a secret, each of t rounds draws among the law's whole population, so that the N clients together were
-    available t times that number, each of them in as many rounds as are composed at most.
+    Where cohorts are a secret, each of t rounds draws among the law's whole population, so that the
+    N clients together were available t times that number, each of them in as many rounds as are
+    composed at most.
     """
-    found, law = np.asarray(selection.exposures(seed, rounds, population)), selection.sampling(population)
-    if found.shape != (rounds,) or found.dtype.kind not in "iu" or (np.diff(found, prepend=0) < 0).any():
+    found, law = (
+        np.asarray(selection.exposures(seed, rounds, population)),
+        selection.sampling(population),
+    )
+    if (
+        found.shape != (rounds,)
+        or found.dtype.kind not in "iu"
+        or (np.diff(found, prepend=0) < 0).any()
+    ):
         accepted = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
         raise ConfigError("selection.kind", selection.kind, accepted)
     available = np.arange(1, rounds + 1) * law.population
@@ -382,7 +531,8 @@ def _digest64(facts: list) -> int:
 
 
 def lane_width(cohort: int) -> int:
-    """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at most `LANE`.
+    """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at
+    most `LANE`.
 
     >>> lane_width(150), lane_width(80), lane_width(10)
     (25, 20, 5)
@@ -394,35 +544,54 @@ def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     lane = experiment.client.lane
     if lane == "auto":
         lane = 1 if way in ("loop", "layerwise") else lane_width(cohort)
-    return experiment.model_copy(update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})})
+    return experiment.model_copy(
+        update={"client": experiment.client.model_copy(update={"way": way, "lane": lane})}
+    )
 
 
-def _rigorous(experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None) -> tuple[str, ...]:
+def _rigorous(
+    experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None
+) -> tuple[str, ...]:
     """The rigorous accountants asked for, of those that cover the mechanism if it is known."""
     asked = privacy.rigorous(experiment.privacy.accountants)
     return tuple(name for name in asked if not _uncovered(name, experiment, mechanism))
 
 
 def _held(plan: Plan) -> Plan:
-    """`plan`. Raises `ConfigError` where its budget could only be held by an epsilon that no proof stands behind."""
+    """`plan`. Raises `ConfigError` where its budget could only be held by an epsilon that no proof
+    stands behind.
+    """
     budget, mechanism = plan.experiment.privacy.budget, plan.mechanism
     if budget is None:
         return plan
     if not plan.rigorous:
         reason = _uncovered(plan.named[-1], plan.experiment, mechanism)
-        raise ConfigError("privacy.budget", budget, f"none here, as no rigorous accountant can hold it: {reason}")
+        raise ConfigError(
+            "privacy.budget", budget, f"none here, as no rigorous accountant can hold it: {reason}"
+        )
     if isinstance(mechanism, Mechanism) and privacy.unproved(mechanism):
-        raise ConfigError("privacy.budget", budget, f"none here, as no proof holds it: {privacy.unproved(mechanism)}")
+        raise ConfigError(
+            "privacy.budget",
+            budget,
+            f"none here, as no proof holds it: {privacy.unproved(mechanism)}",
+        )
     return plan
 
 
-def _uncovered(name: str, experiment: Experiment, mechanism: Mechanism | LocalSteps | None) -> str | None:
+def _uncovered(
+    name: str, experiment: Experiment, mechanism: Mechanism | LocalSteps | None
+) -> str | None:
     """Why this accountant does not cover the mechanism; None if it does."""
-    return privacy.covers(name, mechanism, experiment.relation) if isinstance(mechanism, Mechanism) else None
+    return (
+        privacy.covers(name, mechanism, experiment.relation)
+        if isinstance(mechanism, Mechanism)
+        else None
+    )
 
 
 def _weights(experiment: Experiment, population: Population) -> np.ndarray:
-    """The factor float64 [N] of every client's contribution, computed once for all clients together.
+    """The factor float64 [N] of every client's contribution, computed once for all clients
+    together.
 
     Raises `ConfigError` unless they are N finite numbers.
     """
@@ -448,29 +617,52 @@ def _weights(experiment: Experiment, population: Population) -> np.ndarray:
 def _means(selection: Selection, population: Population) -> bool:
     """Whether the server's quotient is the plain mean of what was sent, in every round."""
     law = selection.sampling(population)
-    fixed = not selection.own_coins and not selection.dropout and selection.corrections(population) is None
+    fixed = (
+        not selection.own_coins
+        and not selection.dropout
+        and selection.corrections(population) is None
+    )
     return fixed and selection.divisor(population) == law.cohort
 
 
-def _costs(experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None) -> np.ndarray | None:
-    """What 003 Problem 1 weighs a client's selection with: d V_k, float64 [N]; None for a selection that does not."""
+def _costs(
+    experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None
+) -> np.ndarray | None:
+    """What 003 Problem 1 weighs a client's selection with: d V_k, float64 [N]; None for a selection
+    that does not.
+    """
     if not experiment.selection.needs_costs:
         return None
     if experiment.noise.placement != "step" or experiment.noise.epsilon is None:
-        raise ConfigError("selection.kind", experiment.selection.kind, "noise at local steps, with noise.epsilon for the clients' budgets")
+        raise ConfigError(
+            "selection.kind",
+            experiment.selection.kind,
+            "noise at local steps, with noise.epsilon for the clients' budgets",
+        )
     held = np.maximum(sizes, 1)  # a client without samples is never drawn
-    batches, budgets = np.minimum(held, experiment.local.batch_size(int(sizes.max()))), _budgets(experiment, len(sizes), data_root)
+    batches, budgets = (
+        np.minimum(held, experiment.local.batch_size(int(sizes.max()))),
+        _budgets(experiment, len(sizes), data_root),
+    )
     return d * paper.budget_variance(budgets, experiment.noise.delta, batch=batches, samples=held)
 
 
 def _budgets(experiment: Experiment, clients: int, data_root: Path | None) -> np.ndarray:
     """The epsilon of every client's samples, float64 [N]; infinite for a public client."""
     epsilon = experiment.noise.epsilon
-    return np.full(clients, float(epsilon)) if isinstance(epsilon, (int, float)) else epsilon.draw(experiment.seed, clients, data_root)
+    return (
+        np.full(clients, float(epsilon))
+        if isinstance(epsilon, (int, float))
+        else epsilon.draw(experiment.seed, clients, data_root)
+    )
 
 
-def _local_steps(experiment: Experiment, population: Population, data_root: Path | None) -> LocalSteps:
-    """What the clients release at their local steps, each with noise of its own for the rounds that it will take part in."""
+def _local_steps(
+    experiment: Experiment, population: Population, data_root: Path | None
+) -> LocalSteps:
+    """What the clients release at their local steps, each with noise of its own for the rounds that
+    it will take part in.
+    """
     e, noise = experiment, experiment.noise
     counts = np.zeros(len(population), np.int64)
     for clients in _draws(e, population, e.rounds):
@@ -482,20 +674,34 @@ def _local_steps(experiment: Experiment, population: Population, data_root: Path
     }  # fmt: skip
     if noise.epsilon is None:
         silent = LocalSteps(stds=np.zeros(len(population)), **release)
-        std = noise.multiplier * silent.bound / np.maximum(silent.batches, 1) if noise.std is None else noise.std
+        std = (
+            noise.multiplier * silent.bound / np.maximum(silent.batches, 1)
+            if noise.std is None
+            else noise.std
+        )
         return replace(silent, stds=std)
     accountants = _rigorous(e)
     if not accountants and noise.calibration == "rigorous":
-        accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper or tcdp"
+        accepted = (
+            "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper or tcdp"
+        )
         raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
     budgets = _budgets(e, len(population), data_root)
     release |= {"participations": counts, "budgets": budgets, "calibration": noise.calibration}
-    return _first_that_can(accountants or ("pld",), lambda name: LocalSteps.calibrated(accountant=name, **release))
+    return _first_that_can(
+        accountants or ("pld",), lambda name: LocalSteps.calibrated(accountant=name, **release)
+    )
 
 
 def _common(noise: Noise) -> list[str]:
     """What a guarantee says of noise that other runs have too."""
-    return ["runs with one seed carry the same noise (noise.common), so no two of them may both be shown"] if noise.of_seed else []
+    return (
+        [
+            "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"
+        ]
+        if noise.of_seed
+        else []
+    )
 
 
 def _draws(experiment: Experiment, population: Population, rounds: int) -> list[np.ndarray]:
@@ -504,8 +710,11 @@ def _draws(experiment: Experiment, population: Population, rounds: int) -> list[
     return [draw(experiment.seed, t, population).clients for t in range(rounds)]
 
 
-def _mechanism(experiment: Experiment, population: Population, z: float, rounds: int | None = None) -> Mechanism | None:
-    """The mechanism at noise multiplier `z` per unit of bound, `rounds` being those that compose; None when there is no noise on updates.
+def _mechanism(
+    experiment: Experiment, population: Population, z: float, rounds: int | None = None
+) -> Mechanism | None:
+    """The mechanism at noise multiplier `z` per unit of bound, `rounds` being those that compose;
+    None when there is no noise on updates.
 
     Raises `ConfigError` when none of the rigorous accountants asked for covers it.
     """
@@ -513,7 +722,10 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
         return None
     bounding, noise, selection = experiment.bounding, experiment.noise, experiment.selection
     if bounding.adaptive:
-        queries = (Query("updates", 1.0, z / math.sqrt(1 - bounding.share)), Query("count", 0.5, 0.5 * z / math.sqrt(bounding.share)))
+        queries = (
+            Query("updates", 1.0, z / math.sqrt(1 - bounding.share)),
+            Query("count", 0.5, 0.5 * z / math.sqrt(bounding.share)),
+        )
     else:
         queries = (Query("updates", 1.0, z),)
     queries += (selection.loss_query,) if selection.loss_query else ()
@@ -521,19 +733,37 @@ def _mechanism(experiment: Experiment, population: Population, z: float, rounds:
     sampling = selection.sampling(population)
     if noise.virtual_cohort:
         if sampling.by_participation or sampling.rule or sampling.p_max:
-            raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"none with selection.kind {selection.kind}; uniform, poisson or full scale to it")
-        virtual = noise.virtual_population or round(sampling.population * noise.virtual_cohort / sampling.cohort)
+            raise ConfigError(
+                "noise.virtual_cohort",
+                noise.virtual_cohort,
+                f"none with selection.kind {selection.kind}; uniform, poisson or full scale to it",
+            )
+        virtual = noise.virtual_population or round(
+            sampling.population * noise.virtual_cohort / sampling.cohort
+        )
         if noise.virtual_cohort < sampling.cohort:
-            raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, f"at least the simulated cohort of {sampling.cohort}")
-        exclusions.append(f"the {sampling.cohort} clients simulated in a round stand for {noise.virtual_cohort} of {virtual}, whose guarantee this is")
-        if virtual < noise.virtual_cohort or (sampling.everyone and virtual != noise.virtual_cohort):
+            raise ConfigError(
+                "noise.virtual_cohort",
+                noise.virtual_cohort,
+                f"at least the simulated cohort of {sampling.cohort}",
+            )
+        exclusions.append(
+            f"the {sampling.cohort} clients simulated in a round stand for {noise.virtual_cohort} of {virtual}, whose guarantee this is"
+        )
+        if virtual < noise.virtual_cohort or (
+            sampling.everyone and virtual != noise.virtual_cohort
+        ):
             size = "exactly" if sampling.everyone else "at least"
             accepted = f"{size} noise.virtual_cohort, {noise.virtual_cohort}, with selection.kind {selection.kind}"
             raise ConfigError("noise.virtual_population", virtual, accepted)
         sampling = replace(sampling, population=virtual, cohort=noise.virtual_cohort)
     memory = experiment.stateful.kind if experiment.stateful else ""
-    mechanism = Mechanism(sampling, queries, rounds or experiment.rounds, placement=noise.placement, memory=memory)
-    mechanism = replace(mechanism, remembers_noise=experiment.local.stateful and noise.placement == "client")
+    mechanism = Mechanism(
+        sampling, queries, rounds or experiment.rounds, placement=noise.placement, memory=memory
+    )
+    mechanism = replace(
+        mechanism, remembers_noise=experiment.local.stateful and noise.placement == "client"
+    )
     unproved = privacy.unproved(mechanism)
     exclusions += [unproved] if unproved else []
     mechanism = replace(mechanism, exclusions=tuple(exclusions))
@@ -562,33 +792,48 @@ def _refusal(experiment: Experiment, mechanism: Mechanism, accountant: str) -> C
     return ConfigError("privacy.relation", asked, accepted)
 
 
-def _multiplier(experiment: Experiment, mechanism: Mechanism, weight: float, survivors: int) -> float:
-    """The noise multiplier z: std of the noise on the sum over (bound x weight), the round's queries taken together."""
+def _multiplier(
+    experiment: Experiment, mechanism: Mechanism, weight: float, survivors: int
+) -> float:
+    """The noise multiplier z: std of the noise on the sum over (bound x weight), the round's
+    queries taken together.
+    """
     noise, bounding = experiment.noise, experiment.bounding
     if noise.placement == "client" and survivors == 0:
-        raise ConfigError("selection.dropout", experiment.selection.dropout, "one that leaves some client, and its noise, in every round of the run")
+        raise ConfigError(
+            "selection.dropout",
+            experiment.selection.dropout,
+            "one that leaves some client, and its noise, in every round of the run",
+        )
     if noise.multiplier is not None:
         return noise.multiplier
     if noise.std is not None:
         total = noise.std * (math.sqrt(survivors) if noise.placement == "client" else 1.0)
         return total / (bounding.initial_bound * weight)
     if noise.calibration == "tcdp":
-        raise ConfigError("noise.calibration", "tcdp", "rigorous or paper; tcdp (002) is for noise at local steps")
+        raise ConfigError(
+            "noise.calibration", "tcdp", "rigorous or paper; tcdp (002) is for noise at local steps"
+        )
     if noise.calibration == "paper":
-        return privacy.paper_multiplier(noise.epsilon, mechanism.sampling, mechanism.rounds, noise.delta, noise.v)
+        return privacy.paper_multiplier(
+            noise.epsilon, mechanism.sampling, mechanism.rounds, noise.delta, noise.v
+        )
     accountants = _rigorous(experiment, mechanism)
     if not accountants:
         accepted = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
         raise ConfigError("privacy.accountants", list(experiment.privacy.accountants), accepted)
 
     def calibrated(name: str) -> float:
-        return privacy.noise_for(noise.epsilon, mechanism, experiment.relation, noise.delta, name, mechanism.rounds)
+        return privacy.noise_for(
+            noise.epsilon, mechanism, experiment.relation, noise.delta, name, mechanism.rounds
+        )
 
     return _first_that_can(accountants, calibrated)
 
 
 def _first_that_can(accountants: Sequence[str], calibrate: Callable[[str], Any]) -> Any:
-    """What `calibrate` gives for the first accountant that it does not refuse; at a tiny delta pld reaches no epsilon.
+    """What `calibrate` gives for the first accountant that it does not refuse; at a tiny delta pld
+    reaches no epsilon.
 
     Raises the `ConfigError` of the first accountant where it refuses all.
     """

@@ -1,7 +1,9 @@
-"""What is left of a Ray when the process that started it is gone: found by a mark in the environment, and killed.
+"""What is left of a Ray when the process that started it is gone: found by a mark in the
+environment, and killed.
 
-As a program, it waits for the end of its standard input, which its parent holds open for as long as it lives: so that a parent that
-was itself killed with SIGKILL leaves no process behind. Of Ray's own, agents outlive that by a minute, and stopped ones stay for good.
+As a program, it waits for the end of its standard input, which its parent holds open for as long as
+it lives: so that a parent that was itself killed with SIGKILL leaves no process behind. Of Ray's
+own, agents outlive that by a minute, and stopped ones stay for good.
 """
 
 from __future__ import annotations

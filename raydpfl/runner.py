@@ -1,7 +1,8 @@
 """One run from an experiment to its directory: `run(experiment)`.
 
-Everything that can be refused is refused first; then Ray is started or joined (not at all for `client.actors: 0`), the
-coordinator takes over, and this process only shows progress. Ctrl-C leaves a checkpoint and no process behind.
+Everything that can be refused is refused first; then Ray is started or joined (not at all for
+`client.actors: 0`), the coordinator takes over, and this process only shows progress. Ctrl-C leaves
+a checkpoint and no process behind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ MISSING = "interrupted before measure.heterogeneity was computed; --resume compu
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. `rounds` is the rounds table, `summary` what `summary.json` holds, `model` the trained module."""
+    """A finished run. `rounds` is the rounds table, `summary` what `summary.json` holds, `model`
+    the trained module.
+    """
 
     out: Path
     rounds: pa.Table
@@ -64,21 +67,34 @@ def run(
 ) -> Result:
     """Runs `experiment` into the directory `out` (default: a new one under `runs/`).
 
-    `resume` goes on from the checkpoint in `out`; with `fresh_noise` under noise, and secret cohorts, that the run has not had before,
-    so that code, versions or processor may have changed: rounds that were released beyond the checkpoint then count twice.
-    `data_root` is where data sets lie (default: the variable RAYDPFL_DATA).
-    `address` joins a running Ray cluster. `on_rows` is called after every round with the rows of the rounds table that it completed;
-    if it returns True the run ends there, with status "stopped", and can be gone on with. `on_measure` is told, about once a second,
-    how many of how many steps of `measure.heterogeneity` are done.
+    `resume` goes on from the checkpoint in `out`; with `fresh_noise` under noise, and secret
+    cohorts, that the run has not had before, so that code, versions or processor may have changed:
+    rounds that were released beyond the checkpoint then count twice. `data_root` is where data sets
+    lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster. `on_rows` is
+    called after every round with the rows of the rounds table that it completed; if it returns True
+    the run ends there, with status "stopped", and can be gone on with. `on_measure` is told, about
+    once a second, how many of how many steps of `measure.heterogeneity` are done.
 
-    Ctrl-C and SIGTERM end it by KeyboardInterrupt: at once before the first round, later after the round, with all of it saved.
+    Ctrl-C and SIGTERM end it by KeyboardInterrupt: at once before the first round, later after the
+    round, with all of it saved.
 
-    Raises `ConfigError` before anything is started or written when the experiment cannot be run, `RunError` when it failed
-    on the way. A Ray that this process had already started is used, and left running.
+    Raises `ConfigError` before anything is started or written when the experiment cannot be run,
+    `RunError` when it failed on the way. A Ray that this process had already started is used, and
+    left running.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if folder.exists() and (not folder.is_dir() or (any(not file.name.startswith(".config.yaml") for file in folder.iterdir()) and not resume)):
-        raise ConfigError("--out", str(folder), "a new or empty directory, or --resume to go on with the run in it")
+    if folder.exists() and (
+        not folder.is_dir()
+        or (
+            any(not file.name.startswith(".config.yaml") for file in folder.iterdir())
+            and not resume
+        )
+    ):
+        raise ConfigError(
+            "--out",
+            str(folder),
+            "a new or empty directory, or --resume to go on with the run in it",
+        )
     if fresh_noise and not resume:
         raise ConfigError("--fresh-noise", True, "with --resume, for a run that has begun")
     threads = torch.get_num_threads()
@@ -93,31 +109,44 @@ def run(
         made = not folder.exists()
         make_folder(folder)
         with alone(folder), _undone(folder, made, resume):
-            replace_file(folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode()))
+            replace_file(
+                folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode())
+            )
             cluster.start(plan, actors)
             on_start(plan)
             try:
-                summary = _drive(cluster, plan, folder, actors, resume, fresh_noise, on_rows, on_measure)
+                summary = _drive(
+                    cluster, plan, folder, actors, resume, fresh_noise, on_rows, on_measure
+                )
             finally:
                 torch.set_num_threads(threads)
         interrupts.check()
-    module = models.build(plan.experiment.model, (shards := Shards.open(plan.shards)).shape, shards.classes, plan.experiment.seed)
+    module = models.build(
+        plan.experiment.model,
+        (shards := Shards.open(plan.shards)).shape,
+        shards.classes,
+        plan.experiment.seed,
+    )
     models.load(module, torch.from_numpy(summary.pop("model").copy()))
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     path = folder / "rounds.parquet"
-    rounds = pq.read_table(path) if path.exists() else pa.table({})  # a run that released nothing has no rows
+    # a run that released nothing has no rows
+    rounds = pq.read_table(path) if path.exists() else pa.table({})
     return Result(folder, rounds, summary, guarantees, module)
 
 
 @contextmanager
 def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
     """Of a fresh run that ends before it has recorded or saved anything, as by Ctrl-C while it
-    starts, nothing is left, so that it can be asked for again; the directory too if it was `made`."""
+    starts, nothing is left, so that it can be asked for again; the directory too if it was `made`.
+    """
     try:
         yield
     except BaseException as error:
         saved = {path.name for path in folder.glob("checkpoints/round-*")} - {"round-00000000.npz"}
-        ended = [name for name in ("ledger.jsonl", "summary.json") if os.path.lexists(folder / name)]
+        ended = [
+            name for name in ("ledger.jsonl", "summary.json") if os.path.lexists(folder / name)
+        ]
         if not resume and not saved and not ended:
             for name in ("tensorboard", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
@@ -152,7 +181,9 @@ def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
                 time.sleep(0.1)
                 continue
             os.close(descriptor)
-            raise ConfigError("--out", str(folder), "a directory that no other run is writing to") from None
+            raise ConfigError(
+                "--out", str(folder), "a directory that no other run is writing to"
+            ) from None
     try:
         yield
     finally:
@@ -169,11 +200,17 @@ def _drive(
     on_rows: Callable[[list[dict]], object],
     on_measure: Callable[[int, int], object],
 ) -> dict:
-    """All rounds, and the summary; whatever ends the run, the clients stop and the directory says how it ended."""
+    """All rounds, and the summary; whatever ends the run, the clients stop and the directory says
+    how it ended.
+    """
     began = time.monotonic()
     with contained():
         call = cluster.coordinator(plan, str(folder), actors, resume, fresh_noise)
-    board = TensorBoard(folder / "tensorboard", call("position")) if plan.experiment.measure.tensorboard else None
+    board = (
+        TensorBoard(folder / "tensorboard", call("position"))
+        if plan.experiment.measure.tensorboard
+        else None
+    )
     status, failure = "failed", None
     try:
         with interrupts.deferred():
@@ -181,7 +218,10 @@ def _drive(
             summary = _finish(call, status, failure, whole)
             model = summary.pop("model")
             by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
-            summary |= {"peak_rss_mb_by_process": by_process, "peak_rss_mb": max(by_process.values())}
+            summary |= {
+                "peak_rss_mb_by_process": by_process,
+                "peak_rss_mb": max(by_process.values()),
+            }
             summary |= {"versions": versions(), "reason": str(failure) if failure else None}
             summary["wall_seconds"] = time.monotonic() - began
             left = status == "completed" and plan.experiment.measure.heterogeneity
@@ -210,7 +250,9 @@ def _drive(
 def _rounds(
     call: Callable, rounds: int, board: TensorBoard | None, on_rows: Callable[[list[dict]], object]
 ) -> tuple[str, BaseException | None, bool]:
-    """Does the rounds that are left: the status they end with, what ended them early, and whether the last one is whole."""
+    """Does the rounds that are left: the status they end with, what ended them early, and whether
+    the last one is whole.
+    """
     enough = False
     try:
         while call("position") < rounds and not interrupts.asked() and not enough:
@@ -232,7 +274,9 @@ def _rounds(
 
 
 def _heterogeneity(call: Callable, folder: Path, on_measure: Callable[[int, int], object]) -> dict:
-    """Gamma_s and Gamma_n of the finished run, a second of them at a time. An interrupt ends it at once."""
+    """Gamma_s and Gamma_n of the finished run, a second of them at a time. An interrupt ends it at
+    once.
+    """
     try:
         done, of = call("measure_heterogeneity", 0.0)
         while done < of:
@@ -242,7 +286,9 @@ def _heterogeneity(call: Callable, folder: Path, on_measure: Callable[[int, int]
         on_measure(done, of)
         return call("heterogeneity")
     except KeyboardInterrupt:
-        log.warning("the run in %s is whole, but for measure.heterogeneity, which --resume computes", folder)
+        log.warning(
+            "the run in %s is whole, but for measure.heterogeneity, which --resume computes", folder
+        )
         raise
 
 
@@ -264,30 +310,37 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
     stored, asked = read(path, "--resume"), experiment.to_dict()
     if not isinstance(stored, dict) or not stored:
         found = "empty" if stored in ({}, [], "") else "no mapping"
-        raise ConfigError("--resume", str(folder), f"the directory of a run; its config.yaml is {found}")
+        raise ConfigError(
+            "--resume", str(folder), f"the directory of a run; its config.yaml is {found}"
+        )
     for section, value in asked.items():
         before = stored.get(section)
         if isinstance(value, dict) and isinstance(before, dict):
             for key in value.keys() | before.keys():
                 if value.get(key) != before.get(key) and key not in FREE.get(section, ()):
-                    raise ConfigError(f"{section}.{key}", value.get(key), f"{before.get(key)!r}, as in the run to be resumed")
+                    raise ConfigError(
+                        f"{section}.{key}",
+                        value.get(key),
+                        f"{before.get(key)!r}, as in the run to be resumed",
+                    )
         elif value != before:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 
-
-
 class _Ray:
-    """Ray for one run: started here, joined by address, or found running in this process; or not used at all.
+    """Ray for one run: started here, joined by address, or found running in this process; or not
+    used at all.
 
-    A run that finds itself in a placement group (the trial of a sweep) keeps to the group: its coordinator is this process,
-    and its clients take the group's bundles.
+    A run that finds itself in a placement group (the trial of a sweep) keeps to the group: its
+    coordinator is this process, and its clients take the group's bundles.
     """
 
     def __init__(self, experiment: Experiment, address: str | None):
         self.inline = experiment.client.actors == 0
         if self.inline and address:
-            raise ConfigError("--address", address, "client.actors above 0; 0 runs in this process, without Ray")
+            raise ConfigError(
+                "--address", address, "client.actors above 0; 0 runs in this process, without Ray"
+            )
         self.address, self.client = address, experiment.client
         self.session: Session | None = None
 
@@ -329,15 +382,21 @@ class _Ray:
             return 0
         experiment = plan.experiment
         most = max(1, round(plan.cohort / experiment.client.lane))
-        return wanted(experiment.client, len(plan.population), most, self._nodes(), self.elastic, plan.d)
+        return wanted(
+            experiment.client, len(plan.population), most, self._nodes(), self.elastic, plan.d
+        )
 
     def start(self, plan: Plan, actors: int) -> None:
         if not self.inline and self.elastic:
             logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
             self.session = Session("local", num_cpus=logical, include_dashboard=False)
 
-    def coordinator(self, plan: Plan, out: str, actors: int, resume: bool, fresh_noise: bool) -> Callable:
-        """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain object in it."""
+    def coordinator(
+        self, plan: Plan, out: str, actors: int, resume: bool, fresh_noise: bool
+    ) -> Callable:
+        """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain
+        object in it.
+        """
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         out = os.path.abspath(out)  # an actor on a joined cluster stands in another directory
         if self.inline or self.group:
@@ -357,7 +416,9 @@ class _Ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        remote = ray.remote(Coordinator).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
+        remote = ray.remote(Coordinator).options(
+            num_cpus=0, max_restarts=0, scheduling_strategy=here
+        )
         actor = remote.remote(plan, out, actors, resume, path, fresh_noise)
 
         def call(method: str, *arguments: Any) -> Any:
@@ -370,10 +431,16 @@ class _Ray:
                 cause = getattr(error, "cause", None)
                 if isinstance(cause, OSError):
                     raise FileError(str(cause)) from None
-                raise cause if isinstance(cause, (RunError, ConfigError)) else RunError(f"the coordinator failed\n{error}") from None
+                raise (
+                    cause
+                    if isinstance(cause, (RunError, ConfigError))
+                    else RunError(f"the coordinator failed\n{error}")
+                ) from None
             except ray.exceptions.RayActorError as error:
                 self.check()
-                raise RunError(f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume") from None
+                raise RunError(
+                    f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume"
+                ) from None
 
         process, warnings = call("started")
         if self.session:

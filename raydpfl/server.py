@@ -1,21 +1,23 @@
 """The server's side of a round: weights, sums without order, and the step.
 
-**Sums without order.** The contributions of a lane of clients are added in float64 in client order, and the lane's sum is
-rounded once to a multiple of a power of two, the grid. Multiples of the grid below 2^53 grid add exactly in float64, in
-any order and any grouping, so the total is the same bits whoever ran which lane.
+**Sums without order.** The contributions of a lane of clients are added in float64 in client order,
+and the lane's sum is rounded once to a multiple of a power of two, the grid. Multiples of the grid
+below 2^53 grid add exactly in float64, in any order and any grouping, so the total is the same bits
+whoever ran which lane.
 
 >>> lanes = [snap(np.array([0.1 * k]), 2.0**-40) for k in range(5)]
 >>> sum(lanes) == sum(lanes[::-1])
 array([ True])
 
-With a bound c and a client's noise of std s the grid is below 1e-9 (c + 40 s) for cohorts of up to four million, so
-rounding to it changes no printed digit of a sensitivity.
+With a bound c and a client's noise of std s the grid is below 1e-9 (c + 40 s) for cohorts of up to
+four million, so rounding to it changes no printed digit of a sensitivity.
 
-**Weights.** The server divides the sum by the cohort's nominal size r; a member of `WEIGHTS` gives the factor w_i of each
-client's contribution, with mean 1 over the population, and the largest of them multiplies the sensitivity.
+**Weights.** The server divides the sum by the cohort's nominal size r; a member of `WEIGHTS` gives
+the factor w_i of each client's contribution, with mean 1 over the population, and the largest of
+them multiplies the sensitivity.
 
-**Steps.** A member of `FAMILY` turns the model and the mean update u (both float64 [d]) into the next model. Server state is
-a dictionary of float64 arrays, all of it checkpointed.
+**Steps.** A member of `FAMILY` turns the model and the mean update u (both float64 [d]) into the
+next model. Server state is a dictionary of float64 arrays, all of it checkpointed.
 """
 
 from __future__ import annotations
@@ -29,24 +31,30 @@ from pydantic import Field
 from raydpfl.errors import RunError
 from raydpfl.member import Member
 
-UNBOUNDED = 2.0**20  # no coordinate of a round's sum may exceed this when nothing bounds the updates
+# no coordinate of a round's sum may exceed this when nothing bounds the updates
+UNBOUNDED = 2.0**20
 TAIL = 40.0  # no Gaussian of float64 precision lies this many standard deviations out
 
 
 def grid(cohort: int, bound: float | None, std: float = 0.0) -> float:
     """The power of two to whose multiples lane sums of a round are rounded.
 
-    `bound` is the norm of one client's contribution, weight included (None: unbounded), `std` of the noise each client
-    adds to its own. 2^52 grids cover the largest sum that `cohort` such contributions can reach.
+    `bound` is the norm of one client's contribution, weight included (None: unbounded), `std` of
+    the noise each client adds to its own. 2^52 grids cover the largest sum that `cohort` such
+    contributions can reach.
     """
     reach = UNBOUNDED if bound is None else max(1, cohort) * (bound + TAIL * std)
     return 2.0 ** (math.ceil(math.log2(reach)) - 52)
 
 
 def snap(total: np.ndarray, grid: float) -> np.ndarray:
-    """`total` (float64 [d], changed in place) rounded to multiples of `grid`; raises `RunError` when it is out of range."""
+    """`total` (float64 [d], changed in place) rounded to multiples of `grid`; raises `RunError`
+    when it is out of range.
+    """
     if not np.abs(total).max(initial=0.0) <= grid * 2.0**52:
-        raise RunError(f"the updates diverged: a coordinate of their sum exceeds {grid * 2.0**52:g} in size; lower local.lr, or bound the updates")
+        raise RunError(
+            f"the updates diverged: a coordinate of their sum exceeds {grid * 2.0**52:g} in size; lower local.lr, or bound the updates"
+        )
     total /= grid
     np.rint(total, out=total)
     total *= grid
@@ -56,12 +64,15 @@ def snap(total: np.ndarray, grid: float) -> np.ndarray:
 class Weights(Member):
     """Base of the weights' family.
 
-    A member is asked once, for all clients together: what it normalises by is the whole population, never a
-    round's cohort, so that the largest weight that the accountants are told is the largest of any round.
+    A member is asked once, for all clients together: what it normalises by is the whole population,
+    never a round's cohort, so that the largest weight that the accountants are told is the largest
+    of any round.
     """
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
-        """Weights float64 [N] of all `population` clients, with `sizes` samples (int64 [N]), `samples` in all."""
+        """Weights float64 [N] of all `population` clients, with `sizes` samples (int64 [N]),
+        `samples` in all.
+        """
         raise NotImplementedError
 
 
@@ -75,7 +86,9 @@ class UniformWeights(Weights):
 
 
 class DataWeights(Weights):
-    """w_i = N p_i, p_i = n_i / sum n_j: unbiased for sum p_i Delta_i under uniform sampling (002 Lemma 5)."""
+    """w_i = N p_i, p_i = n_i / sum n_j: unbiased for sum p_i Delta_i under uniform sampling (002
+    Lemma 5).
+    """
 
     kind: str = "data"
 
@@ -89,7 +102,9 @@ State = dict[str, np.ndarray]
 
 
 class Server(Member):
-    """Base of the family. `lr` is the server's learning rate eta_g, divided by sqrt(t + 1) under `schedule: inverse_sqrt`."""
+    """Base of the family. `lr` is the server's learning rate eta_g, divided by sqrt(t + 1) under
+    `schedule: inverse_sqrt`.
+    """
 
     lr: float = Field(default=1.0, gt=0)
     schedule: Literal["constant", "inverse_sqrt"] = "constant"
@@ -102,15 +117,21 @@ class Server(Member):
         return {}
 
     def direction(self, update: np.ndarray, state: State) -> np.ndarray:
-        """The direction (float64 [d]) that lr is multiplied with, from the mean update; `state` is changed in place."""
+        """The direction (float64 [d]) that lr is multiplied with, from the mean update; `state` is
+        changed in place.
+        """
         raise NotImplementedError
 
     def step(self, model: np.ndarray, update: np.ndarray, state: State, round: int) -> np.ndarray:
         """The next model, float32 [d]. Raises `RunError` when it is not finite."""
         with np.errstate(over="ignore"):  # an overflow is reported below
-            following = (model + self.learning_rate(round) * self.direction(update, state)).astype(np.float32)
+            following = (model + self.learning_rate(round) * self.direction(update, state)).astype(
+                np.float32
+            )
         if not np.isfinite(following).all():
-            raise RunError(f"the model is no longer finite after round {round}; lower server.lr or local.lr")
+            raise RunError(
+                f"the model is no longer finite after round {round}; lower server.lr or local.lr"
+            )
         return following
 
 
@@ -155,7 +176,9 @@ class _Adaptive(Server):
 
 
 class Adam(_Adaptive):
-    """FedAdam: nu = beta2 nu + (1 - beta2) u^2, from tau^2, without bias correction (002 Alg. 2; Reddi et al. 2021)."""
+    """FedAdam: nu = beta2 nu + (1 - beta2) u^2, from tau^2, without bias correction (002 Alg. 2;
+    Reddi et al. 2021).
+    """
 
     kind: str = "adam"
     beta2: float = Field(default=0.99, ge=0, lt=1)
@@ -184,4 +207,10 @@ class Adagrad(_Adaptive):
         return nu + square
 
 
-FAMILY: dict[str, type[Server]] = {"sgd": Sgd, "momentum": Momentum, "adam": Adam, "yogi": Yogi, "adagrad": Adagrad}
+FAMILY: dict[str, type[Server]] = {
+    "sgd": Sgd,
+    "momentum": Momentum,
+    "adam": Adam,
+    "yogi": Yogi,
+    "adagrad": Adagrad,
+}

@@ -1,14 +1,18 @@
-"""What a job takes along to a cluster: the config, the user's own modules, and the files that the config names.
+"""What a job takes along to a cluster: the config, the user's own modules, and the files that the
+config names.
 
 Sent are, of the folder where the command is run,
 
-- the modules and packages that reading the config has imported: their Python files (.py, .pyi) and compiled modules, whether a
-  package has an `__init__.py` or not, and the data that `[tool.setuptools.package-data]` of `pyproject.toml` declares for them;
-- every file that the config names, under a name of its contents, which the config that is sent has in its place. (Another file
+- the modules and packages that reading the config has imported: their Python files (.py, .pyi) and
+  compiled modules, whether a
+  package has an `__init__.py` or not, and the data that `[tool.setuptools.package-data]` of
+  `pyproject.toml` declares for them;
+- every file that the config names, under a name of its contents, which the config that is sent has
+  in its place. (Another file
   of the old name may lie on the cluster.)
 
-Never sent are hidden files and folders (.env, .git), links, `__pycache__`, and more than `LIMIT` bytes or `COUNT` files together.
-Sizes are looked at before anything is copied.
+Never sent are hidden files and folders (.env, .git), links, `__pycache__`, and more than `LIMIT`
+bytes or `COUNT` files together. Sizes are looked at before anything is copied.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ def packed(
 ) -> tuple[dict[str, Any], Files]:
     """The config to send in the place of `tree`, and the files to send with it.
 
-    `experiments`: all that the config describes, imported from the folder `here`. `there`: the files that it names lie on the
-    cluster and are not sent. Raises `ConfigError` for a file that is not here, or that is not sent.
+    `experiments`: all that the config describes, imported from the folder `here`. `there`: the
+    files that it names lie on the cluster and are not sent. Raises `ConfigError` for a file that is
+    not here, or that is not sent.
     """
     files = own_modules(here)
     _checked(files)
@@ -89,7 +94,9 @@ def own_modules(here: Path) -> Files:
 
 
 def _all_there(here: Path, files: Files) -> None:
-    """Raises `ConfigError` for a module that was imported from the folder and is not among the files."""
+    """Raises `ConfigError` for a module that was imported from the folder and is not among the
+    files.
+    """
     sent = {os.path.realpath(path) for path in files.values()}
     for name, module in sorted(sys.modules.items()):
         source = getattr(module, "__file__", None)
@@ -111,7 +118,9 @@ def _all_there(here: Path, files: Files) -> None:
 
 
 def _declared(here: Path):
-    """Of a folder of a package, the patterns of the data that pyproject.toml declares for it or for all."""
+    """Of a folder of a package, the patterns of the data that pyproject.toml declares for it or for
+    all.
+    """
     try:
         told = tomllib.loads((here / "pyproject.toml").read_text())
         found = told.get("tool", {}).get("setuptools", {}).get("package-data", {})
@@ -192,7 +201,9 @@ def _checked(files: Files) -> None:
 
 
 def _renamed(value: Any, names: Mapping[tuple[str, str], str], key: str = "") -> Any:
-    """A tree with other values in the place of some, each known by its key (or that of the search space it is in)."""
+    """A tree with other values in the place of some, each known by its key (or that of the search
+    space it is in).
+    """
     if isinstance(value, Mapping):
         return {
             name: _renamed(each, names, key if name in SPACES else name)

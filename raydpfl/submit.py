@@ -1,14 +1,15 @@
 """A run on a cluster elsewhere, through the job server of Ray: `raydpfl submit`.
 
-All that is asked of the cluster is the HTTP address of its job server, a `python` with raydpfl's dependencies on the head's PATH, and
-RAYDPFL_CACHE on storage that its nodes share. This package, the config, your own modules and the
-files that it names go along (see `raydpfl.staging`). The job is an ordinary `raydpfl run` or
-`raydpfl sweep` on the head, which writes to a folder of its own under RAYDPFL_CACHE/runs and needs
-nobody to watch it: whoever follows it may go and come back.
+All that is asked of the cluster is the HTTP address of its job server, a `python` with raydpfl's
+dependencies on the head's PATH, and RAYDPFL_CACHE on storage that its nodes share. This package,
+the config, your own modules and the files that it names go along (see `raydpfl.staging`). The job
+is an ordinary `raydpfl run` or `raydpfl sweep` on the head, which writes to a folder of its own
+under RAYDPFL_CACHE/runs and needs nobody to watch it: whoever follows it may go and come back.
 
-Design note: a job server hands out what jobs print and nothing else, and its port is often the only one that a firewall lets
-through. So the run directory comes back as the printout of a second, short job: an archive in base64. (100 MB took 12 s within one
-machine; the head's log folder keeps that printout as long as the cluster lives.)
+Design note: a job server hands out what jobs print and nothing else, and its port is often the only
+one that a firewall lets through. So the run directory comes back as the printout of a second, short
+job: an archive in base64. (100 MB took 12 s within one machine; the head's log folder keeps that
+printout as long as the cluster lives.)
 
 The head is not trusted with this machine: a run directory comes back to where its user says, or to
 where this machine remembers that they said; archives and printouts are taken as `raydpfl.archive`
@@ -52,9 +53,12 @@ if TYPE_CHECKING:
     from raydpfl.config import Experiment
 
 ADDRESS = "http://127.0.0.1:8265"
-RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'  # of the head: cache_root of raydpfl.files, said in shell
+# of the head: cache_root of raydpfl.files, said in shell
+RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'
 NOTE = "job.json"  # in the run directory here: whose it is
-PATIENCE = 60.0  # seconds without output after which the connection is made anew, and without an answer after which it is given up
+# seconds without output after which the connection is made anew, and without an answer after which
+# it is given up
+PATIENCE = 60.0
 BEGIN, END = "<run directory>", "</run directory>"
 REDIRECTED = (
     "the address redirects elsewhere; give the one that it redirects to, "
@@ -66,31 +70,48 @@ LIMITS = Limits()
 log = logging.getLogger("raydpfl")
 
 
-def entrypoint(command: str, run: str, overrides: Sequence[str] = (), *, address: bool, resume: bool = False) -> str:
-    """What the head's shell is to do: the `command` run or sweep, in the directory `run`, on the cluster if `address`."""
+def entrypoint(
+    command: str, run: str, overrides: Sequence[str] = (), *, address: bool, resume: bool = False
+) -> str:
+    """What the head's shell is to do: the `command` run or sweep, in the directory `run`, on the
+    cluster if `address`.
+    """
     words = shlex.join(["python", "-m", "raydpfl", command, "config.yaml", *overrides])
-    return f"exec {words} --out {RUNS}/{shlex.quote(run)}" + " --resume" * resume + " --address auto" * address
+    return (
+        f"exec {words} --out {RUNS}/{shlex.quote(run)}"
+        + " --resume" * resume
+        + " --address auto" * address
+    )
 
 
 class JobServer:
-    """The job server of a cluster, at `address` (None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine).
+    """The job server of a cluster, at `address` (None: RAY_API_SERVER_ADDRESS, or port 8265 of this
+    machine).
 
     A job is known by its id; what it writes, by the id of the first job that wrote there, its run.
-    Raises `ConfigError` when no job server answers at `address`, or when it refuses this side's token.
+    Raises `ConfigError` when no job server answers at `address`, or when it refuses this side's
+    token.
     """
 
     def __init__(self, address: str | None = None):
         given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or ADDRESS
         self.address = given if "://" in given else f"http://{given}"
-        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # which Ray heeds before its own argument
-        # Ray joins a cluster with a token that it finds, but asks a job server with one only when told to.
-        if any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH")) or (Path.home() / ".ray" / "auth_token").exists():
+        # which Ray heeds before its own argument
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address
+        # Ray joins a cluster with a token that it finds, but asks a job server with one only when
+        # told to.
+        if (
+            any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH"))
+            or (Path.home() / ".ray" / "auth_token").exists()
+        ):
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         with self._refusals():
             url = urlsplit(self.address)
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ValueError("it begins with http:// or https://")
-            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+            socket.create_connection(
+                (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5
+            ).close()
             if warning := _open_token(url.scheme, url.hostname):
                 log.warning(warning)
             self._client = _client_class()(self.address)
@@ -102,7 +123,11 @@ class JobServer:
         except ConfigError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError("--address", self.address, f"the address of a Ray cluster's job server, such as {ADDRESS} ({_line(error)})") from None
+            raise ConfigError(
+                "--address",
+                self.address,
+                f"the address of a Ray cluster's job server, such as {ADDRESS} ({_line(error)})",
+            ) from None
         except Exception as error:
             if type(error).__name__ != "AuthenticationError":
                 raise
@@ -119,7 +144,8 @@ class JobServer:
         resume: str | None = None,
         there: bool = False,
     ) -> str:
-        """Starts a run of `config`, or the sweep that it describes, as a job, and returns the job's id.
+        """Starts a run of `config`, or the sweep that it describes, as a job, and returns the job's
+        id.
 
         `out` is where the run directory is to be brought back to (None: runs/ID), which this
         machine remembers. `resume` goes on with what the cluster has of that run. `there`: the
@@ -146,7 +172,8 @@ class JobServer:
             environment = {
                 "working_dir": str(work),
                 "py_modules": [str(package)],
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},  # for the round under way and a checkpoint
+                # for the round under way and a checkpoint
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
             }
             words = entrypoint(command, run, address=not inline, resume=resume is not None)
             with self._refusals():
@@ -172,7 +199,8 @@ class JobServer:
         return found
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
-        """Waits for the job to end, handing to `write` all that it has printed and prints; its exit code, 1 if it has none.
+        """Waits for the job to end, handing to `write` all that it has printed and prints; its exit
+        code, 1 if it has none.
 
         Escape codes are taken out of it. A connection that breaks is made anew. Raises `RunError`
         when the cluster has not answered for `PATIENCE`.
@@ -192,14 +220,18 @@ class JobServer:
                 interrupts.check()  # the printout's end after a signal is no error
                 if time.monotonic() - heard > PATIENCE:
                     hint = f"follow it with {self.command('--follow', job)}, or go on with it on a new cluster: raydpfl submit CONFIG --resume {run}"
-                    raise RunError(f"the cluster at {self.address} does not answer ({_line(error)}); {hint}") from None
+                    raise RunError(
+                        f"the cluster at {self.address} does not answer ({_line(error)}); {hint}"
+                    ) from None
             time.sleep(1)
         if details.status == "FAILED" and details.driver_exit_code is None:
             write(f"{plain(details.message)}\n")
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
 
     def stop(self, job: str) -> None:
-        """Has the job end as by Ctrl-C: after the round under way, with a checkpoint. Returns at once."""
+        """Has the job end as by Ctrl-C: after the round under way, with a checkpoint. Returns at
+        once.
+        """
         self._known(job)
         with self._refusals():
             self._client.stop_job(job)
@@ -228,7 +260,9 @@ class JobServer:
         raise RunError(f"the run directory did not come back ({reason}); {again}")
 
     def _fetch(self, run: str, folder: Path, pause: int) -> bool:
-        """One attempt. In the first `pause` seconds Ray may write into the printout, at any place, that it has started the command."""
+        """One attempt. In the first `pause` seconds Ray may write into the printout, at any place,
+        that it has started the command.
+        """
         job, name = f"{run}-fetch-{uuid.uuid4().hex[:4]}", shlex.quote(run)
         pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
         shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; echo '{BEGIN}'; {pack}; echo; echo '{END}'"
@@ -249,7 +283,9 @@ class JobServer:
 
     def command(self, option: str, job: str) -> str:
         """What to type, to do that with this job."""
-        return f"raydpfl submit {option} {job}" + (f" --address {self.address}" if self.address != ADDRESS else "")
+        return f"raydpfl submit {option} {job}" + (
+            f" --address {self.address}" if self.address != ADDRESS else ""
+        )
 
     def _start(self, **job: Any) -> None:
         """A head that has just come up answers before it can take a job."""
@@ -263,7 +299,9 @@ class JobServer:
                     raise
                 if time.monotonic() - began > PATIENCE:
                     fix = "where another Ray of that machine has its agent's port, start the head with --dashboard-agent-listen-port 52366"
-                    raise ConfigError("--address", self.address, f"a head that takes jobs; {fix} ({_line(error)})") from None
+                    raise ConfigError(
+                        "--address", self.address, f"a head that takes jobs; {fix} ({_line(error)})"
+                    ) from None
                 time.sleep(1)
 
     def _note(self, folder: Path, run: str, job: str) -> None:
@@ -319,7 +357,9 @@ class JobServer:
 
 
 def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
-    """Writes to `archive` what `pieces` have in base64 between the marks; whether they were there. Raises EOFError if only the first was."""
+    """Writes to `archive` what `pieces` have in base64 between the marks; whether they were there.
+    Raises EOFError if only the first was.
+    """
     rest, inside, count = "", False, 0
     for piece in pieces:
         *lines, rest = (rest + piece).split("\n")
@@ -340,11 +380,19 @@ def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
 def _check(folder: Path, run: str) -> None:
     """Raises `ConfigError` unless `folder` is free, or noted to be that of `run`."""
     try:
-        free = not folder.exists() or not any(folder.iterdir()) or json.loads((folder / NOTE).read_text())["run"] == run
+        free = (
+            not folder.exists()
+            or not any(folder.iterdir())
+            or json.loads((folder / NOTE).read_text())["run"] == run
+        )
     except (OSError, ValueError, KeyError, TypeError):
         free = False
     if not free:
-        raise ConfigError("--out", str(folder), f"a new or empty directory, or the one that {run} was submitted with")
+        raise ConfigError(
+            "--out",
+            str(folder),
+            f"a new or empty directory, or the one that {run} was submitted with",
+        )
 
 
 def _new_id(path: Path, run: str | None) -> str:
@@ -364,13 +412,17 @@ def _read(
 
     Raises `ConfigError` for one that cannot be right.
     """
-    from raydpfl.config import Experiment, overridden, read  # they load torch, which following a job can do without
+    # they load torch, which following a job can do without
+    from raydpfl.config import Experiment, overridden, read
     from raydpfl.tune import Sweep
     from raydpfl.tune.spaces import find
 
     path = Path(config).absolute()
     if path.is_dir():
-        path = next((path / name for name in ("config.yaml", "sweep.yaml") if (path / name).exists()), path / "config.yaml")
+        path = next(
+            (path / name for name in ("config.yaml", "sweep.yaml") if (path / name).exists()),
+            path / "config.yaml",
+        )
     values = read(path)
     tree = overridden(values, overrides)
     if "sweep" in tree or find(tree):

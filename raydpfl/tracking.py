@@ -1,14 +1,16 @@
 """What a run leaves behind: rounds table, clients table, checkpoints, TensorBoard events.
 
-A checkpoint is one `.npz` of arrays and a JSON text, read without pickle and put in place by a rename, so that a kill at any
-instant leaves the last whole one. It is all that a run is resumed from, and holds the rows of the tables too: `rounds.parquet`
-and `clients.parquet` are copies for whoever reads them, and are written anew, whatever has become of them. A checkpoint that
-is torn or does not fit the run is passed over, with a warning, for the one before it. Of the files that grow by the round,
-`dropped.jsonl` loses what is torn and the rounds that are done again, and `trajectory.bin` has NaN where it was cut. What
-stands in the place of a file and is none, as a directory, is set aside under another name.
+A checkpoint is one `.npz` of arrays and a JSON text, read without pickle and put in place by a
+rename, so that a kill at any instant leaves the last whole one. It is all that a run is resumed
+from, and holds the rows of the tables too: `rounds.parquet` and `clients.parquet` are copies for
+whoever reads them, and are written anew, whatever has become of them. A checkpoint that is torn or
+does not fit the run is passed over, with a warning, for the one before it. Of the files that grow
+by the round, `dropped.jsonl` loses what is torn and the rounds that are done again, and
+`trajectory.bin` has NaN where it was cut. What stands in the place of a file and is none, as a
+directory, is set aside under another name.
 
-A file that cannot be written (no room, no right to) ends the run with a `FileError` that names it; the run goes on with
-`--resume` from its last checkpoint.
+A file that cannot be written (no room, no right to) ends the run with a `FileError` that names it;
+the run goes on with `--resume` from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -55,10 +57,13 @@ class Checkpoint:
     memory: np.ndarray  # float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
     tables: dict[str, bytes] = field(default_factory=dict)  # name -> `Table.flush`
-    kept: dict[str, np.ndarray] = field(default_factory=dict)  # what the coordinator keeps besides the server's state
+    # what the coordinator keeps besides the server's state
+    kept: dict[str, np.ndarray] = field(default_factory=dict)
     intact: bool = True  # whether it is as it was written
 
-    def flaw(self, d: int, clients: int, rounds: int, state: Mapping[str, np.ndarray]) -> str | None:
+    def flaw(
+        self, d: int, clients: int, rounds: int, state: Mapping[str, np.ndarray]
+    ) -> str | None:
         """Why a run of so many parameters, clients and rounds cannot go on from it; None: it can.
 
         `state` is what the server starts with; the names and shapes of its arrays stay.
@@ -102,15 +107,30 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     with writing(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
-    facts = {"round": checkpoint.round, "bound": checkpoint.bound, "seconds": checkpoint.seconds, "origin": checkpoint.origin}
-    arrays = {name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")}
+    facts = {
+        "round": checkpoint.round,
+        "bound": checkpoint.bound,
+        "seconds": checkpoint.seconds,
+        "origin": checkpoint.origin,
+    }
+    arrays = {
+        name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")
+    }
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
     arrays |= {f"kept.{name}": value for name, value in checkpoint.kept.items()}
-    arrays |= {f"table.{name}": np.frombuffer(table, np.uint8) for name, table in checkpoint.tables.items()}
+    arrays |= {
+        f"table.{name}": np.frombuffer(table, np.uint8) for name, table in checkpoint.tables.items()
+    }
     facts["check"] = _check(facts, arrays)
     path = folder / f"round-{checkpoint.round:08d}.npz"
-    replace_file(path, lambda part: np.savez(part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays))
-    for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:  # and what a kill left half written
+    replace_file(
+        path,
+        lambda part: np.savez(
+            part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays
+        ),
+    )
+    # and what a kill left half written
+    for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:
         with suppress(OSError):
             old.unlink()
 
@@ -122,8 +142,9 @@ def load(
 ) -> Checkpoint | None:
     """The newest checkpoint that can be read and has no `flaw`; None where none can be read.
 
-    One of more than `most` bytes, or that says it holds more than its own size, is not read.
-    Warns of those that are passed over. Raises `RunError` where some can be read and all of them have flaws.
+    One of more than `most` bytes, or that says it holds more than its own size, is not read. Warns
+    of those that are passed over. Raises `RunError` where some can be read and all of them have
+    flaws.
     """
     found, flawed, passed = None, None, []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
@@ -132,7 +153,9 @@ def load(
             reason = flaw(found)
             flawed = flawed or (reason and f"{path}: {reason}")
         except _UNREADABLE as error:
-            reason = f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            reason = (
+                f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            )
         if not reason:
             break
         found = None
@@ -141,7 +164,9 @@ def load(
         more = "without any checkpoint the run would start again from its first round"
         raise RunError(f"no checkpoint can be gone on with; {flawed} ({more})")
     if passed and not found:
-        passed.append(f"no checkpoint in {folder} can be read: the run starts again from its first round")
+        passed.append(
+            f"no checkpoint in {folder} can be read: the run starts again from its first round"
+        )
     for warning in passed:
         log.warning(warning)
     return found
@@ -178,7 +203,10 @@ def _read(path: Path, most: float) -> Checkpoint:
         raise ValueError("it says that it holds more than its own size")
     with np.load(path, allow_pickle=False) as stored:
         facts = json.loads(stored["facts"].tobytes())
-        check, every = facts.pop("check"), {name: stored[name] for name in stored.files if name != "facts"}
+        check, every = (
+            facts.pop("check"),
+            {name: stored[name] for name in stored.files if name != "facts"},
+        )
         if path.name != f"round-{facts['round']:08d}.npz":
             raise ValueError(f"it is of round {facts['round']}")
         if not isinstance(facts["origin"], dict):
@@ -191,7 +219,9 @@ def _read(path: Path, most: float) -> Checkpoint:
                 groups[group][rest] = array
     groups_of = {name: groups[name] for name in ("server", "kept")}
     tables = {name: table.tobytes() for name, table in groups["table"].items()}
-    return Checkpoint(**facts, **arrays, **groups_of, tables=tables, intact=check == _check(facts, every))
+    return Checkpoint(
+        **facts, **arrays, **groups_of, tables=tables, intact=check == _check(facts, every)
+    )
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
@@ -208,7 +238,9 @@ _UNFILLED = {pa.null(): pa.float64(), pa.list_(pa.null()): pa.list_(pa.string())
 
 
 class Table:
-    """Rows in memory, a Parquet file on disk at every flush. A column's dtype does not depend on whether it holds anything."""
+    """Rows in memory, a Parquet file on disk at every flush. A column's dtype does not depend on
+    whether it holds anything.
+    """
 
     def __init__(self, path: Path):
         self.path, self.rows = path, list[dict[str, Any]]()
@@ -235,7 +267,9 @@ class Table:
             self.rows = file.read().to_pylist()
 
     def flush(self) -> bytes:
-        """Writes the file, of which there is none while there are no rows, and returns what would be in it."""
+        """Writes the file, of which there is none while there are no rows, and returns what would
+        be in it.
+        """
         file = io.BytesIO()
         pq.write_table(self.arrow(), file)
         flushed = file.getvalue()
@@ -250,13 +284,19 @@ class Table:
     def arrow(self) -> pa.Table:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         table = pa.table({name: [row.get(name) for row in self.rows] for name in names})
-        return table.cast(pa.schema([(column.name, _UNFILLED.get(column.type, column.type)) for column in table.schema]))
+        return table.cast(
+            pa.schema(
+                [(column.name, _UNFILLED.get(column.type, column.type)) for column in table.schema]
+            )
+        )
 
 
 class Trajectory:
-    """The model before the first round and after each, float32 [d] one after another in one file; a round done again is written over.
+    """The model before the first round and after each, float32 [d] one after another in one file; a
+    round done again is written over.
 
-    Of a run that is resumed after `rounds` rounds, models before that which the file has lost are NaN.
+    Of a run that is resumed after `rounds` rounds, models before that which the file has lost are
+    NaN.
     """
 
     def __init__(self, path: Path, d: int, rounds: int = 0):
@@ -266,7 +306,9 @@ class Trajectory:
             path.touch()
             kept = min(path.stat().st_size // self.bytes, rounds)
         if kept < rounds:
-            log.warning("%s has lost the models after rounds %d to %d; they are NaN", path, kept, rounds - 1)
+            log.warning(
+                "%s has lost the models after rounds %d to %d; they are NaN", path, kept, rounds - 1
+            )
         for lost in range(kept, rounds):
             self.write(lost, np.full(d, np.nan, np.float32))
 
@@ -282,7 +324,8 @@ class Trajectory:
 
 
 class Dropped:
-    """The clients whose updates were dropped, a line of JSON each, on disk with their round; there is no file before the first.
+    """The clients whose updates were dropped, a line of JSON each, on disk with their round; there
+    is no file before the first.
 
     A run that is resumed keeps the lines of the rounds `before`: those of other rounds come again.
     """
@@ -300,12 +343,18 @@ class Dropped:
         entries = [_dropped(line) for line in lines]
         if None in entries:
             log.warning("%s: %d damaged lines are left out", path, entries.count(None))
-        kept = [line for line, entry in zip(lines, entries, strict=True) if entry is not None and entry < before]
+        kept = [
+            line
+            for line, entry in zip(lines, entries, strict=True)
+            if entry is not None and entry < before
+        ]
         replace_file(path, lambda part: part.write("".join(kept).encode()))
 
     def append(self, round: int, dropped: Sequence[tuple[int, str]]) -> None:
         """Adds (client, what happened) of one round. Raises `FileError`."""
-        entries = [{"round": round, "client": client, "detail": detail} for client, detail in dropped]
+        entries = [
+            {"round": round, "client": client, "detail": detail} for client, detail in dropped
+        ]
         lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         with writing(self.path):
             # One write to an O_APPEND descriptor: a kill can tear no line but the last.
@@ -384,8 +433,14 @@ class TensorBoard:
         """One event a row."""
         with writing(self.folder):
             for row in rows:
-                numbers = [(name, value) for name, value in row.items() if name != "round" and isinstance(value, (int, float))]
-                values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers]
+                numbers = [
+                    (name, value)
+                    for name, value in row.items()
+                    if name != "round" and isinstance(value, (int, float))
+                ]
+                values = [
+                    self._summary.Value(tag=name, simple_value=value) for name, value in numbers
+                ]
                 self._write(step=row["round"], summary=self._summary(value=values))
             self._records.flush()
 
@@ -407,7 +462,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--out", str(path), f"a directory that can be made ({error.strerror})") from None
+        raise ConfigError(
+            "--out", str(path), f"a directory that can be made ({error.strerror})"
+        ) from None
 
 
 @contextmanager
@@ -421,16 +478,22 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def clear(path: Path, folder: bool = False) -> None:
-    """Sets aside, under another name, what stands in the place of a file (or of a folder) and is none. Raises OSError."""
+    """Sets aside, under another name, what stands in the place of a file (or of a folder) and is
+    none. Raises OSError.
+    """
     if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
         return
     aside = path.with_name(f"{path.name}.aside-{time.time_ns()}")
     path.rename(aside)
-    log.warning("%s is no %s; it is set aside as %s", path, "directory" if folder else "file", aside.name)
+    log.warning(
+        "%s is no %s; it is set aside as %s", path, "directory" if folder else "file", aside.name
+    )
 
 
 def replace_file(path: Path, write: Callable[[Any], object]) -> None:
-    """What `write` puts into a file that it is given, at `path` whole or not at all. Raises `FileError` where that fails."""
+    """What `write` puts into a file that it is given, at `path` whole or not at all. Raises
+    `FileError` where that fails.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
         try:

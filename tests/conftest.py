@@ -1,4 +1,6 @@
-"""What the tests share: one Ray, started by the first test that needs it, and a small experiment that trains in a second."""
+"""What the tests share: one Ray, started by the first test that needs it, and a small experiment
+that trains in a second.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import tempfile
 import pytest
 
 # The caches of data and calibrations are the tests' own, and shared by the processes they start.
-os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0", RAYDPFL_CACHE=tempfile.mkdtemp(prefix="raydpfl-tests-"))
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AIR_NEW_OUTPUT="0",
+    RAYDPFL_CACHE=tempfile.mkdtemp(prefix="raydpfl-tests-"),
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMALL = {
@@ -32,7 +38,9 @@ SMALL = {
 
 
 def experiment(**sections):
-    """The small experiment with some keys of some sections changed: `experiment(client={"actors": 2})`."""
+    """The small experiment with some keys of some sections changed: `experiment(client={"actors":
+    2})`.
+    """
     from raydpfl import Experiment
 
     tree = copy.deepcopy(SMALL)
@@ -46,7 +54,9 @@ def experiment(**sections):
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Modules that a test wrote into its own directory are imported anew by the next test that has one of that name."""
+    """Modules that a test wrote into its own directory are imported anew by the next test that has
+    one of that name.
+    """
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -59,7 +69,13 @@ def shared_ray():
     """One Ray with room for an actor per client, however few cores there are."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     yield ray
     ray.shutdown()
 

@@ -10,14 +10,26 @@ from pathlib import Path
 import raydpfl
 
 ROOT = Path(raydpfl.__file__).parent
-# From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only where the later names the earlier.
+# From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
+# where the later names the earlier.
 ORDER = [
     "__main__", "cli", "budget", "audit", "submit", "staging", "archive", "tune", "report",
     "runner", "coordinator", "placement", "client", "cluster", "tracking",  # front and runtime
     "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
     "server", "privacy", "models", "data", "member", "own", "files", "keys", "errors", "interrupts", "reaper",
 ]  # fmt: skip
-KNOW_RAY = {"runner", "coordinator", "placement", "client", "cluster", "tracking", "tune", "submit", "cli", "report"}
+KNOW_RAY = {
+    "runner",
+    "coordinator",
+    "placement",
+    "client",
+    "cluster",
+    "tracking",
+    "tune",
+    "submit",
+    "cli",
+    "report",
+}
 
 
 def room_of(path: Path) -> str:
@@ -36,7 +48,9 @@ def imports(path: Path):
             else:
                 yield node.module, node.lineno
         elif isinstance(node, ast.ImportFrom):
-            raise AssertionError(f"{path}:{node.lineno}: a relative import hides which room it reaches into")
+            raise AssertionError(
+                f"{path}:{node.lineno}: a relative import hides which room it reaches into"
+            )
 
 
 def sources():
@@ -61,7 +75,12 @@ def test_imports_point_down_and_never_up():
 
 def test_nothing_below_the_runtime_line_imports_ray():
     below = [path for path in sources() if room_of(path) not in KNOW_RAY]
-    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in below for module, line in imports(path) if module.split(".")[0] == "ray"]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in below
+        for module, line in imports(path)
+        if module.split(".")[0] == "ray"
+    ]
     assert not wrong
 
 
@@ -72,6 +91,12 @@ def test_describing_an_experiment_does_not_load_ray():
 
 def test_a_round_fits_on_one_screen():
     tree = ast.parse((ROOT / "coordinator.py").read_text())
-    coordinator = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Coordinator")
-    method = next(node for node in coordinator.body if isinstance(node, ast.FunctionDef) and node.name == "round")
+    coordinator = next(
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Coordinator"
+    )
+    method = next(
+        node
+        for node in coordinator.body
+        if isinstance(node, ast.FunctionDef) and node.name == "round"
+    )
     assert method.end_lineno - method.lineno < 40

@@ -1,4 +1,6 @@
-"""What a hostile cluster can send back: archives, printouts and redirects; none reaches beyond what was asked for."""
+"""What a hostile cluster can send back: archives, printouts and redirects; none reaches beyond what
+was asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The audit: what canaries prove lies below the claim, and every way of breaking the mechanism is noticed.
+"""The audit: what canaries prove lies below the claim, and every way of breaking the mechanism is
+noticed.
 
-False alarms: a check or an estimate fails for at most 1e-4 of sound runs, a lower bound passes the claim in far fewer than its
-5 %. Seeds are fixed.
+False alarms: a check or an estimate fails for at most 1e-4 of sound runs, a lower bound passes the
+claim in far fewer than its 5 %. Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from scipy.stats import norm
 from raydpfl import client as client_module
 from raydpfl import coordinator as coordinator_module
 from raydpfl.audit import audit, checks
-from raydpfl.audit.bounds import gaussian_pair_epsilon, guesses_for, one_run_bound, one_run_p_value, one_shot
+from raydpfl.audit.bounds import (
+    gaussian_pair_epsilon,
+    guesses_for,
+    one_run_bound,
+    one_run_p_value,
+    one_shot,
+)
 from raydpfl.audit.canaries import Canaries
 from raydpfl.cli import main
 from raydpfl.client import ClientActor
@@ -49,7 +56,9 @@ FEW_ROUNDS = {  # clients' own noise, on few canaries: for what the checks notic
 
 
 def experiment(**sections):
-    """With noise of the seed alone: the draws that the checks look at are then the same on every machine."""
+    """With noise of the seed alone: the draws that the checks look at are then the same on every
+    machine.
+    """
     made = conftest.experiment(**sections)
     if not made.private:
         return made
@@ -71,7 +80,10 @@ def test_the_one_run_bound_has_the_published_value():
     assert one_run_bound(1000, 200, 180, 1e-5) == pytest.approx(1.7963, abs=5e-5)
 
 
-@pytest.mark.parametrize("m,r,v,delta", [(1000, 200, 180, 1e-5), (500, 500, 330, 1e-4), (100, 40, 40, 0.0), (1000, 100, 90, 1e-3)])
+@pytest.mark.parametrize(
+    "m,r,v,delta",
+    [(1000, 200, 180, 1e-5), (500, 500, 330, 1e-4), (100, 40, 40, 0.0), (1000, 100, 90, 1e-3)],
+)
 def test_the_one_run_bound_solves_its_equation(m, r, v, delta):
     """Against the formula summed term by term."""
 
@@ -94,11 +106,23 @@ def test_the_one_run_bound_grows_with_what_is_right_and_is_zero_for_a_coin():
         one_run_bound(10, 5, 6, 1e-5)
 
 
-@pytest.mark.parametrize("p,q", [((1, 1), (0, 1)), ((1, 1.1), (0, 1)), ((0, 1), (1, 1.1)), ((2, 0.7), (0, 1)), ((0, 1.3), (0, 1)), ((0, 1), (0, 1.3))])
+@pytest.mark.parametrize(
+    "p,q",
+    [
+        ((1, 1), (0, 1)),
+        ((1, 1.1), (0, 1)),
+        ((0, 1), (1, 1.1)),
+        ((2, 0.7), (0, 1)),
+        ((0, 1.3), (0, 1)),
+        ((0, 1), (0, 1.3)),
+    ],
+)
 def test_the_epsilon_of_two_gaussians_is_their_hockey_stick(p, q):
     epsilon = gaussian_pair_epsilon(p, q, 1e-4)
     x = np.linspace(-40, 40, 400_001)
-    delta = np.maximum(norm.pdf(x, *p) - math.exp(epsilon) * norm.pdf(x, *q), 0).sum() * (x[1] - x[0])
+    delta = np.maximum(norm.pdf(x, *p) - math.exp(epsilon) * norm.pdf(x, *q), 0).sum() * (
+        x[1] - x[0]
+    )
     assert epsilon > 0 and delta == pytest.approx(1e-4, rel=1e-4)
     if p[1] == q[1]:
         assert epsilon == pytest.approx(float(gaussian_epsilon(p[0] - q[0], 1e-4)), rel=1e-6)
@@ -106,7 +130,9 @@ def test_the_epsilon_of_two_gaussians_is_their_hockey_stick(p, q):
 
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_the_one_shot_estimate_covers_the_truth(mirrored):
-    """Intervals of 95 % over 200 draws of 500 canaries: 180 cover at least, but for one draw in 1,000."""
+    """Intervals of 95 % over 200 draws of 500 canaries: 180 cover at least, but for one draw in
+    1,000.
+    """
     generator = np.random.default_rng(1)
     apart, covered = (2 if mirrored else 1), 0
     truth = float(gaussian_epsilon(apart * 0.8, 1e-5))
@@ -114,7 +140,14 @@ def test_the_one_shot_estimate_covers_the_truth(mirrored):
         inside = generator.random(500) < 0.5
         exposures = generator.uniform(0.2, 0.8, 500)
         signs = np.where(inside, 1.0, -1.0 if mirrored else 0.0)
-        found = one_shot(signs * exposures + generator.standard_normal(500), exposures, inside, mirrored, 0.8, 1e-5)
+        found = one_shot(
+            signs * exposures + generator.standard_normal(500),
+            exposures,
+            inside,
+            mirrored,
+            0.8,
+            1e-5,
+        )
         assert found.low < found.epsilon < found.high
         covered += found.low <= truth <= found.high
     assert 180 <= covered < 200
@@ -122,7 +155,9 @@ def test_the_one_shot_estimate_covers_the_truth(mirrored):
 
 @pytest.mark.parametrize("epsilon", [4.0, 8.0])
 def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
-    """The guessing game by itself, 300 times with 2000 canaries: never above the claim, and above 30 % of it in 95 % of games."""
+    """The guessing game by itself, 300 times with 2000 canaries: never above the claim, and above
+    30 % of it in 95 % of games.
+    """
     generator, mus = np.random.default_rng(2), np.linspace(0.1, 3, 4000)
     mu = float(np.interp(epsilon, gaussian_epsilon(mus, 1e-5), mus))
     guesses = guesses_for(mu**2 / 2 + mu * generator.standard_normal(2000), 2000, 1e-5)
@@ -131,7 +166,9 @@ def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
         inside = generator.random(2000) < 0.5
         evidence = mu * (mu * inside + generator.standard_normal(2000)) - mu**2 / 2
         right.append(int(((evidence > 0) == inside)[np.argsort(-np.abs(evidence))[:guesses]].sum()))
-    bounds = {v: one_run_bound(2000, guesses, v, 1e-5, tolerance=1e-3) / epsilon for v in set(right)}
+    bounds = {
+        v: one_run_bound(2000, guesses, v, 1e-5, tolerance=1e-3) / epsilon for v in set(right)
+    }
     found = np.array([bounds[v] for v in right])
     assert found.max() < 1 and np.mean(found > 0.3) >= 0.95
 
@@ -147,7 +184,10 @@ def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
         assert done.passed, done.verdict
         assert view.claimed.epsilon == pytest.approx(4.0, rel=1e-3)
         assert 0.3 * view.claimed.epsilon < view.lower < view.claimed.epsilon
-        assert view.estimate.low < 1.2 * view.claimed.epsilon and view.estimate.high > 0.9 * view.claimed.epsilon
+        assert (
+            view.estimate.low < 1.2 * view.claimed.epsilon
+            and view.estimate.high > 0.9 * view.claimed.epsilon
+        )
 
 
 @pytest.mark.parametrize(
@@ -156,26 +196,42 @@ def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
         {},
         {"selection": {"kind": "uniform", "cohort": 20, "dropout": 0.2}},
         {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0}},
-        {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0}, "selection": {"kind": "poisson", "cohort": 20}},
-        {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0}, "selection": {"kind": "multinomial", "cohort": 20}},
-        {"noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 3}, "selection": {"kind": "cyclic", "period": 3}},
+        {
+            "noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0},
+            "selection": {"kind": "poisson", "cohort": 20},
+        },
+        {
+            "noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0},
+            "selection": {"kind": "multinomial", "cohort": 20},
+        },
+        {
+            "noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 3},
+            "selection": {"kind": "cyclic", "period": 3},
+        },
         {
             "noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 2},
             "selection": {"kind": "cyclic", "period": 3, "cohort": 10, "law": "poisson"},
             "privacy": {"accountants": ["pld"], "relation": "zero_out"},
         },
         {"selection": {"kind": "availability", "period": 3, "window": 2, "cohort": 10}},
-        {"bounding": {"kind": "normalize", "bound": 0.3, "scaling": "gradient"}, "weights": {"kind": "data"}},
+        {
+            "bounding": {"kind": "normalize", "bound": 0.3, "scaling": "gradient"},
+            "weights": {"kind": "data"},
+        },
         {"bounding": {"kind": "smooth_normalize", "bound": 0.3}},
         {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}},
         {"bounding": {"kind": "quantile_clip", "bound": 0.3}},
         {"bounding": {"kind": "model_clip", "bound": 0.3}, "server": {"kind": "sgd"}},
         {"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}},
     ],
-    ids=lambda change: "-".join(str(value["kind"]) for value in change.values() if "kind" in value) or "as it is",
+    ids=lambda change: (
+        "-".join(str(value["kind"]) for value in change.values() if "kind" in value) or "as it is"
+    ),
 )
 def test_sound_runs_of_every_kind_pass(change):
-    """15 of 60 clients train beside 45 canaries. All checks and estimates together raise a false alarm in 1e-3 of runs at most."""
+    """15 of 60 clients train beside 45 canaries. All checks and estimates together raise a false
+    alarm in 1e-3 of runs at most.
+    """
     done = audit(small(**change), canaries=45)
     assert done.passed, done.verdict
     assert done.runs == 1 and done.verdict.startswith("Nothing speaks against the claims")
@@ -187,20 +243,37 @@ def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     plan = Plan.make(small())
     most = max(np.bincount(np.concatenate(plan.draws(6))))
     hidden, known, single = done.views
-    of_run = {g.observer + str("hidden" in g.sampling): g.epsilon for g in plan.guarantees(6, {0: int(most)})}
-    assert hidden.claimed.epsilon == of_run["every aggregateTrue"] < known.claimed.epsilon < single.claimed.epsilon
-    assert [view.claimed.observer for view in done.views] == ["every aggregate", "every aggregate", "every single update"]
+    of_run = {
+        g.observer + str("hidden" in g.sampling): g.epsilon
+        for g in plan.guarantees(6, {0: int(most)})
+    }
+    assert (
+        hidden.claimed.epsilon
+        == of_run["every aggregateTrue"]
+        < known.claimed.epsilon
+        < single.claimed.epsilon
+    )
+    assert [view.claimed.observer for view in done.views] == [
+        "every aggregate",
+        "every aggregate",
+        "every single update",
+    ]
     assert single.lower > known.lower >= hidden.lower  # who sees more can tell more
 
 
 def test_scores_are_standard_normal_outside_and_move_by_what_is_claimed_inside():
-    """1000 canaries of one run. Mean and variance to 5 standard errors: fails for one sound seed in 10^6."""
+    """1000 canaries of one run. Mean and variance to 5 standard errors: fails for one sound seed in
+    10^6.
+    """
     (view,) = audit(experiment(**ONE_ROUND, seed=11), canaries=1000).views
     outside, inside = view.statistics[~view.inside], view.statistics[view.inside]
     mu = 0.925  # of epsilon 4 at delta 1e-5
     assert abs(outside.mean()) < 5 / math.sqrt(len(outside))
-    assert abs(inside.mean() - mu) < 5 / math.sqrt(len(inside)) + 0.05 * mu  # canaries crowd one another by some percent
-    assert abs(outside.var() - 1) < 5 * math.sqrt(2 / len(outside)) and abs(inside.var() - 1) < 5 * math.sqrt(2 / len(inside))
+    # canaries crowd one another by some percent
+    assert abs(inside.mean() - mu) < 5 / math.sqrt(len(inside)) + 0.05 * mu
+    assert abs(outside.var() - 1) < 5 * math.sqrt(2 / len(outside)) and abs(
+        inside.var() - 1
+    ) < 5 * math.sqrt(2 / len(inside))
 
 
 def test_directions_are_unit_vectors_and_coins_are_fair():
@@ -208,8 +281,12 @@ def test_directions_are_unit_vectors_and_coins_are_fair():
     rows = np.stack([canaries.direction(place).numpy() for place in range(300)])
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-6)
     products = (rows @ rows.T)[np.triu_indices(300, 1)]
-    assert abs(products).max() < 6 / math.sqrt(400) and abs(products.std() * math.sqrt(400) - 1) < 0.03
-    assert len(set(canaries.clients.tolist())) == 2000 and abs(canaries.inside.mean() - 0.5) < 5 / math.sqrt(4 * 2000)
+    assert (
+        abs(products).max() < 6 / math.sqrt(400) and abs(products.std() * math.sqrt(400) - 1) < 0.03
+    )
+    assert len(set(canaries.clients.tolist())) == 2000 and abs(
+        canaries.inside.mean() - 0.5
+    ) < 5 / math.sqrt(4 * 2000)
 
 
 # ---- negative controls ----
@@ -251,7 +328,11 @@ def one_clip_skipped_slightly(patch):
 
 def last_round_uncounted(patch):
     account = Coordinator.account
-    patch.setattr(Coordinator, "account", lambda self, t: None if t == self.experiment.rounds - 1 else account(self, t))
+    patch.setattr(
+        Coordinator,
+        "account",
+        lambda self, t: None if t == self.experiment.rounds - 1 else account(self, t),
+    )
 
 
 def one_round_behind(patch):
@@ -266,15 +347,25 @@ def one_round_behind(patch):
 
 
 def a_servers_key_used_twice(patch):
-    patch.setattr(coordinator_module, "server_noise", lambda seed, round, std, d: server_noise(seed, 2 if round == 4 else round, std, d))
+    patch.setattr(
+        coordinator_module,
+        "server_noise",
+        lambda seed, round, std, d: server_noise(seed, 2 if round == 4 else round, std, d),
+    )
 
 
 def a_clients_key_used_in_every_round(patch):
-    patch.setattr(client_module, "client_noise", lambda seed, round, *rest: client_noise(seed, 0, *rest))
+    patch.setattr(
+        client_module, "client_noise", lambda seed, round, *rest: client_noise(seed, 0, *rest)
+    )
 
 
 def one_key_for_two_clients(patch):
-    patch.setattr(client_module, "client_noise", lambda seed, round, client, *rest: client_noise(seed, round, max(client, 2), *rest))
+    patch.setattr(
+        client_module,
+        "client_noise",
+        lambda seed, round, client, *rest: client_noise(seed, round, max(client, 2), *rest),
+    )
 
 
 def noise_of_the_next_bound(patch):
@@ -341,14 +432,20 @@ SERVER = {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0
         (a_servers_key_used_twice, SERVER, {"keys"}),
         (a_clients_key_used_in_every_round, {}, {"keys"}),
         (one_key_for_two_clients, {}, {"keys"}),
-        (noise_of_the_next_bound, {**SERVER, "bounding": {"kind": "quantile_clip", "bound": 0.3}}, {"noise of sums"}),
+        (
+            noise_of_the_next_bound,
+            {**SERVER, "bounding": {"kind": "quantile_clip", "bound": 0.3}},
+            {"noise of sums"},
+        ),
         (noise_that_is_not_gaussian, SERVER, {"normality"}),
         (a_client_always_taken, {"rounds": 16}, {"cohorts"}),
         (a_contribution_counted_twice, SERVER, {"sums"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(control, change, noticed, monkeypatch):
+def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(
+    control, change, noticed, monkeypatch
+):
     """The same run without the fault passes all: `test_sound_runs_of_every_kind_pass`."""
     control(monkeypatch)
     done = audit(small(**change), canaries=60)
@@ -359,7 +456,9 @@ def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(control, chan
 
 @pytest.mark.parametrize("epsilon", [4.0, 8.0])
 def test_with_half_the_noise_the_canaries_alone_tell(epsilon, monkeypatch):
-    """Without any check, the scores look like far more than the claim. What guesses prove is less, here as ever, and yet comes near it."""
+    """Without any check, the scores look like far more than the claim. What guesses prove is less,
+    here as ever, and yet comes near it.
+    """
     half_the_servers_noise(monkeypatch)
     noise = {"kind": "gaussian", "placement": "server", "epsilon": epsilon, "delta": 1e-5}
     (view,) = audit(experiment(**{**ONE_ROUND, "noise": noise}), canaries=2000).views
@@ -389,26 +488,48 @@ def stepping(**changes):
     "change",
     [
         {},
-        {"local": {**STEPS["local"], "batch": 30, "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1}},
+        {
+            "local": {
+                **STEPS["local"],
+                "batch": 30,
+                "momentum": 0.5,
+                "weight_decay": 0.01,
+                "proximal": 0.1,
+            }
+        },
         {"local": {**STEPS["local"], "batch": 40, "sampling": "epochs"}},
         {"local": {**STEPS["local"], "kind": "scaffold"}, "weights": {"kind": "uniform"}},
         {"model": {"kind": "mlp", "hidden": 30}},
-        {"data": {"kind": "quadratics", "clients": 12, "dimension": 100, "rank": 40}, "model": {"kind": "linear"}},
-        {"selection": {"kind": "multinomial", "cohort": 4}, "noise": {**STEPS["noise"], "epsilon": {"kind": "uniform", "low": 2, "high": 8}}},
+        {
+            "data": {"kind": "quadratics", "clients": 12, "dimension": 100, "rank": 40},
+            "model": {"kind": "linear"},
+        },
+        {
+            "selection": {"kind": "multinomial", "cohort": 4},
+            "noise": {**STEPS["noise"], "epsilon": {"kind": "uniform", "low": 2, "high": 8}},
+        },
     ],
 )
 def test_sound_runs_with_noise_at_local_steps_pass(change):
     done = audit(stepping(**change), canaries=200)
     (view,) = done.views
     assert done.passed, done.verdict
-    assert (view.claimed.unit, view.claimed.observer, view.canaries >= 200) == ("sample", "every single update", True)
+    assert (view.claimed.unit, view.claimed.observer, view.canaries >= 200) == (
+        "sample",
+        "every single update",
+        True,
+    )
     assert [check.name for check in done.checks] == ["ledger", "steps"]
 
 
 def test_canary_samples_prove_a_good_part_of_what_is_claimed_of_full_batches():
-    """2,000 samples of softmax regression on 600 features, each seen through three noisy steps; the estimate holds the claim."""
+    """2,000 samples of softmax regression on 600 features, each seen through three noisy steps; the
+    estimate holds the claim.
+    """
     data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
-    done = audit(stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=2000)
+    done = audit(
+        stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=2000
+    )
     (view,) = done.views
     assert done.passed, done.verdict
     assert view.claimed.epsilon == pytest.approx(6.0, rel=0.01)
@@ -433,7 +554,9 @@ def one_rounds_samples_unclipped(patch):
 
 def one_key_for_all_steps(patch):
     class Keys:
-        clients_normals = staticmethod(lambda *where, **name: clients_normals(*where, **{**name, "step": 0}))
+        clients_normals = staticmethod(
+            lambda *where, **name: clients_normals(*where, **{**name, "step": 0})
+        )
         keyed_globals = staticmethod(engine.keys.keyed_globals)
 
     patch.setattr(engine, "keys", Keys)
@@ -441,7 +564,12 @@ def one_key_for_all_steps(patch):
 
 @pytest.mark.parametrize(
     "control,noticed",
-    [(half_the_noise_of_steps, "steps"), (one_rounds_samples_unclipped, "steps"), (one_key_for_all_steps, "steps"), (last_round_uncounted, "ledger")],
+    [
+        (half_the_noise_of_steps, "steps"),
+        (one_rounds_samples_unclipped, "steps"),
+        (one_key_for_all_steps, "steps"),
+        (last_round_uncounted, "ledger"),
+    ],
 )
 def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
     control(monkeypatch)
@@ -452,7 +580,9 @@ def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
 def test_with_half_the_noise_at_local_steps_the_canaries_alone_tell(monkeypatch):
     half_the_noise_of_steps(monkeypatch)
     data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
-    (view,) = audit(stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=1000).views
+    (view,) = audit(
+        stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=1000
+    ).views
     assert view.exceeded and view.estimate.low > 8 > view.claimed.epsilon
 
 
@@ -478,10 +608,16 @@ class Sleepy(torch.nn.Module):
 
 def test_a_report_is_a_figure_and_a_file_of_plain_json(tmp_path):
     done = audit(small(), tmp_path / "out", canaries=60)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"audit.json", "audit.png", "config.yaml"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "audit.json",
+        "audit.png",
+        "config.yaml",
+    }
     stored = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert stored["passed"] is True and stored["verdict"] == done.verdict
-    assert stored["views"][0]["lower"] == done.views[0].lower and len(stored["checks"]) == len(done.checks)
+    assert stored["views"][0]["lower"] == done.views[0].lower and len(stored["checks"]) == len(
+        done.checks
+    )
     assert stored["false_alarm"]["checks and estimates"] < 2e-3
     assert (tmp_path / "out" / "audit.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="a new or empty directory"):
@@ -493,7 +629,10 @@ def test_a_report_is_a_figure_and_a_file_of_plain_json(tmp_path):
     [
         ({"noise": {"kind": "none"}}, "noise.kind"),
         ({"privacy": {"accountants": ["paper"]}}, "privacy.accountants"),
-        ({"noise": {"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 40}}, "noise.virtual_cohort"),
+        (
+            {"noise": {"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 40}},
+            "noise.virtual_cohort",
+        ),
         ({"selection": {"kind": "power_of_choice", "cohort": 10, "pool": 20}}, "selection.kind"),
     ],
 )
@@ -503,9 +642,19 @@ def test_what_cannot_be_audited_is_refused_with_its_field(change, field):
     assert error.value.field == field
 
 
-def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "small.yaml").write_text(small().to_yaml())
-    command = ["raydpfl", "audit", str(tmp_path / "small.yaml"), "rounds=2", "--canaries", "60", "--out"]
+    command = [
+        "raydpfl",
+        "audit",
+        str(tmp_path / "small.yaml"),
+        "rounds=2",
+        "--canaries",
+        "60",
+        "--out",
+    ]
     monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "sound")])
     main()
     assert "\nNothing speaks against the claims: epsilon" in capsys.readouterr().out
@@ -524,7 +673,9 @@ def test_an_audit_leaves_the_run_as_it_is():
     assert first.to_dict() == second.to_dict()
     from raydpfl.keys import Purpose
 
-    assert not np.array_equal(normals(3, Purpose.CANARY, 8, client=1), normals(3, Purpose.CLIENT_NOISE, 8, client=1))
+    assert not np.array_equal(
+        normals(3, Purpose.CANARY, 8, client=1), normals(3, Purpose.CLIENT_NOISE, 8, client=1)
+    )
 
 
 def test_the_limits_of_checks_are_those_of_their_false_alarm_rate():

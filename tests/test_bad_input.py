@@ -1,4 +1,6 @@
-"""What cannot be run is refused before anything starts: exit code 2, and one line with field, value and what is accepted."""
+"""What cannot be run is refused before anything starts: exit code 2, and one line with field, value
+and what is accepted.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def complain(arguments, monkeypatch, capsys, code=2) -> str:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(bad, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
+    bad, tmp_path, monkeypatch, capsys
+):
     overrides, line = BAD[bad]
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -112,12 +116,26 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(bad,
 
 def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"noise": {"kind": "none"}}))
-    said = complain(["run", tmp_path / "small.yaml", "client.actors=0", "client.lane=1000000000000000", "--out", tmp_path / "out"], monkeypatch, capsys, code=1)
+    said = complain(
+        [
+            "run",
+            tmp_path / "small.yaml",
+            "client.actors=0",
+            "client.lane=1000000000000000",
+            "--out",
+            tmp_path / "out",
+        ],
+        monkeypatch,
+        capsys,
+        code=1,
+    )
     assert said.startswith("not enough memory: Unable to allocate 7.11 PiB")
 
 
 def test_a_config_that_is_not_there(tmp_path, monkeypatch, capsys):
-    assert complain(["run", tmp_path / "no.yaml"], monkeypatch, capsys).endswith("a file that can be read (No such file or directory)")
+    assert complain(["run", tmp_path / "no.yaml"], monkeypatch, capsys).endswith(
+        "a file that can be read (No such file or directory)"
+    )
 
 
 def test_a_config_that_is_no_yaml(tmp_path, monkeypatch, capsys):
@@ -127,7 +145,10 @@ def test_a_config_that_is_no_yaml(tmp_path, monkeypatch, capsys):
 
 def test_a_config_that_is_a_list(tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.yaml").write_text("- rounds")
-    assert complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys) == "config = ['rounds']: a mapping of sections"
+    assert (
+        complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys)
+        == "config = ['rounds']: a mapping of sections"
+    )
 
 
 def test_a_directory_that_holds_something_else(tmp_path, monkeypatch, capsys):
@@ -139,14 +160,20 @@ def test_a_directory_that_holds_something_else(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["run", "audit", "sweep"])
 def test_a_directory_that_cannot_be_made(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {})))
-    said = complain([command, tmp_path / "small.yaml", "--out", tmp_path / "file" / "out"], monkeypatch, capsys)
+    (tmp_path / "small.yaml").write_text(
+        yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {}))
+    )
+    said = complain(
+        [command, tmp_path / "small.yaml", "--out", tmp_path / "file" / "out"], monkeypatch, capsys
+    )
     assert said == f"--out = '{tmp_path}/file/out': a directory that can be made (Not a directory)"
 
 
 def test_resuming_what_is_no_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path / "new", "--resume"], monkeypatch, capsys)
+    said = complain(
+        ["run", tmp_path / "small.yaml", "--out", tmp_path / "new", "--resume"], monkeypatch, capsys
+    )
     assert said.endswith("the directory of a run; it has no config.yaml")
 
 
@@ -157,7 +184,11 @@ def test_resuming_another_experiment(tmp_path, monkeypatch, capsys):
 
     run(experiment(rounds=1), tmp_path / "out")
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"rounds": 1}))
-    said = complain(["run", tmp_path / "small.yaml", "local.lr=0.2", "--out", tmp_path / "out", "--resume"], monkeypatch, capsys)
+    said = complain(
+        ["run", tmp_path / "small.yaml", "local.lr=0.2", "--out", tmp_path / "out", "--resume"],
+        monkeypatch,
+        capsys,
+    )
     assert said == "local.lr = 0.2: 0.1, as in the run to be resumed"
 
 
@@ -170,8 +201,14 @@ def test_an_address_for_a_run_without_ray(tmp_path, monkeypatch, capsys):
 def test_an_address_where_nothing_answers(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    said = complain(["run", tmp_path / "small.yaml", "client.actors=1", "--address", "127.0.0.1:1"], monkeypatch, capsys)
-    assert said.startswith("--address = '127.0.0.1:1': the address of a running Ray cluster (if it asks for a token,")
+    said = complain(
+        ["run", tmp_path / "small.yaml", "client.actors=1", "--address", "127.0.0.1:1"],
+        monkeypatch,
+        capsys,
+    )
+    assert said.startswith(
+        "--address = '127.0.0.1:1': the address of a running Ray cluster (if it asks for a token,"
+    )
 
 
 def test_an_unknown_option_of_the_command(monkeypatch, capsys):

@@ -1,4 +1,6 @@
-"""The budget calculator: its three unknowns agree with one another and with the accountants, and what they refuse it refuses."""
+"""The budget calculator: its three unknowns agree with one another and with the accountants, and
+what they refuse it refuses.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,20 @@ SCHEMES = {
     "Poisson, zero out": {**SMALLER, "sampling": "poisson", "relation": "zero_out"},
     "with replacement": {**SMALLER, "sampling": "with_replacement"},
     "full": {"population": 50, "sampling": "full"},
-    "full, add or remove": {"population": 50, "sampling": "full", "relation": "add_remove", "placement": "server"},
+    "full, add or remove": {
+        "population": 50,
+        "sampling": "full",
+        "relation": "add_remove",
+        "placement": "server",
+    },
 }
 MNIST = {"samples": 600, "batch": 10, "steps": 300}  # 002, PRIVACY.md sec. 4
 SHORT = {"samples": 100, "batch": 10, "steps": 20}
-LOCAL = {"fixed": SHORT, "Poisson": {**SHORT, "sampling": "poisson"}, "with replacement": {**SHORT, "sampling": "with_replacement"}}
+LOCAL = {
+    "fixed": SHORT,
+    "Poisson": {**SHORT, "sampling": "poisson"},
+    "with replacement": {**SHORT, "sampling": "with_replacement"},
+}
 ALL = {f"clients, {name}": ("client", given) for name, given in SCHEMES.items()}
 ALL |= {f"samples, {name}": ("sample", given) for name, given in LOCAL.items()}
 
@@ -58,7 +69,9 @@ def by_accountant(found) -> dict[str, budget.Answer]:
 
 @pytest.mark.parametrize("scheme", ALL)
 def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_would_not(scheme):
-    """Against every observer, by every rigorous accountant; the slow reference is `privacy.guarantees` of the whole mechanism."""
+    """Against every observer, by every rigorous accountant; the slow reference is
+    `privacy.guarantees` of the whole mechanism.
+    """
     unit, given = ALL[scheme]
 
     found = ask(unit, given, rounds=4, epsilon=2.0)
@@ -73,28 +86,56 @@ def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_woul
     for place, answer in enumerate(found.answers):
         if answer.guarantee.kind == "paper" or answer.guarantee.conditions_failed:
             continue
-        where, z, rounds = (answer.guarantee.accountant, place % views), answer.noise_multiplier, lasting.answers[place].rounds
+        where, z, rounds = (
+            (answer.guarantee.accountant, place % views),
+            answer.noise_multiplier,
+            lasting.answers[place].rounds,
+        )
         assert spent(*where, z, 4) <= 2.0 < spent(*where, z * (1 - 3e-4), 4)
         assert rounds == 0 or spent(*where, enough, rounds) <= 2.0
         assert spent(*where, enough, rounds + 1) > 2.0
 
 
 def test_every_scheme_and_observer_of_the_privacy_notes_gives_its_number():
-    """PRIVACY.md sec. 2, N = 1920, r = 80, T = 100, delta 1e-5, std / sensitivity 2: Poisson 0.900, fixed size 0.984, and 2.044 by rdp."""
+    """PRIVACY.md sec. 2, N = 1920, r = 80, T = 100, delta 1e-5, std / sensitivity 2: Poisson 0.900,
+    fixed size 0.984, and 2.044 by rdp.
+    """
     fixed = by_accountant(ask("client", CLIENTS, 100, noise_multiplier=4.0))
-    poisson = by_accountant(ask("client", {**CLIENTS, "sampling": "poisson"}, 100, noise_multiplier=2.0))
-    assert [fixed[name].guarantee.epsilon for name in ("pld", "rdp")] == pytest.approx([0.984, 2.044], abs=1e-3)
+    poisson = by_accountant(
+        ask("client", {**CLIENTS, "sampling": "poisson"}, 100, noise_multiplier=2.0)
+    )
+    assert [fixed[name].guarantee.epsilon for name in ("pld", "rdp")] == pytest.approx(
+        [0.984, 2.044], abs=1e-3
+    )
     assert poisson["pld"].guarantee.epsilon == pytest.approx(0.900, abs=1e-3)
-    hidden, known, update = (g.epsilon for g in ask("client", CLIENTS, 100, epsilon=1.5).guarantees if g.accountant == "pld")
+    hidden, known, update = (
+        g.epsilon
+        for g in ask("client", CLIENTS, 100, epsilon=1.5).guarantees
+        if g.accountant == "pld"
+    )
     assert (hidden, known, update) == pytest.approx((1.5, 49.4, 2006), rel=2e-3)
 
 
 def test_the_guarantees_are_those_of_the_mechanism():
     found = ask("client", CLIENTS, 100, std=0.4, bound=0.5, participations=7)
-    mechanism = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 0.5, 0.4 * math.sqrt(80)),), 100, placement="client")
-    assert found.noise["std_of_one_client"] == pytest.approx(0.4) and found.noise["sensitivity"] == 1.0
-    for ours, theirs in zip(found.guarantees, privacy.guarantees(mechanism, "replace_one", 1e-5, participations=7), strict=True):
-        assert ours.epsilon == pytest.approx(theirs.epsilon, rel=1e-9) and ours.sampling == theirs.sampling
+    mechanism = Mechanism(
+        Sampling("fixed", 1920, 80),
+        (Query("updates", 0.5, 0.4 * math.sqrt(80)),),
+        100,
+        placement="client",
+    )
+    assert (
+        found.noise["std_of_one_client"] == pytest.approx(0.4) and found.noise["sensitivity"] == 1.0
+    )
+    for ours, theirs in zip(
+        found.guarantees,
+        privacy.guarantees(mechanism, "replace_one", 1e-5, participations=7),
+        strict=True,
+    ):
+        assert (
+            ours.epsilon == pytest.approx(theirs.epsilon, rel=1e-9)
+            and ours.sampling == theirs.sampling
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,11 +149,16 @@ def test_the_guarantees_are_those_of_the_mechanism():
 def test_a_std_is_of_what_the_placement_draws(unit, given, z):
     found = ask(unit, given, 1)
     assert found.noise["noise_multiplier"] == pytest.approx(z)
-    assert given["std"] in [pytest.approx(value) for name, value in found.noise.items() if name.startswith("std_")]
+    assert given["std"] in [
+        pytest.approx(value) for name, value in found.noise.items() if name.startswith("std_")
+    ]
 
 
 def test_a_participation_cap_counts_only_where_the_cohort_is_known():
-    few, all_of_them = (ask("client", CLIENTS, 100, noise_multiplier=4.0, participations=most).answers for most in (12, None))
+    few, all_of_them = (
+        ask("client", CLIENTS, 100, noise_multiplier=4.0, participations=most).answers
+        for most in (12, None)
+    )
     assert few[0].guarantee.epsilon == all_of_them[0].guarantee.epsilon
     assert few[1].guarantee.epsilon < all_of_them[1].guarantee.epsilon
     capped = ask("client", CLIENTS, noise_multiplier=60.0, epsilon=2.0, participations=3)
@@ -120,35 +166,56 @@ def test_a_participation_cap_counts_only_where_the_cohort_is_known():
 
 
 def test_002_asks_for_what_is_printed_and_is_worth_what_is_true():
-    """PRIVACY.md sec. 4: the usable form needs 2.14 G where 0.343 G would do, and truly gives 0.0025."""
+    """PRIVACY.md sec. 4: the usable form needs 2.14 G where 0.343 G would do, and truly gives
+    0.0025.
+    """
     found = by_accountant(ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2))
     assert found["pld"].noise_multiplier / 10 == pytest.approx(0.343, abs=1e-3)
     tcdp = found["paper 002 tCDP"]
-    assert tcdp.noise_multiplier / 10 == pytest.approx(2.14, abs=5e-3) and tcdp.true_epsilon == pytest.approx(0.0025, abs=2e-4)
+    assert tcdp.noise_multiplier / 10 == pytest.approx(
+        2.14, abs=5e-3
+    ) and tcdp.true_epsilon == pytest.approx(0.0025, abs=2e-4)
     assert not tcdp.overclaims and tcdp.guarantee.conditions_failed == ()
-    back = by_accountant(ask("sample", MNIST, 1, noise_multiplier=tcdp.noise_multiplier, delta=1e-2))["paper 002 tCDP"]
+    back = by_accountant(
+        ask("sample", MNIST, 1, noise_multiplier=tcdp.noise_multiplier, delta=1e-2)
+    )["paper 002 tCDP"]
     assert back.guarantee.epsilon == pytest.approx(0.3)
 
 
 def test_002_theorem_5_is_solved_and_its_forced_delta_is_a_condition_that_fails():
     found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["paper 002 Theorem 5"]
-    printed, forced = paper.tcdp_theorem5(found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300)
+    printed, forced = paper.tcdp_theorem5(
+        found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300
+    )
     assert printed.value == pytest.approx(1.5) and found.guarantee.delta == pytest.approx(forced)
     assert any("alone" in reason for reason in found.guarantee.conditions_failed)
     out_of_reach = by_accountant(ask("sample", MNIST, 1, epsilon=9.0))["paper 002 Theorem 5"]
-    assert out_of_reach.noise_multiplier == math.inf and "as the noise grows" in out_of_reach.guarantee.conditions_failed[0]
+    assert (
+        out_of_reach.noise_multiplier == math.inf
+        and "as the noise grows" in out_of_reach.guarantee.conditions_failed[0]
+    )
 
 
-@pytest.mark.parametrize(("claim", "client", "truth"), [(1.0, (500, 128, 50), 0.395), (20.0, (500, 250, 1), 22.5)])
-def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(claim, client, truth):
+@pytest.mark.parametrize(
+    ("claim", "client", "truth"), [(1.0, (500, 128, 50), 0.395), (20.0, (500, 250, 1), 22.5)]
+)
+def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(
+    claim, client, truth
+):
     """PRIVACY.md sec. 5: claimed 1, truth 0.395; claimed 20, truth 22.5."""
     given = dict(zip(("samples", "batch", "steps"), client, strict=True))
     noise = ask("sample", given, 1, epsilon=claim)
     answer = by_accountant(noise)["paper 003"]
-    assert answer.true_epsilon == pytest.approx(truth, rel=5e-3) and answer.overclaims == (truth > claim)
+    assert answer.true_epsilon == pytest.approx(truth, rel=5e-3) and answer.overclaims == (
+        truth > claim
+    )
     said = f"paper 003, as printed, asks for noise multiplier {answer.noise_multiplier:.4g}; the epsilon there is {answer.true_epsilon:.4g}"
-    assert said + (", more than it claims." if truth > claim else ".") in " ".join(shown(noise).split())
-    back = by_accountant(ask("sample", given, 1, noise_multiplier=answer.noise_multiplier))["paper 003"]
+    assert said + (", more than it claims." if truth > claim else ".") in " ".join(
+        shown(noise).split()
+    )
+    back = by_accountant(ask("sample", given, 1, noise_multiplier=answer.noise_multiplier))[
+        "paper 003"
+    ]
     assert back.guarantee.epsilon == pytest.approx(claim, rel=1e-9)
 
 
@@ -156,37 +223,54 @@ def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(c
 def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
     client = {"samples": 600, "batch": 10, "steps": 20}
     allowed = by_accountant(ask("sample", client, noise_multiplier=20.0, epsilon=0.4))[name].rounds
-    claims = [by_accountant(ask("sample", client, t, noise_multiplier=20.0))[name].guarantee.epsilon for t in (allowed, allowed + 1)]
+    claims = [
+        by_accountant(ask("sample", client, t, noise_multiplier=20.0))[name].guarantee.epsilon
+        for t in (allowed, allowed + 1)
+    ]
     assert claims[0] <= 0.4 < claims[1]
 
 
 def test_the_formula_of_000_and_001_is_exact_and_inverts():
     found = by_accountant(ask("client", CLIENTS, 100, epsilon=1.5, v=2.0))["paper"]
-    assert found.noise_multiplier == privacy.paper_multiplier(1.5, Sampling("fixed", 1920, 80), 100, 1e-5, 2.0)
-    assert found.true_epsilon > 1.5 and found.overclaims and "q^2 T" in found.guarantee.conditions_failed[0]
+    assert found.noise_multiplier == privacy.paper_multiplier(
+        1.5, Sampling("fixed", 1920, 80), 100, 1e-5, 2.0
+    )
+    assert (
+        found.true_epsilon > 1.5
+        and found.overclaims
+        and "q^2 T" in found.guarantee.conditions_failed[0]
+    )
 
 
 def test_a_formula_is_told_when_the_sampling_is_not_its_own():
     found = ask("sample", LOCAL["Poisson"], 1, epsilon=1.0)
     printed = [answer for answer in found.answers if answer.guarantee.kind == "paper"]
-    assert len(printed) == 3 and all("one fixed size" in " ".join(answer.guarantee.conditions_failed) for answer in printed)
+    assert len(printed) == 3 and all(
+        "one fixed size" in " ".join(answer.guarantee.conditions_failed) for answer in printed
+    )
 
 
 def test_what_an_accountant_does_not_cover_is_shown_with_the_reason_and_no_number():
     found = ask("client", SCHEMES["with replacement"], 10, noise_multiplier=20.0)
     assert by_accountant(found)["rdp"].guarantee.epsilon == math.inf
-    assert "rdp: draws with replacement are not covered by rdp; nearest: pld" in shown(found) and "inf" not in shown(found)
+    assert "rdp: draws with replacement are not covered by rdp; nearest: pld" in shown(
+        found
+    ) and "inf" not in shown(found)
 
 
 @pytest.mark.parametrize("mu", [0.2, 1.0, 3.0])
 def test_the_sentence_bounds_what_the_best_test_detects(mu):
-    """Full participation, one round: the best test of N(0, 1) against N(mu, 1) at 5% false alarms detects Phi(Phi^-1(0.05) + mu)."""
+    """Full participation, one round: the best test of N(0, 1) against N(mu, 1) at 5% false alarms
+    detects Phi(Phi^-1(0.05) + mu).
+    """
     found = ask("client", {"population": 50, "sampling": "full"}, 1, noise_multiplier=2 / mu)
     claimed = float(found.sentence().split("at most ")[1].split("%")[0]) / 100
     assert ndtr(ndtri(0.05) + mu) < claimed <= 1
 
 
-@pytest.mark.parametrize("scheme", ["clients, fixed", "clients, Poisson", "clients, with replacement", "samples, fixed"])
+@pytest.mark.parametrize(
+    "scheme", ["clients, fixed", "clients, Poisson", "clients, with replacement", "samples, fixed"]
+)
 @pytest.mark.parametrize("unknown", ["epsilon", "noise", "rounds"])
 def test_the_table_fits_a_hundred_columns_and_the_json_is_strict(scheme, unknown):
     unit, given = ALL[scheme]
@@ -196,9 +280,13 @@ def test_the_table_fits_a_hundred_columns_and_the_json_is_strict(scheme, unknown
     lines = shown(found).splitlines()
     assert max(map(len, lines)) <= 100 and not any("…" in line for line in lines)
     tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert tree["unknown"] == found.unknown == unknown and len(tree["answers"]) == len(found.answers)
+    assert tree["unknown"] == found.unknown == unknown and len(tree["answers"]) == len(
+        found.answers
+    )
     assert {"noise_multiplier", "bound", "sensitivity", "std_of_the_sum"} <= tree["noise"].keys()
-    assert tree["relation"] and tree["sampling"]["cohort"] and tree["sentence"].startswith("Epsilon")
+    assert (
+        tree["relation"] and tree["sampling"]["cohort"] and tree["sentence"].startswith("Epsilon")
+    )
 
 
 def test_every_combination_is_answered_or_refused_with_one_that_is_answered():
@@ -207,7 +295,12 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered():
     for sampling in ("fixed", "poisson", "with_replacement", "full"):
         for relation in ("replace_one", "add_remove", "zero_out"):
             for placement in ("client", "server"):
-                asked = {"population": 10, "cohort": 10 if sampling == "full" else 5, "rounds": 1, "noise_multiplier": 5.0}
+                asked = {
+                    "population": 10,
+                    "cohort": 10 if sampling == "full" else 5,
+                    "rounds": 1,
+                    "noise_multiplier": 5.0,
+                }
                 asked |= {"sampling": sampling, "relation": relation, "placement": placement}
                 try:
                     budget.of_clients(**asked)
@@ -215,7 +308,9 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered():
                     refused += 1
                     for change in error.accepted.split("nearest: ")[1].split(" or "):
                         name, value = change.removeprefix("--").split(" ")
-                        assert math.isfinite(budget.of_clients(**asked | {name: value}).guarantees[0].epsilon)
+                        assert math.isfinite(
+                            budget.of_clients(**asked | {name: value}).guarantees[0].epsilon
+                        )
     assert refused == 13
 
 
@@ -223,27 +318,53 @@ def test_a_config_is_answered_as_its_run_reports(tmp_path):
     from raydpfl import run
 
     noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}
-    asked = experiment(noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]})
+    asked = experiment(
+        noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]}
+    )
     found, reported = budget.of_config(asked), run(asked, tmp_path / "out").guarantees
     assert list(found.guarantees) == reported
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
-    assert by_accountant(found)["pld"].noise_multiplier == pytest.approx(found.noise["noise_multiplier"], rel=1e-9)
+    assert by_accountant(found)["pld"].noise_multiplier == pytest.approx(
+        found.noise["noise_multiplier"], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("noise", [{"epsilon": 9.0}, {"multiplier": 2.0}])
 def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, tmp_path):
-    """The multiplier that is found is the updates' alone, against every observer; the losses keep theirs."""
+    """The multiplier that is found is the updates' alone, against every observer; the losses keep
+    theirs.
+    """
     from raydpfl import run
 
-    losses = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0, "loss_std": 4.0}
-    given = {"selection": losses, "noise": {"kind": "gaussian", **noise}, "privacy": {"accountants": ["pld", "rdp", "paper"]}}
+    losses = {
+        "kind": "power_of_choice",
+        "cohort": 5,
+        "pool": 20,
+        "loss_bound": 3.0,
+        "loss_std": 4.0,
+    }
+    given = {
+        "selection": losses,
+        "noise": {"kind": "gaussian", **noise},
+        "privacy": {"accountants": ["pld", "rdp", "paper"]},
+    }
     found = budget.of_config(experiment(**given))
     assert list(found.guarantees) == run(experiment(**given), tmp_path / "out").guarantees
-    assert found.noise["std_of_the_losses"] == 4.0 and "4 of the losses" in shown(found) and "not who" not in found.sentence()
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["noise"]["std_of_the_losses"] == 4.0
+    assert (
+        found.noise["std_of_the_losses"] == 4.0
+        and "4 of the losses" in shown(found)
+        and "not who" not in found.sentence()
+    )
+    assert (
+        json.loads(json.dumps(found.to_dict(), allow_nan=False))["noise"]["std_of_the_losses"]
+        == 4.0
+    )
     for answer in found.answers if "epsilon" in noise else ():
         if answer.guarantee.kind == "rigorous":
-            assert answer.guarantee.epsilon == pytest.approx(9.0, rel=1e-3) and answer.guarantee.epsilon <= 9.0
+            assert (
+                answer.guarantee.epsilon == pytest.approx(9.0, rel=1e-3)
+                and answer.guarantee.epsilon <= 9.0
+            )
 
 
 def test_a_config_says_how_long_its_own_budget_lasts():
@@ -256,7 +377,10 @@ def test_a_config_says_how_long_its_own_budget_lasts():
 
 STEPS = {
     "bounding": {"kind": "per_sample_clip", "bound": 0.5},
-    "noise": {"kind": "gaussian", "epsilon": {"kind": "uniform", "low": 0.5, "high": 3, "public": 0.1}},
+    "noise": {
+        "kind": "gaussian",
+        "epsilon": {"kind": "uniform", "low": 0.5, "high": 3, "public": 0.1},
+    },
     "privacy": {"accountants": ["pld", "rdp", "paper"]},
 }
 
@@ -270,12 +394,26 @@ def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_pat
     assert found.quantiles("epsilon_pld")[-1] == ran.guarantees[0].epsilon <= 3
     assert sum(row["participations"] for row in found.rows) == 4 * 20
     public = [row for row in found.rows if row["epsilon_claimed"] == math.inf]
-    assert public and all(row["noise_std"] == 0 for row in public) and any("public clients" in note for note in found.notes)
+    assert (
+        public
+        and all(row["noise_std"] == 0 for row in public)
+        and any("public clients" in note for note in found.notes)
+    )
     assert max(found.quantiles("epsilon_claimed")) <= 3
     tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert len(tree["clients"]) == len(found.rows) and tree["quantiles"]["at"] == [0, 0.25, 0.5, 0.75, 1]
+    assert len(tree["clients"]) == len(found.rows) and tree["quantiles"]["at"] == [
+        0,
+        0.25,
+        0.5,
+        0.75,
+        1,
+    ]
     lines = shown(found).splitlines()
-    assert max(map(len, lines)) <= 100 and "promised" in shown(found) and found.sentence() in " ".join(" ".join(lines).split())
+    assert (
+        max(map(len, lines)) <= 100
+        and "promised" in shown(found)
+        and found.sentence() in " ".join(" ".join(lines).split())
+    )
 
 
 def test_a_config_with_noise_at_local_steps_says_how_long_its_budget_lasts():
@@ -283,18 +421,33 @@ def test_a_config_with_noise_at_local_steps_says_how_long_its_budget_lasts():
 
     sections = {**STEPS, "rounds": 30, "noise": {"kind": "gaussian", "multiplier": 2.0}}
     curve = Plan.make(experiment(**sections)).curves()["pld"]
-    found = budget.of_config(experiment(**{**sections, "privacy": {"accountants": ["pld"], "budget": float(curve[7])}}))
+    found = budget.of_config(
+        experiment(**{**sections, "privacy": {"accountants": ["pld"], "budget": float(curve[7])}})
+    )
     assert curve[8] > curve[7]
     assert f"privacy.budget {curve[7]:g} lasts for 8 of the 30 rounds, by pld" in found.notes
 
 
 def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
     """PRIVACY.md sec. 5: at 20, one step, r = 0.5, 003 protects only 22.5."""
-    release = {"samples": [500, 500], "batch": 250, "steps": 1, "bound": 1.0, "delta": 1e-5, "participations": [1, 1]}
-    found = budget.of_personal(privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1])
+    release = {
+        "samples": [500, 500],
+        "batch": 250,
+        "steps": 1,
+        "bound": 1.0,
+        "delta": 1e-5,
+        "participations": [1, 1],
+    }
+    found = budget.of_personal(
+        privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1]
+    )
     assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
-    assert "The noise of paper 003 protects 1 of 2 clients less than it claims" in " ".join(shown(found).split())
-    assert found.rows[1]["epsilon_paper_003"] == pytest.approx(20) and found.rows[1]["epsilon_pld"] == pytest.approx(22.5, abs=0.05)
+    assert "The noise of paper 003 protects 1 of 2 clients less than it claims" in " ".join(
+        shown(found).split()
+    )
+    assert found.rows[1]["epsilon_paper_003"] == pytest.approx(20) and found.rows[1][
+        "epsilon_pld"
+    ] == pytest.approx(22.5, abs=0.05)
 
 
 def test_nobody_takes_part():
@@ -303,15 +456,24 @@ def test_nobody_takes_part():
 
 
 def test_more_draws_with_replacement_than_samples_leave_the_formulas_nothing_to_say():
-    found = ask("sample", {"samples": 20, "batch": 30, "steps": 2, "sampling": "with_replacement"}, 1, epsilon=2.0)
+    found = ask(
+        "sample",
+        {"samples": 20, "batch": 30, "steps": 2, "sampling": "with_replacement"},
+        1,
+        epsilon=2.0,
+    )
     printed = [answer for answer in found.answers if answer.guarantee.kind == "paper"]
     assert len(printed) == 3 and all(answer.noise_multiplier == math.inf for answer in printed)
     assert math.isfinite(by_accountant(found)["pld"].noise_multiplier)
 
 
 def test_a_delta_above_one_over_the_population_is_noted():
-    assert any("above 1/600" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2).notes)
-    assert not any("above 1/" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-3).notes)
+    assert any(
+        "above 1/600" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2).notes
+    )
+    assert not any(
+        "above 1/" in note for note in ask("sample", MNIST, 1, epsilon=0.3, delta=1e-3).notes
+    )
 
 
 def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
@@ -326,7 +488,18 @@ def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys, tmp_path):
-    options = ["--population", 1920, "--cohort", 80, "--sampling", "with-replacement", "--rounds", 100, "--epsilon", 5]
+    options = [
+        "--population",
+        1920,
+        "--cohort",
+        80,
+        "--sampling",
+        "with-replacement",
+        "--rounds",
+        100,
+        "--epsilon",
+        5,
+    ]
     code, table, _ = command(monkeypatch, capsys, *options)
     assert code == 0 and "against whoever sees" in table and "blind guessing" in table
     code, text, _ = command(monkeypatch, capsys, *options, "--json")
@@ -392,10 +565,33 @@ def test_every_number_is_shown_whole_in_80_columns():
     found = budget.of_samples(**given, epsilon=20.0, delta=1e-5)
     text = shown(found, width=80)
     assert "…" not in text
-    assert all(f"{answer.noise_multiplier:.4g}" in text for answer in found.answers if math.isfinite(answer.noise_multiplier))
-    step = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "local": {"kind": "sgd", "steps": 2, "batch": 5}}
-    law = {"kind": "normal_mixture", "components": [{"weight": 0.3, "mean": 0.5, "std": 0.2}, {"weight": 0.7, "mean": 10, "std": 1}]}
-    found = budget.of_config(experiment(**step, noise={"kind": "gaussian", "epsilon": law, "delta": 1e-3}, privacy={"accountants": ["pld", "rdp", "paper"]}))
+    assert all(
+        f"{answer.noise_multiplier:.4g}" in text
+        for answer in found.answers
+        if math.isfinite(answer.noise_multiplier)
+    )
+    step = {
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "local": {"kind": "sgd", "steps": 2, "batch": 5},
+    }
+    law = {
+        "kind": "normal_mixture",
+        "components": [
+            {"weight": 0.3, "mean": 0.5, "std": 0.2},
+            {"weight": 0.7, "mean": 10, "std": 1},
+        ],
+    }
+    found = budget.of_config(
+        experiment(
+            **step,
+            noise={"kind": "gaussian", "epsilon": law, "delta": 1e-3},
+            privacy={"accountants": ["pld", "rdp", "paper"]},
+        )
+    )
     text = shown(found, width=80)
     assert "…" not in text
-    assert all(f"{value:.4g}" in text for name in ("noise_std", "epsilon_pld", "epsilon_paper_003") for value in found.quantiles(name))
+    assert all(
+        f"{value:.4g}" in text
+        for name in ("noise_std", "epsilon_pld", "epsilon_paper_003")
+        for value in found.quantiles(name)
+    )

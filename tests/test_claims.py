@@ -1,4 +1,6 @@
-"""Nothing is claimed that does not hold: weights, budgets, memory, and which of several epsilons it is that holds."""
+"""Nothing is claimed that does not hold: weights, budgets, memory, and which of several epsilons it
+is that holds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from raydpfl.plan import Plan
 from raydpfl.privacy import Mechanism, Query, Sampling, guarantees, holding, sentences, unproved
 from raydpfl.server import Weights
 
-UNEQUAL = {"data": {"sizes": {"kind": "power-law"}}, "noise": {"kind": "gaussian", "multiplier": 2.0}}
+UNEQUAL = {
+    "data": {"sizes": {"kind": "power-law"}},
+    "noise": {"kind": "gaussian", "multiplier": 2.0},
+}
 
 
 # ---- weights ----
@@ -59,14 +64,18 @@ def test_weights_that_normalise_by_who_is_asked_are_those_of_the_whole_populatio
 
 
 def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_path):
-    """Each unequal client's contribution, in units of the noise on the sum, is within what the accountants were told."""
+    """Each unequal client's contribution, in units of the noise on the sum, is within what the
+    accountants were told.
+    """
     result = run(experiment(**UNEQUAL, weights=ByTheMean()), tmp_path / "run")
     sizes = Plan.make(experiment(**UNEQUAL, weights=ByTheMean())).population.sizes
     assert result.rounds["noise_std"].to_pylist() == [2.0 * sizes.max() / sizes.mean()] * 4
 
 
 def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp_path):
-    with pytest.raises(RunError, match=r"weights\.kind .*Drifting gives a client weight .* accounted for"):
+    with pytest.raises(
+        RunError, match=r"weights\.kind .*Drifting gives a client weight .* accounted for"
+    ):
         plan = Plan.make(experiment(**UNEQUAL, weights=Drifting()))
         again = Plan(**{**vars(plan), "population": type(plan.population)(plan.population.sizes)})
         again.weights(np.arange(len(again.population)))
@@ -78,7 +87,9 @@ def test_a_weight_that_is_no_number_is_refused():
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
-def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_largest(placement, monkeypatch):
+def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_largest(
+    placement, monkeypatch
+):
     """The accounted weight is the mean, and nothing in the run looks at it again."""
     noise = {"kind": "gaussian", "multiplier": 2.0, "placement": placement}
     unequal = experiment(**{**UNEQUAL, "noise": noise}, weights={"kind": "data"}, rounds=2)
@@ -99,11 +110,17 @@ def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_larg
 # ---- budgets ----
 
 
-def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula_was_asked(tmp_path):
+def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula_was_asked(
+    tmp_path,
+):
     spending = {"multiplier": 1.6, "kind": "gaussian"}
     asked = {"accountants": ["paper"], "budget": 6.0}
     result = run(experiment(noise=spending, privacy=asked, rounds=40), tmp_path / "run")
-    spent = [one.epsilon for one in result.guarantees if one.accountant == "rdp" and "hidden" in one.sampling]
+    spent = [
+        one.epsilon
+        for one in result.guarantees
+        if one.accountant == "rdp" and "hidden" in one.sampling
+    ]
     assert result.summary["status"] == "budget" and 0 < result.summary["rounds"] < 40
     assert spent[0] <= 6.0 and "(rdp)" in result.summary["reason"]
 
@@ -115,7 +132,9 @@ def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
     uncovered = {"selection": {"kind": "multinomial", "cohort": 20}}
     with pytest.raises(ConfigError, match=r"privacy.accountants = 'rdp'"):
         Plan.make(experiment(**uncovered, privacy={"accountants": ["rdp"], "budget": 2.0}))
-    assert Plan.make(experiment(**uncovered, privacy={"accountants": ["paper"], "budget": 2.0})).rigorous == ("pld",)
+    assert Plan.make(
+        experiment(**uncovered, privacy={"accountants": ["paper"], "budget": 2.0})
+    ).rigorous == ("pld",)
 
 
 def test_a_budget_is_held_by_the_smallest_rigorous_epsilon(tmp_path):
@@ -141,12 +160,20 @@ def test_noise_is_calibrated_by_the_first_accountant_that_can_tell_an_epsilon():
 
 def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
     queries = (Query("updates", 1.0, 4.0),)
-    found = guarantees(Mechanism(Sampling("fixed", 1920, 80), queries, 100), "replace_one", 1e-5, participations=12)
+    found = guarantees(
+        Mechanism(Sampling("fixed", 1920, 80), queries, 100), "replace_one", 1e-5, participations=12
+    )
     least = holding(found)
-    assert [one.accountant for one in least] == ["pld", "pld"] and len({one.sampling for one in least}) == 2
-    marked = [text for text in sentences(found) if "This holds, the smallest by pld and rdp." in text]
+    assert [one.accountant for one in least] == ["pld", "pld"] and len(
+        {one.sampling for one in least}
+    ) == 2
+    marked = [
+        text for text in sentences(found) if "This holds, the smallest by pld and rdp." in text
+    ]
     assert len(marked) == 2 and all("by pld" in text for text in marked)
-    assert not any("holds" in text for text in sentences([one for one in found if one.accountant == "pld"]))
+    assert not any(
+        "holds" in text for text in sentences([one for one in found if one.accountant == "pld"])
+    )
 
 
 # ---- clients with memory ----
@@ -155,20 +182,37 @@ def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
 @pytest.mark.parametrize(
     "selection,kinds",
     [
-        ({"kind": "uniform", "cohort": 20}, {"cohort hidden": "unproven", "cohort known": "rigorous"}),
-        ({"kind": "multinomial", "cohort": 20}, {"cohort hidden": "unproven", "cohort known": "rigorous"}),
-        ({"kind": "poisson", "cohort": 20}, {"cohort hidden": "rigorous", "cohort known": "rigorous"}),
+        (
+            {"kind": "uniform", "cohort": 20},
+            {"cohort hidden": "unproven", "cohort known": "rigorous"},
+        ),
+        (
+            {"kind": "multinomial", "cohort": 20},
+            {"cohort hidden": "unproven", "cohort known": "rigorous"},
+        ),
+        (
+            {"kind": "poisson", "cohort": 20},
+            {"cohort hidden": "rigorous", "cohort known": "rigorous"},
+        ),
         ({"kind": "full"}, {"all 50": "rigorous"}),
     ],
 )
-def test_amplification_of_clients_with_memory_is_rigorous_only_where_a_proof_is_known(selection, kinds, tmp_path):
+def test_amplification_of_clients_with_memory_is_rigorous_only_where_a_proof_is_known(
+    selection, kinds, tmp_path
+):
     memory = {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}, "selection": selection}
     noise = {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}
-    result = run(experiment(**memory, noise=noise, privacy={"accountants": ["pld"]}), tmp_path / "run")
+    result = run(
+        experiment(**memory, noise=noise, privacy={"accountants": ["pld"]}), tmp_path / "run"
+    )
     found = {words: one for words in kinds for one in result.guarantees if words in one.sampling}
     assert {words: one.kind for words, one in found.items()} == kinds
     for one in found.values():
-        assert ("not proved" in one.sentence()) == (one.kind == "unproven") == bool(one.conditions_failed)
+        assert (
+            ("not proved" in one.sentence())
+            == (one.kind == "unproven")
+            == bool(one.conditions_failed)
+        )
     stored = json.loads((tmp_path / "run" / "summary.json").read_text())["guarantees"]
     assert {each["kind"] for each in stored} == set(kinds.values())
 
@@ -176,13 +220,17 @@ def test_amplification_of_clients_with_memory_is_rigorous_only_where_a_proof_is_
 def test_scaffold_with_a_hidden_cohort_of_fixed_size_is_not_called_rigorous():
     plan = Plan.make(experiment(local={"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}))
     assert unproved(plan.mechanism) and "scaffold" in unproved(plan.mechanism)
-    assert {one.kind for one in plan.guarantees(4, {3: 2}) if "hidden" in one.sampling} == {"unproven"}
+    assert {one.kind for one in plan.guarantees(4, {3: 2}) if "hidden" in one.sampling} == {
+        "unproven"
+    }
 
 
 def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
-    """The likelihood ratio of two rounds with a client of Poisson rate `q` against none, on a grid, and the grid's mass.
+    """The likelihood ratio of two rounds with a client of Poisson rate `q` against none, on a grid,
+    and the grid's mass.
 
-    `signs(coin, y)`: the direction of its second contribution, by its first coin and the first release; norm c, noise 1.
+    `signs(coin, y)`: the direction of its second contribution, by its first coin and the first
+    release; norm c, noise 1.
     """
     y = np.linspace(-9, 9, 721)
     density = np.exp(-(y**2) / 2) / math.sqrt(2 * math.pi) * (y[1] - y[0])
@@ -198,7 +246,9 @@ def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("q,c", [(0.1, 1.0), (0.3, 0.5), (0.5, 2.0)])
 def test_memory_never_costs_more_than_none_under_poisson(q, c):
-    """The theorem of raydpfl.privacy.memory by quadrature: every strategy of two rounds, both directions, many epsilons."""
+    """The theorem of raydpfl.privacy.memory by quadrature: every strategy of two rounds, both
+    directions, many epsilons.
+    """
     strategies = {
         "forgetful": lambda coin, y: np.ones_like(y),
         "turns back": lambda coin, y: np.ones_like(y) * (1 - 2 * coin),
@@ -218,7 +268,8 @@ def test_memory_never_costs_more_than_none_under_poisson(q, c):
     for name, curve in curves.items():
         assert (curve <= curves["forgetful"] + 1e-9).all(), name
     assert (curves["turns back"] < curves["forgetful"] - 1e-4).any()
-    # One round of it is the hockey stick of the subsampled Gaussian: the quadrature itself is right.
+    # One round of it is the hockey stick of the subsampled Gaussian: the quadrature itself is
+    # right.
     one = ratios(q, c, lambda coin, y: np.zeros_like(y))
     e = 1.2
     threshold = math.log((e - (1 - q)) / q) / c + c / 2
@@ -234,7 +285,12 @@ class Spoilt(ByTheMean):
     def of(self, sizes, samples, population):
         if self.says == "doubles":
             sizes *= 2
-        found = {"text": ["a"] * population, "nothing": np.zeros(population), "huge": sizes * 1e300, "tiny": sizes * 1e-300}
+        found = {
+            "text": ["a"] * population,
+            "nothing": np.zeros(population),
+            "huge": sizes * 1e300,
+            "tiny": sizes * 1e-300,
+        }
         return found.get(self.says, sizes * 1j if self.says == "complex" else sizes)
 
 
@@ -250,7 +306,10 @@ def test_no_member_changes_the_sizes_that_accountants_read():
         Plan.make(experiment(weights=Spoilt(says="doubles")))
 
 
-@pytest.mark.parametrize("selection", [{"kind": "full"}, {"kind": "cyclic", "period": 2}, {"kind": "uniform", "cohort": 20}])
+@pytest.mark.parametrize(
+    "selection",
+    [{"kind": "full"}, {"kind": "cyclic", "period": 2}, {"kind": "uniform", "cohort": 20}],
+)
 def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(selection):
     """Later contributions tell of that noise; who sees each update sees what its client remembers."""
     steps = {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}
@@ -259,7 +318,11 @@ def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(s
     assert kinds == {("every aggregate", "unproven"), ("every single update", "rigorous")}
     assert {one.observer for one in holding(plan.guarantees(4, {3: 2}))} == {"every single update"}
     with pytest.raises(ConfigError, match=r"privacy\.budget.*remembers its own; with scaffold"):
-        Plan.make(experiment(local=steps, selection=selection, privacy={"accountants": ["pld"], "budget": 1e3}))
+        Plan.make(
+            experiment(
+                local=steps, selection=selection, privacy={"accountants": ["pld"], "budget": 1e3}
+            )
+        )
 
 
 def test_noise_that_clients_remember_protects_their_sums_less_than_fresh_noise():

@@ -1,4 +1,6 @@
-"""Runs and sweeps on a cluster of three nodes: the same bits as in one process, whatever node is lost. And the files that start clusters."""
+"""Runs and sweeps on a cluster of three nodes: the same bits as in one process, whatever node is
+lost. And the files that start clusters.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from test_submit import end, summary, token_environment
 
 from raydpfl import Experiment, cli, run
 
-# Nodes of one CPU each; a line with a number kills that node, with all its processes. (In a process of its own: Ray joins one cluster a process.)
+# Nodes of one CPU each; a line with a number kills that node, with all its processes. (In a process
+# of its own: Ray joins one cluster a process.)
 HOST = """
 import sys
 from ray.cluster_utils import Cluster
@@ -37,7 +40,11 @@ for line in sys.stdin:
     print("killed", flush=True)
 cluster.shutdown()
 """
-HEAVY = {"rounds": 20, "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1}, "selection": {"kind": "uniform", "cohort": 48}}
+HEAVY = {
+    "rounds": 20,
+    "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1},
+    "selection": {"kind": "uniform", "cohort": 48},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,13 @@ def cluster():
     environment = token_environment(folder)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-c", HOST], env=environment, stderr=log, start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOST],
+            env=environment,
+            stderr=log,
+            start_new_session=True,
+            **pipes,
+        )
     said = until(process, "address", folder / "log")
     yield process, {**environment, "RAY_ADDRESS": said.split()[1]}
     end(process)
@@ -57,7 +70,10 @@ def cluster():
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The run in one process."""
-    return run(experiment(**HEAVY, client={"actors": 0, "way": "fused"}), tmp_path_factory.mktemp("inline") / "out")
+    return run(
+        experiment(**HEAVY, client={"actors": 0, "way": "fused"}),
+        tmp_path_factory.mktemp("inline") / "out",
+    )
 
 
 def until(process: subprocess.Popen, word: str, log: Path | None = None) -> str:
@@ -74,8 +90,20 @@ def kill(process: subprocess.Popen, node: int) -> None:
 
 
 def start(config: Path, out: Path, environment: dict, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "raydpfl", "run", str(config), "--out", str(out), "--quiet", *more]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "raydpfl",
+        "run",
+        str(config),
+        "--out",
+        str(out),
+        "--quiet",
+        *more,
+    ]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
@@ -86,11 +114,24 @@ def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
 
 
 def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
-    # A client actor outside its trial's placement group would find one free core where two are wanted, and the trial fail.
+    # A client actor outside its trial's placement group would find one free core where two are
+    # wanted, and the trial fail.
     config, out = tmp_path / "sweep.yaml", tmp_path / "out"
     small = experiment(client={"actors": 2, "num_cpus": 1}).to_dict()
-    config.write_text(yaml.safe_dump({**small, "local": {**small["local"], "lr": {"grid": [0.05, 0.1]}}}))
-    command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--out", str(out), "--address", "auto"]
+    config.write_text(
+        yaml.safe_dump({**small, "local": {**small["local"], "lr": {"grid": [0.05, 0.1]}}})
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "raydpfl",
+        "sweep",
+        str(config),
+        "--out",
+        str(out),
+        "--address",
+        "auto",
+    ]
     done = subprocess.run(command, timeout=240, capture_output=True, text=True, env=cluster[1])
     assert done.returncode == 0, done.stderr[-3000:]
     rows = pq.read_table(out / "results.parquet").to_pylist()
@@ -100,10 +141,16 @@ def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
         assert row["status"] == "completed" and row["model_sha256"] == alone.summary["model_sha256"]
 
 
-def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inline_run(tmp_path, cluster, whole):
+def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inline_run(
+    tmp_path, cluster, whole
+):
     host, environment = cluster
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(experiment(**HEAVY, client={"actors": 3, "num_cpus": 1, "way": "fused"}).to_dict()))
+    config.write_text(
+        yaml.safe_dump(
+            experiment(**HEAVY, client={"actors": 3, "num_cpus": 1, "way": "fused"}).to_dict()
+        )
+    )
     process = start(config, tmp_path / "nodes", environment, "--address", "auto")
     wait_for_rounds(4, tmp_path / "nodes", process)
     kill(host, 1)
@@ -112,15 +159,22 @@ def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inli
 
     assert summary(tmp_path / "nodes")["model_sha256"] == whole.summary["model_sha256"]
     rows = pq.read_table(tmp_path / "nodes" / "rounds.parquet").to_pydict()
-    assert rows["actors"][:4] == [3] * 4 and rows["actors"][-1] == 2  # one a node, of one CPU; there is no room for a third on two
+    # one a node, of one CPU; there is no room for a third on two
+    assert rows["actors"][:4] == [3] * 4 and rows["actors"][-1] == 2
     for name in ("train_loss", "update_norm", "test_accuracy", "epsilon_rdp"):
         assert rows[name] == whole.rounds[name].to_pylist()
 
 
-def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_and_resume_elsewhere_gives_the_bits(tmp_path, cluster, whole):
+def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_and_resume_elsewhere_gives_the_bits(
+    tmp_path, cluster, whole
+):
     host, environment = cluster
     config, out = tmp_path / "config.yaml", tmp_path / "out"
-    config.write_text(yaml.safe_dump(experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "way": "fused"}).to_dict()))
+    config.write_text(
+        yaml.safe_dump(
+            experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "way": "fused"}).to_dict()
+        )
+    )
     process = start(config, out, environment, "--address", "auto")
     wait_for_rounds(4, out, process)
     kill(host, 0)
@@ -128,37 +182,68 @@ def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_an
     assert process.returncode == 1, said
     last = said.strip().splitlines()[-1]
     assert last.startswith("raydpfl: the coordinator died") and "--resume" in last
-    assert list((out / "checkpoints").iterdir()) and len((out / "ledger.jsonl").read_text().splitlines()) < HEAVY["rounds"]
+    assert (
+        list((out / "checkpoints").iterdir())
+        and len((out / "ledger.jsonl").read_text().splitlines()) < HEAVY["rounds"]
+    )
 
     resumed = run(experiment(**HEAVY, client={"actors": 0, "way": "fused"}), out, resume=True)
-    assert resumed.summary["rounds"] == HEAVY["rounds"] and resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert (
+        resumed.summary["rounds"] == HEAVY["rounds"]
+        and resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+    )
 
 
 # The files of cluster/, without a cluster.
 
 FOLDER = Path(__file__).parent.parent / "cluster"
-TEXT, COUNT, QUANTITY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": ["integer", "string"]}
+TEXT, COUNT, QUANTITY = (
+    {"type": "string"},
+    {"type": "integer", "minimum": 0},
+    {"type": ["integer", "string"]},
+)
 
 
 def mapping(required: str, **properties) -> dict:
     """The schema of a mapping with these keys and no others."""
-    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
 
 
 def listed(item: dict) -> dict:
     return {"type": "array", "items": item, "minItems": 1}
 
 
-AMOUNTS = {"type": "object", "propertyNames": {"enum": ["cpu", "memory", "nvidia.com/gpu"]}, "additionalProperties": QUANTITY}
+AMOUNTS = {
+    "type": "object",
+    "propertyNames": {"enum": ["cpu", "memory", "nvidia.com/gpu"]},
+    "additionalProperties": QUANTITY,
+}
 CONTAINER = mapping(
     "name image resources",
     name=TEXT, image=TEXT, env=listed(mapping("name value", name=TEXT, value=TEXT)),
     resources=mapping("requests limits", requests=AMOUNTS, limits=AMOUNTS), volumeMounts=listed(mapping("name mountPath", name=TEXT, mountPath=TEXT)),
 )  # fmt: skip
-VOLUME = mapping("name persistentVolumeClaim", name=TEXT, persistentVolumeClaim=mapping("claimName", claimName=TEXT))
-POD = mapping("containers", containers=listed(CONTAINER), volumes=listed(VOLUME), securityContext=mapping("", fsGroup=COUNT))
+VOLUME = mapping(
+    "name persistentVolumeClaim",
+    name=TEXT,
+    persistentVolumeClaim=mapping("claimName", claimName=TEXT),
+)
+POD = mapping(
+    "containers",
+    containers=listed(CONTAINER),
+    volumes=listed(VOLUME),
+    securityContext=mapping("", fsGroup=COUNT),
+)
 START = {"type": "object", "additionalProperties": TEXT}
-GROUP = {"rayStartParams": START, "template": mapping("spec", metadata={"type": "object"}, spec=POD)}
+GROUP = {
+    "rayStartParams": START,
+    "template": mapping("spec", metadata={"type": "object"}, spec=POD),
+}
 SCALE = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT}
 RAY_CLUSTER = mapping(
     "headGroupSpec",
@@ -171,7 +256,9 @@ RAY_JOB = mapping(
     entrypoint=TEXT, rayClusterSpec=RAY_CLUSTER, shutdownAfterJobFinishes={"type": "boolean"}, ttlSecondsAfterFinished=COUNT, backoffLimit=COUNT,
 )  # fmt: skip
 STORAGE = mapping("requests", requests=mapping("storage", storage=TEXT))
-CLAIM = mapping("accessModes resources", accessModes=listed(TEXT), resources=STORAGE, storageClassName=TEXT)
+CLAIM = mapping(
+    "accessModes resources", accessModes=listed(TEXT), resources=STORAGE, storageClassName=TEXT
+)
 KINDS = {
     "kuberay-cluster": ("ray.io/v1", "RayCluster", RAY_CLUSTER),
     "kuberay-job": ("ray.io/v1", "RayJob", RAY_JOB),
@@ -186,7 +273,13 @@ def manifest(name: str) -> dict:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_manifest_has_the_fields_that_kubernetes_requires_and_no_others(name):
     version, kind, spec = KINDS[name]
-    schema = mapping("apiVersion kind metadata spec", apiVersion={"const": version}, kind={"const": kind}, metadata=mapping("name", name=TEXT), spec=spec)
+    schema = mapping(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": version},
+        kind={"const": kind},
+        metadata=mapping("name", name=TEXT),
+        spec=spec,
+    )
     jsonschema.validate(manifest(name), schema)
     broken = manifest(name)
     broken["spec"]["sepc"] = broken["spec"].popitem()[1]
@@ -200,18 +293,28 @@ def test_all_pods_mount_the_shared_volume_and_keep_the_cache_on_it(name):
     cluster = spec.get("rayClusterSpec", spec)
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
-        assert [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]] == [manifest("kuberay-volume")["metadata"]["name"]]
+        assert [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]] == [
+            manifest("kuberay-volume")["metadata"]["name"]
+        ]
         for container in pod["containers"]:
-            assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+            assert [mount["name"] for mount in container["volumeMounts"]] == [
+                volume["name"] for volume in pod["volumes"]
+            ]
             values = {each["name"]: each["value"] for each in container["env"]}
-            assert all(values[name].startswith(f"{container['volumeMounts'][0]['mountPath']}/") for name in ("RAYDPFL_CACHE", "RAYDPFL_DATA"))
+            assert all(
+                values[name].startswith(f"{container['volumeMounts'][0]['mountPath']}/")
+                for name in ("RAYDPFL_CACHE", "RAYDPFL_DATA")
+            )
     assert cluster == manifest("kuberay-cluster")["spec"]
 
 
 def test_the_entrypoint_of_the_job_is_a_run_that_this_version_understands(tmp_path, monkeypatch):
     words = shlex.split(manifest("kuberay-job")["spec"]["entrypoint"])
     calls = []
-    monkeypatch.setattr("raydpfl.runner.run", lambda experiment, out, **options: calls.append((experiment, str(out), options)))
+    monkeypatch.setattr(
+        "raydpfl.runner.run",
+        lambda experiment, out, **options: calls.append((experiment, str(out), options)),
+    )
     monkeypatch.setattr("raydpfl.cli._report", lambda console, result: None)
     words = [word.replace("/home/ray/raydpfl", str(FOLDER.parent)) for word in words]
     monkeypatch.setattr(sys, "argv", words)
@@ -230,47 +333,100 @@ def test_a_launcher_file_passes_the_cluster_launchers_own_check(name):
     with pytest.raises(jsonschema.ValidationError):
         validate_config(prepare_config({**config, "setup_command": []}))
     everything = yaml.safe_dump(config)
-    assert "RAY_AUTH_MODE=token" in everything and "auth_token" in everything and "RAYDPFL_CACHE=/shared/" in everything
+    assert (
+        "RAY_AUTH_MODE=token" in everything
+        and "auth_token" in everything
+        and "RAYDPFL_CACHE=/shared/" in everything
+    )
 
 
 def test_the_slurm_script_is_sound():
     script = FOLDER / "slurm.sh"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     if not shellcheck:
         pytest.skip("shellcheck is not installed")
     assert subprocess.run([shellcheck, script], capture_output=True, text=True).stdout == ""
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_the_slurm_script_runs_the_config_over_all_nodes_and_goes_on_with_a_run_that_was_cut_off(resume, tmp_path):
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH" | wc -c)" "$@"\n')
+def test_the_slurm_script_runs_the_config_over_all_nodes_and_goes_on_with_a_run_that_was_cut_off(
+    resume, tmp_path
+):
+    (tmp_path / "srun").write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH" | wc -c)" "$@"\n'
+    )
     (tmp_path / "srun").chmod(0o755)
     (tmp_path / "out").mkdir()
     if resume:
         (tmp_path / "out" / "config.yaml").touch()
     path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": "16"}
-    called = subprocess.run(["bash", FOLDER / "slurm.sh", "my config.yaml", "out"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_CPUS_ON_NODE": "16",
+    }
+    called = subprocess.run(
+        ["bash", FOLDER / "slurm.sh", "my config.yaml", "out"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert called.returncode == 0, called.stderr
     mode, length, *words = called.stdout.splitlines()
-    assert mode == "token" and int(length) == 65 and (tmp_path / ".cache" / "ray_token").stat().st_mode & 0o077 == 0
-    assert words[words.index("--min-nodes") + 1] == "3" and words[words.index("--num-cpus") + 1] == "16"
-    assert words[words.index("--") + 1 :] == ["raydpfl", "run", "my config.yaml", "--out", "out", "--address", "auto", *["--resume"] * resume]
+    assert (
+        mode == "token"
+        and int(length) == 65
+        and (tmp_path / ".cache" / "ray_token").stat().st_mode & 0o077 == 0
+    )
+    assert (
+        words[words.index("--min-nodes") + 1] == "3"
+        and words[words.index("--num-cpus") + 1] == "16"
+    )
+    assert words[words.index("--") + 1 :] == [
+        "raydpfl",
+        "run",
+        "my config.yaml",
+        "--out",
+        "out",
+        "--address",
+        "auto",
+        *["--resume"] * resume,
+    ]
 
 
 def test_the_image_has_all_that_installing_takes_and_a_python_that_may_have_it():
-    lines = [line.split() for line in (FOLDER / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line.split()
+        for line in (FOLDER / "Dockerfile").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert {line[0] for line in lines} == {"ARG", "FROM", "WORKDIR", "COPY", "RUN"}
     copied = {word for line in lines if line[0] == "COPY" for word in line[2:-1]}
-    assert all((FOLDER.parent / name).exists() for name in copied) and {"pyproject.toml", "README.md", "LICENSE", "raydpfl"} <= copied
+    assert (
+        all((FOLDER.parent / name).exists() for name in copied)
+        and {"pyproject.toml", "README.md", "LICENSE", "raydpfl"} <= copied
+    )
     version, python = re.fullmatch(r"RAY=([\d.]+)-py(\d+)", lines[0][1]).groups()
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11" and int(python) >= 311
-    assert {version} == {manifest("kuberay-cluster")["spec"]["rayVersion"], manifest("kuberay-job")["spec"]["rayClusterSpec"]["rayVersion"]}
+    assert {version} == {
+        manifest("kuberay-cluster")["spec"]["rayVersion"],
+        manifest("kuberay-job")["spec"]["rayClusterSpec"]["rayVersion"],
+    }
 
 
 def test_the_readme_names_every_file_and_its_commands_name_files_that_exist():
     text = (FOLDER / "README.md").read_text()
-    assert [each.name for each in FOLDER.iterdir() if each.name != "README.md" and each.name not in text] == []
-    assert [path for path in re.findall(r"(?:cluster|experiments)/[\w./-]+\w", text) if not (FOLDER.parent / path).exists()] == []
+    assert [
+        each.name for each in FOLDER.iterdir() if each.name != "README.md" and each.name not in text
+    ] == []
+    assert [
+        path
+        for path in re.findall(r"(?:cluster|experiments)/[\w./-]+\w", text)
+        if not (FOLDER.parent / path).exists()
+    ] == []

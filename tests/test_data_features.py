@@ -1,4 +1,6 @@
-"""Front ends: principal components and frozen ResNet-18 features, computed once, and what a guarantee says of them."""
+"""Front ends: principal components and frozen ResNet-18 features, computed once, and what a
+guarantee says of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def net():
-    """A ResNet-18 whose parameters and running statistics are made up, so that no layer is the identity by chance."""
+    """A ResNet-18 whose parameters and running statistics are made up, so that no layer is the
+    identity by chance.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         made = resnet18()
@@ -35,23 +39,37 @@ def net():
 
 
 def images(rows, channels=3, side=8, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (rows, channels, side, side), dtype=np.uint8)
+    return np.random.default_rng(seed).integers(
+        0, 256, (rows, channels, side, side), dtype=np.uint8
+    )
 
 
 def table(folder, x, **keys):
     np.savez(folder / "t.npz", image=x, label=np.arange(len(x)) % 3)
-    return data.parse({"kind": "table", "train": str(folder / "t.npz"), "test": str(folder / "t.npz"), "clients": 2, **keys})
+    return data.parse(
+        {
+            "kind": "table",
+            "train": str(folder / "t.npz"),
+            "test": str(folder / "t.npz"),
+            "clients": 2,
+            **keys,
+        }
+    )
 
 
 def test_principal_components_are_those_of_the_training_rows_and_an_exclusion(tmp_path):
-    x = np.random.default_rng(0).normal(size=(300, 6)) @ np.random.default_rng(1).normal(size=(6, 6))
+    x = np.random.default_rng(0).normal(size=(300, 6)) @ np.random.default_rng(1).normal(
+        size=(6, 6)
+    )
     described = table(tmp_path, x, features={"kind": "pca", "components": 2})
     split = described.split(0, tmp_path)
     rows = split.rows(0, 2)[0]
     _, singular, _ = np.linalg.svd(x - x.mean(0))
     np.testing.assert_allclose(np.linalg.norm(rows, axis=0), singular[:2], rtol=1e-4)
     assert split.shape == (2,) and rows.dtype == np.float32
-    assert described.exclusions == ("the principal components are computed from the training data without noise",)
+    assert described.exclusions == (
+        "the principal components are computed from the training data without noise",
+    )
     assert not table(tmp_path, x).exclusions
 
 
@@ -60,39 +78,67 @@ def test_components_of_public_rows_come_from_a_file_and_are_no_exclusion(tmp_pat
     mean, axes = principal_components(public, 9)
     np.testing.assert_allclose(axes @ axes.T, np.eye(9), atol=1e-12)
     np.savez(tmp_path / "public.npz", mean=mean, components=axes)
-    described = table(tmp_path, private, features={"kind": "pca", "components": 4, "file": "public.npz"})
+    described = table(
+        tmp_path, private, features={"kind": "pca", "components": 4, "file": "public.npz"}
+    )
     split = described.split(0, tmp_path)
-    np.testing.assert_allclose(split.test()[0], (private.reshape(90, -1) / 255 - mean) @ axes[:4].T, atol=1e-5)
+    np.testing.assert_allclose(
+        split.test()[0], (private.reshape(90, -1) / 255 - mean) @ axes[:4].T, atol=1e-5
+    )
     assert not described.exclusions
     before = described.identity(tmp_path)
     np.savez(tmp_path / "public.npz", mean=mean + 1, components=axes, more=np.zeros(3))
     assert described.identity(tmp_path) != before
 
 
-@pytest.mark.parametrize("arrays", [{"mean": np.zeros(24)}, {"mean": np.zeros(24), "components": np.zeros((4, 25))}, {"mean": np.full(25, np.nan)}])
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"mean": np.zeros(24)},
+        {"mean": np.zeros(24), "components": np.zeros((4, 25))},
+        {"mean": np.full(25, np.nan)},
+    ],
+)
 def test_a_file_of_components_that_do_not_fit_is_refused(arrays, tmp_path):
     np.savez(tmp_path / "public.npz", **{"components": np.zeros((4, 25))} | arrays)
-    with pytest.raises(ConfigError, match=r"data.features.file = 'public.npz': an NPZ file with mean \[25\] and components \[4 or more, 25\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.features.file = 'public.npz': an NPZ file with mean \[25\] and components \[4 or more, 25\]",
+    ):
         Pca(components=4, file="public.npz").columns(images(9, 1, 5), images(3, 1, 5), tmp_path)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_features_are_the_nets_without_its_last_layer_on_images_as_the_weights_ask(channels, net, tmp_path):
+def test_features_are_the_nets_without_its_last_layer_on_images_as_the_weights_ask(
+    channels, net, tmp_path
+):
     torch.save(net.state_dict(), tmp_path / "net.pt")
     x, test_x = images(5, channels), images(2, channels, seed=3)
     columns, test_columns = ResNet18Features(weights="net.pt").columns(x, test_x, tmp_path)
-    assert columns.shape == (5, 512) and test_columns.shape == (2, 512) and columns.dtype == np.float32
-    ready = ResNet18_Weights.IMAGENET1K_V1.transforms()(torch.from_numpy(x).repeat(1, 3 // channels, 1, 1))
+    assert (
+        columns.shape == (5, 512) and test_columns.shape == (2, 512) and columns.dtype == np.float32
+    )
+    ready = ResNet18_Weights.IMAGENET1K_V1.transforms()(
+        torch.from_numpy(x).repeat(1, 3 // channels, 1, 1)
+    )
     assert ready.shape == (5, 3, 224, 224)
     with torch.no_grad():
         scores = net(ready)
-        np.testing.assert_allclose(torch.from_numpy(columns) @ net.fc.weight.T + net.fc.bias, scores, atol=1e-4)
+        np.testing.assert_allclose(
+            torch.from_numpy(columns) @ net.fc.weight.T + net.fc.bias, scores, atol=1e-4
+        )
     assert np.ptp(columns, axis=0).max() > 1e-3  # they tell the images apart
 
 
-def test_features_are_extracted_once_whatever_the_partition_and_anew_for_other_weights(net, tmp_path, monkeypatch, cache):
+def test_features_are_extracted_once_whatever_the_partition_and_anew_for_other_weights(
+    net, tmp_path, monkeypatch, cache
+):
     extracted = []
-    monkeypatch.setattr(ResNet18Features, "_extract", lambda self, x, root: extracted.append(len(x)) or np.ones((len(x), 512), np.float32))
+    monkeypatch.setattr(
+        ResNet18Features,
+        "_extract",
+        lambda self, x, root: extracted.append(len(x)) or np.ones((len(x), 512), np.float32),
+    )
     (tmp_path / "net.pt").write_bytes(b"weights")
     front = {"kind": "resnet18", "weights": str(tmp_path / "net.pt"), "resize": 32, "crop": 32}
     described = table(tmp_path, images(6), features=front)
@@ -100,16 +146,22 @@ def test_features_are_extracted_once_whatever_the_partition_and_anew_for_other_w
         described = described.model_copy(update={"clients": clients})
         opened = data.Shards.open(data.prepare(described, seed))
         assert opened.shape == (512,) and opened.classes == 3 and not described.exclusions
-    assert extracted == [6] and len(list((cache / "features").iterdir())) == 1  # training and test rows are the same here
+    # training and test rows are the same here
+    assert extracted == [6] and len(list((cache / "features").iterdir())) == 1
     (tmp_path / "net.pt").write_bytes(b"others")
     data.prepare(described, 0)
-    data.prepare(described.model_copy(update={"features": ResNet18Features(**front | {"resize": 40})}), 0)
+    data.prepare(
+        described.model_copy(update={"features": ResNet18Features(**front | {"resize": 40})}), 0
+    )
     assert extracted == [6, 6, 6]
 
 
 def test_a_net_that_fails_leaves_nothing_in_the_cache(tmp_path, cache):
     (tmp_path / "net.pt").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"data.features.weights = 'net.pt': a file with a state dict of torchvision's resnet18 \(UnpicklingError"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.features.weights = 'net.pt': a file with a state dict of torchvision's resnet18 \(UnpicklingError",
+    ):
         ResNet18Features(weights="net.pt").columns(images(2), images(2), tmp_path)
     torch.save({"fc.weight": torch.zeros(1)}, tmp_path / "net.pt")
     with pytest.raises(ConfigError, match="Missing key"):
@@ -130,7 +182,9 @@ def test_without_a_network_the_weights_of_imagenet_are_asked_for_as_a_file(tmp_p
     with pytest.raises(ConfigError) as refused:
         ResNet18Features().columns(images(2), images(2), None)
     assert refused.value.field == "data.features.weights" and "\n" not in str(refused.value)
-    assert "resnet18-f37072fd.pth" in str(refused.value) and str(tmp_path / "hub" / "checkpoints") in str(refused.value)
+    assert "resnet18-f37072fd.pth" in str(refused.value) and str(
+        tmp_path / "hub" / "checkpoints"
+    ) in str(refused.value)
 
 
 def test_a_long_extraction_says_how_long_it_takes(net, tmp_path, monkeypatch, caplog):
@@ -144,5 +198,7 @@ def test_a_long_extraction_says_how_long_it_takes(net, tmp_path, monkeypatch, ca
 
 
 def test_a_crop_larger_than_the_image_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.features.crop = 64: at most data.features.resize, 32"):
+    with pytest.raises(
+        ConfigError, match=r"data.features.crop = 64: at most data.features.resize, 32"
+    ):
         table(tmp_path, images(2), features={"kind": "resnet18", "resize": 32, "crop": 64})

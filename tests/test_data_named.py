@@ -29,7 +29,11 @@ PARTITIONS = {
     "003: similarity 30": {"kind": "similarity", "s": 30},
     "003: similarity 0": {"kind": "similarity", "s": 0},
 }
-SIZES = {"balanced": {"kind": "balanced"}, "002: power law": {"kind": "power-law"}, "003: v ~ U(0.5, 1.5)": {"kind": "spread"}}
+SIZES = {
+    "balanced": {"kind": "balanced"},
+    "002: power law": {"kind": "power-law"},
+    "003: v ~ U(0.5, 1.5)": {"kind": "spread"},
+}
 SYNTHETIC = {
     "002: Synthetic(0, 0)": {"u": 0, "v": 0},
     "002: Synthetic(1, 1), power law": {"u": 1, "v": 1, "sizes": {"kind": "power-law"}},
@@ -46,10 +50,12 @@ MODELS = {
     "000: MobileNetV2": ({"kind": "mobilenet_v2"}, GREY, 2_236_106),
     "000: ResNet-18": ({"kind": "resnet18"}, COLOUR, 11_173_962),
     "003: softmax regression on 512 features": ({"kind": "softmax"}, (512,), 5_130),
-    "a user's own": ({"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}, (60,), 610),
+    "a user's own": (
+        {"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}},
+        (60,),
+        610,
+    ),
 }
-
-
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +64,16 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_the_real_data_sets_are_read_by_name():
-    assert {"mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn", "table", "fashion_mnist_mini"} <= set(data.FAMILY)
+    assert {
+        "mnist",
+        "fashion_mnist",
+        "emnist_digits",
+        "cifar10",
+        "cifar100",
+        "svhn",
+        "table",
+        "fashion_mnist_mini",
+    } <= set(data.FAMILY)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -75,7 +90,11 @@ def test_each_partition_deals_every_sample_with_each_form_of_sizes_it_leaves_ope
         assert per_client == {"min": 500, "median": 500, "max": 500} and held["min"] == 10
         return
     assert told["clients"] == 60 and told["samples"] == 9000 and told["unused"] == 0
-    assert {"balanced": per_client["max"] == 150, "power-law": per_client["max"] > 1500, "spread": 200 < per_client["max"] < 250}[sizes["kind"]]
+    assert {
+        "balanced": per_client["max"] == 150,
+        "power-law": per_client["max"] > 1500,
+        "spread": 200 < per_client["max"] < 250,
+    }[sizes["kind"]]
     if partition["kind"] == "classes-per-client":
         assert held == {"min": 7, "median": 7, "max": 7}
     if partition["kind"] == "shards":
@@ -84,14 +103,35 @@ def test_each_partition_deals_every_sample_with_each_form_of_sizes_it_leaves_ope
 
 @pytest.mark.parametrize("keys", SYNTHETIC.values(), ids=SYNTHETIC)
 def test_each_synthetic_set_has_60_features_and_10_classes(keys):
-    opened = Shards.open(prepare(data.parse({"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 300} | keys), 0))
-    assert opened.shape == (60,) and opened.classes == 10 and opened.sizes.sum() == 600 and opened.test_size == 300
+    opened = Shards.open(
+        prepare(
+            data.parse(
+                {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 300} | keys
+            ),
+            0,
+        )
+    )
+    assert (
+        opened.shape == (60,)
+        and opened.classes == 10
+        and opened.sizes.sum() == 600
+        and opened.test_size == 300
+    )
 
 
 def test_the_quadratics_of_000_and_001_are_regression_data():
-    opened = Shards.open(prepare(data.parse({"kind": "quadratics"}), 0))  # 001 sec. 5.3 with the defaults of its lost scalars
-    assert (opened.clients, opened.shape, opened.classes, int(opened.sizes.min()), opened.test_size) == (100, (200,), 0, 20, 2000)
-    opened = Shards.open(prepare(data.parse({"kind": "scalar_quadratics", "a": [1, 2, 6], "b": [4, 1, -1]}), 0))
+    # 001 sec. 5.3 with the defaults of its lost scalars
+    opened = Shards.open(prepare(data.parse({"kind": "quadratics"}), 0))
+    assert (
+        opened.clients,
+        opened.shape,
+        opened.classes,
+        int(opened.sizes.min()),
+        opened.test_size,
+    ) == (100, (200,), 0, 20, 2000)
+    opened = Shards.open(
+        prepare(data.parse({"kind": "scalar_quadratics", "a": [1, 2, 6], "b": [4, 1, -1]}), 0)
+    )
     assert (opened.clients, opened.shape, opened.classes) == (3, (1,), 0)
 
 
@@ -109,10 +149,17 @@ def test_parquet_of_jpeg_images_is_a_table_and_its_own_column_can_name_the_clien
     opened = Shards.open(prepare(data.parse(keys | {"clients": 5}), 0, tmp_path))
     x, y, _ = opened.lane(range(5), 6)
     assert opened.shape == (3, 32, 32) and opened.classes == 10 and opened.test_size == 12
-    np.testing.assert_allclose(np.sort(x[..., 0, 7, 7].ravel()), tones / 255, atol=2 / 255)  # JPEG keeps one tone to a level or two
+    # JPEG keeps one tone to a level or two
+    np.testing.assert_allclose(np.sort(x[..., 0, 7, 7].ravel()), tones / 255, atol=2 / 255)
     assert np.array_equal(np.bincount(y.ravel()), [3] * 10)
-    natural = data.describe(data.parse(keys | {"client": "writer", "partition": {"kind": "natural"}}), root=tmp_path)
-    assert natural["clients"] == 3 and natural["samples_per_client"] == {"min": 10, "median": 10, "max": 10}
+    natural = data.describe(
+        data.parse(keys | {"client": "writer", "partition": {"kind": "natural"}}), root=tmp_path
+    )
+    assert natural["clients"] == 3 and natural["samples_per_client"] == {
+        "min": 10,
+        "median": 10,
+        "max": 10,
+    }
 
 
 @pytest.mark.parametrize(("keys", "shape", "count"), MODELS.values(), ids=MODELS)
@@ -124,7 +171,15 @@ def test_each_model_is_built_from_its_config(keys, shape, count):
 
 
 def test_the_dnn_of_002_trains_on_60_principal_components():
-    keys = {"kind": "fashion_mnist_mini", "clients": 10, "features": {"kind": "pca", "components": 60}}
+    keys = {
+        "kind": "fashion_mnist_mini",
+        "clients": 10,
+        "features": {"kind": "pca", "components": 60},
+    }
     opened = Shards.open(prepare(data.parse(keys), 0))
-    module = models.build(models.parse({"kind": "mlp", "hidden": 1200}), opened.shape, opened.classes, seed=0)
-    assert opened.shape == (60,) and [layer.in_features for layer in module if isinstance(layer, torch.nn.Linear)] == [60, 1200]
+    module = models.build(
+        models.parse({"kind": "mlp", "hidden": 1200}), opened.shape, opened.classes, seed=0
+    )
+    assert opened.shape == (60,) and [
+        layer.in_features for layer in module if isinstance(layer, torch.nn.Linear)
+    ] == [60, 1200]

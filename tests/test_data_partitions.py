@@ -11,7 +11,9 @@ from raydpfl.errors import ConfigError
 
 EVEN = np.repeat(np.arange(10), 300)
 # As uneven as SVHN and with a class number that does not occur.
-UNEVEN = np.repeat([0, 1, 2, 3, 5, 6, 7, 8, 9, 10], [494, 1386, 1058, 850, 746, 688, 573, 560, 505, 466])
+UNEVEN = np.repeat(
+    [0, 1, 2, 3, 5, 6, 7, 8, 9, 10], [494, 1386, 1058, 850, 746, 688, 573, 560, 505, 466]
+)
 DEALT = {
     "iid": {},
     "shards": {"per_client": 5},
@@ -24,8 +26,14 @@ DEALT = {
 
 def deal(kind, labels, clients, sizes="balanced", seed=0, **fields):
     """A list with the rows of each client."""
-    order, counts = PARTITIONS[kind](**fields).deal(labels, clients, SIZES[sizes](), np.random.default_rng(seed))
-    assert order.dtype == counts.dtype == np.int64 and len(counts) == clients and counts.sum() == len(order)
+    order, counts = PARTITIONS[kind](**fields).deal(
+        labels, clients, SIZES[sizes](), np.random.default_rng(seed)
+    )
+    assert (
+        order.dtype == counts.dtype == np.int64
+        and len(counts) == clients
+        and counts.sum() == len(order)
+    )
     return np.split(order, np.cumsum(counts)[:-1])
 
 
@@ -52,7 +60,9 @@ def test_sizes_are_kept_exactly_by_every_partition_that_follows_them(kind, sizes
 
 @pytest.mark.parametrize("kind", DEALT)
 def test_a_partition_is_a_function_of_its_generator(kind):
-    one, same, other = (np.concatenate(deal(kind, UNEVEN, 20, seed=seed, **DEALT[kind])) for seed in (1, 1, 2))
+    one, same, other = (
+        np.concatenate(deal(kind, UNEVEN, 20, seed=seed, **DEALT[kind])) for seed in (1, 1, 2)
+    )
     assert np.array_equal(one, same) and not np.array_equal(one, other)
 
 
@@ -63,7 +73,9 @@ def test_balanced_sizes_differ_by_at_most_one():
 
 
 def test_power_law_sizes_follow_rank_to_the_minus_exponent():
-    counts = np.sort(SIZES["power-law"](exponent=1.2).counts(1_000_000, 100, np.random.default_rng(0)))[::-1]
+    counts = np.sort(
+        SIZES["power-law"](exponent=1.2).counts(1_000_000, 100, np.random.default_rng(0))
+    )[::-1]
     slope = stats.linregress(np.log(np.arange(1, 101)), np.log(counts)).slope
     assert slope == pytest.approx(-1.2, abs=0.01)
 
@@ -74,7 +86,8 @@ def test_spread_sizes_lie_between_their_bounds():
 
 
 @pytest.mark.parametrize(
-    ("labels", "clients", "per_client"), [(EVEN, 300, 5), (UNEVEN, 100, 5), (UNEVEN, 77, 7), (EVEN, 2, 5), (EVEN, 1500, 2)]
+    ("labels", "clients", "per_client"),
+    [(EVEN, 300, 5), (UNEVEN, 100, 5), (UNEVEN, 77, 7), (EVEN, 2, 5), (EVEN, 1500, 2)],
 )
 def test_every_shard_has_one_class(labels, clients, per_client):
     rows = deal("shards", labels, clients, per_client=per_client)
@@ -93,7 +106,8 @@ def test_shards_go_to_clients_at_random():
     labels = np.repeat(np.arange(10), 6000)
     rows = deal("shards", labels, 3000, per_client=5)
     held = np.mean(classes(rows, labels))
-    # 10 (1 - C(13500, 5) / C(15000, 5)) = 4.0952 expected; std of the mean below 0.013; false alarm below 1e-4 at 4 std.
+    # 10 (1 - C(13500, 5) / C(15000, 5)) = 4.0952 expected; std of the mean below 0.013; false alarm
+    # below 1e-4 at 4 std.
     assert abs(held - 4.0952) < 0.052
 
 
@@ -120,12 +134,18 @@ def test_every_class_is_held_in_proportion_to_its_samples():
 def test_similarity_100_is_iid_and_0_is_sorted_by_label():
     assert min(classes(deal("similarity", EVEN, 20, s=100.0), EVEN)) == 10
     assert max(classes(deal("similarity", EVEN, 20, s=0.0), EVEN)) == 1
-    half = [np.bincount(EVEN[own], minlength=10).max() for own in deal("similarity", EVEN, 20, s=50.0)]
-    assert min(half) >= 38 and max(half) <= 110  # 75 of 150 from one stretch, of one class or two, and about 7 of each class drawn iid
+    half = [
+        np.bincount(EVEN[own], minlength=10).max() for own in deal("similarity", EVEN, 20, s=50.0)
+    ]
+    # 75 of 150 from one stretch, of one class or two, and about 7 of each class drawn iid
+    assert min(half) >= 38 and max(half) <= 110
 
 
 def test_dirichlet_mixtures_are_even_for_a_large_psi_and_one_class_for_a_small():
-    even, uneven = ([np.bincount(EVEN[own]).max() for own in deal("dirichlet", EVEN, 30, psi=psi)] for psi in (1000.0, 0.01))
+    even, uneven = (
+        [np.bincount(EVEN[own]).max() for own in deal("dirichlet", EVEN, 30, psi=psi)]
+        for psi in (1000.0, 0.01)
+    )
     assert max(even) <= 14 and np.median(uneven) >= 80  # of 100 samples
 
 
@@ -137,7 +157,11 @@ def test_counts_stay_within_one_of_the_fitted_mixture():
     for _ in range(2000):  # the slow reference: proportional fitting to the end
         real *= columns / real.sum(0)
         real *= (rows / real.sum(1))[:, None]
-    assert (table.sum(1) == rows).all() and (table.sum(0) == columns).all() and np.abs(table - real).max() <= 1 + 1e-6
+    assert (
+        (table.sum(1) == rows).all()
+        and (table.sum(0) == columns).all()
+        and np.abs(table - real).max() <= 1 + 1e-6
+    )
 
 
 def test_overlapping_clients_draw_evenly_over_classes_and_never_twice_the_same():
@@ -155,12 +179,32 @@ def test_natural_clients_hold_their_own_rows():
     ("kind", "clients", "fields", "message"),
     [
         ("iid", 3001, {}, "data.clients = 3001: at most the 3000 training samples"),
-        ("shards", 601, {"per_client": 5}, "data.clients = 601: 2 to 600 with 5 one-class shards each"),
-        ("dominant-labels", 10, {"classes": 10}, "data.partition.classes = 10: fewer than the 10 classes"),
+        (
+            "shards",
+            601,
+            {"per_client": 5},
+            "data.clients = 601: 2 to 600 with 5 one-class shards each",
+        ),
+        (
+            "dominant-labels",
+            10,
+            {"classes": 10},
+            "data.partition.classes = 10: fewer than the 10 classes",
+        ),
         ("classes-per-client", 10, {"k": 11}, "data.partition.k = 11: at most the 10 classes"),
         ("classes-per-client", 3, {"k": 2}, "data.partition.k = 2: at least 4"),
-        ("classes-per-client", 1500, {"k": 7}, "data.partition.k = 7: at most 2, the samples of the smallest client"),
-        ("classes-per-client", 13, {"k": 1}, "data.partition.k = 1: a k for which balanced sizes leave no sample over"),
+        (
+            "classes-per-client",
+            1500,
+            {"k": 7},
+            "data.partition.k = 7: at most 2, the samples of the smallest client",
+        ),
+        (
+            "classes-per-client",
+            13,
+            {"k": 1},
+            "data.partition.k = 1: a k for which balanced sizes leave no sample over",
+        ),
         ("overlapping", 10, {"per_client": 3001}, "data.partition.per_client = 3001: at most 3000"),
     ],
 )

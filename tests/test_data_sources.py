@@ -21,7 +21,9 @@ from raydpfl.data.sources import FashionMnist, Mnist
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 
-needs_data = pytest.mark.skipif(not os.environ.get("RAYDPFL_DATA"), reason="RAYDPFL_DATA is not set")
+needs_data = pytest.mark.skipif(
+    not os.environ.get("RAYDPFL_DATA"), reason="RAYDPFL_DATA is not set"
+)
 
 
 def table(**keys):
@@ -36,16 +38,26 @@ def encoded(pixels, form="PNG"):
 
 def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, *images.shape) + images.tobytes())
-    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, len(labels)) + labels.astype(np.uint8).tobytes())
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(
+        struct.pack(">IIII", 0x803, *images.shape) + images.tobytes()
+    )
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
+        struct.pack(">II", 0x801, len(labels)) + labels.astype(np.uint8).tobytes()
+    )
 
 
 def test_the_embedded_files_are_small_balanced_and_licensed():
     for part, per_class in embedded.PER_CLASS.items():
         x, y = embedded.read(part)
-        assert x.shape == (10 * per_class, 1, 28, 28) and x.dtype == np.uint8 and (np.bincount(y) == per_class).all()
+        assert (
+            x.shape == (10 * per_class, 1, 28, 28)
+            and x.dtype == np.uint8
+            and (np.bincount(y) == per_class).all()
+        )
         assert embedded.path(part).stat().st_size < 5e6
-    assert "Copyright (c) 2017 Zalando SE" in (embedded.path("train").parent / "LICENSE").read_text()
+    assert (
+        "Copyright (c) 2017 Zalando SE" in (embedded.path("train").parent / "LICENSE").read_text()
+    )
 
 
 def test_normalized_embedded_images_have_mean_0_and_deviation_1():
@@ -58,14 +70,20 @@ def test_normalized_embedded_images_have_mean_0_and_deviation_1():
 def test_the_embedded_files_are_what_the_builder_makes(tmp_path):
     embedded.build(Path(os.environ["RAYDPFL_DATA"]), tmp_path)
     for part in embedded.PER_CLASS:
-        assert pq.read_table(tmp_path / embedded.path(part).name).equals(pq.read_table(embedded.path(part)), check_metadata=True)
+        assert pq.read_table(tmp_path / embedded.path(part).name).equals(
+            pq.read_table(embedded.path(part)), check_metadata=True
+        )
 
 
 @needs_data
 @pytest.mark.parametrize("source", [Mnist, FashionMnist])
 def test_torchvision_sets_are_read_from_the_root(source):
     found = source(clients=10).samples(0, None)
-    assert found.x.shape == (60000, 1, 28, 28) and found.test_x.shape == (10000, 1, 28, 28) and found.x.dtype == np.uint8
+    assert (
+        found.x.shape == (60000, 1, 28, 28)
+        and found.test_x.shape == (10000, 1, 28, 28)
+        and found.x.dtype == np.uint8
+    )
 
 
 def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
@@ -76,24 +94,37 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
     for prefix in ("emnist-digits-train", "emnist-digits-test"):
         write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
     described = data.parse({"kind": "mnist", "clients": 2})
-    assert [name for name, *_ in described.identity(tmp_path)] == list(Mnist.files) and data.describe(described, 0, tmp_path)["samples"] == 30
+    assert [name for name, *_ in described.identity(tmp_path)] == list(
+        Mnist.files
+    ) and data.describe(described, 0, tmp_path)["samples"] == 30
     mnist = described.samples(0, tmp_path)
     assert np.array_equal(mnist.x[:, 0], images) and np.array_equal(mnist.test_y, labels)
     emnist = data.parse({"kind": "emnist_digits", "clients": 2}).samples(0, tmp_path)
-    assert np.array_equal(emnist.x[:, 0], images.transpose(0, 2, 1))  # upright: the files hold them transposed
+    # upright: the files hold them transposed
+    assert np.array_equal(emnist.x[:, 0], images.transpose(0, 2, 1))
     where = {row["kind"]: row["where"] for row in data.catalogue(tmp_path)}
-    assert where["mnist"] == str(tmp_path) and where["svhn"] == f"not under {tmp_path}; raydpfl data fetch svhn"
+    assert (
+        where["mnist"] == str(tmp_path)
+        and where["svhn"] == f"not under {tmp_path}; raydpfl data fetch svhn"
+    )
     assert data.fetch("mnist", tmp_path) == tmp_path
 
 
 def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path):
     for prefix in ("train", "t10k"):
-        write_idx(tmp_path / "MNIST" / "raw", prefix, np.full((5, 28, 28), 9, np.uint8), np.arange(5))
-    with pytest.raises(ConfigError, match=r"data.normalize = True: false: mean and std are \[0.035\] and \[0.0\], not \(0.1307,\)"):
+        write_idx(
+            tmp_path / "MNIST" / "raw", prefix, np.full((5, 28, 28), 9, np.uint8), np.arange(5)
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"data.normalize = True: false: mean and std are \[0.035\] and \[0.0\], not \(0.1307,\)",
+    ):
         data.parse({"kind": "mnist", "clients": 2, "normalize": True}).split(0, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn"])
+@pytest.mark.parametrize(
+    "kind", ["mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn"]
+)
 def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_path, monkeypatch):
     def offline(*_, **__):
         raise OSError("no network")
@@ -101,7 +132,11 @@ def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_pat
     monkeypatch.setattr("torchvision.datasets.utils.urllib.request.urlopen", offline)
     with pytest.raises(ConfigError) as refused:
         data.fetch(kind, tmp_path)
-    assert refused.value.field == "data.kind" and str(tmp_path) in str(refused.value) and "--data-root" in str(refused.value)
+    assert (
+        refused.value.field == "data.kind"
+        and str(tmp_path) in str(refused.value)
+        and "--data-root" in str(refused.value)
+    )
 
 
 def test_damaged_files_are_named_and_not_passed_on(tmp_path):
@@ -123,7 +158,10 @@ def test_columns_of_numbers_become_features(suffix, tmp_path):
     else:
         np.savez(path, **columns)
     found = table(train=path.name, test=path.name, x=["a", "b"]).samples(0, tmp_path)
-    assert np.array_equal(found.x, np.stack([columns["a"], columns["b"]], 1)) and found.x.dtype == np.float32
+    assert (
+        np.array_equal(found.x, np.stack([columns["a"], columns["b"]], 1))
+        and found.x.dtype == np.float32
+    )
     assert np.array_equal(found.y, columns["label"]) and np.array_equal(found.test_x, found.x)
 
 
@@ -132,16 +170,31 @@ def test_encoded_images_are_decoded_channels_first(form, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), dtype=np.uint8)
     images = [encoded(image) for image in pixels]
     column = images if form == "bytes" else [{"bytes": image, "path": None} for image in images]
-    pq.write_table(pa.table({"image": column, "label": [f"class {row % 3}" for row in range(12)]}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"image": column, "label": [f"class {row % 3}" for row in range(12)]}),
+        tmp_path / "t.parquet",
+    )
     found = table(train="t.parquet", test="t.parquet").samples(0, tmp_path)
-    assert np.array_equal(found.x, pixels.transpose(0, 3, 1, 2)) and np.array_equal(found.y, np.arange(12) % 3)
+    assert np.array_equal(found.x, pixels.transpose(0, 3, 1, 2)) and np.array_equal(
+        found.y, np.arange(12) % 3
+    )
 
 
 @pytest.mark.parametrize(
-    ("stored", "shape"), [((9, 6, 6), (1, 6, 6)), ((9, 3, 6, 6), (3, 6, 6)), ((9, 6, 6, 3), (3, 6, 6)), ((9, 6, 6, 1), (1, 6, 6))]
+    ("stored", "shape"),
+    [
+        ((9, 6, 6), (1, 6, 6)),
+        ((9, 3, 6, 6), (3, 6, 6)),
+        ((9, 6, 6, 3), (3, 6, 6)),
+        ((9, 6, 6, 1), (1, 6, 6)),
+    ],
 )
 def test_arrays_of_images_are_read_channels_first_or_last(stored, shape, tmp_path):
-    np.savez(tmp_path / "t.npz", image=np.arange(np.prod(stored)).reshape(stored).astype(np.uint8), label=np.zeros(9, int))
+    np.savez(
+        tmp_path / "t.npz",
+        image=np.arange(np.prod(stored)).reshape(stored).astype(np.uint8),
+        label=np.zeros(9, int),
+    )
     assert table(train="t.npz").samples(0, tmp_path).x.shape[1:] == shape
 
 
@@ -150,36 +203,66 @@ def test_lists_become_features_and_rows_held_out_are_not_trained_on(tmp_path):
     pq.write_table(pa.table({"v": list(rows), "label": np.zeros(40, int)}), tmp_path / "t.parquet")
     found = table(train="t.parquet", x="v", test_fraction=0.25).samples(0, tmp_path)
     assert len(found.test_x) == 10
-    assert np.array_equal(np.unique(np.concatenate([found.x, found.test_x]), axis=0), np.unique(rows, axis=0))
+    assert np.array_equal(
+        np.unique(np.concatenate([found.x, found.test_x]), axis=0), np.unique(rows, axis=0)
+    )
 
 
 def test_a_column_of_ids_makes_natural_clients(tmp_path):
     ids = np.random.default_rng(0).choice(["ann", "bob", "eve"], 30)
-    pq.write_table(pa.table({"a": np.arange(30), "label": np.zeros(30, int), "who": ids}), tmp_path / "t.parquet")
-    described = table(train="t.parquet", test="t.parquet", x="a", client="who", partition={"kind": "natural"}, clients=None)
+    pq.write_table(
+        pa.table({"a": np.arange(30), "label": np.zeros(30, int), "who": ids}),
+        tmp_path / "t.parquet",
+    )
+    described = table(
+        train="t.parquet",
+        test="t.parquet",
+        x="a",
+        client="who",
+        partition={"kind": "natural"},
+        clients=None,
+    )
     split = described.split(0, tmp_path)
     assert split.sizes.tolist() == [int((ids == name).sum()) for name in ("ann", "bob", "eve")]
     assert np.array_equal(split.rows(1, 2)[0][:, 0], np.flatnonzero(ids == "bob"))
-    with pytest.raises(ConfigError, match=r"data.clients = 4: 3, the number of clients in the data, or none"):
+    with pytest.raises(
+        ConfigError, match=r"data.clients = 4: 3, the number of clients in the data, or none"
+    ):
         described.model_copy(update={"clients": 4}).split(0, tmp_path)
 
 
 def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
     ids = np.repeat(np.arange(30), np.arange(30) % 2 + 1)
     np.savez(tmp_path / "t.npz", x=np.arange(45.0)[:, None], label=np.zeros(45, int), who=ids)
-    found = table(train="t.npz", x="x", client="who", partition={"kind": "natural"}, clients=30, test_fraction=0.3)
+    found = table(
+        train="t.npz",
+        x="x",
+        client="who",
+        partition={"kind": "natural"},
+        clients=30,
+        test_fraction=0.3,
+    )
     split = found.split(0, tmp_path)
     rows, held = split.rows(0, 30)[0][:, 0].astype(int), split.test()[0][:, 0].astype(int)
-    assert len(held) == 14 and sorted([*rows, *held]) == list(range(45)) and np.array_equal(ids[rows], np.repeat(np.arange(30), split.sizes))
+    assert (
+        len(held) == 14
+        and sorted([*rows, *held]) == list(range(45))
+        and np.array_equal(ids[rows], np.repeat(np.arange(30), split.sizes))
+    )
     np.savez(tmp_path / "t.npz", x=np.zeros((3, 1)), label=np.zeros(3, int), who=np.arange(3))
-    with pytest.raises(ConfigError, match=r"data.test = None: a table that leaves at least one row to test"):
+    with pytest.raises(
+        ConfigError, match=r"data.test = None: a table that leaves at least one row to test"
+    ):
         found.split(0, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"x": "c"}, "data.x = 'c': a column of t.parquet: a, gap, nan, text, label, half, image, who"),
+        (
+            {"x": "c"},
+            "data.x = 'c': a column of t.parquet: a, gap, nan, text, label, half, image, who",
+        ),
         ({"y": "c"}, "data.y = 'c': a column of t.parquet"),
         ({"client": "c"}, "data.client = 'c': a column of t.parquet"),
         ({"x": "gap"}, "data.x = 'gap': a column without gaps; this one lacks 1 values"),
@@ -188,23 +271,53 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
         ({"x": "image"}, "data.x = 'image': encoded images; row 1 is none"),
         ({"y": "half"}, "data.y = 'half': whole numbers from 0, or names"),
         ({"train": "none.parquet"}, "data.train = 'none.parquet': a file, absolute or under"),
-        ({"train": "broken.parquet"}, "data.train = 'broken.parquet': a Parquet, Arrow or NPZ file"),
+        (
+            {"train": "broken.parquet"},
+            "data.train = 'broken.parquet': a Parquet, Arrow or NPZ file",
+        ),
         ({"mean": [0.5], "std": [0.5]}, "data.mean = (0.5,): one number per channel of an image"),
         ({"mean": [0.5]}, "data.std = (): positive numbers, one for each of data.mean"),
         ({"clients": None}, "data.clients = None: a number of clients"),
-        ({"partition": {"kind": "natural"}}, "data.partition.kind = 'natural': a table whose column of client ids data.client names"),
-        ({"partition": {"kind": "shards"}, "sizes": {"kind": "spread"}}, "data.sizes.kind = 'spread': balanced with partition shards"),
-        ({"sizes": {"kind": "spread", "high": 0.1}}, "data.sizes.high = 0.1: at least data.sizes.low"),
+        (
+            {"partition": {"kind": "natural"}},
+            "data.partition.kind = 'natural': a table whose column of client ids data.client names",
+        ),
+        (
+            {"partition": {"kind": "shards"}, "sizes": {"kind": "spread"}},
+            "data.sizes.kind = 'spread': balanced with partition shards",
+        ),
+        (
+            {"sizes": {"kind": "spread", "high": 0.1}},
+            "data.sizes.high = 0.1: at least data.sizes.low",
+        ),
         ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi = 0: "),
         ({"partition": {"kind": "pie"}}, "data.partition.kind = 'pie': one of iid, shards,"),
         ({"y": "text", "regression": True}, "data.y = 'text': finite numbers, for regression"),
         ({"y": "nan", "regression": True}, "data.y = 'nan': finite numbers, for regression"),
-        ({"features": {"kind": "ica"}}, "data.features.kind = 'ica': one of pca, resnet18, or the import path"),
-        ({"features": {"kind": "pca", "components": 2}}, "data.features.components = 2: at most the 1 numbers of a sample"),
-        ({"features": {"kind": "pca", "file": "none.npz"}, "x": ["a", "half"]}, "data.features.components = 60: at most the 2 numbers"),
-        ({"features": {"kind": "pca", "components": 1, "file": "none.npz"}}, "data.features.file = 'none.npz': a file, absolute or under"),
-        ({"features": {"kind": "resnet18"}}, "data.features.kind = 'resnet18': grey or colour images; the samples are float32 (1,)"),
-        ({"features": {"kind": "pca"}, "mean": [0.5], "std": [0.5]}, "data.features.kind = 'pca': none with constants to normalise"),
+        (
+            {"features": {"kind": "ica"}},
+            "data.features.kind = 'ica': one of pca, resnet18, or the import path",
+        ),
+        (
+            {"features": {"kind": "pca", "components": 2}},
+            "data.features.components = 2: at most the 1 numbers of a sample",
+        ),
+        (
+            {"features": {"kind": "pca", "file": "none.npz"}, "x": ["a", "half"]},
+            "data.features.components = 60: at most the 2 numbers",
+        ),
+        (
+            {"features": {"kind": "pca", "components": 1, "file": "none.npz"}},
+            "data.features.file = 'none.npz': a file, absolute or under",
+        ),
+        (
+            {"features": {"kind": "resnet18"}},
+            "data.features.kind = 'resnet18': grey or colour images; the samples are float32 (1,)",
+        ),
+        (
+            {"features": {"kind": "pca"}, "mean": [0.5], "std": [0.5]},
+            "data.features.kind = 'pca': none with constants to normalise",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path):
@@ -222,14 +335,42 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
 @pytest.mark.parametrize(
     ("name", "column", "message"),
     [
-        ("label", np.array([0, 1, np.inf, 1]), "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes"),
-        ("label", np.array([0, 1, 10**12, 1]), "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes"),
-        ("label", np.eye(4), "data.y = 'label': one number or name to a row; this array has shape (4, 4)"),
-        ("who", np.ones((4, 2)), "data.client = 'who': one number or name to a row; this array has shape (4, 2)"),
-        ("who", np.array([0, np.nan, 1, 1]), "data.client = 'who': a column without gaps; row 1 of t.npz is one"),
+        (
+            "label",
+            np.array([0, 1, np.inf, 1]),
+            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes",
+        ),
+        (
+            "label",
+            np.array([0, 1, 10**12, 1]),
+            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes",
+        ),
+        (
+            "label",
+            np.eye(4),
+            "data.y = 'label': one number or name to a row; this array has shape (4, 4)",
+        ),
+        (
+            "who",
+            np.ones((4, 2)),
+            "data.client = 'who': one number or name to a row; this array has shape (4, 2)",
+        ),
+        (
+            "who",
+            np.array([0, np.nan, 1, 1]),
+            "data.client = 'who': a column without gaps; row 1 of t.npz is one",
+        ),
         ("x", np.float32(1), "data.x = 'x': at least one number to a row; this array has shape ()"),
-        ("x", np.zeros((4, 0)), "data.x = 'x': at least one number to a row; this array has shape (4, 0)"),
-        ("x", np.full((4, 2), 1e300), "data.x = ('x',): finite numbers; row 0 of t.npz has another"),
+        (
+            "x",
+            np.zeros((4, 0)),
+            "data.x = 'x': at least one number to a row; this array has shape (4, 0)",
+        ),
+        (
+            "x",
+            np.full((4, 2), 1e300),
+            "data.x = ('x',): finite numbers; row 0 of t.npz has another",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -243,18 +384,33 @@ def test_arrays_of_a_wrong_shape_or_range_are_refused_in_one_line(name, column, 
 
 def test_a_label_that_is_a_list_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [0.0, 1.0], "label": [[0, 1], [1, 0]]}), tmp_path / "t.parquet")
-    with pytest.raises(ConfigError, match=r"data.y = 'label': one number or name to a row, not list"):
+    with pytest.raises(
+        ConfigError, match=r"data.y = 'label': one number or name to a row, not list"
+    ):
         table(train="t.parquet", x="a").split(0, tmp_path)
 
 
 def test_a_config_read_back_is_the_same_config():
     for keys in (
         {"kind": "synthetic", "clients": 3, "sizes": {"kind": "power-law", "exponent": 2.0}},
-        {"kind": "table", "train": "t", "x": ["a", "b"], "partition": {"kind": "similarity", "s": 30}, "clients": 5},
-        {"kind": "cifar10", "clients": 5, "features": {"kind": "pca"}, "partition": {"kind": "dominant-labels"}},
+        {
+            "kind": "table",
+            "train": "t",
+            "x": ["a", "b"],
+            "partition": {"kind": "similarity", "s": 30},
+            "clients": 5,
+        },
+        {
+            "kind": "cifar10",
+            "clients": 5,
+            "features": {"kind": "pca"},
+            "partition": {"kind": "dominant-labels"},
+        },
     ):
         described = data.parse(keys)
-        assert data.parse(described.model_dump(mode="json")) == described and type(data.parse(described.model_dump())) is type(described)
+        assert data.parse(described.model_dump(mode="json")) == described and type(
+            data.parse(described.model_dump())
+        ) is type(described)
 
 
 def slow_synthetic(seed, client, samples, u, v):
@@ -271,7 +427,16 @@ def slow_synthetic(seed, client, samples, u, v):
 
 
 def test_synthetic_data_follow_their_definition():
-    split = data.parse({"kind": "synthetic", "clients": 4, "samples": 25, "sizes": {"kind": "balanced"}, "u": 0.5, "v": 2.0}).split(3, None)
+    split = data.parse(
+        {
+            "kind": "synthetic",
+            "clients": 4,
+            "samples": 25,
+            "sizes": {"kind": "balanced"},
+            "u": 0.5,
+            "v": 2.0,
+        }
+    ).split(3, None)
     for client in range(4):
         x, y = split.rows(client, client + 1)
         slow_x, slow_y = slow_synthetic(3, client, 25, 0.5, 2.0)
@@ -282,22 +447,44 @@ def test_synthetic_data_follow_their_definition():
 def test_the_sizes_of_synthetic_clients_follow_a_power_law_unless_they_are_said_to_be_even():
     sizes = data.parse({"kind": "synthetic", "clients": 50, "samples": 100}).split(0, None).sizes
     assert sizes.sum() == 5000
-    np.testing.assert_allclose(np.sort(sizes)[::-1], 5000 / np.sum(1 / np.arange(1, 51)) / np.arange(1, 51), atol=1.5)
-    even = data.parse({"kind": "synthetic", "clients": 50, "samples": 100, "sizes": {"kind": "balanced"}}).split(0, None)
+    np.testing.assert_allclose(
+        np.sort(sizes)[::-1], 5000 / np.sum(1 / np.arange(1, 51)) / np.arange(1, 51), atol=1.5
+    )
+    even = data.parse(
+        {"kind": "synthetic", "clients": 50, "samples": 100, "sizes": {"kind": "balanced"}}
+    ).split(0, None)
     assert set(even.sizes.tolist()) == {100}
 
 
 def test_u_changes_no_label():
-    one, other = (data.parse({"kind": "synthetic", "clients": 20, "samples": 50, "u": u}).split(0, None).rows(0, 20) for u in (0.0, 9.0))
+    one, other = (
+        data.parse({"kind": "synthetic", "clients": 20, "samples": 50, "u": u})
+        .split(0, None)
+        .rows(0, 20)
+        for u in (0.0, 9.0)
+    )
     assert np.array_equal(one[0], other[0]) and (one[1] == other[1]).mean() > 0.999
 
 
 def test_iid_synthetic_clients_share_one_model_and_the_test_rows_are_new():
-    split = data.parse({"kind": "synthetic", "clients": 50, "samples": 200, "sizes": {"kind": "balanced"}, "iid": True, "test_samples": 2000}).split(0, None)
+    split = data.parse(
+        {
+            "kind": "synthetic",
+            "clients": 50,
+            "samples": 200,
+            "sizes": {"kind": "balanced"},
+            "iid": True,
+            "test_samples": 2000,
+        }
+    ).split(0, None)
     x, y = split.rows(0, 50)
     test_x, test_y = split.test()
-    # Means of 10,000 rows: std 0.01 for the first feature, less for the others; 60 two-sided tests at 4.5 std: false alarm below 5e-4.
-    assert np.abs(x.mean(0)).max() < 0.045 and np.abs(x.std(0) / np.arange(1, 61) ** -0.6 - 1).max() < 0.045
+    # Means of 10,000 rows: std 0.01 for the first feature, less for the others; 60 two-sided tests
+    # at 4.5 std: false alarm below 5e-4.
+    assert (
+        np.abs(x.mean(0)).max() < 0.045
+        and np.abs(x.std(0) / np.arange(1, 61) ** -0.6 - 1).max() < 0.045
+    )
     one_hot = np.eye(10)[y]
     weights = np.linalg.lstsq(np.c_[x, np.ones(len(x))], one_hot, rcond=None)[0]
     right = (np.c_[test_x, np.ones(len(test_x))] @ weights).argmax(1) == test_y
@@ -309,10 +496,17 @@ def png(width: int, height: int, rows: bytes = b"") -> bytes:
     """A grey PNG that says it is so large, with as many rows as are given."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    )
 
 
 def scanned(width: int, height: int, scans: int) -> bytes:
@@ -332,15 +526,39 @@ BOMBS = {
     ),
     "200 million pixels": ([png(20_000, 10_000)], "images of at most 67,108,864 pixels; row 0 has"),
     "90 million pixels": ([png(9_500, 9_500)], "images of at most 67,108,864 pixels; row 0 has"),
-    "70 million pixels": ([png(10_000, 7_000)], "images of at most 67,108,864 pixels; row 0 has 70,000,000"),
-    "a header of 2^31": ([png(2**31 - 1, 2**31 - 1)], "images of at most 67,108,864 pixels; row 0 has"),
-    "a later row": ([png(2, 2, b"\0" * 6), png(20_000, 10_000)], "images of at most 67,108,864 pixels; row 1 has"),
-    "a later row of another size": ([png(2, 2, b"\0" * 6), png(5_000, 5_000)], "images of one size and mode; row 1 is (1, 5000, 5000)"),
-    "many of nothing": ([png(8_000, 8_000)] * 80, "images with something in them; these are 5.1 GB in 0.0000"),
-    "more than memory": ([png(8_000, 8_000)] * 100_000, "images that memory holds: 6,400.0 GB are needed"),
-    "scan upon scan": ([scanned(2_000, 2_000, 1_000)], "images that are soon decoded; row 0 has 4,000,000 pixels in 1,001 scans"),
+    "70 million pixels": (
+        [png(10_000, 7_000)],
+        "images of at most 67,108,864 pixels; row 0 has 70,000,000",
+    ),
+    "a header of 2^31": (
+        [png(2**31 - 1, 2**31 - 1)],
+        "images of at most 67,108,864 pixels; row 0 has",
+    ),
+    "a later row": (
+        [png(2, 2, b"\0" * 6), png(20_000, 10_000)],
+        "images of at most 67,108,864 pixels; row 1 has",
+    ),
+    "a later row of another size": (
+        [png(2, 2, b"\0" * 6), png(5_000, 5_000)],
+        "images of one size and mode; row 1 is (1, 5000, 5000)",
+    ),
+    "many of nothing": (
+        [png(8_000, 8_000)] * 80,
+        "images with something in them; these are 5.1 GB in 0.0000",
+    ),
+    "more than memory": (
+        [png(8_000, 8_000)] * 100_000,
+        "images that memory holds: 6,400.0 GB are needed",
+    ),
+    "scan upon scan": (
+        [scanned(2_000, 2_000, 1_000)],
+        "images that are soon decoded; row 0 has 4,000,000 pixels in 1,001 scans",
+    ),
     "a row that is cut": ([png(2, 2, b"\0")], "encoded images; row 0 is none of"),
-    "another format": ([b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"], "encoded images; row 0 is none of PNG, JPEG,"),
+    "another format": (
+        [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"],
+        "encoded images; row 0 is none of PNG, JPEG,",
+    ),
     "nothing": ([b""], "encoded images; row 0 is none of"),
 }
 
@@ -350,7 +568,9 @@ BOMBS = {
 def test_images_that_no_one_could_want_are_refused_before_a_pixel_is_decoded(bomb, tmp_path):
     images, message = BOMBS[bomb]
     column = pa.array(images, pa.binary())
-    pq.write_table(pa.table({"image": column, "label": np.zeros(len(images), int)}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"image": column, "label": np.zeros(len(images), int)}), tmp_path / "t.parquet"
+    )
     with pytest.raises(ConfigError) as refused:
         table(train="t.parquet").split(0, tmp_path)
     assert refused.value.field == "data.x" and refused.value.accepted.startswith(message)
@@ -373,8 +593,13 @@ LISTS = [
 
 @pytest.mark.parametrize("kind", LISTS, ids=str)
 def test_a_column_without_rows_is_refused(kind, tmp_path):
-    pq.write_table(pa.table({"v": pa.array([], kind), "label": pa.array([], pa.int64())}), tmp_path / "t.parquet")
-    with pytest.raises(ConfigError, match=r"data.train = 't.parquet': a table with rows; this one has none"):
+    pq.write_table(
+        pa.table({"v": pa.array([], kind), "label": pa.array([], pa.int64())}),
+        tmp_path / "t.parquet",
+    )
+    with pytest.raises(
+        ConfigError, match=r"data.train = 't.parquet': a table with rows; this one has none"
+    ):
         table(train="t.parquet", x="v").split(0, tmp_path)
 
 
@@ -397,7 +622,9 @@ def test_columns_that_are_no_features_are_refused_in_one_line(odd, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet"])
-def test_a_small_file_of_more_than_memory_holds_is_refused_before_it_is_read(suffix, tmp_path, monkeypatch):
+def test_a_small_file_of_more_than_memory_holds_is_refused_before_it_is_read(
+    suffix, tmp_path, monkeypatch
+):
     columns = {"v": np.zeros(1_000_000), "label": np.zeros(1_000_000, int)}
     if suffix == "npz":
         np.savez_compressed(tmp_path / "t.npz", **columns)
@@ -415,7 +642,9 @@ def test_images_of_torchvisions_files_have_a_limit_too(tmp_path, monkeypatch):
     folder = tmp_path / "MNIST" / "raw"
     for prefix in ("train", "t10k"):
         write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))
-    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': samples of at most 100 numbers, not \(1, 20, 20\)"):
+    with pytest.raises(
+        ConfigError, match=r"data.kind = 'mnist': samples of at most 100 numbers, not \(1, 20, 20\)"
+    ):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
 
 

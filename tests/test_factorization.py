@@ -1,4 +1,6 @@
-"""Banded noise: the optimal strategy, its sensitivity, the recurrence that draws it, and what is refused."""
+"""Banded noise: the optimal strategy, its sensitivity, the recurrence that draws it, and what is
+refused.
+"""
 
 import itertools
 import math
@@ -41,7 +43,9 @@ def _root(bands: int) -> np.ndarray:
 
 
 def _dense_optimum(rounds: int) -> float:
-    """The least error of any C whatever, without bands or structure, by its dual (Denisov et al. 2022): max 2 tr sqrt(V^1/2 A'A V^1/2) - tr V."""
+    """The least error of any C whatever, without bands or structure, by its dual (Denisov et al.
+    2022): max 2 tr sqrt(V^1/2 A'A V^1/2) - tr V.
+    """
     workload = np.tril(np.ones((rounds, rounds)))
     v = np.ones(rounds)
     for _ in range(500):
@@ -51,7 +55,9 @@ def _dense_optimum(rounds: int) -> float:
     return math.sqrt((2 * np.trace(root) - v.sum()) / rounds)
 
 
-@pytest.mark.parametrize("bands, rounds, momentum", [(1, 5, 0.0), (2, 9, 0.0), (4, 12, 0.9), (7, 7, 0.0), (7, 40, 0.5)])
+@pytest.mark.parametrize(
+    "bands, rounds, momentum", [(1, 5, 0.0), (2, 9, 0.0), (4, 12, 0.9), (7, 7, 0.0), (7, 40, 0.5)]
+)
 def test_the_error_is_that_of_its_definition_at_any_scale(bands, rounds, momentum):
     c = _root(bands) * 3.0
     assert error(c, rounds, momentum) == pytest.approx(_error(c, rounds, momentum), rel=1e-12)
@@ -60,55 +66,85 @@ def test_the_error_is_that_of_its_definition_at_any_scale(bands, rounds, momentu
 
 def test_one_band_is_independent_noise():
     assert banded_toeplitz(1, 50).tolist() == [1.0]
-    assert error([1.0], 50) == pytest.approx(math.sqrt(51 / 2))  # the sum of t normals, over t = 1 .. 50
-    drawn, plain = Correlated(3, (1.0,), 100), [noise.server_noise(3, t, 0.7, 100) for t in range(3)]
+    # the sum of t normals, over t = 1 .. 50
+    assert error([1.0], 50) == pytest.approx(math.sqrt(51 / 2))
+    drawn, plain = (
+        Correlated(3, (1.0,), 100),
+        [noise.server_noise(3, t, 0.7, 100) for t in range(3)],
+    )
     assert all(np.array_equal(drawn.draw(t, 0.7), plain[t]) for t in range(3))
 
 
 @pytest.mark.parametrize("bands, rounds", [(2, 100), (8, 1000), (32, 1000), (64, 500), (200, 200)])
 @pytest.mark.parametrize("momentum", [0.0, 0.8, 0.95])
-def test_the_optimum_is_a_unit_column_that_beats_no_correlation_and_the_truncated_square_root(bands, rounds, momentum):
+def test_the_optimum_is_a_unit_column_that_beats_no_correlation_and_the_truncated_square_root(
+    bands, rounds, momentum
+):
     c = banded_toeplitz(bands, rounds, momentum)
     assert np.linalg.norm(c) == pytest.approx(1, abs=1e-12)
     best = error(c, rounds, momentum)
-    assert best < error([1.0], rounds, momentum) and best < error(_root(bands), rounds, momentum) * 0.99
+    assert (
+        best < error([1.0], rounds, momentum)
+        and best < error(_root(bands), rounds, momentum) * 0.99
+    )
 
 
 @pytest.mark.parametrize("rounds, momentum", [(60, 0.0), (300, 0.8)])
 def test_more_bands_never_do_worse(rounds, momentum):
-    errors = [error(banded_toeplitz(bands, rounds, momentum), rounds, momentum) for bands in range(1, 41)]
+    errors = [
+        error(banded_toeplitz(bands, rounds, momentum), rounds, momentum) for bands in range(1, 41)
+    ]
     assert (np.diff(errors) < 0).all()
 
 
-@pytest.mark.parametrize("bands, rounds, momentum", [(2, 6, 0.0), (3, 6, 0.0), (6, 6, 0.0), (3, 8, 0.9), (8, 8, 0.0)])
-def test_the_optimum_is_what_a_search_without_gradients_over_dense_matrices_finds(bands, rounds, momentum):
+@pytest.mark.parametrize(
+    "bands, rounds, momentum", [(2, 6, 0.0), (3, 6, 0.0), (6, 6, 0.0), (3, 8, 0.9), (8, 8, 0.0)]
+)
+def test_the_optimum_is_what_a_search_without_gradients_over_dense_matrices_finds(
+    bands, rounds, momentum
+):
     def objective(tail: np.ndarray) -> float:
         return _error(np.concatenate([[1.0], tail]), rounds, momentum)
 
     random = np.random.Generator(np.random.Philox(key=bands))
     starts = [np.zeros(bands - 1), *random.uniform(-0.5, 1.0, (2, bands - 1))]
     options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-7, "fatol": 1e-10, "adaptive": True}
-    found = min(minimize(objective, start, method="Nelder-Mead", options=options).fun for start in starts)
-    assert error(banded_toeplitz(bands, rounds, momentum), rounds, momentum) == pytest.approx(found, rel=1e-6)
+    found = min(
+        minimize(objective, start, method="Nelder-Mead", options=options).fun for start in starts
+    )
+    assert error(banded_toeplitz(bands, rounds, momentum), rounds, momentum) == pytest.approx(
+        found, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("rounds", [4, 8, 16, 32, 64])
-def test_with_all_bands_the_error_is_within_four_percent_of_the_best_of_all_matrices_and_never_below(rounds):
+def test_with_all_bands_the_error_is_within_four_percent_of_the_best_of_all_matrices_and_never_below(
+    rounds,
+):
     """The square-root factorisation, near-optimal itself, is 5 to 7 % above."""
     bound, ours = _dense_optimum(rounds), error(banded_toeplitz(rounds, rounds), rounds)
     assert bound <= ours <= 1.04 * bound < error(_root(rounds), rounds)
 
 
-@pytest.mark.parametrize("bands, rounds, separation", [(1, 6, 1), (2, 6, 2), (2, 7, 2), (3, 9, 3), (3, 8, 3), (2, 9, 3), (4, 10, 5), (8, 8, 8)])
-def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(bands, rounds, separation):
-    """Brute force over all sets of rounds at least `separation` apart and all signs of the updates, which attain the most where columns overlap."""
+@pytest.mark.parametrize(
+    "bands, rounds, separation",
+    [(1, 6, 1), (2, 6, 2), (2, 7, 2), (3, 9, 3), (3, 8, 3), (2, 9, 3), (4, 10, 5), (8, 8, 8)],
+)
+def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(
+    bands, rounds, separation
+):
+    """Brute force over all sets of rounds at least `separation` apart and all signs of the updates,
+    which attain the most where columns overlap.
+    """
     c = banded_toeplitz(bands, rounds)
     dense, most = _matrix(c, rounds), 0.0
     for size in range(1, rounds + 1):
         for pattern in itertools.combinations(range(rounds), size):
             if all(later - earlier >= separation for earlier, later in itertools.pairwise(pattern)):
                 for signs in itertools.product((-1, 1), repeat=size - 1):
-                    most = max(most, float(np.linalg.norm(dense[:, pattern] @ np.array([1, *signs]))))
+                    most = max(
+                        most, float(np.linalg.norm(dense[:, pattern] @ np.array([1, *signs])))
+                    )
     claimed = sensitivity(c, rounds, separation)
     assert most <= claimed * (1 + 1e-12)
     if rounds % separation == 0:
@@ -129,7 +165,8 @@ def test_the_recurrence_is_the_dense_inverse(bands, rounds):
     inverse = np.linalg.inv(_matrix(c, rounds))
     assert np.allclose(_matrix(c, rounds) @ inverse, np.eye(rounds), atol=1e-12)
     z = np.stack([noise.server_noise(5, t, 1.0, 30) for t in range(rounds)])
-    correlated, stds = Correlated(5, c, 30), np.linspace(0.5, 3, rounds)  # an adaptive bound scales each round's release
+    # an adaptive bound scales each round's release
+    correlated, stds = Correlated(5, c, 30), np.linspace(0.5, 3, rounds)
     drawn = np.stack([correlated.draw(t, stds[t]) for t in range(rounds)])
     assert drawn == pytest.approx(stds[:, None] * (inverse @ z), rel=1e-10, abs=1e-12)
 
@@ -140,12 +177,16 @@ def test_the_noise_of_a_round_has_the_same_bits_in_whatever_order_rounds_are_ask
     through = [straight.draw(t, 2.0) for t in range(12)]
     assert np.array_equal(Correlated(6, c, 50).draw(7, 2.0), through[7])  # after a resume
     jumping = Correlated(6, c, 50)
-    assert all(np.array_equal(jumping.draw(t, 2.0), through[t]) for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7))
+    assert all(
+        np.array_equal(jumping.draw(t, 2.0), through[t]) for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7)
+    )
     assert not np.array_equal(Correlated(7, c, 50).draw(7, 2.0), through[7])
 
 
 def test_the_drawn_noise_has_the_covariance_of_the_theory():
-    """Sample covariance of 200,000 coordinates over 6 rounds against sigma^2 C^-1 C^-T, each entry by its own std; false-alarm rate 1e-5."""
+    """Sample covariance of 200,000 coordinates over 6 rounds against sigma^2 C^-1 C^-T, each entry
+    by its own std; false-alarm rate 1e-5.
+    """
     rounds, d, sigma = 6, 200_000, 1.7
     c = banded_toeplitz(3, rounds)
     correlated = Correlated(8, c, d)
@@ -165,8 +206,13 @@ def test_the_member_resolves_to_the_best_coefficients_or_to_its_own_scaled_to_no
     own = choose("noise", section | {"coefficients": [2, 1, 0, 2]}, noise.FAMILY, noise.Noise)
     assert own.resolve(20).coefficients == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
     for bands in range(1, 21):  # as written into a run's config and read again, to the last bit
-        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).resolve(20)
-        assert choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).resolve(20) == resolved
+        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).resolve(
+            20
+        )
+        assert (
+            choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).resolve(20)
+            == resolved
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,19 +234,34 @@ def test_the_member_refuses_what_it_cannot_be(change, field):
 
 
 def test_bands_are_covered_only_by_turns_with_all_or_a_poisson_sample_of_a_group():
-    everyone, poisson, fixed = Sampling("full", 10, 10), Sampling("poisson", 10, 4), Sampling("fixed", 10, 4)
+    everyone, poisson, fixed = (
+        Sampling("full", 10, 10),
+        Sampling("poisson", 10, 4),
+        Sampling("fixed", 10, 4),
+    )
     public = Sampling("public", 50, 10)
     for sampling in (everyone, poisson, public):
         check(5, sampling, 5)
         check(5, sampling, 8)
     for sampling in (everyone, poisson, fixed, Sampling("with_replacement", 10, 4)):
         check(1, sampling, 1)
-    for sampling, separation in ((everyone, 4), (public, 4), (everyone, 1), (poisson, 4), (fixed, 1), (fixed, 5), (Sampling("with_replacement", 10, 4), 5)):
+    for sampling, separation in (
+        (everyone, 4),
+        (public, 4),
+        (everyone, 1),
+        (poisson, 4),
+        (fixed, 1),
+        (fixed, 5),
+        (Sampling("with_replacement", 10, 4), 5),
+    ):
         with pytest.raises(ConfigError, match=r"noise\.bands = 5"):
             check(5, sampling, separation)
 
 
-@pytest.mark.parametrize("bands, rounds, momentum, field", [(0, 5, 0.0, "noise.bands"), (6, 5, 0.0, "noise.bands"), (2, 5, 1.0, "momentum")])
+@pytest.mark.parametrize(
+    "bands, rounds, momentum, field",
+    [(0, 5, 0.0, "noise.bands"), (6, 5, 0.0, "noise.bands"), (2, 5, 1.0, "momentum")],
+)
 def test_a_factorisation_that_does_not_exist_is_refused(bands, rounds, momentum, field):
     with pytest.raises(ConfigError) as caught:
         banded_toeplitz(bands, rounds, momentum)

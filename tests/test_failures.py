@@ -1,4 +1,6 @@
-"""Processes that stop, hang or vanish, and signals that come at the wrong time: runs end as they should, and leave nothing behind."""
+"""Processes that stop, hang or vanish, and signals that come at the wrong time: runs end as they
+should, and leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_a_module_that_hangs_is_named_with_its_client(tmp_path, shared_ray, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     client = {"actors": 1, "timeout": 1.0, "way": "loop"}
     hanging = experiment(model={"kind": "hangs_in_actors:Hangs"}, client=client)
-    with pytest.raises(RunError, match=r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Hangs") as error:
+    with pytest.raises(
+        RunError, match=r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Hangs"
+    ) as error:
         run(hanging, tmp_path / "out")
     first = int(Plan.make(hanging).draws(1)[0][0])
     assert str(error.value).startswith(f"client {first}:")
@@ -99,14 +103,24 @@ class Sleeps(nn.Module):
 """
 
 
-@pytest.mark.parametrize("samples", [2, 10, 1000])  # of the check before a run, of a step, of an evaluation
+# of the check before a run, of a step, of an evaluation
+@pytest.mark.parametrize("samples", [2, 10, 1000])
 def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_path, monkeypatch):
     (tmp_path / "sleeps_here.py").write_text(SLEEPS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(models, "FORWARD", 0.2)
-    sleeping = experiment(model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}}, client={"timeout": 0.5, "way": "loop"})
-    said = {2: "TimeoutError", 10: r"client \d+: training did not end", 1000: "the evaluation of the model did not end"}[samples]
-    with pytest.raises((ConfigError, RunError), match=f"(?s)sleeps_here:Sleeps.*{said}|{said}.*sleeps_here:Sleeps"):
+    sleeping = experiment(
+        model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}},
+        client={"timeout": 0.5, "way": "loop"},
+    )
+    said = {
+        2: "TimeoutError",
+        10: r"client \d+: training did not end",
+        1000: "the evaluation of the model did not end",
+    }[samples]
+    with pytest.raises(
+        (ConfigError, RunError), match=f"(?s)sleeps_here:Sleeps.*{said}|{said}.*sleeps_here:Sleeps"
+    ):
         run(sleeping, tmp_path / "out")
 
 
@@ -115,7 +129,10 @@ def test_patience_follows_from_the_calls_before():
     assert auto.seconds(100) == auto.FIRST and not auto.knows
     auto.took(2.0, cost=100)
     assert auto.knows and auto.seconds(100) == auto.FLOOR + auto.TIMES * 2.0
-    assert auto.seconds(1) == auto.seconds(100) and auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
+    assert (
+        auto.seconds(1) == auto.seconds(100)
+        and auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
+    )
     assert auto.seconds(100, again=1) == 2 * auto.seconds(100)
     fixed = Patience(3.0)
     fixed.took(50.0, cost=1)
@@ -141,7 +158,9 @@ def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_
 
 def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_path, monkeypatch):
     shards = str(Plan.make(experiment()).shards)
-    (tmp_path / "only_at_home.py").write_text("from raydpfl.bounding import Clip\n\nclass Mine(Clip):\n    kind: str = 'mine'\n")
+    (tmp_path / "only_at_home.py").write_text(
+        "from raydpfl.bounding import Clip\n\nclass Mine(Clip):\n    kind: str = 'mine'\n"
+    )
     with monkeypatch.context() as home:
         home.syspath_prepend(str(tmp_path))
         pickled = pickle.dumps(experiment(bounding={"kind": "only_at_home:Mine", "bound": 1.0}))
@@ -152,17 +171,34 @@ def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_p
 
 
 @pytest.mark.parametrize("lacks", ["home", "sweep"])
-def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(lacks, tmp_path, monkeypatch):
+def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
+    lacks, tmp_path, monkeypatch
+):
     from raydpfl.tune.trial import TrialActor
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "trials" / "a").mkdir(parents=True)
-    told = {"experiment": experiment().to_dict(), "folder": str(tmp_path / "out" / "trials" / "a"), "status": "waiting", "bundles": []}
-    told |= {"metric": "test_loss", "data_root": None, "pause": False, "home": str(tmp_path), "path": [], "node": None}
+    told = {
+        "experiment": experiment().to_dict(),
+        "folder": str(tmp_path / "out" / "trials" / "a"),
+        "status": "waiting",
+        "bundles": [],
+    }
+    told |= {
+        "metric": "test_loss",
+        "data_root": None,
+        "pause": False,
+        "home": str(tmp_path),
+        "path": [],
+        "node": None,
+    }
     if lacks == "home":
         told["home"] = str(tmp_path / "nowhere")
     field, value, accepted = TrialActor(told).step()["refused"]
-    assert (field, value) == {"home": ("working directory", told["home"]), "sweep": ("--out", str(tmp_path / "out"))}[lacks]
+    assert (field, value) == {
+        "home": ("working directory", told["home"]),
+        "sweep": ("--out", str(tmp_path / "out")),
+    }[lacks]
     assert socket.gethostname() in accepted
 
 
@@ -175,10 +211,24 @@ def running(tmp_path):
     config = tmp_path / "long.yaml"
     long = experiment(rounds=100_000, client={"actors": 1, "num_cpus": 1}, noise={"kind": "none"})
     config.write_text(yaml.safe_dump(long.to_dict()))
-    command = [sys.executable, "-c", RUN, "run", str(config), "--out", str(tmp_path / "out"), "--quiet"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "run",
+        str(config),
+        "--out",
+        str(tmp_path / "out"),
+        "--quiet",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "out").glob("checkpoints/round-*[1-9]*.npz")) and time.monotonic() < deadline:
+    while (
+        not list((tmp_path / "out").glob("checkpoints/round-*[1-9]*.npz"))
+        and time.monotonic() < deadline
+    ):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.1)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -197,7 +247,9 @@ def test_the_death_of_the_control_store_ends_a_run_in_one_line_and_leaves_no_pro
     process, children = running
     next(each for each in children if each.name() == "gcs_server").kill()
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and said.strip().splitlines()[-1].startswith("raydpfl: Ray's control store"), said
+    assert process.returncode == 1 and said.strip().splitlines()[-1].startswith(
+        "raydpfl: Ray's control store"
+    ), said
     assert "Traceback" not in said and none_left(children)
 
 
@@ -249,7 +301,11 @@ def init(*args, **options):
     {then}
 ray.init = init
 """
-THEN = ["pass", "raise RuntimeError('Ray is confused')", "signal.signal(signal.SIGTERM, signal.SIG_DFL)"]
+THEN = [
+    "pass",
+    "raise RuntimeError('Ray is confused')",
+    "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
+]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -259,7 +315,10 @@ def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, 
     config.write_text(yaml.safe_dump(experiment(client={"actors": 2}).to_dict()))
     code = LOSES.format(name=name, then=then) + RUN
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", str(config), "--out", str(tmp_path / "out"), "--quiet"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, "run", str(config), "--out", str(tmp_path / "out"), "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
 
@@ -289,13 +348,25 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
     with pytest.raises(KeyboardInterrupt):
         run(measured, tmp_path / "out")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["status"] == "completed" and summary["heterogeneity"] is None and "--resume" in summary["reason"]
+    assert (
+        summary["status"] == "completed"
+        and summary["heterogeneity"] is None
+        and "--resume" in summary["reason"]
+    )
     assert summary["model_sha256"] == whole.summary["model_sha256"]
 
     monkeypatch.setattr(Heterogeneity, "advance", advance)
     steps = []
-    resumed = run(measured, tmp_path / "out", resume=True, on_measure=lambda done, of: steps.append((done, of)))
-    assert resumed.summary["heterogeneity"] == whole.summary["heterogeneity"] and resumed.summary["reason"] is None
+    resumed = run(
+        measured,
+        tmp_path / "out",
+        resume=True,
+        on_measure=lambda done, of: steps.append((done, of)),
+    )
+    assert (
+        resumed.summary["heterogeneity"] == whole.summary["heterogeneity"]
+        and resumed.summary["reason"] is None
+    )
     assert steps[0] == (0, 41) and steps[-1] == (41, 41)
 
 
@@ -303,10 +374,11 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
 
 
 def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
-    """Open files, threads and children after 10 runs are those after 3, without the help of the garbage collector.
+    """Open files, threads and children after 10 runs are those after 3, without the help of the
+    garbage collector.
 
-    What one run leaves would be there 7 times; a file that something else has open for a moment may be there once. Memory,
-    with the collector's help, grows by less than 20 MB.
+    What one run leaves would be there 7 times; a file that something else has open for a moment may
+    be there once. Memory, with the collector's help, grows by less than 20 MB.
     """
     process = psutil.Process()
     counts, memory = [], []
@@ -315,8 +387,17 @@ def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
             gc.collect()
             memory.append(process.memory_info().rss / 1e6)
             gc.disable()
-            run(experiment(rounds=20, measure={"tensorboard": True, "clients": True}), tmp_path / str(k))
-            counts.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(process.children())))
+            run(
+                experiment(rounds=20, measure={"tensorboard": True, "clients": True}),
+                tmp_path / str(k),
+            )
+            counts.append(
+                (
+                    len(os.listdir("/proc/self/fd")),
+                    threading.active_count(),
+                    len(process.children()),
+                )
+            )
             gc.enable()
     finally:
         gc.enable()

@@ -13,7 +13,9 @@ from raydpfl import bounding, keys, noise, server
 from raydpfl.errors import RunError
 
 NORMS = [0.0, 1e-300, 1e-12, 0.3, 1.0, 1.0 + 1e-12, 7.0, 1e12, 1e300]
-BOUNDED = [member for member in bounding.FAMILY.values() if issubclass(member, bounding.Unbounded) is False]
+BOUNDED = [
+    member for member in bounding.FAMILY.values() if issubclass(member, bounding.Unbounded) is False
+]
 
 
 @pytest.mark.parametrize("member", BOUNDED, ids=lambda member: member.__name__)
@@ -119,25 +121,50 @@ def test_a_model_that_is_no_longer_finite_stops_the_run():
 
 
 def test_no_two_names_share_a_stream():
-    names = [dict(round=r, client=c, draw=d, step=s) for r in (0, 1, 2**40) for c in (0, 1, 2**33) for d in (0, 1) for s in (0, 1)]
-    firsts = {keys.stream(9, purpose, **name).bit_generator.random_raw() for purpose in keys.Purpose for name in names}
+    names = [
+        dict(round=r, client=c, draw=d, step=s)
+        for r in (0, 1, 2**40)
+        for c in (0, 1, 2**33)
+        for d in (0, 1)
+        for s in (0, 1)
+    ]
+    firsts = {
+        keys.stream(9, purpose, **name).bit_generator.random_raw()
+        for purpose in keys.Purpose
+        for name in names
+    }
     assert len(firsts) == len(names) * len(keys.Purpose)
-    seeds = {keys.stream(seed, keys.Purpose.BATCH).bit_generator.random_raw() for seed in (0, 1, 2**32, 2**63)}
+    seeds = {
+        keys.stream(seed, keys.Purpose.BATCH).bit_generator.random_raw()
+        for seed in (0, 1, 2**32, 2**63)
+    }
     assert len(seeds) == 4
 
 
 def test_torch_streams_keep_all_the_bits_of_their_key():
     import torch
 
-    near = [keys.torch_stream(s, keys.Purpose.MODEL, client=c) for s in (1, 1 + 2**32) for c in (0, 2**32)]
+    near = [
+        keys.torch_stream(s, keys.Purpose.MODEL, client=c)
+        for s in (1, 1 + 2**32)
+        for c in (0, 2**32)
+    ]
     assert len({torch.randn(1, generator=g).item() for g in near}) == 4
 
 
 def test_client_noise_has_its_law_and_is_independent_over_clients_and_rounds():
     """Kolmogorov-Smirnov and correlations of 60 vectors of 500; false-alarm rate about 1e-4 each."""
-    drawn = np.array([[noise.client_noise(0, t, c, 0, 2.0, 500) for c in range(6)] for t in range(10)]).reshape(60, 500)
+    drawn = np.array(
+        [[noise.client_noise(0, t, c, 0, 2.0, 500) for c in range(6)] for t in range(10)]
+    ).reshape(60, 500)
     assert stats.kstest(drawn.ravel() / 2.0, "norm").pvalue > 1e-4
     correlations = np.corrcoef(drawn)[np.triu_indices(60, 1)]
-    assert np.abs(correlations).max() < stats.norm.isf(1e-4 / 2 / len(correlations)) / math.sqrt(500)
-    assert np.array_equal(noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 0, 2.0, 500))
-    assert not np.array_equal(noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 1, 2.0, 500))
+    assert np.abs(correlations).max() < stats.norm.isf(1e-4 / 2 / len(correlations)) / math.sqrt(
+        500
+    )
+    assert np.array_equal(
+        noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 0, 2.0, 500)
+    )
+    assert not np.array_equal(
+        noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 1, 2.0, 500)
+    )

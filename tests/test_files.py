@@ -29,7 +29,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def table(root: Path, fill: float, name: str = "t.npz", **keys) -> data.Data:
-    """A table of 20 rows that are all `fill`, its time of writing 0; the files of any two are of one size."""
+    """A table of 20 rows that are all `fill`, its time of writing 0; the files of any two are of
+    one size.
+    """
     root.mkdir(exist_ok=True)
     np.savez(root / name, image=np.full((20, 4), fill, np.float32), label=np.arange(20) % 2)
     os.utime(root / name, (0, 0))
@@ -46,9 +48,13 @@ def small() -> data.Data:
 
 def test_tables_of_one_name_size_and_time_are_told_apart_by_their_contents(tmp_path):
     roots = tmp_path / "a", tmp_path / "b"
-    one, other = (prepare(table(root, fill), 0, root) for root, fill in zip(roots, (1.0, 2.0), strict=True))
+    one, other = (
+        prepare(table(root, fill), 0, root) for root, fill in zip(roots, (1.0, 2.0), strict=True)
+    )
     stats = [(root / "t.npz").stat() for root in roots]
-    assert stats[0].st_size == stats[1].st_size and stats[0].st_mtime_ns == stats[1].st_mtime_ns == 0
+    assert (
+        stats[0].st_size == stats[1].st_size and stats[0].st_mtime_ns == stats[1].st_mtime_ns == 0
+    )
     assert values(one) == {1.0} and values(other) == {2.0}
 
 
@@ -172,7 +178,10 @@ def test_a_file_is_digested_once_and_again_after_any_change(tmp_path, monkeypatc
     time.sleep(0.02)
     first = {files.digest(path) for _ in range(3)}
     assert len(read) == 3 and len(first) == 1
-    for change in (lambda: path.write_text("two"), lambda: os.replace(shutil.copy(path, tmp_path / "x"), path)):
+    for change in (
+        lambda: path.write_text("two"),
+        lambda: os.replace(shutil.copy(path, tmp_path / "x"), path),
+    ):
         time.sleep(0.02)
         stat, reads = path.stat(), len(read)
         change()
@@ -210,7 +219,9 @@ def test_the_driver_digests_prepared_data_once_and_not_in_every_run(monkeypatch)
 
 
 def test_a_calibration_that_was_edited_is_computed_again(cache):
-    mechanism = Mechanism(Sampling("full", 10, 10), (Query("update", bound=1.0, std=1.0),), rounds=3)
+    mechanism = Mechanism(
+        Sampling("full", 10, 10), (Query("update", bound=1.0, std=1.0),), rounds=3
+    )
     z = noise_for(2.0, mechanism, "zero_out", 1e-5)
     (kept,) = cache.glob("noise-*.json")
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"noise_multiplier": z / 2}))
@@ -221,23 +232,33 @@ def test_a_calibration_that_was_edited_is_computed_again(cache):
     assert calibrate.cached(["another"], lambda: 1.0) == 1.0 != z
 
 
-def test_features_of_the_cache_that_were_damaged_are_extracted_again(tmp_path, cache, monkeypatch, caplog):
-    monkeypatch.setattr(ResNet18Features, "_extract", lambda self, x, root: np.ones((len(x), 512), np.float32))
+def test_features_of_the_cache_that_were_damaged_are_extracted_again(
+    tmp_path, cache, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        ResNet18Features, "_extract", lambda self, x, root: np.ones((len(x), 512), np.float32)
+    )
     (tmp_path / "net.pt").write_bytes(b"weights")
     front = ResNet18Features(weights="net.pt")
     pixels = np.zeros((2, 1, 8, 8), np.uint8)
     front.columns(pixels, pixels, tmp_path)
     (kept,) = (cache / "features").glob("*/columns.npy")
     damage(kept, "edited")
-    assert (front.columns(pixels, pixels, tmp_path)[0] == 1).all() and "is made again: columns.npy" in caplog.text
+    assert (
+        front.columns(pixels, pixels, tmp_path)[0] == 1
+    ).all() and "is made again: columns.npy" in caplog.text
 
 
 def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.hub._hub_dir", str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"others")
-    with pytest.raises(ConfigError, match=r"data.features.weights = 'imagenet': .* as it was published"):
-        features.ResNet18Features().columns(np.zeros((2, 1, 8, 8), np.uint8), np.zeros((2, 1, 8, 8), np.uint8), None)
+    with pytest.raises(
+        ConfigError, match=r"data.features.weights = 'imagenet': .* as it was published"
+    ):
+        features.ResNet18Features().columns(
+            np.zeros((2, 1, 8, 8), np.uint8), np.zeros((2, 1, 8, 8), np.uint8), None
+        )
 
 
 def test_a_file_whose_name_no_file_has_is_refused(tmp_path):

@@ -14,19 +14,30 @@ ALARM = 1e-5  # false-alarm rate of each statistic below
 
 
 def _drawn(vectors: int, n: int) -> np.ndarray:
-    return np.stack([normals(11, Purpose.STEP_NOISE, n, round=t).numpy() for t in range(vectors)]).astype(np.float64)
+    return np.stack(
+        [normals(11, Purpose.STEP_NOISE, n, round=t).numpy() for t in range(vectors)]
+    ).astype(np.float64)
 
 
 def test_normals_have_the_moments_of_the_standard_normal():
-    """Mean, variance, skewness and kurtosis of 4 million; each statistic is normal with the variance it is divided by."""
+    """Mean, variance, skewness and kurtosis of 4 million; each statistic is normal with the
+    variance it is divided by.
+    """
     drawn = _drawn(40, 100_000).ravel()
     scale = math.sqrt(len(drawn))
-    moments = [drawn.mean(), ((drawn**2).mean() - 1) / math.sqrt(2), (drawn**3).mean() / math.sqrt(15), ((drawn**4).mean() - 3) / math.sqrt(96)]
+    moments = [
+        drawn.mean(),
+        ((drawn**2).mean() - 1) / math.sqrt(2),
+        (drawn**3).mean() / math.sqrt(15),
+        ((drawn**4).mean() - 3) / math.sqrt(96),
+    ]
     assert np.abs(moments).max() * scale < stats.norm.isf(ALARM / 2 / 4)
 
 
 def test_normals_follow_the_normal_law_in_each_half_and_near_zero():
-    """Kolmogorov-Smirnov over the cosine and the sine half, and over the values within 0.01 of zero, which must be uniform there."""
+    """Kolmogorov-Smirnov over the cosine and the sine half, and over the values within 0.01 of
+    zero, which must be uniform there.
+    """
     drawn = _drawn(10, 100_000)
     for half in (drawn[:, :50_000], drawn[:, 50_000:]):
         assert stats.kstest(half.ravel(), "norm").pvalue > ALARM
@@ -56,13 +67,22 @@ def _from_words(monkeypatch, words: list[int]) -> np.ndarray:
     return normals(0, Purpose.STEP_NOISE, 2 * len(words)).numpy()
 
 
-def test_the_tail_reaches_seven_and_a_half_sigma_and_no_word_gives_a_number_that_is_not_finite(monkeypatch):
+def test_the_tail_reaches_seven_and_a_half_sigma_and_no_word_gives_a_number_that_is_not_finite(
+    monkeypatch,
+):
     ones = (1 << 40) - 1
     radii = [0, 1, 2, ones >> 1, ones - (1 << 15), ones - 1, ones]
-    words = [(angle << 40) | radius for radius in radii for angle in (0, 1, 1 << 22, 1 << 23, (1 << 24) - 1)]
+    words = [
+        (angle << 40) | radius
+        for radius in radii
+        for angle in (0, 1, 1 << 22, 1 << 23, (1 << 24) - 1)
+    ]
     drawn = _from_words(monkeypatch, words)
     assert np.isfinite(drawn).all()
-    assert drawn.max() == pytest.approx(math.sqrt(2 * 41 * math.log(2)), rel=1e-6) and drawn.max() > 7.5
+    assert (
+        drawn.max() == pytest.approx(math.sqrt(2 * 41 * math.log(2)), rel=1e-6)
+        and drawn.max() > 7.5
+    )
 
 
 def test_normals_are_the_box_muller_transform_in_double_precision_to_rounding(monkeypatch):
@@ -71,15 +91,32 @@ def test_normals_are_the_box_muller_transform_in_double_precision_to_rounding(mo
     uniform = ((words & np.uint64((1 << 40) - 1)).astype(np.float64) + 0.5) * 2.0**-40
     angle = (words.view(np.int64) >> 40) * (np.pi / 2**23)
     exact = np.sqrt(-2 * np.log(uniform)) * np.stack([np.cos(angle), np.sin(angle)])
-    assert np.abs(drawn - exact.ravel()).max() < 2e-5  # the uniform is rounded to 2^-25 near 1, where the radius is small
+    # the uniform is rounded to 2^-25 near 1, where the radius is small
+    assert np.abs(drawn - exact.ravel()).max() < 2e-5
 
 
 def test_halves_and_neighbouring_names_are_uncorrelated():
-    """Correlations of values and of squares, between cosine and sine half and between vectors whose names differ by one."""
+    """Correlations of values and of squares, between cosine and sine half and between vectors whose
+    names differ by one.
+    """
     n = 40_000
-    names = [{}, {"round": 1}, {"client": 1}, {"draw": 1}, {"step": 1}, {"round": 2}, {"client": 2**32}, {"draw": 2}, {"step": 2}]
+    names = [
+        {},
+        {"round": 1},
+        {"client": 1},
+        {"draw": 1},
+        {"step": 1},
+        {"round": 2},
+        {"client": 2**32},
+        {"draw": 2},
+        {"step": 2},
+    ]
     drawn = [normals(3, Purpose.STEP_NOISE, n, **name).numpy() for name in names]
-    drawn += [normals(4, Purpose.STEP_NOISE, n).numpy(), normals(3, Purpose.CLIENT_NOISE, n).numpy(), normals(3 + 2**32, Purpose.STEP_NOISE, n).numpy()]
+    drawn += [
+        normals(4, Purpose.STEP_NOISE, n).numpy(),
+        normals(3, Purpose.CLIENT_NOISE, n).numpy(),
+        normals(3 + 2**32, Purpose.STEP_NOISE, n).numpy(),
+    ]
     halves = np.stack(drawn).astype(np.float64).reshape(-1, n // 2)
     for values in (halves, halves**2):
         pairs = np.corrcoef(values)[np.triu_indices(len(values), 1)]
@@ -95,13 +132,26 @@ def test_a_name_alone_decides_the_bits_whatever_was_drawn_before():
 
 @pytest.mark.parametrize("n", [1, 333, 7850, 2 * keys._BLOCK + 5])
 def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
-    clients, draws, stds = [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4], [0, 1, 0, 2] + 7 * [0], np.linspace(0, 3, 11)
+    clients, draws, stds = (
+        [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4],
+        [0, 1, 0, 2] + 7 * [0],
+        np.linspace(0, 3, 11),
+    )
     name = dict(round=6, step=2)
     together = clients_normals(4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, **name)
-    scaled = clients_normals(4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, stds=stds, **name)
-    alone = torch.stack([normals(4, Purpose.STEP_NOISE, n, client=client, draw=draw, **name) for client, draw in zip(clients, draws, strict=True)])
+    scaled = clients_normals(
+        4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, stds=stds, **name
+    )
+    alone = torch.stack(
+        [
+            normals(4, Purpose.STEP_NOISE, n, client=client, draw=draw, **name)
+            for client, draw in zip(clients, draws, strict=True)
+        ]
+    )
     assert together.dtype == scaled.dtype == torch.float32 and torch.equal(together, alone)
-    torch.testing.assert_close(scaled, alone * torch.tensor(stds)[:, None].float(), rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        scaled, alone * torch.tensor(stds)[:, None].float(), rtol=3e-7, atol=0
+    )
 
 
 def test_any_number_of_normals_can_be_drawn_odd_ones_too():
@@ -112,7 +162,10 @@ def test_any_number_of_normals_can_be_drawn_odd_ones_too():
 
 def test_noise_is_scaled_in_double_precision():
     for drawn, base in (
-        (noise.client_noise(2, 3, 4, 1, 1 / 3, 1001), normals(2, Purpose.CLIENT_NOISE, 1001, round=3, client=4, draw=1)),
+        (
+            noise.client_noise(2, 3, 4, 1, 1 / 3, 1001),
+            normals(2, Purpose.CLIENT_NOISE, 1001, round=3, client=4, draw=1),
+        ),
         (noise.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, round=3)),
     ):
         assert drawn.dtype == np.float64 and np.array_equal(drawn, base.double().numpy() * (1 / 3))

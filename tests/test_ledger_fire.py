@@ -1,7 +1,9 @@
-"""The ledger under fire: runs that are killed fifty times, at random instants and in the midst of what they write.
+"""The ledger under fire: runs that are killed fifty times, at random instants and in the midst of
+what they write.
 
-This file is also the program that does the killing (`python test_ledger_fire.py FOLDER`): it imports all once, and forks a process for every
-attempt at a run. Whatever was released is noted in a file beside the run, at the moment of its release.
+This file is also the program that does the killing (`python test_ledger_fire.py FOLDER`): it
+imports all once, and forks a process for every attempt at a run. Whatever was released is noted in
+a file beside the run, at the moment of its release.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ ROUNDS = 10
 EXPERIMENT = {
     "seed": 5,
     "rounds": ROUNDS,
-    "data": {"kind": "synthetic", "clients": 20, "samples": 10, "sizes": {"kind": "balanced"}, "test_samples": 20},
+    "data": {
+        "kind": "synthetic",
+        "clients": 20,
+        "samples": 10,
+        "sizes": {"kind": "balanced"},
+        "test_samples": 20,
+    },
     "selection": {"kind": "uniform", "cohort": 6},
     "local": {"kind": "sgd", "steps": 2, "batch": 5, "lr": 0.1},
     "bounding": {"kind": "quantile_clip", "bound": 0.2},
@@ -41,7 +49,9 @@ EXPERIMENT = {
 
 
 def attempt(folder: Path, resume: bool, mine: int | None) -> None:
-    """One process's attempt at the run in `folder`; before the `mine`-th thing that it would make durable, it dies."""
+    """One process's attempt at the run in `folder`; before the `mine`-th thing that it would make
+    durable, it dies.
+    """
     write, fsync, replace, release = os.write, os.fsync, os.replace, Coordinator.release
     notes = os.open(f"{folder}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     done = 0
@@ -73,7 +83,9 @@ def attempt(folder: Path, resume: bool, mine: int | None) -> None:
 
 
 def spawned(folder: Path, resume: bool, mine: int | None, seconds: float | None) -> bool:
-    """Whether an attempt was killed: by itself at its `mine`-th write, or from here after some `seconds`."""
+    """Whether an attempt was killed: by itself at its `mine`-th write, or from here after some
+    `seconds`.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -88,7 +100,9 @@ def spawned(folder: Path, resume: bool, mine: int | None, seconds: float | None)
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
-    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"an attempt ended with status {status}"
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, (
+        f"an attempt ended with status {status}"
+    )
     return status != 0
 
 
@@ -99,7 +113,9 @@ def released(folder: Path) -> list[list[str]]:
 
 
 def check_after_a_kill(folder: Path, reference: Path) -> int:
-    """The ledger parses, is the beginning of the uninterrupted run's, and has every round that was released. Returns its rounds."""
+    """The ledger parses, is the beginning of the uninterrupted run's, and has every round that was
+    released. Returns its rounds.
+    """
     path, whole = folder / "ledger.jsonl", (reference / "ledger.jsonl").read_bytes()
     text = path.read_bytes() if path.exists() else b""
     assert whole.startswith(text), "the ledger differs from that of the uninterrupted run"
@@ -107,7 +123,9 @@ def check_after_a_kill(folder: Path, reference: Path) -> int:
     copy.write_bytes(text)
     spent = Ledger(copy, resume=True).spent()
     rounds = [int(t) for t, _ in released(folder)]
-    assert spent.rounds > max(rounds, default=-1), f"{max(rounds)} was released, {spent.rounds} are recorded"
+    assert spent.rounds > max(rounds, default=-1), (
+        f"{max(rounds)} was released, {spent.rounds} are recorded"
+    )
     if rounds:
         least = json.loads(whole.splitlines()[max(rounds)])["epsilon"]["rdp"]
         assert spent.epsilon["rdp"] >= least
@@ -115,9 +133,12 @@ def check_after_a_kill(folder: Path, reference: Path) -> int:
 
 
 def fire(base: Path) -> None:
-    """Kills attempts at the same run until `KILLS` have hit, starting over where one comes through, and prints what happened as JSON."""
+    """Kills attempts at the same run until `KILLS` have hit, starting over where one comes through,
+    and prints what happened as JSON.
+    """
     reference = base / "reference"
-    runner.run(Experiment.from_dict(EXPERIMENT), base / "first")  # here, so that no attempt has to import anything
+    # here, so that no attempt has to import anything
+    runner.run(Experiment.from_dict(EXPERIMENT), base / "first")
     assert not spawned(reference, False, None, None)
     truth, chance = dict(released(reference)), random.Random(3)
     began = time.monotonic()
@@ -129,7 +150,9 @@ def fire(base: Path) -> None:
         by_time = turn % 2 == 0
         resume = (folder / "config.yaml").exists()
         before = len(released(folder))
-        mine, seconds = (None, chance.random() * span) if by_time else (chance.randrange(1, 40), None)
+        mine, seconds = (
+            (None, chance.random() * span) if by_time else (chance.randrange(1, 40), None)
+        )
         killed = spawned(folder, resume, mine, seconds)
         if by_time:  # how fast the machine is just now
             span *= 0.7 if not killed else 1.3 if len(released(folder)) == before else 1.0
@@ -142,26 +165,42 @@ def fire(base: Path) -> None:
             continue
         for name in ("ledger.jsonl", "config.yaml"):
             assert (folder / name).read_bytes() == (reference / name).read_bytes()
-        summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, reference)]
+        summaries = [
+            json.loads((each / "summary.json").read_text()) for each in (folder, reference)
+        ]
         assert summaries[0]["model_sha256"] == summaries[1]["model_sha256"]
         assert summaries[0]["guarantees"] == summaries[1]["guarantees"]
         finished += 1
         folder = base / f"run-{finished}"
-    assert not spawned(folder, (folder / "config.yaml").exists(), None, None)  # the last one comes through too
-    assert json.loads((folder / "summary.json").read_text())["model_sha256"] == summaries[1]["model_sha256"]
+    # the last one comes through too
+    assert not spawned(folder, (folder / "config.yaml").exists(), None, None)
+    assert (
+        json.loads((folder / "summary.json").read_text())["model_sha256"]
+        == summaries[1]["model_sha256"]
+    )
     again = [pair for k in range(finished + 1) for pair in released(base / f"run-{k}")]
-    assert all(truth[t] == digest for t, digest in again), "a round done again released something else"
-    print(json.dumps({"hits": hits, "finished": finished + 1, "recorded": seen, "releases": len(again)}))
+    assert all(truth[t] == digest for t, digest in again), (
+        "a round done again released something else"
+    )
+    print(
+        json.dumps(
+            {"hits": hits, "finished": finished + 1, "recorded": seen, "releases": len(again)}
+        )
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fifty_kills_lose_no_spending_and_change_no_bit(tmp_path):
-    program = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    program = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
     assert program.returncode == 0, program.stderr[-3000:]
     report = json.loads(program.stdout.splitlines()[-1])
     assert len(report["hits"]) == KILLS and report["hits"].count("write") >= 15
-    assert report["finished"] >= 2 and len(set(report["recorded"])) > ROUNDS // 2  # kills hit early and late
-    assert report["releases"] > ROUNDS * report["finished"]  # some rounds were released, lost, and done again
+    # kills hit early and late
+    assert report["finished"] >= 2 and len(set(report["recorded"])) > ROUNDS // 2
+    # some rounds were released, lost, and done again
+    assert report["releases"] > ROUNDS * report["finished"]
 
 
 if __name__ == "__main__":

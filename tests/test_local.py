@@ -1,4 +1,6 @@
-"""Local training: every way against a plain loop of nn.Module and torch.optim.SGD, and every client's bits against its neighbours'."""
+"""Local training: every way against a plain loop of nn.Module and torch.optim.SGD, and every
+client's bits against its neighbours'.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,18 @@ from torch import nn
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, torch_stream
-from raydpfl.local import FAMILY, Local, Scaffold, Sgd, Trainer, batches, engine, linear, picked, resolve
+from raydpfl.local import (
+    FAMILY,
+    Local,
+    Scaffold,
+    Sgd,
+    Trainer,
+    batches,
+    engine,
+    linear,
+    picked,
+    resolve,
+)
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
@@ -43,7 +56,11 @@ class Residual(nn.Module):
 
     def __init__(self, outputs):
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(36, 12), nn.LayerNorm(12), nn.Linear(12, outputs)
+        self.first, self.norm, self.last = (
+            nn.Linear(36, 12),
+            nn.LayerNorm(12),
+            nn.Linear(12, outputs),
+        )
         self.scale = nn.Parameter(torch.ones(12))
 
     def forward(self, x):
@@ -56,7 +73,11 @@ class Functional(nn.Module):
 
     def __init__(self, outputs):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(36, 9), nn.Linear(9, 7, bias=False), nn.Linear(7, outputs)
+        self.a, self.b, self.c = (
+            nn.Linear(36, 9),
+            nn.Linear(9, 7, bias=False),
+            nn.Linear(7, outputs),
+        )
 
     def forward(self, x):
         x = F.leaky_relu(self.a(x.view(x.size(0), -1)), 0.2)
@@ -66,28 +87,57 @@ class Functional(nn.Module):
 class Tied(nn.Module):
     def __init__(self, outputs):
         super().__init__()
-        self.enter, self.square, self.leave = nn.Linear(36, 8), nn.Linear(8, 8), nn.Linear(8, outputs)
+        self.enter, self.square, self.leave = (
+            nn.Linear(36, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, outputs),
+        )
 
     def forward(self, x):
-        return self.leave(torch.relu(self.square(torch.relu(self.square(self.enter(x.flatten(1)))))))
+        return self.leave(
+            torch.relu(self.square(torch.relu(self.square(self.enter(x.flatten(1))))))
+        )
 
 
 MODULES = {
     "softmax": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, outputs)),
-    "softmax without bias": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, outputs, bias=False)),
-    "mlp": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, outputs)),
-    "deep mlp": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 11, bias=False), nn.Sigmoid(), nn.Linear(11, outputs)),
+    "softmax without bias": lambda outputs: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, outputs, bias=False)
+    ),
+    "mlp": lambda outputs: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, outputs)
+    ),
+    "deep mlp": lambda outputs: nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(36, 20),
+        nn.ReLU(),
+        nn.Linear(20, 11, bias=False),
+        nn.Sigmoid(),
+        nn.Linear(11, outputs),
+    ),
     "functional": Functional,
     "residual": Residual,
     "tied": Tied,
     "cnn": lambda outputs: nn.Sequential(
-        nn.Conv2d(1, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(54, outputs)
+        nn.Conv2d(1, 5, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(5, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(54, outputs),
     ),
-    "group norm": lambda outputs: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, outputs)),
+    "group norm": lambda outputs: nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, outputs)
+    ),
 }
 STACKS = ["softmax", "softmax without bias", "mlp", "deep mlp", "functional"]
 PAIRS = [
-    *((way, name) for way in ("sample_space", "sample_space, picking rows", "fused") for name in STACKS),
+    *(
+        (way, name)
+        for way in ("sample_space", "sample_space, picking rows", "fused")
+        for name in STACKS
+    ),
     *(("vmap", name) for name in ("softmax", "deep mlp", "residual", "tied")),
     *(("loop", name) for name in MODULES),
 ]
@@ -99,7 +149,9 @@ LOCALS = {
     "full gradient": Sgd(steps=3, batch="full", lr=0.3, momentum=0.5, weight_decay=0.02),
     "epochs": Sgd(steps=7, batch=6, lr=0.2, sampling="epochs"),
     "proximal": Sgd(steps=5, batch=6, lr=0.3, proximal=0.8),
-    "proximal and all": Sgd(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8),
+    "proximal and all": Sgd(
+        steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8
+    ),
 }
 
 
@@ -111,7 +163,8 @@ CORRECTED = {
     "scaffold": Scaffold(steps=5, batch=6, lr=0.3, weight_decay=0.1),
     "all": Corrected(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8),
 }
-SIZES = [13, 4, 9, 0, 6]  # one with fewer rows than a batch, one empty slot, one with exactly a batch
+# one with fewer rows than a batch, one empty slot, one with exactly a batch
+SIZES = [13, 4, 9, 0, 6]
 CLIENTS, DRAWS = [2, 5, 5, -1, 30], [0, 0, 1, 0, 0]
 
 
@@ -124,7 +177,11 @@ def made(name: str, outputs: int = CLASSES) -> nn.Module:
 def rows(sizes=SIZES, n=13, seed=1, shape=SHAPE, regression=False):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(sizes), n, *shape, generator=generator)
-    y = torch.randn(len(sizes), n, generator=generator) if regression else torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
+    y = (
+        torch.randn(len(sizes), n, generator=generator)
+        if regression
+        else torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
+    )
     for slot, size in enumerate(sizes):  # whoever looks at padding will show it
         x[slot, size:], y[slot, size:] = float("nan"), float("nan") if regression else -7
     return x, y
@@ -143,13 +200,24 @@ def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int
     start = models.flatten(module)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     starts = [parameter.detach().clone() for parameter in trained]
-    corrections = (torch.zeros_like(start) if correction is None else correction).split([part.numel() for part in starts])
-    optimizer = torch.optim.SGD(module.parameters(), lr=local.learning_rate(round), momentum=local.momentum, weight_decay=local.weight_decay)
+    corrections = (torch.zeros_like(start) if correction is None else correction).split(
+        [part.numel() for part in starts]
+    )
+    optimizer = torch.optim.SGD(
+        module.parameters(),
+        lr=local.learning_rate(round),
+        momentum=local.momentum,
+        weight_decay=local.weight_decay,
+    )
     losses = []
     for batch in batches_of_client:
         optimizer.zero_grad()
         outputs = module(x[batch])
-        loss = ((outputs[:, 0] - y[batch]) ** 2 / 2).mean() if y.is_floating_point() else F.cross_entropy(outputs, y[batch])
+        loss = (
+            ((outputs[:, 0] - y[batch]) ** 2 / 2).mean()
+            if y.is_floating_point()
+            else F.cross_entropy(outputs, y[batch])
+        )
         loss.backward()
         for parameter, began, added in zip(trained, starts, corrections, strict=True):
             parameter.grad += local.proximal * (parameter.detach() - began) + added.view_as(began)
@@ -158,14 +226,19 @@ def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int
     return models.flatten(module) - start, float(np.mean(losses))
 
 
-def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, round=2, seed=4, **more):
+def train(
+    way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, round=2, seed=4, **more
+):
     way, _, picking = way.partition(", ")
     with pytest.MonkeyPatch.context() as patch:
-        if picking:  # as in a lane too large to be worth taking whole, its updates formed one by one
+        # as in a lane too large to be worth taking whole, its updates formed one by one
+        if picking:
             patch.setattr(linear, "PICK", -1)
             patch.setattr(linear, "CHUNK", 1)
         trainer = Trainer(module, local, way=way, seed=seed)
-        lane = trainer.lane(models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws, **more)
+        lane = trainer.lane(
+            models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws, **more
+        )
         return {slot: (delta, loss) for slot, delta, loss in lane}
 
 
@@ -177,8 +250,12 @@ def check_against_the_plain_loop(way, module, local, x, y, corrections=None):
     index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
     for slot, (delta, loss) in got.items():
         correction = None if corrections is None else corrections[slot]
-        expected, expected_loss = reference(module, local, x[slot], y[slot], index[slot, :, : batch_sizes[slot]], 2, correction)
-        assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(expected)
+        expected, expected_loss = reference(
+            module, local, x[slot], y[slot], index[slot, :, : batch_sizes[slot]], 2, correction
+        )
+        assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(
+            expected
+        )
         assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
@@ -191,14 +268,24 @@ def test_every_way_does_what_the_plain_loop_with_an_optimizer_does(way, name, me
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_every_way_does_regression_as_the_plain_loop_does(way, name):
     for method in ("plain", "full gradient", "proximal and all"):
-        check_against_the_plain_loop(way, made(name, outputs=1), LOCALS[method], *rows(regression=True))
+        check_against_the_plain_loop(
+            way, made(name, outputs=1), LOCALS[method], *rows(regression=True)
+        )
 
 
 @pytest.mark.parametrize("method", CORRECTED)
-@pytest.mark.parametrize("way,name", [(way, name) for way, name in PAIRS if not way.startswith("sample_space")])
+@pytest.mark.parametrize(
+    "way,name", [(way, name) for way, name in PAIRS if not way.startswith("sample_space")]
+)
 def test_every_way_that_takes_corrections_adds_them_to_every_gradient(way, name, method):
     module = made(name)
-    check_against_the_plain_loop(way, module, CORRECTED[method], *rows(), corrections=corrected(SIZES, models.parameter_count(module)))
+    check_against_the_plain_loop(
+        way,
+        module,
+        CORRECTED[method],
+        *rows(),
+        corrections=corrected(SIZES, models.parameter_count(module)),
+    )
 
 
 def check_bits_in_and_out_of_company(way, module, local, corrects=False, regression=False):
@@ -218,9 +305,28 @@ def check_bits_in_and_out_of_company(way, module, local, corrects=False, regress
             alone_c[slot], others_c[slot] = corrections[slot], corrections[slot]
         alone_c, others_c = (alone_c, others_c) if corrects else (None, None)
         keep = np.arange(5) == slot
-        alone = train(way, module, local, alone_x, alone_y, np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1), corrections=alone_c)
+        alone = train(
+            way,
+            module,
+            local,
+            alone_x,
+            alone_y,
+            np.where(keep, SIZES, 0),
+            np.where(keep, CLIENTS, -1),
+            corrections=alone_c,
+        )
         members = np.where(keep, CLIENTS, np.arange(40, 45))
-        among = train(way, module, local, others_x, others_y, np.where(keep, SIZES, 13), members, DRAWS, corrections=others_c)
+        among = train(
+            way,
+            module,
+            local,
+            others_x,
+            others_y,
+            np.where(keep, SIZES, 13),
+            members,
+            DRAWS,
+            corrections=others_c,
+        )
         assert list(alone) == [slot]
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
@@ -239,9 +345,13 @@ def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_correction
         check_bits_in_and_out_of_company(way, made(name), CORRECTED["all"], corrects=True)
 
 
-@pytest.mark.parametrize("kind,n,batch,steps", [("softmax", 20, 10, 20), ("mlp", 31, 16, 6), ("mlp", 37, 16, 3)])
+@pytest.mark.parametrize(
+    "kind,n,batch,steps", [("softmax", 20, 10, 20), ("mlp", 31, 16, 6), ("mlp", 37, 16, 3)]
+)
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
-def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memory(way, kind, n, batch, steps):
+def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memory(
+    way, kind, n, batch, steps
+):
     module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
     local = Sgd(steps=steps, batch=batch, lr=0.1, weight_decay=1e-4)
     generator = np.random.default_rng(0)
@@ -256,7 +366,13 @@ def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memor
             bits[slot].add(delta.numpy().tobytes())
     for slot in (0, 2, 7):
         clients = np.where(np.arange(8) == slot, np.arange(8), -1)
-        bits[slot].add(train(way, module, local, x, y, np.where(clients < 0, 0, sizes), clients, [0] * 8)[slot][0].numpy().tobytes())
+        bits[slot].add(
+            train(way, module, local, x, y, np.where(clients < 0, 0, sizes), clients, [0] * 8)[
+                slot
+            ][0]
+            .numpy()
+            .tobytes()
+        )
     assert all(len(each) == 1 for each in bits.values())
 
 
@@ -283,7 +399,15 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
     assert torch.equal(torch.get_rng_state(), state) and module.calls == 0
     torch.manual_seed(1)
     for slot, (delta, _) in together.items():
-        alone = train("loop", module, local, x, y, np.where(np.arange(5) == slot, SIZES, 0), np.where(np.arange(5) == slot, CLIENTS, -1))
+        alone = train(
+            "loop",
+            module,
+            local,
+            x,
+            y,
+            np.where(np.arange(5) == slot, SIZES, 0),
+            np.where(np.arange(5) == slot, CLIENTS, -1),
+        )
         assert torch.equal(alone[slot][0], delta)
     index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
     with torch.random.fork_rng():
@@ -319,7 +443,10 @@ def test_a_diverged_client_shows_it_and_spares_the_others(way):
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
 def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(way):
     local = Sgd(steps=50, batch=4, lr=1e9, weight_decay=1e-3)
-    assert not any(torch.isfinite(delta).all() for delta, _ in train(way, made("softmax"), local, *rows()).values())
+    assert not any(
+        torch.isfinite(delta).all()
+        for delta, _ in train(way, made("softmax"), local, *rows()).values()
+    )
 
 
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop", "noop"])
@@ -328,7 +455,9 @@ def test_a_client_without_rows_sends_nothing(way):
     x, y = rows()
     got = train(way, module, LOCALS["both"], x, y, clients=[2, 5, 5, 7, 30])
     assert list(got) == [0, 1, 2, 3, 4]
-    assert torch.equal(got[3][0], torch.zeros(models.parameter_count(module))) and np.isnan(got[3][1])
+    assert torch.equal(got[3][0], torch.zeros(models.parameter_count(module))) and np.isnan(
+        got[3][1]
+    )
 
 
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
@@ -339,7 +468,8 @@ def test_a_label_that_the_model_does_not_know_is_an_error(way):
         train(way, made("mlp"), LOCALS["full gradient"], x, y)
 
 
-# ----------------------------------------------------------------------------------------------------- batches
+# -----------------------------------------------------------------------------------------------------
+# batches
 
 
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
@@ -349,7 +479,9 @@ def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
     sizes, clients, draws = [5, 80, 1, 17, 0], [3, 4, 4, 1 << 40, 0], [0, 0, 1, 0, 0]
     index, batch_sizes = batches(7, 3, clients, draws, sizes, local, rows=100)
     for slot, size in enumerate(sizes):
-        alone, alone_size = batches(7, 3, clients[slot : slot + 1], draws[slot : slot + 1], [size], local)
+        alone, alone_size = batches(
+            7, 3, clients[slot : slot + 1], draws[slot : slot + 1], [size], local
+        )
         assert batch_sizes[slot] == alone_size[0] == local.batch_size(size)
         assert np.array_equal(index[slot, :, : batch_sizes[slot]], alone[0, :, : alone_size[0]])
         assert not index[slot, :, batch_sizes[slot] :].any()
@@ -360,16 +492,27 @@ def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
             assert not np.array_equal(index[1], batches(*name, [80], local, rows=100)[0][0])
 
 
-@pytest.mark.parametrize("n,b", [(6, 3), (40, 2)])  # the two ways of drawing: by rank and row by row
+# the two ways of drawing: by rank and row by row
+@pytest.mark.parametrize("n,b", [(6, 3), (40, 2)])
 def test_every_subset_is_as_likely_as_another_and_steps_are_independent(n, b):
-    """Chi-square over subsets, over pairs (row in step 0, row in step 1), and over first places; false-alarm rate 1e-4 each."""
+    """Chi-square over subsets, over pairs (row in step 0, row in step 1), and over first places;
+    false-alarm rate 1e-4 each.
+    """
     local = Sgd(steps=2, batch=b)
     index, _ = batches(0, 0, np.arange(20_000), np.zeros(20_000, int), np.full(20_000, n), local)
     subsets = {subset: k for k, subset in enumerate(combinations(range(n), b))}
     ordered = np.sort(index, axis=2)
-    counts = np.bincount([subsets[tuple(subset)] for subset in ordered.reshape(-1, b).tolist()], minlength=len(subsets))
+    counts = np.bincount(
+        [subsets[tuple(subset)] for subset in ordered.reshape(-1, b).tolist()],
+        minlength=len(subsets),
+    )
     assert stats.chisquare(counts).pvalue > 1e-4
-    ranks = np.array([[min(3, 4 * subsets[tuple(subset)] // len(subsets)) for subset in pair] for pair in ordered.tolist()])
+    ranks = np.array(
+        [
+            [min(3, 4 * subsets[tuple(subset)] // len(subsets)) for subset in pair]
+            for pair in ordered.tolist()
+        ]
+    )
     assert stats.chi2_contingency(np.histogram2d(*ranks.T, bins=4)[0]).pvalue > 1e-4
 
 
@@ -386,38 +529,63 @@ def test_shuffled_epochs_show_each_row_once_before_any_twice():
 
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
 def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, monkeypatch):
-    name, sizes, local = {"seed": 1, "round": 0}, [33, 7, 8, 9], Sgd(steps=40, batch=6, sampling=sampling)
-    monkeypatch.setattr(sys.modules["raydpfl.local.batches"], "BITS", 3)  # 24 as it is, which 16.8 million rows fill
+    name, sizes, local = (
+        {"seed": 1, "round": 0},
+        [33, 7, 8, 9],
+        Sgd(steps=40, batch=6, sampling=sampling),
+    )
+    # 24 as it is, which 16.8 million rows fill
+    monkeypatch.setattr(sys.modules["raydpfl.local.batches"], "BITS", 3)
     index, _ = batches(**name, clients=[5, 6, 7, 8], draws=[0] * 4, sizes=sizes, local=local)
     for slot, n in enumerate(sizes):
         assert set(index[slot].ravel()) == set(range(n))
         assert sampling == "epochs" or (np.diff(np.sort(index[slot]), axis=1) > 0).all()
-        assert np.array_equal(index[[slot]], batches(**name, clients=[5 + slot], draws=[0], sizes=[n], local=local)[0])  # whoever is beside it
+        # whoever is beside it
+        assert np.array_equal(
+            index[[slot]], batches(**name, clients=[5 + slot], draws=[0], sizes=[n], local=local)[0]
+        )
     if sampling == "epochs":
-        assert np.array_equal(np.sort(index[0].ravel()[:231].reshape(-1, 33)), np.tile(np.arange(33), (7, 1)))
+        assert np.array_equal(
+            np.sort(index[0].ravel()[:231].reshape(-1, 33)), np.tile(np.arange(33), (7, 1))
+        )
 
 
-# ----------------------------------------------------------------------------------------------------- which way
+# -----------------------------------------------------------------------------------------------------
+# which way
 
 
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
 def test_rows_that_no_batch_takes_are_not_needed(way):
     sizes, clients, draws = np.array([40, 0, 12, 13, 7]), [5, -1, 6, 7, 8], [0] * 5
     local = Sgd(steps=4, batch=3)
-    assert local.rows_used(sizes).tolist() == [12, 0, 12, 12, 7] and Sgd(batch="full").rows_used(sizes).tolist() == sizes.tolist()
-    x, y = torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1)), torch.arange(200).view(5, 40) % CLASSES
+    assert (
+        local.rows_used(sizes).tolist() == [12, 0, 12, 12, 7]
+        and Sgd(batch="full").rows_used(sizes).tolist() == sizes.tolist()
+    )
+    x, y = (
+        torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1)),
+        torch.arange(200).view(5, 40) % CLASSES,
+    )
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), nn.ReLU(), nn.Linear(9, CLASSES))
-    trainer, parameters, name = Trainer(module, local, way=way, seed=4), models.flatten(module), {"round": 2, "clients": clients, "draws": draws}
+    trainer, parameters, name = (
+        Trainer(module, local, way=way, seed=4),
+        models.flatten(module),
+        {"round": 2, "clients": clients, "draws": draws},
+    )
     index, batch_sizes = batches(4, sizes=sizes, local=local, rows=12, **name)
     rows, places = picked(index, batch_sizes, sizes, local)
-    assert [slot for slot, each in enumerate(rows) if each is not None] == [0, 3]  # who may have more than it can use
+    # who may have more than it can use
+    assert [slot for slot, each in enumerate(rows) if each is not None] == [0, 3]
     few_x, few_y, few = torch.full((5, 12, *SHAPE), torch.nan), torch.full((5, 12), -1), []
     for slot, some in enumerate(rows):
         some = np.arange(sizes[slot]) if some is None else some
         few_x[slot, : len(some)], few_y[slot, : len(some)] = x[slot, some], y[slot, some]
         few.append(len(some))
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
-    whole, ours = trainer.lane(parameters, x, y, sizes, **name), trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes))
+    whole, ours = (
+        trainer.lane(parameters, x, y, sizes, **name),
+        trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes)),
+    )
     for (_, delta, loss), (_, our_delta, our_loss) in zip(whole, ours, strict=True):
         torch.testing.assert_close(our_delta, delta, atol=1e-6, rtol=0)
         assert our_loss == pytest.approx(loss, abs=1e-6) and delta.norm() > 0.01
@@ -487,7 +655,17 @@ def test_a_stack_of_linear_layers_is_found_however_it_is_written(name):
 
 
 def test_what_changes_nothing_does_not_hide_a_stack():
-    for module in (nn.Linear(36, 4), nn.Sequential(nn.Flatten(), nn.Identity(), nn.Linear(36, 5), nn.Dropout(0.0), nn.LeakyReLU(), nn.Linear(5, 4))):
+    for module in (
+        nn.Linear(36, 4),
+        nn.Sequential(
+            nn.Flatten(),
+            nn.Identity(),
+            nn.Linear(36, 5),
+            nn.Dropout(0.0),
+            nn.LeakyReLU(),
+            nn.Linear(5, 4),
+        ),
+    ):
         x = torch.randn(3, 36)
         torch.testing.assert_close(by_hand(module, x), module(x))
 
@@ -499,13 +677,25 @@ OTHERS = {
     "convolution": lambda: made("cnn"),
     "hook": hooked,
     "frozen": frozen,
-    "dropout": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.1), nn.Linear(8, 4)),
-    "batch norm": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
-    "normalised weights": lambda: nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(36, 4))),
+    "dropout": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.1), nn.Linear(8, 4)
+    ),
+    "batch norm": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    ),
+    "normalised weights": lambda: nn.Sequential(
+        nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(36, 4))
+    ),
     "activation first": lambda: nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(36, 4)),
-    "two activations": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, 4)),
-    "softplus": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Softplus(), nn.Linear(8, 4)),
-    "negative slope": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.LeakyReLU(-0.1), nn.Linear(8, 4)),
+    "two activations": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, 4)
+    ),
+    "softplus": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.Softplus(), nn.Linear(8, 4)
+    ),
+    "negative slope": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.LeakyReLU(-0.1), nn.Linear(8, 4)
+    ),
 }
 
 
@@ -523,7 +713,9 @@ def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
     if kind != "dropout":
         for slot, (delta, _) in got.items():
             expected, _ = reference(module, local, x[slot], y[slot], index[slot], 2)
-            assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(expected)
+            assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(
+                expected
+            )
 
 
 class Mixing(nn.Module):
@@ -537,11 +729,18 @@ class Mixing(nn.Module):
         return self.linear(x.view(-1, 18)).view(-1, 4)
 
 
-@pytest.mark.parametrize("module,way", [(Mixing(), "fused"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")])
-def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_says_so(module, way, caplog):
+@pytest.mark.parametrize(
+    "module,way",
+    [(Mixing(), "fused"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
+)
+def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_says_so(
+    module, way, caplog
+):
     with caplog.at_level(logging.WARNING, "raydpfl"):
         assert resolve(module, Sgd(steps=1), 20, SHAPE) == "loop"
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"clients are trained by the loop; {way}")
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
+        f"clients are trained by the loop; {way}"
+    )
     with pytest.raises(ConfigError, match=rf"client\.way = '{way}': auto or loop"):
         resolve(module, Sgd(), 20, SHAPE, way)
 
@@ -549,7 +748,9 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
 @pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     def skewed(self, parameters, lane):
-        yield from ((slot, delta * 1.01, loss) for slot, delta, loss in self.straight(parameters, lane))
+        yield from (
+            (slot, delta * 1.01, loss) for slot, delta, loss in self.straight(parameters, lane)
+        )
 
     for way in (Fused, SampleSpace, Vmap):
         monkeypatch.setattr(way, "straight", way.run, raising=False)
@@ -585,7 +786,10 @@ def test_a_way_that_leaves_out_the_proximal_term_is_noticed(way, monkeypatch):
     straight = way.run
     module = made("residual" if way is Vmap else "mlp")
     local = Sgd(steps=20 if way is SampleSpace else 1, proximal=0.1)
-    assert resolve(module, local, 20, SHAPE) == {Fused: "fused", SampleSpace: "sample_space", Vmap: "vmap"}[way]
+    assert (
+        resolve(module, local, 20, SHAPE)
+        == {Fused: "fused", SampleSpace: "sample_space", Vmap: "vmap"}[way]
+    )
     monkeypatch.setattr(way, "run", without)
     assert resolve(module, local, 20, SHAPE) == "loop"
 
@@ -595,7 +799,11 @@ def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
     straight = way.run
     module = made("residual" if way is Vmap else "mlp")
     assert resolve(module, Scaffold(), 20, SHAPE) == {Fused: "fused", Vmap: "vmap"}[way]
-    monkeypatch.setattr(way, "run", lambda self, parameters, lane: straight(self, parameters, replace(lane, corrections=None)))
+    monkeypatch.setattr(
+        way,
+        "run",
+        lambda self, parameters, lane: straight(self, parameters, replace(lane, corrections=None)),
+    )
     assert resolve(module, Scaffold(), 20, SHAPE) == "loop"
 
 
@@ -603,26 +811,51 @@ def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
 def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch):
     straight = way.run
     module = made("residual" if way is Vmap else "mlp", outputs=1)
-    assert resolve(module, Sgd(steps=1), 20, SHAPE, regression=True) == {Fused: "fused", Vmap: "vmap"}[way]
-    monkeypatch.setattr(way, "run", lambda self, parameters, lane: straight(self, parameters, replace(lane, y=lane.y * 1.01)))
+    assert (
+        resolve(module, Sgd(steps=1), 20, SHAPE, regression=True)
+        == {Fused: "fused", Vmap: "vmap"}[way]
+    )
+    monkeypatch.setattr(
+        way,
+        "run",
+        lambda self, parameters, lane: straight(self, parameters, replace(lane, y=lane.y * 1.01)),
+    )
     assert resolve(module, Sgd(steps=1), 20, SHAPE, regression=True) == "loop"
 
 
 def test_corrections_are_never_trained_in_sample_space():
     module = made("softmax")
-    assert resolve(module, Sgd(steps=20), 20, SHAPE) == "sample_space" and resolve(module, Scaffold(steps=20), 20, SHAPE) == "fused"
-    for refused in (lambda: resolve(module, Scaffold(), 20, SHAPE, "sample_space"), lambda: Trainer(module, Scaffold(), way="sample_space", seed=0)):
-        with pytest.raises(ConfigError, match=r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop"):
+    assert (
+        resolve(module, Sgd(steps=20), 20, SHAPE) == "sample_space"
+        and resolve(module, Scaffold(steps=20), 20, SHAPE) == "fused"
+    )
+    for refused in (
+        lambda: resolve(module, Scaffold(), 20, SHAPE, "sample_space"),
+        lambda: Trainer(module, Scaffold(), way="sample_space", seed=0),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop",
+        ):
             refused()
     with pytest.raises(ValueError, match="this way adds no corrections"):
-        train("sample_space", module, Sgd(), *rows(), corrections=torch.zeros(5, models.parameter_count(module)))
+        train(
+            "sample_space",
+            module,
+            Sgd(),
+            *rows(),
+            corrections=torch.zeros(5, models.parameter_count(module)),
+        )
     with pytest.raises(ValueError, match="scaffold needs corrections"):
         train("fused", module, Scaffold(), *rows())
 
 
 @pytest.mark.parametrize("way", ["sample_space"])
 def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way):
-    with pytest.raises(ConfigError, match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd, with clipping of each sample\)"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd, with clipping of each sample\)",
+    ):
         Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
     with pytest.raises(ConfigError, match=rf"client\.way = '{way}'"):
         resolve(made("softmax"), Sgd(), 20, SHAPE, way, clip=1.0)
@@ -637,7 +870,10 @@ def test_noise_on_gradients_that_nothing_bounds_is_refused(way):
 @pytest.mark.parametrize("way", ["auto", "sample_space", "fused", "vmap", "loop"])
 def test_regression_needs_a_module_with_a_single_output(way):
     for name in ("mlp", "residual"):
-        with pytest.raises(ConfigError, match=r"model = '\w+': a module with a single output, for regression; 2 samples give it shape \(2, 4\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"model = '\w+': a module with a single output, for regression; 2 samples give it shape \(2, 4\)",
+        ):
             resolve(made(name), Sgd(), 20, SHAPE, way, regression=True)
     if way != "auto":
         with pytest.raises(RuntimeError):
@@ -645,11 +881,15 @@ def test_regression_needs_a_module_with_a_single_output(way):
 
 
 def test_an_unknown_way_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"client\.way = 'lopo': auto or one of sample_space, fused, vmap, loop, noop"):
+    with pytest.raises(
+        ConfigError,
+        match=r"client\.way = 'lopo': auto or one of sample_space, fused, vmap, loop, noop",
+    ):
         resolve(made("mlp"), Sgd(), 20, SHAPE, "lopo")
 
 
-# ----------------------------------------------------------------------------------------------------- scaffold
+# -----------------------------------------------------------------------------------------------------
+# scaffold
 
 
 def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
@@ -657,7 +897,11 @@ def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
     own, shared = np.zeros((12, 5)), np.zeros(5)
     for round in range(30):
         cohort = generator.choice(12, size=generator.integers(1, 13), replace=False)
-        sent, lr, share = generator.normal(size=(len(cohort), 5)), 0.1 / (round + 1), len(cohort) / 12
+        sent, lr, share = (
+            generator.normal(size=(len(cohort), 5)),
+            0.1 / (round + 1),
+            len(cohort) / 12,
+        )
         after = local.next_own(own[cohort], shared, sent, lr)
         by_change = shared + share * (after - own[cohort]).mean(axis=0)
         shared = local.next_shared(shared, sent.mean(axis=0), lr, share)
@@ -675,31 +919,50 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(way):
     got = train(way, module, local, x, y, corrections=local.correction(shared, own))
     for slot, (delta, _) in got.items():
         loss = F.cross_entropy(module(x[slot, : SIZES[slot]]), y[slot, : SIZES[slot]])
-        gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
+        gradient = torch.cat(
+            [part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))]
+        )
         variate = local.next_own(own[slot], shared, delta.double(), local.learning_rate(2))
         torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["fused", "loop"])
 def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not(way):
-    """Linear regression on rows of another law at each client, full gradients, full participation, many local steps."""
+    """Linear regression on rows of another law at each client, full gradients, full participation,
+    many local steps.
+    """
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([[0.2, 1.0, 2.0], [2.0, 0.2, 1.0], [1.0, 2.0, 0.2], [1.5, 1.5, 0.5]])
     x = torch.randn(4, 8, 3, generator=generator) * scales[:, None]
     y = (x * torch.randn(4, 1, 3, generator=generator) * 2).sum(2)
-    optimum = torch.linalg.lstsq(x.flatten(0, 1).double(), y.flatten()[:, None].double()).solution[:, 0]
+    optimum = torch.linalg.lstsq(x.flatten(0, 1).double(), y.flatten()[:, None].double()).solution[
+        :, 0
+    ]
     module = nn.Linear(3, 1, bias=False)
     everyone = dict(clients=range(4), draws=[0] * 4)
 
     def trained(local: Sgd) -> torch.Tensor:
-        trainer, model = Trainer(module, local, way=way, seed=0), torch.zeros(3, dtype=torch.float64)
+        trainer, model = (
+            Trainer(module, local, way=way, seed=0),
+            torch.zeros(3, dtype=torch.float64),
+        )
         own, shared = torch.zeros(4, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
         for round in range(60):
             more = {"corrections": local.correction(shared, own)} if local.stateful else {}
-            sent = torch.stack([delta for _, delta, _ in trainer.lane(model, x, y, [8] * 4, round=round, **everyone, **more)]).double()
+            sent = torch.stack(
+                [
+                    delta
+                    for _, delta, _ in trainer.lane(
+                        model, x, y, [8] * 4, round=round, **everyone, **more
+                    )
+                ]
+            ).double()
             if local.stateful:
                 lr = local.learning_rate(round)
-                own, shared = local.next_own(own, shared, sent, lr), local.next_shared(shared, sent.mean(0), lr, 1.0)
+                own, shared = (
+                    local.next_own(own, shared, sent, lr),
+                    local.next_shared(shared, sent.mean(0), lr, 1.0),
+                )
             model = model + sent.mean(0)
         return (model - optimum).norm() / optimum.norm()
 
@@ -729,7 +992,9 @@ for kind, ways in (("softmax", ("sample_space", "fused", "vmap")), ("mlp", ("sam
 
 def test_two_processes_give_the_same_bits():
     said = [
-        subprocess.run([sys.executable, "-c", HASHES, *arguments], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", HASHES, *arguments], capture_output=True, text=True, check=True
+        ).stdout
         for arguments in (("plain", "1"), ("tuned", "2"))
     ]
     assert said[0] == said[1] and len(set(said[0].splitlines())) == 7

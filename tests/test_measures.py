@@ -19,8 +19,18 @@ from raydpfl.tracking import Trajectory
 
 
 def test_measuring_changes_no_bit_of_the_model(tmp_path):
-    everything = {"clients": True, "bounding": True, "repeats": 2, "trajectory": True, "heterogeneity": False, "tensorboard": False}
-    shas = [run(experiment(measure=each), tmp_path / str(k)).summary["model_sha256"] for k, each in enumerate(({}, everything))]
+    everything = {
+        "clients": True,
+        "bounding": True,
+        "repeats": 2,
+        "trajectory": True,
+        "heterogeneity": False,
+        "tensorboard": False,
+    }
+    shas = [
+        run(experiment(measure=each), tmp_path / str(k)).summary["model_sha256"]
+        for k, each in enumerate(({}, everything))
+    ]
     assert shas[0] == shas[1]
 
 
@@ -30,7 +40,8 @@ def test_the_trajectory_is_the_model_after_every_round(tmp_path):
     assert found.shape == (5, 7850)
     assert np.array_equal(found[-1], models.flatten(result.model).numpy())
     steps = np.linalg.norm(np.diff(found.astype(float), axis=0), axis=1)
-    assert np.allclose(steps[0], result.rounds["update_norm"][0].as_py(), rtol=1e-4)  # momentum's first step is the update itself
+    # momentum's first step is the update itself
+    assert np.allclose(steps[0], result.rounds["update_norm"][0].as_py(), rtol=1e-4)
 
 
 def test_a_plane_trajectory_keeps_its_distances_in_the_projection():
@@ -43,11 +54,19 @@ def test_a_plane_trajectory_keeps_its_distances_in_the_projection():
 
 
 def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(tmp_path):
-    sections = {"measure": {"clients": True, "bounding": True, "trajectory": True}, "bounding": {"kind": "normalize", "bound": 0.5}, "server": {"kind": "sgd"}}
+    sections = {
+        "measure": {"clients": True, "bounding": True, "trajectory": True},
+        "bounding": {"kind": "normalize", "bound": 0.5},
+        "server": {"kind": "sgd"},
+    }
     run(experiment(**sections), tmp_path / "out")
-    rows, clients = pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist(), pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas()
+    rows, clients = (
+        pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist(),
+        pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas(),
+    )
     assert np.allclose(clients["bounded_norm"], 0.5)
-    # multiplier 1 for 20 clients: each draws std 0.5 / sqrt(20) on 7850 coordinates; the norm's own spread is 0.8 %
+    # multiplier 1 for 20 clients: each draws std 0.5 / sqrt(20) on 7850 coordinates; the norm's own
+    # spread is 0.8 %
     assert np.allclose(clients["noise_norm"], 0.5 / math.sqrt(20) * math.sqrt(7850), rtol=0.05)
     for row in rows:
         mine = clients[clients["round"] == row["round"]]
@@ -59,20 +78,30 @@ def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(
 
 
 def test_angles_are_to_the_last_global_update(tmp_path):
-    """Without noise or bounding, in full participation: the mean of the next round's updates is the next global update, known from the trajectory."""
+    """Without noise or bounding, in full participation: the mean of the next round's updates is the
+    next global update, known from the trajectory.
+    """
     sections = {
         "data": {"clients": 1}, "selection": {"kind": "full"}, "bounding": {"kind": "none"}, "noise": {"kind": "none"}, "server": {"kind": "sgd"},
         "measure": {"clients": True, "bounding": True, "trajectory": True},
     }  # fmt: skip
     run(experiment(**sections), tmp_path / "out")
-    updates = np.diff(Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float), axis=0)
+    updates = np.diff(
+        Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float), axis=0
+    )
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
     angles = pq.read_table(tmp_path / "out" / "clients.parquet")["angle"].to_numpy()[1:]
     assert np.allclose(angles, np.degrees(np.arccos(cosines)), atol=0.02)
 
 
-def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_no_bias_within(tmp_path):
-    sections = {"local": {"kind": "sgd", "steps": 2, "batch": "full"}, "bounding": {"kind": "clip", "bound": 0.2}, "measure": {"bounding": True, "repeats": 2}}
+def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_no_bias_within(
+    tmp_path,
+):
+    sections = {
+        "local": {"kind": "sgd", "steps": 2, "batch": "full"},
+        "bounding": {"kind": "clip", "bound": 0.2},
+        "measure": {"bounding": True, "repeats": 2},
+    }
     rows = run(experiment(**sections), tmp_path / "full").rounds.to_pylist()
     assert all(row["bias_within"] < 1e-6 for row in rows)
     sections["local"] = {"kind": "sgd", "steps": 2, "batch": 2}
@@ -81,10 +110,18 @@ def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_
     assert all(0 < row["alpha_mean"] <= 1 and row["bias_across"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("bounding", [{"kind": "model_clip", "bound": 0.5}, {"kind": "alpha_norm_ec", "bound": 0.2}])
-def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_what_is_remembered(bounding, tmp_path):
+@pytest.mark.parametrize(
+    "bounding", [{"kind": "model_clip", "bound": 0.5}, {"kind": "alpha_norm_ec", "bound": 0.2}]
+)
+def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_what_is_remembered(
+    bounding, tmp_path
+):
     """With full gradients nothing is random, so that it is what is sent."""
-    sections = {"local": {"kind": "sgd", "steps": 2, "batch": "full"}, "bounding": bounding, "measure": {"clients": True, "bounding": True, "repeats": 2}}
+    sections = {
+        "local": {"kind": "sgd", "steps": 2, "batch": "full"},
+        "bounding": bounding,
+        "measure": {"clients": True, "bounding": True, "repeats": 2},
+    }
     rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
     clients = pq.read_table(tmp_path / "out" / "clients.parquet")
     assert np.allclose(clients["expected_norm"].to_numpy(), clients["norm"].to_numpy(), rtol=1e-6)
@@ -101,7 +138,14 @@ def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(t
 
 
 def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
-    data = {"kind": "synthetic", "clients": 6, "samples": 30, "sizes": {"kind": "balanced"}, "u": 1.0, "v": 1.0}
+    data = {
+        "kind": "synthetic",
+        "clients": 6,
+        "samples": 30,
+        "sizes": {"kind": "balanced"},
+        "u": 1.0,
+        "v": 1.0,
+    }
     plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)
@@ -125,7 +169,11 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
         return total, gradient
 
     everyone = list(range(6))
-    options = {"jac": True, "method": "L-BFGS-B", "options": {"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000}}
+    options = {
+        "jac": True,
+        "method": "L-BFGS-B",
+        "options": {"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000},
+    }
     shares = np.asarray(shards.sizes) / shards.sizes.sum()
     best = minimize(value, np.zeros(610), args=(everyone,), **options).fun
     alone = [minimize(value, np.zeros(610), args=([i],), **options).fun for i in everyone]
@@ -133,11 +181,21 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     assert found["gamma_s"] == pytest.approx(best - shares @ alone, abs=1e-5)
     gradients = [value(model.astype(float), [i])[1] for i in everyone]
     mean = value(model.astype(float), everyone)[1]
-    assert found["gamma_n"] == pytest.approx(math.sqrt(sum(p * np.sum((g - mean) ** 2) for p, g in zip(shares, gradients, strict=True))), rel=1e-5)
+    assert found["gamma_n"] == pytest.approx(
+        math.sqrt(sum(p * np.sum((g - mean) ** 2) for p, g in zip(shares, gradients, strict=True))),
+        rel=1e-5,
+    )
     rows = found["clients"]
-    assert [row["client"] for row in rows] == everyone and [row["optimum"] for row in rows] == pytest.approx(alone, abs=1e-5)
-    assert [row["gradient_gap"] for row in rows] == pytest.approx([np.linalg.norm(g - mean) for g in gradients], rel=1e-5)
-    assert shares @ [row["gap"] for row in rows] == pytest.approx(found["gamma_s"]) and max(row["gap"] for row in rows) == found["gap"]["max"]
+    assert [row["client"] for row in rows] == everyone and [
+        row["optimum"] for row in rows
+    ] == pytest.approx(alone, abs=1e-5)
+    assert [row["gradient_gap"] for row in rows] == pytest.approx(
+        [np.linalg.norm(g - mean) for g in gradients], rel=1e-5
+    )
+    assert (
+        shares @ [row["gap"] for row in rows] == pytest.approx(found["gamma_s"])
+        and max(row["gap"] for row in rows) == found["gap"]["max"]
+    )
 
 
 def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
@@ -145,13 +203,29 @@ def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)
     found = of_clients(module, shards, models.flatten(module).numpy(), weight_decay=0.1)
-    assert found["gamma_n"] == pytest.approx(0, abs=1e-9) and found["gamma_s"] == pytest.approx(0, abs=1e-9)
+    assert found["gamma_n"] == pytest.approx(0, abs=1e-9) and found["gamma_s"] == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
-    result = run(experiment(model={"kind": "mlp", "hidden": [4]}, rounds=1, data={"clients": 20}, measure={"heterogeneity": True}), tmp_path / "out")
-    assert result.summary["heterogeneity"]["gamma_s"] is None and result.summary["heterogeneity"]["gamma_n"] > 0
-    assert pq.read_table(tmp_path / "out" / "heterogeneity.parquet").column_names == ["client", "gradient_gap"]
+    result = run(
+        experiment(
+            model={"kind": "mlp", "hidden": [4]},
+            rounds=1,
+            data={"clients": 20},
+            measure={"heterogeneity": True},
+        ),
+        tmp_path / "out",
+    )
+    assert (
+        result.summary["heterogeneity"]["gamma_s"] is None
+        and result.summary["heterogeneity"]["gamma_n"] > 0
+    )
+    assert pq.read_table(tmp_path / "out" / "heterogeneity.parquet").column_names == [
+        "client",
+        "gradient_gap",
+    ]
 
 
 @pytest.mark.parametrize("values", [{"repeats": 2}, {"bounding": True, "repeats": 1}])

@@ -34,7 +34,14 @@ def flat(result) -> np.ndarray:
 
 # Heterogeneous quadratics, shifted so that the optimum of their mean is 0.
 QUADRATICS = {
-    "data": {"kind": "quadratics", "clients": 10, "dimension": 5, "rank": 5, "variance": 0.2, "heterogeneity": 2.0},
+    "data": {
+        "kind": "quadratics",
+        "clients": 10,
+        "dimension": 5,
+        "rank": 5,
+        "variance": 0.2,
+        "heterogeneity": 2.0,
+    },
     "model": {"kind": "linear", "start": 1.0},
     "selection": {"kind": "full"},
     "rounds": 400,
@@ -46,19 +53,33 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_and_fedavg_does_not(t
     found = {}
     for kind in ("sgd", "scaffold"):
         steps = {"kind": kind, "steps": 10, "batch": "full", "lr": 0.1}
-        found[kind] = np.linalg.norm(flat(run(experiment(**QUIET, **QUADRATICS, local=steps), tmp_path / kind)))
+        found[kind] = np.linalg.norm(
+            flat(run(experiment(**QUIET, **QUADRATICS, local=steps), tmp_path / kind))
+        )
     assert found["scaffold"] < 1e-4
     assert found["sgd"] > 0.05
 
 
 class Unlike(Data):
-    """Regression clients 1/2 (a_i x - b_i)^2, the first without data; the last is one that `Failing` cannot train."""
+    """Regression clients 1/2 (a_i x - b_i)^2, the first without data; the last is one that
+    `Failing` cannot train.
+    """
 
     kind: str = "unlike"
 
     def split(self, seed, root):
-        x, y, ends = np.array([[1.0], [2.0], [1.5], [99.0]], np.float32), np.array([4.0, 1.0, 2.0, 0.0], np.float32), [0, 0, 1, 2, 3, 4]
-        return Split(np.diff(ends), (1,), 0, lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]]), lambda: (x, y))
+        x, y, ends = (
+            np.array([[1.0], [2.0], [1.5], [99.0]], np.float32),
+            np.array([4.0, 1.0, 2.0, 0.0], np.float32),
+            [0, 0, 1, 2, 3, 4],
+        )
+        return Split(
+            np.diff(ends),
+            (1,),
+            0,
+            lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]]),
+            lambda: (x, y),
+        )
 
 
 class Failing(torch.nn.Linear):
@@ -73,36 +94,74 @@ class Failing(torch.nn.Linear):
 
 def test_clients_without_gradients_do_not_keep_scaffold_from_the_others_optimum(tmp_path):
     local = {"kind": "scaffold", "steps": 5, "batch": "full", "lr": 0.1}
-    sections = {"data": {"kind": "test_methods:Unlike"}, "model": {"kind": "test_methods:Failing"}, "selection": {"kind": "full"}, "local": local}
-    result = run(experiment(**QUIET, **sections, rounds=40, client={"on_error": "drop"}, evaluate={"every": 40}), tmp_path / "run")
+    sections = {
+        "data": {"kind": "test_methods:Unlike"},
+        "model": {"kind": "test_methods:Failing"},
+        "selection": {"kind": "full"},
+        "local": local,
+    }
+    result = run(
+        experiment(
+            **QUIET, **sections, rounds=40, client={"on_error": "drop"}, evaluate={"every": 40}
+        ),
+        tmp_path / "run",
+    )
     assert set(result.rounds["dropped"].to_pylist()) == {1}
     assert flat(result) == pytest.approx([9 / 7.25], rel=1e-4)
 
 
 def test_error_feedback_takes_the_bias_of_normalising_away(tmp_path):
-    """Normalised updates balance where their directions do, not at the optimum; alpha-NormEC's memories follow the updates themselves."""
+    """Normalised updates balance where their directions do, not at the optimum; alpha-NormEC's
+    memories follow the updates themselves.
+    """
     gradient_descent = {"kind": "sgd", "steps": 1, "batch": "full", "lr": 0.1}
     found = {}
     for kind in ("smooth_normalize", "alpha_norm_ec"):
         bounding = {"kind": kind, "bound": 0.5, "a": 0.5}
-        sections = {**QUIET, **QUADRATICS, "bounding": bounding, "local": gradient_descent, "rounds": 600, "evaluate": {"every": 600}}
+        sections = {
+            **QUIET,
+            **QUADRATICS,
+            "bounding": bounding,
+            "local": gradient_descent,
+            "rounds": 600,
+            "evaluate": {"every": 600},
+        }
         found[kind] = np.linalg.norm(flat(run(experiment(**sections), tmp_path / kind)))
     assert found["alpha_norm_ec"] < 1e-3
     assert found["smooth_normalize"] > 0.02
 
 
 def test_addpnfl_without_noise_or_clipping_is_fedadam(tmp_path):
-    adam = {"weights": {"kind": "data"}, "server": {"kind": "adam", "lr": 0.05}, "noise": {"kind": "none"}, "data": {"sizes": {"kind": "spread"}}}
-    private = run(experiment(**adam, bounding={"kind": "per_sample_clip", "bound": 1e6}), tmp_path / "addpnfl")
+    adam = {
+        "weights": {"kind": "data"},
+        "server": {"kind": "adam", "lr": 0.05},
+        "noise": {"kind": "none"},
+        "data": {"sizes": {"kind": "spread"}},
+    }
+    private = run(
+        experiment(**adam, bounding={"kind": "per_sample_clip", "bound": 1e6}), tmp_path / "addpnfl"
+    )
     plain = run(experiment(**adam, bounding={"kind": "none"}), tmp_path / "fedadam")
     np.testing.assert_allclose(flat(private), flat(plain), rtol=1e-3, atol=2e-5)
     assert np.linalg.norm(flat(private)) > 0.5
 
 
 def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_path):
-    """002 Alg. 1: x + sum over the cohort of (N/r) p_i Delta_i, every sample's gradient clipped, the keyed noise on each step's mean."""
-    sections = {"bounding": STEP, "noise": {"kind": "gaussian", "std": 0.02}, "weights": {"kind": "data"}, "server": {"kind": "sgd"}}
-    plain = experiment(**sections, rounds=1, data={"clients": 300, "sizes": {"kind": "spread"}}, selection={"cohort": 5})
+    """002 Alg. 1: x + sum over the cohort of (N/r) p_i Delta_i, every sample's gradient clipped,
+    the keyed noise on each step's mean.
+    """
+    sections = {
+        "bounding": STEP,
+        "noise": {"kind": "gaussian", "std": 0.02},
+        "weights": {"kind": "data"},
+        "server": {"kind": "sgd"},
+    }
+    plain = experiment(
+        **sections,
+        rounds=1,
+        data={"clients": 300, "sizes": {"kind": "spread"}},
+        selection={"cohort": 5},
+    )
     result = run(plain, tmp_path / "out")
     plan = Plan.make(plain)
     shards, sizes = Shards.open(plan.shards), np.asarray(Shards.open(plan.shards).sizes)
@@ -119,16 +178,36 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
             total = torch.zeros_like(start)
             for row in batch:
                 loss = torch.nn.functional.cross_entropy(module(x[row : row + 1]), y[row : row + 1])
-                gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(module.parameters()))])
+                gradient = torch.cat(
+                    [
+                        each.flatten()
+                        for each in torch.autograd.grad(loss, list(module.parameters()))
+                    ]
+                )
                 total += gradient * min(1.0, 0.5 / float(gradient.norm()))
-            noise = normals(plan.noise_seed, Purpose.STEP_NOISE, len(start), round=0, client=client, draw=0, step=step)
-            models.load(module, models.flatten(module) - plain.local.lr * (total / len(batch) + 0.02 * noise))
+            noise = normals(
+                plan.noise_seed,
+                Purpose.STEP_NOISE,
+                len(start),
+                round=0,
+                client=client,
+                draw=0,
+                step=step,
+            )
+            models.load(
+                module,
+                models.flatten(module) - plain.local.lr * (total / len(batch) + 0.02 * noise),
+            )
         expected += (models.flatten(module) - start).double() * (300 / 5) * n / sizes.sum()
     np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(tmp_path):
-    sections = {"bounding": STEP, "noise": {"kind": "gaussian", "std": 0.02}, "selection": {"kind": "multinomial", "cohort": 60}}
+    sections = {
+        "bounding": STEP,
+        "noise": {"kind": "gaussian", "std": 0.02},
+        "selection": {"kind": "multinomial", "cohort": 60},
+    }
     run(experiment(**sections, rounds=1, measure={"clients": True}), tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "clients.parquet").to_pylist()
     seen: dict[int, list[float]] = {}
@@ -138,18 +217,32 @@ def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(
     assert len(rows) == 60 and repeated
     assert all(len(set(norms)) == len(norms) for norms in repeated)
     participations = pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist()
-    assert {row["client"]: row["participations"] for row in participations} == {client: len(norms) for client, norms in seen.items()}
+    assert {row["client"]: row["participations"] for row in participations} == {
+        client: len(norms) for client, norms in seen.items()
+    }
 
 
 def test_every_client_has_a_guarantee_that_holds_one_by_one(tmp_path):
     law = {"kind": "uniform", "low": 0.5, "high": 8.0, "public": 0.2}
-    sections = {"bounding": STEP, "noise": {"kind": "gaussian", "epsilon": law, "delta": 1e-5}, "selection": {"kind": "multinomial", "cohort": 10}}
-    result = run(experiment(**sections, privacy={"accountants": ["pld", "paper"]}), tmp_path / "out")
+    sections = {
+        "bounding": STEP,
+        "noise": {"kind": "gaussian", "epsilon": law, "delta": 1e-5},
+        "selection": {"kind": "multinomial", "cohort": 10},
+    }
+    result = run(
+        experiment(**sections, privacy={"accountants": ["pld", "paper"]}), tmp_path / "out"
+    )
     rows = pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist()
     budgets = [row for row in rows if math.isfinite(row["epsilon_claimed"])]
     assert 0 < len(budgets) < len(rows)
     for row in budgets:
-        mechanism = privacy.Mechanism.of_local_steps(samples=row["samples"], batch=row["batch"], steps=row["steps"], bound=0.5, std=row["noise_std"])
+        mechanism = privacy.Mechanism.of_local_steps(
+            samples=row["samples"],
+            batch=row["batch"],
+            steps=row["steps"],
+            bound=0.5,
+            std=row["noise_std"],
+        )
         truth = privacy.epsilon(mechanism, "replace_one", 1e-5)
         assert row["epsilon_pld"] == pytest.approx(truth, rel=1e-4)
         assert row["epsilon_claimed"] * 0.995 < truth <= row["epsilon_claimed"]
@@ -161,11 +254,15 @@ def test_every_client_has_a_guarantee_that_holds_one_by_one(tmp_path):
     assert any("infinite budget" in each or "public" in each for each in worst.exclusions)
 
 
-def test_a_paper_whose_noise_protects_less_than_it_claims_fails_the_run_by_the_clients_name(tmp_path):
+def test_a_paper_whose_noise_protects_less_than_it_claims_fails_the_run_by_the_clients_name(
+    tmp_path,
+):
     """003 at epsilon 20, one step, half of the samples: the truth is 22.5 (PRIVACY.md sec. 5)."""
     half = {"kind": "sgd", "steps": 1, "batch": 90}
     noise = {"kind": "gaussian", "epsilon": 20.0, "delta": 1e-5, "calibration": "paper"}
-    broken = experiment(bounding=STEP, noise=noise, local=half, rounds=1, privacy={"accountants": ["pld", "paper"]})
+    broken = experiment(
+        bounding=STEP, noise=noise, local=half, rounds=1, privacy={"accountants": ["pld", "paper"]}
+    )
     with pytest.raises(BudgetError, match=r"client \d+ \(claimed epsilon 20, true 22\.\d+\)"):
         run(broken, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -173,12 +270,21 @@ def test_a_paper_whose_noise_protects_less_than_it_claims_fails_the_run_by_the_c
 
 def test_002s_noise_is_refused_by_name_where_a_condition_of_it_fails(tmp_path):
     noise = {"kind": "gaussian", "epsilon": 0.3, "delta": 1e-2, "calibration": "tcdp"}
-    with pytest.raises(ConfigError, match=r"noise.calibration = 'tcdp'.*client \d+, with 180 samples"):
-        run(experiment(bounding=STEP, noise=noise, local={"kind": "sgd", "batch": 60}), tmp_path / "out")
+    with pytest.raises(
+        ConfigError, match=r"noise.calibration = 'tcdp'.*client \d+, with 180 samples"
+    ):
+        run(
+            experiment(bounding=STEP, noise=noise, local={"kind": "sgd", "batch": 60}),
+            tmp_path / "out",
+        )
 
 
 def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp_path):
-    chosen = experiment(selection={"kind": "power_of_choice", "cohort": 5, "pool": 20}, measure={"clients": True}, rounds=1)
+    chosen = experiment(
+        selection={"kind": "power_of_choice", "cohort": 5, "pool": 20},
+        measure={"clients": True},
+        rounds=1,
+    )
     result = run(chosen, tmp_path / "out")
     plan = Plan.make(chosen)
     shards = Shards.open(plan.shards)
@@ -187,7 +293,9 @@ def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp
     losses = {}
     for client in candidates.tolist():
         x, y, _ = shards.lane([client], int(shards.sizes[client]))
-        losses[client] = torch.nn.functional.cross_entropy(module(torch.from_numpy(x[0])), torch.from_numpy(y[0])).item()
+        losses[client] = torch.nn.functional.cross_entropy(
+            module(torch.from_numpy(x[0])), torch.from_numpy(y[0])
+        ).item()
     expected = sorted(sorted(losses, key=losses.get)[-5:])
     assert pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_pylist() == expected
     assert any("losses" in each for each in result.guarantees[0].exclusions)
@@ -197,28 +305,41 @@ NOISED = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0,
 
 
 def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, float]:
-    """Of every candidate of round t under `model`: the mean over its samples of the loss, clipped to the bound."""
+    """Of every candidate of round t under `model`: the mean over its samples of the loss, clipped
+    to the bound.
+    """
     shards = Shards.open(plan.shards)
     module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
     models.load(module, torch.tensor(model))
     found = {}
     for client in chosen.selection.candidates(chosen.seed, t, plan.population).clients.tolist():
         x, y, _ = shards.lane([client], int(shards.sizes[client]))
-        each = torch.nn.functional.cross_entropy(module(torch.from_numpy(x[0])), torch.from_numpy(y[0]), reduction="none")
+        each = torch.nn.functional.cross_entropy(
+            module(torch.from_numpy(x[0])), torch.from_numpy(y[0]), reduction="none"
+        )
         found[client] = each.double().clamp(0, chosen.selection.loss_bound).mean().item()
     return found
 
 
 def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_path):
-    """The cohort is that of the largest exact losses plus noise of their keys; no column of the run and no line of its ledger holds an exact one."""
-    chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure={"clients": True}, rounds=3)
+    """The cohort is that of the largest exact losses plus noise of their keys; no column of the run
+    and no line of its ledger holds an exact one.
+    """
+    chosen = experiment(
+        selection={**NOISED, "loss_bound": 2.2}, measure={"clients": True}, rounds=3
+    )
     plan, exact = Plan.make(chosen), []
     coordinator = Coordinator(plan, str(tmp_path), 0)
     coordinator.start()
     for t in range(3):
         losses = exact_losses(chosen, plan, coordinator.model, t)
-        answers = {client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses") for client, loss in losses.items()}
-        asked = coordinator.pool.losses(coordinator.model, t, np.array(list(losses)), plan.noise_seed)
+        answers = {
+            client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses")
+            for client, loss in losses.items()
+        }
+        asked = coordinator.pool.losses(
+            coordinator.model, t, np.array(list(losses)), plan.noise_seed
+        )
         told = dict(zip(losses, asked.tolist(), strict=True))
         assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2
         exact += losses.values()
@@ -226,52 +347,101 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
         took = [row["client"] for row in coordinator.client_table.rows if row["round"] == t]
         assert took == sorted(sorted(answers, key=answers.get)[-5:])
     coordinator.save()
-    shown = [value for name in ("rounds", "clients") for column in pq.read_table(tmp_path / f"{name}.parquet").columns for value in column.to_pylist()]
-    shown = np.array([value for value in shown if isinstance(value, float)] + [coordinator.finish("completed", False)["test_loss"]])
+    shown = [
+        value
+        for name in ("rounds", "clients")
+        for column in pq.read_table(tmp_path / f"{name}.parquet").columns
+        for value in column.to_pylist()
+    ]
+    shown = np.array(
+        [value for value in shown if isinstance(value, float)]
+        + [coordinator.finish("completed", False)["test_loss"]]
+    )
     assert np.abs(shown[:, None] / np.array(exact) - 1).min() > 1e-5
     assert not any(f"{loss:.5f}" in (tmp_path / "ledger.jsonl").read_text() for loss in exact)
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
-def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_takes_them_off(placement, tmp_path):
+def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_takes_them_off(
+    placement, tmp_path
+):
     accountants = {"accountants": ["pld", "rdp", "paper"]}
-    chosen = experiment(selection=NOISED, noise={"kind": "gaussian", "epsilon": 9.0, "placement": placement}, privacy=accountants)
+    chosen = experiment(
+        selection=NOISED,
+        noise={"kind": "gaussian", "epsilon": 9.0, "placement": placement},
+        privacy=accountants,
+    )
     plan = Plan.make(chosen)
     z, most = plan.mechanism.noise_multiplier, max(plan.participations(4).values())
     result = run(chosen, tmp_path / "out")
     mu = math.sqrt(most) * math.hypot(2 / z, 3.0 / 4.0)
-    assert 8.99 < result.guarantees[0].epsilon <= 9.0 and result.guarantees[0].epsilon == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
+    assert 8.99 < result.guarantees[0].epsilon <= 9.0 and result.guarantees[
+        0
+    ].epsilon == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
     assert plan.sum_std(1.0) == pytest.approx(z)
     exact = Plan.make(experiment(**{**chosen.to_dict(), "selection": {**NOISED, "loss_std": 0.0}}))
     assert z > 1.02 * exact.mechanism.noise_multiplier
     by = {(each.accountant, each.observer): each for each in result.guarantees}
     if placement == "client":
-        alone = math.sqrt(most) * math.hypot(2 * math.sqrt(5) / z, 3.0 / 4.0)  # each update has less noise than the sum, each loss what it had
-        assert by["pld", "every single update"].epsilon == pytest.approx(privacy.gaussian_epsilon(alone, 1e-5), rel=1e-6)
+        # each update has less noise than the sum, each loss what it had
+        alone = math.sqrt(most) * math.hypot(2 * math.sqrt(5) / z, 3.0 / 4.0)
+        assert by["pld", "every single update"].epsilon == pytest.approx(
+            privacy.gaussian_epsilon(alone, 1e-5), rel=1e-6
+        )
     for each in result.guarantees:
-        assert not any("losses" in exclusion and "local" in exclusion for exclusion in each.exclusions) and "losses of 20 candidates, noised" in each.sampling
-        assert any("the losses of clients" in condition for condition in each.conditions_failed) == (each.kind == "paper")
-    ledger = [json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
-    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.digest()} and {entry["loss_std"] for entry in ledger} == {4.0}
+        assert (
+            not any("losses" in exclusion and "local" in exclusion for exclusion in each.exclusions)
+            and "losses of 20 candidates, noised" in each.sampling
+        )
+        assert any(
+            "the losses of clients" in condition for condition in each.conditions_failed
+        ) == (each.kind == "paper")
+    ledger = [
+        json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
+    ]
+    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.digest()} and {
+        entry["loss_std"] for entry in ledger
+    } == {4.0}
     for name in accountants["accountants"]:
         assert ledger[-1]["epsilon"][name] == pytest.approx(by[name, "every aggregate"].epsilon)
 
 
 def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_client(tmp_path):
     noise = {"kind": "gaussian", "epsilon": {"kind": "uniform", "low": 2.0, "high": 5.0}}
-    given = {"selection": {**NOISED, "pool": 8, "loss_std": 0.05}, "bounding": STEP, "noise": noise, "data": {"clients": 15}}
+    given = {
+        "selection": {**NOISED, "pool": 8, "loss_std": 0.05},
+        "bounding": STEP,
+        "noise": noise,
+        "data": {"clients": 15},
+    }
     chosen = experiment(**given, privacy={"accountants": ["pld", "rdp"]})
     plan, result = Plan.make(chosen), run(chosen, tmp_path / "out")
     counts = plan.participations(4)
-    quiet = Plan.make(experiment(**{**given, "selection": {**given["selection"], "loss_std": 0.0}}, privacy={"accountants": ["pld", "rdp"]}))
+    quiet = Plan.make(
+        experiment(
+            **{**given, "selection": {**given["selection"], "loss_std": 0.0}},
+            privacy={"accountants": ["pld", "rdp"]},
+        )
+    )
     assert plan.mechanism.beside.std == 0.05 and quiet.mechanism.beside is None
     for row in pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist():
         k = row["client"]
-        assert row["participations"] == counts[k] and row["epsilon_claimed"] * 0.995 < row["epsilon_pld"] <= row["epsilon_claimed"] < row["epsilon_rdp"]
+        assert (
+            row["participations"] == counts[k]
+            and row["epsilon_claimed"] * 0.995
+            < row["epsilon_pld"]
+            <= row["epsilon_claimed"]
+            < row["epsilon_rdp"]
+        )
         assert plan.mechanism.stds[k] > quiet.mechanism.stds[k]
-        beside = privacy.gaussian_epsilon(3.0 / (row["samples"] * 0.05) * math.sqrt(counts[k]), 1e-5)
+        beside = privacy.gaussian_epsilon(
+            3.0 / (row["samples"] * 0.05) * math.sqrt(counts[k]), 1e-5
+        )
         assert 0 < beside < row["epsilon_pld"]
-    assert all("losses released at each" in each.sampling and "local losses" not in str(each.exclusions) for each in result.guarantees)
+    assert all(
+        "losses released at each" in each.sampling and "local losses" not in str(each.exclusions)
+        for each in result.guarantees
+    )
     assert "local losses" in str(quiet.guarantees(4, counts)[0].exclusions)
     entry = json.loads((tmp_path / "out" / "ledger.jsonl").read_text().splitlines()[-1])
     assert entry["epsilon"]["pld"] == result.guarantees[0].epsilon and entry["loss_std"] == 0.05
@@ -288,13 +458,23 @@ def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
 
 def test_an_unsampled_client_counts_as_stale_with_the_unchanged_model(tmp_path):
     shared = {**QUIET, "rounds": 1}
-    fresh = run(experiment(**shared, selection={"kind": "uniform", "cohort": 20}), tmp_path / "fresh")
-    stale = run(experiment(**shared, selection={"kind": "fedavg_stale", "cohort": 20}), tmp_path / "stale")
-    assert stale.rounds["update_norm"][0].as_py() == pytest.approx(fresh.rounds["update_norm"][0].as_py() * 20 / 50, rel=1e-6)
+    fresh = run(
+        experiment(**shared, selection={"kind": "uniform", "cohort": 20}), tmp_path / "fresh"
+    )
+    stale = run(
+        experiment(**shared, selection={"kind": "fedavg_stale", "cohort": 20}), tmp_path / "stale"
+    )
+    assert stale.rounds["update_norm"][0].as_py() == pytest.approx(
+        fresh.rounds["update_norm"][0].as_py() * 20 / 50, rel=1e-6
+    )
 
 
 def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
-    dropping = experiment(selection={"kind": "uniform", "cohort": 20, "dropout": 0.3}, noise={"kind": "gaussian", "epsilon": 5.0}, rounds=20)
+    dropping = experiment(
+        selection={"kind": "uniform", "cohort": 20, "dropout": 0.3},
+        noise={"kind": "gaussian", "epsilon": 5.0},
+        rounds=20,
+    )
     plan = Plan.make(dropping)
     kept = [len(dropping.selection.draw(dropping.seed, t, plan.population)) for t in range(20)]
     assert min(kept) < 20
@@ -306,18 +486,30 @@ def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
 
 
 def test_a_virtual_cohort_leaves_on_the_mean_the_noise_it_would_have_and_says_whose_guarantee_it_is():
-    virtual = experiment(noise={"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 200, "virtual_population": 10_000})
+    virtual = experiment(
+        noise={
+            "kind": "gaussian",
+            "multiplier": 2.0,
+            "virtual_cohort": 200,
+            "virtual_population": 10_000,
+        }
+    )
     plan = Plan.make(virtual)
     assert plan.sum_std(1.0) / plan.divisor == pytest.approx(2.0 / 200)
     assert plan.client_std(1.0) * math.sqrt(20) == pytest.approx(plan.sum_std(1.0))
     assert plan.mechanism.sampling.population == 10_000 and plan.mechanism.sampling.cohort == 200
     found = plan.guarantees(4, {0: 1})
     assert any("stand for 200 of 10000" in each for each in found[0].exclusions)
-    with pytest.raises(ConfigError, match=r"noise.virtual_cohort = 10: at least the simulated cohort of 20"):
+    with pytest.raises(
+        ConfigError, match=r"noise.virtual_cohort = 10: at least the simulated cohort of 20"
+    ):
         Plan.make(experiment(noise={"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 10}))
 
 
-@pytest.mark.parametrize("memory", [{"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, {"local": {"kind": "scaffold"}}])
+@pytest.mark.parametrize(
+    "memory",
+    [{"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, {"local": {"kind": "scaffold"}}],
+)
 @pytest.mark.parametrize(
     ("selection", "says"),
     [
@@ -328,18 +520,31 @@ def test_a_virtual_cohort_leaves_on_the_mean_the_noise_it_would_have_and_says_wh
         ({"kind": "cyclic", "period": 5}, False),
     ],
 )
-def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_amplify(selection, says, memory):
-    """What the others remember tells of their own draws, and those of a client's, unless all draw on their own."""
-    exclusions = Plan.make(experiment(**memory, selection=selection, privacy={"accountants": ["pld"]})).mechanism.exclusions
+def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_amplify(
+    selection, says, memory
+):
+    """What the others remember tells of their own draws, and those of a client's, unless all draw
+    on their own.
+    """
+    exclusions = Plan.make(
+        experiment(**memory, selection=selection, privacy={"accountants": ["pld"]})
+    ).mechanism.exclusions
     assert any("proved for rounds without memory" in each for each in exclusions) == says
 
 
 @pytest.mark.parametrize(
-    "selection", [{"kind": "cyclic", "period": 5}, {"kind": "availability", "period": 4, "window": 2, "cohort": 9}, {"kind": "uniform", "cohort": 20}]
+    "selection",
+    [
+        {"kind": "cyclic", "period": 5},
+        {"kind": "availability", "period": 4, "window": 2, "cohort": 9},
+        {"kind": "uniform", "cohort": 20},
+    ],
 )
 def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked_for(selection):
     noise = {"kind": "gaussian", "epsilon": 5.0, "calibration": "paper"}
-    asked = experiment(selection=selection, noise=noise, rounds=12, privacy={"accountants": ["rdp", "paper"]})
+    asked = experiment(
+        selection=selection, noise=noise, rounds=12, privacy={"accountants": ["rdp", "paper"]}
+    )
     plan = Plan.make(asked)
     printed = plan.guarantees(12, plan.participations(12))[-1]
     assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
@@ -359,16 +564,26 @@ def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
 
 
 def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(tmp_path):
-    turns = {"selection": {"kind": "cyclic", "period": 5}, "rounds": 40, "privacy": {"accountants": ["pld"]}}
+    turns = {
+        "selection": {"kind": "cyclic", "period": 5},
+        "rounds": 40,
+        "privacy": {"accountants": ["pld"]},
+    }
     noise = {"kind": "banded_gaussian", "multiplier": 4.0, "bands": 5}
     plan = Plan.make(experiment(**turns, noise=noise))
     found = plan.guarantees(40, {0: 8})
-    assert found[0].epsilon == pytest.approx(privacy.gaussian_epsilon(2 / 4.0 * math.sqrt(8), 1e-5), rel=1e-6)
+    assert found[0].epsilon == pytest.approx(
+        privacy.gaussian_epsilon(2 / 4.0 * math.sqrt(8), 1e-5), rel=1e-6
+    )
     curve = plan.curves()["pld"]
     assert len(curve) == 40 and curve[4] == curve[0] and curve[5] > curve[4]
     spread = {}
     for bands in (1, 5):
-        coordinator = Coordinator(Plan.make(experiment(**turns, noise={**noise, "bands": bands})), str(tmp_path / str(bands)), 0)
+        coordinator = Coordinator(
+            Plan.make(experiment(**turns, noise={**noise, "bands": bands})),
+            str(tmp_path / str(bands)),
+            0,
+        )
         (tmp_path / str(bands)).mkdir()
         coordinator.start()
         spread[bands] = np.std(sum(coordinator.release(t, np.zeros(7850)) for t in range(40)))
@@ -381,31 +596,108 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
     norms = []
     for proximal in (0.0, 5.0):
         steps = {"kind": "sgd", "steps": 20, "batch": 10, "lr": 0.1, "proximal": proximal}
-        norms.append(run(experiment(**QUIET, local=steps, rounds=1), tmp_path / str(proximal)).rounds["norm_p50"][0].as_py())
+        norms.append(
+            run(experiment(**QUIET, local=steps, rounds=1), tmp_path / str(proximal))
+            .rounds["norm_p50"][0]
+            .as_py()
+        )
     assert norms[1] < 0.6 * norms[0]
 
 
 @pytest.mark.parametrize(
     "sections,line",
     [
-        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}}, "noise.placement = 'server': step"),
-        ({"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "step"}}, "noise.placement = 'step': client or server"),
-        ({"noise": {"kind": "gaussian", "epsilon": {"kind": "uniform"}}}, "noise.epsilon = .*: a number; budgets of clients' own"),
-        ({"local": {"kind": "scaffold"}, "bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "bounding.kind = 'alpha_norm_ec': a bounding without memory"),
-        ({"local": {"kind": "scaffold"}, "weights": {"kind": "data"}}, "weights.kind = 'data': uniform"),
-        ({"local": {"kind": "scaffold"}, "noise": {"kind": "gaussian", "std": 1.0, "placement": "server"}}, "noise.placement = 'server': client or step"),
+        (
+            {
+                "bounding": STEP,
+                "noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
+            },
+            "noise.placement = 'server': step",
+        ),
+        (
+            {"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "step"}},
+            "noise.placement = 'step': client or server",
+        ),
+        (
+            {"noise": {"kind": "gaussian", "epsilon": {"kind": "uniform"}}},
+            "noise.epsilon = .*: a number; budgets of clients' own",
+        ),
+        (
+            {"local": {"kind": "scaffold"}, "bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
+            "bounding.kind = 'alpha_norm_ec': a bounding without memory",
+        ),
+        (
+            {"local": {"kind": "scaffold"}, "weights": {"kind": "data"}},
+            "weights.kind = 'data': uniform",
+        ),
+        (
+            {
+                "local": {"kind": "scaffold"},
+                "noise": {"kind": "gaussian", "std": 1.0, "placement": "server"},
+            },
+            "noise.placement = 'server': client or step",
+        ),
         ({"selection": {"kind": "privacy_aware", "cohort": 5}}, "selection.kind = 'privacy_aware'"),
-        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0}, "client": {"on_error": "drop"}}, "client.on_error = 'drop': fail"),
-        ({"bounding": STEP, "noise": {"kind": "gaussian", "std": 1.0}, "data": {"partition": {"kind": "overlapping", "per_client": 9}}}, "data.partition.kind"),
-        ({"noise": {"kind": "none", "placement": "server"}}, "noise.placement = 'server': no such key"),
+        (
+            {
+                "bounding": STEP,
+                "noise": {"kind": "gaussian", "multiplier": 1.0},
+                "client": {"on_error": "drop"},
+            },
+            "client.on_error = 'drop': fail",
+        ),
+        (
+            {
+                "bounding": STEP,
+                "noise": {"kind": "gaussian", "std": 1.0},
+                "data": {"partition": {"kind": "overlapping", "per_client": 9}},
+            },
+            "data.partition.kind",
+        ),
+        (
+            {"noise": {"kind": "none", "placement": "server"}},
+            "noise.placement = 'server': no such key",
+        ),
         ({"noise": {"kind": "gaussian", "epsilon": True}}, "noise.epsilon = True"),
-        ({"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 30, "virtual_population": 20}}, "noise.virtual_population = 20: at least"),
+        (
+            {
+                "noise": {
+                    "kind": "gaussian",
+                    "multiplier": 1.0,
+                    "virtual_cohort": 30,
+                    "virtual_population": 20,
+                }
+            },
+            "noise.virtual_population = 20: at least",
+        ),
         ({"privacy": {"accountants": ["pld", "pld"]}}, "privacy.accountants"),
-        ({"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}}, "noise.calibration = 'paper': rigorous"),
-        ({"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}}, "noise.calibration = 'tcdp': rigorous or paper"),
-        ({"noise": {"kind": "gaussian", "epsilon": 1.0}, "selection": NOISED}, "noise.epsilon = 1.0: more: .* \\(the losses alone, .* spend"),
-        ({"noise": {"kind": "gaussian", "multiplier": 1.0}, "selection": NOISED, "privacy": {"relation": "add_remove"}}, "privacy.relation = 'add_remove': .*"),
-        ({"bounding": STEP, "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90}}, "noise.virtual_cohort = 90: none with placement step"),
+        (
+            {"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}},
+            "noise.calibration = 'paper': rigorous",
+        ),
+        (
+            {"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}},
+            "noise.calibration = 'tcdp': rigorous or paper",
+        ),
+        (
+            {"noise": {"kind": "gaussian", "epsilon": 1.0}, "selection": NOISED},
+            "noise.epsilon = 1.0: more: .* \\(the losses alone, .* spend",
+        ),
+        (
+            {
+                "noise": {"kind": "gaussian", "multiplier": 1.0},
+                "selection": NOISED,
+                "privacy": {"relation": "add_remove"},
+            },
+            "privacy.relation = 'add_remove': .*",
+        ),
+        (
+            {
+                "bounding": STEP,
+                "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90},
+            },
+            "noise.virtual_cohort = 90: none with placement step",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections, line):
@@ -415,28 +707,59 @@ def test_what_does_not_go_together_is_refused(sections, line):
 
 @pytest.mark.parametrize(
     "selection",
-    [{"kind": "poisson", "cohort": 4}, {"kind": "multinomial", "cohort": 6}, {"kind": "uniform", "cohort": 6, "dropout": 0.2}, {"kind": "cyclic", "period": 3}],
+    [
+        {"kind": "poisson", "cohort": 4},
+        {"kind": "multinomial", "cohort": 6},
+        {"kind": "uniform", "cohort": 6, "dropout": 0.2},
+        {"kind": "cyclic", "period": 3},
+    ],
     ids=lambda selection: selection["kind"],
 )
 def test_scaffold_reaches_the_optimum_whatever_the_cohorts_sizes_and_repeats(selection, tmp_path):
     steps = {"kind": "scaffold", "steps": 5, "batch": "full", "lr": 0.1}
-    result = run(experiment(**{**QUIET, **QUADRATICS, "selection": selection, "local": steps, "rounds": 800, "evaluate": {"every": 800}}), tmp_path / "out")
+    result = run(
+        experiment(
+            **{
+                **QUIET,
+                **QUADRATICS,
+                "selection": selection,
+                "local": steps,
+                "rounds": 800,
+                "evaluate": {"every": 800},
+            }
+        ),
+        tmp_path / "out",
+    )
     assert np.linalg.norm(flat(result)) < 1e-3
 
 
 def test_what_losses_chose_is_accounted_for_as_what_they_might_have_chosen(tmp_path):
-    chosen = experiment(selection={"kind": "power_of_choice", "cohort": 5, "pool": 25}, privacy={"accountants": ["pld"]}, rounds=6)
+    chosen = experiment(
+        selection={"kind": "power_of_choice", "cohort": 5, "pool": 25},
+        privacy={"accountants": ["pld"]},
+        rounds=6,
+    )
     result = run(chosen, tmp_path / "out")
     plan = Plan.make(chosen)
     most = max(plan.participations(6).values())
-    assert result.guarantees[0].epsilon == pytest.approx(privacy.gaussian_epsilon(2 * math.sqrt(most), 1e-5), rel=1e-6)
-    assert result.guarantees[0].epsilon == pytest.approx(result.rounds["epsilon_pld"].to_pylist()[-1])
+    assert result.guarantees[0].epsilon == pytest.approx(
+        privacy.gaussian_epsilon(2 * math.sqrt(most), 1e-5), rel=1e-6
+    )
+    assert result.guarantees[0].epsilon == pytest.approx(
+        result.rounds["epsilon_pld"].to_pylist()[-1]
+    )
 
 
 def test_an_adaptive_bound_rests_at_its_quantile_when_clients_drop_out(tmp_path):
     adaptive = {"kind": "quantile_clip", "bound": 0.5, "quantile": 0.9, "lr": 0.3}
-    sections = {"bounding": adaptive, "noise": {"kind": "gaussian", "multiplier": 0.1}, "selection": {"kind": "uniform", "cohort": 20, "dropout": 0.5}}
-    rows = run(experiment(**sections, rounds=60, evaluate={"every": 60}), tmp_path / "out").rounds.to_pylist()
+    sections = {
+        "bounding": adaptive,
+        "noise": {"kind": "gaussian", "multiplier": 0.1},
+        "selection": {"kind": "uniform", "cohort": 20, "dropout": 0.5},
+    }
+    rows = run(
+        experiment(**sections, rounds=60, evaluate={"every": 60}), tmp_path / "out"
+    ).rounds.to_pylist()
     assert rows[-1]["bound"] < 2 * rows[-1]["norm_p90"]
 
 
@@ -446,7 +769,9 @@ def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
     coordinator.start()
     coordinator.round()
     coordinator.save()
-    louder = dataclasses.replace(plan, ratio=3 * plan.ratio, mechanism=plan.mechanism.with_noise(3 * plan.ratio))
+    louder = dataclasses.replace(
+        plan, ratio=3 * plan.ratio, mechanism=plan.mechanism.with_noise(3 * plan.ratio)
+    )
     with pytest.raises(RunError, match="its bits would differ"):
         Coordinator(louder, str(tmp_path), 0, resume=True).start()
 
@@ -458,50 +783,113 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("kind", SELECTIONS)
-def test_every_selection_runs_privately_with_the_accountants_that_a_config_has_by_itself(kind, tmp_path):
-    chosen = {"kind": kind, **({"cohort": 10} | SELECTIONS[kind] if SELECTIONS[kind] is not None else {"period": 5} if kind == "cyclic" else {})}
-    tree = experiment(selection=chosen, rounds=3, noise={"kind": "gaussian", "epsilon": 6.0}).to_dict()
+def test_every_selection_runs_privately_with_the_accountants_that_a_config_has_by_itself(
+    kind, tmp_path
+):
+    chosen = {
+        "kind": kind,
+        **(
+            {"cohort": 10} | SELECTIONS[kind]
+            if SELECTIONS[kind] is not None
+            else {"period": 5}
+            if kind == "cyclic"
+            else {}
+        ),
+    }
+    tree = experiment(
+        selection=chosen, rounds=3, noise={"kind": "gaussian", "epsilon": 6.0}
+    ).to_dict()
     del tree["privacy"], tree["noise"]["placement"]
     result = run(Experiment.from_dict(tree), tmp_path / "out")
     assert {each.accountant for each in result.guarantees} == {"pld", "rdp", "paper"}
-    first = {each.accountant: each for each in reversed(result.guarantees)}  # against an observer who does not see the cohort
+    # against an observer who does not see the cohort
+    first = {each.accountant: each for each in reversed(result.guarantees)}
     assert 5.9 < first["pld"].epsilon < 6.0001
     uncovered = kind in ("multinomial", "unbiased", "importance")
-    assert math.isinf(first["rdp"].epsilon) == uncovered and ("not covered by rdp" in first["rdp"].sentence()) == uncovered
+    assert (
+        math.isinf(first["rdp"].epsilon) == uncovered
+        and ("not covered by rdp" in first["rdp"].sentence()) == uncovered
+    )
     assert np.isinf(result.rounds["epsilon_rdp"].to_numpy()).all() == uncovered
-    recorded = [json.loads(line)["epsilon"] for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
-    assert (recorded[-1]["rdp"] == "infinity") == uncovered and recorded[-1]["pld"] == pytest.approx(result.rounds["epsilon_pld"][-1].as_py())
+    recorded = [
+        json.loads(line)["epsilon"]
+        for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
+    ]
+    assert (recorded[-1]["rdp"] == "infinity") == uncovered and recorded[-1][
+        "pld"
+    ] == pytest.approx(result.rounds["epsilon_pld"][-1].as_py())
 
 
-def test_noise_is_calibrated_by_the_first_accountant_that_covers_it_and_refused_if_none_does(tmp_path):
-    chosen = {"selection": {"kind": "multinomial", "cohort": 10}, "noise": {"kind": "gaussian", "epsilon": 6.0}, "rounds": 3}
-    result = run(experiment(**chosen, privacy={"accountants": ["rdp", "pld"], "budget": 6.1}), tmp_path / "out")
-    assert result.summary["status"] == "completed" and result.rounds["epsilon_pld"][-1].as_py() == pytest.approx(6.0, rel=1e-3)
-    with pytest.raises(ConfigError, match=r"privacy.accountants = 'rdp': draws with replacement are not covered by rdp; nearest: pld"):
+def test_noise_is_calibrated_by_the_first_accountant_that_covers_it_and_refused_if_none_does(
+    tmp_path,
+):
+    chosen = {
+        "selection": {"kind": "multinomial", "cohort": 10},
+        "noise": {"kind": "gaussian", "epsilon": 6.0},
+        "rounds": 3,
+    }
+    result = run(
+        experiment(**chosen, privacy={"accountants": ["rdp", "pld"], "budget": 6.1}),
+        tmp_path / "out",
+    )
+    assert result.summary["status"] == "completed" and result.rounds["epsilon_pld"][
+        -1
+    ].as_py() == pytest.approx(6.0, rel=1e-3)
+    with pytest.raises(
+        ConfigError,
+        match=r"privacy.accountants = 'rdp': draws with replacement are not covered by rdp; nearest: pld",
+    ):
         run(experiment(**chosen, privacy={"accountants": ["rdp", "paper"]}), tmp_path / "refused")
 
 
 def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):
     pq.write_table(pa.table({"chance": np.arange(1.0, 51.0)}), tmp_path / "chances.parquet")
     chosen = {"kind": "importance", "cohort": 10, "path": "chances.parquet", "column": "chance"}
-    result = run(experiment(selection=chosen, rounds=1, privacy={"accountants": ["pld"]}), tmp_path / "out", data_root=tmp_path)
+    result = run(
+        experiment(selection=chosen, rounds=1, privacy={"accountants": ["pld"]}),
+        tmp_path / "out",
+        data_root=tmp_path,
+    )
     assert result.summary["status"] == "completed" and result.guarantees
 
 
 def test_error_feedback_refuses_an_average_whose_divisor_it_has_no_use_for(tmp_path):
-    with pytest.raises(ConfigError, match=r"selection.kind = 'fedavg_stale': another with bounding.kind alpha_norm_ec"):
-        run(experiment(selection={"kind": "fedavg_stale", "cohort": 10}, bounding={"kind": "alpha_norm_ec", "bound": 1.0}), tmp_path / "out")
+    with pytest.raises(
+        ConfigError,
+        match=r"selection.kind = 'fedavg_stale': another with bounding.kind alpha_norm_ec",
+    ):
+        run(
+            experiment(
+                selection={"kind": "fedavg_stale", "cohort": 10},
+                bounding={"kind": "alpha_norm_ec", "bound": 1.0},
+            ),
+            tmp_path / "out",
+        )
 
 
 def test_a_servers_state_is_its_own_whatever_clients_remember_besides(tmp_path):
-    """A server that keeps `shared` and `previous` of its own, beside clients with a memory and angles to the last update."""
-    counting = experiment(server=Counting(), bounding={"kind": "alpha_norm_ec", "bound": 1.0}, measure={"bounding": True})
+    """A server that keeps `shared` and `previous` of its own, beside clients with a memory and
+    angles to the last update.
+    """
+    counting = experiment(
+        server=Counting(),
+        bounding={"kind": "alpha_norm_ec", "bound": 1.0},
+        measure={"bounding": True},
+    )
     run(counting, tmp_path / "run")
-    plain = experiment(server={"kind": "sgd"}, bounding={"kind": "alpha_norm_ec", "bound": 1.0}, measure={"bounding": True})
+    plain = experiment(
+        server={"kind": "sgd"},
+        bounding={"kind": "alpha_norm_ec", "bound": 1.0},
+        measure={"bounding": True},
+    )
     run(plain, tmp_path / "plain")
     checkpoint = load(tmp_path / "run" / "checkpoints")
     assert checkpoint.server["shared"].tolist() == [4.0] == checkpoint.server["previous"].tolist()
-    assert checkpoint.kept.keys() == {"shared", "previous"} == load(tmp_path / "plain" / "checkpoints").kept.keys()
+    assert (
+        checkpoint.kept.keys()
+        == {"shared", "previous"}
+        == load(tmp_path / "plain" / "checkpoints").kept.keys()
+    )
 
 
 class Counting(Server):
@@ -520,9 +908,21 @@ class Counting(Server):
     "sections",
     [
         {"noise": {"kind": "gaussian", "multiplier": 1.5}},
-        {"noise": {"kind": "gaussian", "multiplier": 1.5}, "bounding": {"kind": "quantile_clip", "bound": 0.5}},
-        {"noise": {"kind": "gaussian", "multiplier": 1.5, "virtual_cohort": 40, "virtual_population": 100}},
+        {
+            "noise": {"kind": "gaussian", "multiplier": 1.5},
+            "bounding": {"kind": "quantile_clip", "bound": 0.5},
+        },
+        {
+            "noise": {
+                "kind": "gaussian",
+                "multiplier": 1.5,
+                "virtual_cohort": 40,
+                "virtual_population": 100,
+            }
+        },
     ],
 )
 def test_the_noise_multiplier_of_the_summary_is_the_mechanisms(sections, tmp_path):
-    assert run(experiment(**sections), tmp_path / "run").summary["noise_multiplier"] == pytest.approx(1.5, rel=1e-12)
+    assert run(experiment(**sections), tmp_path / "run").summary[
+        "noise_multiplier"
+    ] == pytest.approx(1.5, rel=1e-12)

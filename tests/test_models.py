@@ -80,8 +80,20 @@ def linear(wide=6) -> nn.Linear:
 def user_module(monkeypatch):
     """The classes above, importable as a user's package would be."""
     module = types.ModuleType("user_nets")
-    vars(module).update({name: value for name, value in globals().items() if getattr(value, "__module__", None) == __name__})
-    vars(module).update(number=3, Sequential=nn.Sequential, BatchNorm1d=nn.BatchNorm1d, LazyLinear=nn.LazyLinear, Dropout=nn.Dropout)
+    vars(module).update(
+        {
+            name: value
+            for name, value in globals().items()
+            if getattr(value, "__module__", None) == __name__
+        }
+    )
+    vars(module).update(
+        number=3,
+        Sequential=nn.Sequential,
+        BatchNorm1d=nn.BatchNorm1d,
+        LazyLinear=nn.LazyLinear,
+        Dropout=nn.Dropout,
+    )
     monkeypatch.setitem(sys.modules, "user_nets", module)
 
 
@@ -112,22 +124,30 @@ def test_initial_parameters_depend_on_the_seed_alone(kind):
     one = models.flatten(build(kind=kind, seed=7))
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    same, other = models.flatten(build(kind=kind, seed=7)), models.flatten(build(kind=kind, seed=7 + (1 << 32)))
-    assert torch.equal(one, same) and not torch.equal(one, other)  # seeds that agree in their low 32 bits are different seeds
+    same, other = (
+        models.flatten(build(kind=kind, seed=7)),
+        models.flatten(build(kind=kind, seed=7 + (1 << 32))),
+    )
+    # seeds that agree in their low 32 bits are different seeds
+    assert torch.equal(one, same) and not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_initial_parameters_are_drawn_as_torch_draws_them():
     weight = models.flatten(build(kind="softmax"))
     assert weight.abs().max() <= 1 / 28  # U(-1/sqrt(784), 1/sqrt(784)), of std 1/sqrt(3 * 784)
-    assert weight.std().item() == pytest.approx(1 / (3 * 784) ** 0.5, rel=0.03)  # 7850 draws: std of this ratio 0.005, 6 std
+    # 7850 draws: std of this ratio 0.005, 6 std
+    assert weight.std().item() == pytest.approx(1 / (3 * 784) ** 0.5, rel=0.03)
 
 
 def test_a_linear_model_starts_where_it_is_told():
     start = models.flatten(build((300,), 1, kind="linear", start=-2, spread=0.2, seed=5))
-    # The least and greatest of 300 draws of U(0, 1) are within 0.05 of its ends but for a probability below 5e-7.
+    # The least and greatest of 300 draws of U(0, 1) are within 0.05 of its ends but for a
+    # probability below 5e-7.
     assert start.min() >= -2 and start.max() <= -1.8 and start.min() < -1.99 and start.max() > -1.81
-    assert torch.equal(start, models.flatten(build((300,), 1, kind="linear", start=-2, spread=0.2, seed=5)))
+    assert torch.equal(
+        start, models.flatten(build((300,), 1, kind="linear", start=-2, spread=0.2, seed=5))
+    )
     assert (models.flatten(build((7,), 1, kind="linear", start=0.3, bias=True)) == 0.3).all()
     assert (models.flatten(build((7,), 1, kind="linear")) == 0).all()
 
@@ -135,7 +155,9 @@ def test_a_linear_model_starts_where_it_is_told():
 def test_models_for_regression_have_one_output_and_a_classifier_is_refused():
     for keys in ({"kind": "linear"}, {"kind": "mlp", "hidden": 3}, {"kind": "user_nets:OwnModel"}):
         assert build((6,), 0, **keys)(torch.rand(5, 6)).shape == (5, 1)
-    with pytest.raises(ConfigError, match=r"model.kind = 'softmax': linear, mlp or another that is no classifier"):
+    with pytest.raises(
+        ConfigError, match=r"model.kind = 'softmax': linear, mlp or another that is no classifier"
+    ):
         build((6,), 0, kind="softmax")
     with pytest.raises(ConfigError, match=r"a module that returns \[batch, 1\] for"):
         build((6,), 0, kind="user_nets:Tied")
@@ -144,7 +166,9 @@ def test_models_for_regression_have_one_output_and_a_classifier_is_refused():
 def test_flatten_and_load_are_inverses_and_copies():
     module = build(kind="cnn")
     flat = models.flatten(module)
-    assert flat.dtype == torch.float32 and torch.equal(flat, torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert flat.dtype == torch.float32 and torch.equal(
+        flat, torch.cat([p.detach().flatten() for p in module.parameters()])
+    )
     models.load(module, flat + 1)
     assert torch.equal(models.flatten(module), flat + 1)
     models.flatten(module).zero_()
@@ -159,12 +183,16 @@ def test_the_flat_vector_does_not_depend_on_the_memory_layout():
     module.to(memory_format=torch.channels_last)
     assert torch.equal(models.flatten(module), flat)
     models.load(module, flat.flip(0))
-    assert torch.equal(models.flatten(module), flat.flip(0)) and not module[3].weight.is_contiguous()
+    assert (
+        torch.equal(models.flatten(module), flat.flip(0)) and not module[3].weight.is_contiguous()
+    )
 
 
 def test_pooling_before_the_activation_changes_nothing():
     module, x = build(kind="cnn"), torch.rand(4, *GREY)
-    swapped = nn.Sequential(*[module[index] for index in (0, 2, 1, 3, 5, 4, *range(6, len(module)))])
+    swapped = nn.Sequential(
+        *[module[index] for index in (0, 2, 1, 3, 5, 4, *range(6, len(module)))]
+    )
     assert torch.equal(module(x), swapped(x))
 
 
@@ -172,7 +200,9 @@ def test_pooling_before_the_activation_changes_nothing():
 @pytest.mark.parametrize("kind", ["mobilenet_v2", "resnet18"])
 def test_torchvision_nets_have_group_norm_and_no_buffers(kind, stem):
     module = build(GREY, 7, kind=kind, stem=stem)
-    assert not any(isinstance(layer, _BatchNorm) for layer in module.modules()) and not list(module.buffers())
+    assert not any(isinstance(layer, _BatchNorm) for layer in module.modules()) and not list(
+        module.buffers()
+    )
     assert any(isinstance(layer, nn.GroupNorm) for layer in module.modules())
 
 
@@ -180,39 +210,64 @@ def test_a_small_stem_keeps_the_resolution():
     sizes = {}
     for stem in ("small", "imagenet"):
         module = build(COLOUR, kind="resnet18", stem=stem)
-        module.layer4.register_forward_hook(lambda layer, x, y, stem=stem: sizes.update({stem: tuple(y.shape[2:])}))
+        module.layer4.register_forward_hook(
+            lambda layer, x, y, stem=stem: sizes.update({stem: tuple(y.shape[2:])})
+        )
         module(torch.rand(1, *COLOUR))
     assert sizes == {"small": (4, 4), "imagenet": (1, 1)}
 
 
 def test_group_norm_replaces_every_batch_norm_at_any_depth_and_keeps_its_affine_part():
-    net = nn.Sequential(nn.BatchNorm2d(48), nn.Sequential(nn.Conv2d(48, 7, 1), nn.BatchNorm2d(7, affine=False)), nn.Flatten())
+    net = nn.Sequential(
+        nn.BatchNorm2d(48),
+        nn.Sequential(nn.Conv2d(48, 7, 1), nn.BatchNorm2d(7, affine=False)),
+        nn.Flatten(),
+    )
     nn.init.constant_(net[0].weight, 3.0)
     converted = models.group_norm(net)
     assert converted is net and not any(isinstance(layer, _BatchNorm) for layer in net.modules())
-    assert (net[0].num_groups, net[1][1].num_groups) == (16, 1) and (net[0].weight == 3).all() and net[1][1].weight is None
+    assert (
+        (net[0].num_groups, net[1][1].num_groups) == (16, 1)
+        and (net[0].weight == 3).all()
+        and net[1][1].weight is None
+    )
     x = torch.rand(3, 48, 5, 5)
     assert torch.equal(net(x)[:1], net(x[:1]))  # a sample's output no longer depends on the others
     assert isinstance(models.group_norm(nn.BatchNorm1d(4)), nn.GroupNorm)
 
 
 def test_hidden_layers_may_be_one_number_or_several():
-    assert models.parse({"kind": "mlp", "hidden": 50}) == models.parse({"kind": "mlp", "hidden": [50]})
+    assert models.parse({"kind": "mlp", "hidden": 50}) == models.parse(
+        {"kind": "mlp", "hidden": [50]}
+    )
     module = build((6,), 3, kind="mlp", hidden=[5, 4], activation="tanh")
-    assert [type(layer).__name__ for layer in module] == ["Flatten", "Linear", "Tanh", "Linear", "Tanh", "Linear"]
+    assert [type(layer).__name__ for layer in module] == [
+        "Flatten",
+        "Linear",
+        "Tanh",
+        "Linear",
+        "Tanh",
+        "Linear",
+    ]
 
 
 def test_a_users_module_is_used_unchanged():
     module = build((6,), 6, kind="user_nets:Tied")
-    assert type(module) is Tied and models.parameter_count(module) == 36 + 6 + 6  # the shared weight once
+    # the shared weight once
+    assert type(module) is Tied and models.parameter_count(module) == 36 + 6 + 6
     models.load(module, torch.arange(48.0))
-    assert module.two.weight is module.one.weight and torch.equal(models.flatten(module), torch.arange(48.0))
+    assert module.two.weight is module.one.weight and torch.equal(
+        models.flatten(module), torch.arange(48.0)
+    )
 
 
 def test_a_factory_an_own_model_class_and_lazy_layers_are_taken():
     assert models.parameter_count(build((4,), 6, kind="user_nets:linear", args={"wide": 4})) == 30
     assert models.parameter_count(build((4,), 6, kind="user_nets.OwnModel", width=2)) == 28
-    lazy = [models.flatten(build((4,), 6, kind="user_nets:LazyLinear", args={"out_features": 6})) for _ in range(2)]
+    lazy = [
+        models.flatten(build((4,), 6, kind="user_nets:LazyLinear", args={"out_features": 6}))
+        for _ in range(2)
+    ]
     assert torch.equal(*lazy) and len(lazy[0]) == 30
 
 
@@ -226,7 +281,11 @@ def test_only_trainable_parameters_are_sent():
 
 def test_a_config_read_back_is_the_same_config():
     own = {"kind": "user_nets:OwnModel", "width": 2}
-    for keys in ({"kind": "mlp", "hidden": [3, 4]}, {"kind": "user_nets:linear", "args": {"wide": 4}}, own):
+    for keys in (
+        {"kind": "mlp", "hidden": [3, 4]},
+        {"kind": "user_nets:linear", "args": {"wide": 4}},
+        own,
+    ):
         model = models.parse(keys)
         assert models.parse(model.model_dump(mode="json")) == model
 
@@ -234,25 +293,73 @@ def test_a_config_read_back_is_the_same_config():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "perceptron"}, "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, resnet18, linear"),
-        ({"kind": "user_nets:Missing"}, "model.kind = 'user_nets:Missing': an import path package.module:Name that can be imported (Attr"),
-        ({"kind": "nowhere:Net"}, "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported (ModuleNotFound"),
-        ({"kind": "user_nets:number"}, "model.kind = 'user_nets:number': a class or a function that makes a torch.nn.Module"),
-        ({"kind": "user_nets:linear", "args": {"deep": 1}}, "model.args = {'deep': 1}: what user_nets:linear can be called"),
-        ({"kind": "user_nets:linear", "wide": 1}, "model.wide = 1: no such key; the keys here are kind, args"),
-        ({"kind": "user_nets:fail"}, "model.args = {}: what user_nets:fail can be called with (RuntimeError: no such thing)"),
+        (
+            {"kind": "perceptron"},
+            "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, resnet18, linear",
+        ),
+        (
+            {"kind": "user_nets:Missing"},
+            "model.kind = 'user_nets:Missing': an import path package.module:Name that can be imported (Attr",
+        ),
+        (
+            {"kind": "nowhere:Net"},
+            "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported (ModuleNotFound",
+        ),
+        (
+            {"kind": "user_nets:number"},
+            "model.kind = 'user_nets:number': a class or a function that makes a torch.nn.Module",
+        ),
+        (
+            {"kind": "user_nets:linear", "args": {"deep": 1}},
+            "model.args = {'deep': 1}: what user_nets:linear can be called",
+        ),
+        (
+            {"kind": "user_nets:linear", "wide": 1},
+            "model.wide = 1: no such key; the keys here are kind, args",
+        ),
+        (
+            {"kind": "user_nets:fail"},
+            "model.args = {}: what user_nets:fail can be called with (RuntimeError: no such thing)",
+        ),
         ({"kind": "builtins:dict"}, "model.kind = 'builtins:dict': a torch.nn.Module, not dict"),
-        ({"kind": "user_nets:linear", "args": {"wide": 4}}, "model.kind = 'user_nets:linear': a module that takes float32 ['batch', 6]"),
-        ({"kind": "user_nets:LazyLinear", "args": {"out_features": 5}}, "model.kind = 'user_nets:LazyLinear': a module that returns [ba"),
-        ({"kind": "user_nets:Half"}, "model.kind = 'user_nets:Half': a float32 module; weight is torch.float64"),
-        ({"kind": "user_nets:Counting"}, "model.kind = 'user_nets:Counting': a module that changes no buffer in training; seen changes"),
-        ({"kind": "user_nets:spectral"}, "model.kind = 'user_nets:spectral': a module that changes no buffer in training"),
-        ({"kind": "user_nets:BatchNorm1d", "args": {"num_features": 6}}, "model.kind = 'user_nets:BatchNorm1d': a module without Bat"),
-        ({"kind": "user_nets:Sequential"}, "model.kind = 'user_nets:Sequential': a module with trainable parameters"),
-        ({"kind": "cnn"}, "model.kind = 'cnn': a model for samples of shape (6,); this one takes images"),
+        (
+            {"kind": "user_nets:linear", "args": {"wide": 4}},
+            "model.kind = 'user_nets:linear': a module that takes float32 ['batch', 6]",
+        ),
+        (
+            {"kind": "user_nets:LazyLinear", "args": {"out_features": 5}},
+            "model.kind = 'user_nets:LazyLinear': a module that returns [ba",
+        ),
+        (
+            {"kind": "user_nets:Half"},
+            "model.kind = 'user_nets:Half': a float32 module; weight is torch.float64",
+        ),
+        (
+            {"kind": "user_nets:Counting"},
+            "model.kind = 'user_nets:Counting': a module that changes no buffer in training; seen changes",
+        ),
+        (
+            {"kind": "user_nets:spectral"},
+            "model.kind = 'user_nets:spectral': a module that changes no buffer in training",
+        ),
+        (
+            {"kind": "user_nets:BatchNorm1d", "args": {"num_features": 6}},
+            "model.kind = 'user_nets:BatchNorm1d': a module without Bat",
+        ),
+        (
+            {"kind": "user_nets:Sequential"},
+            "model.kind = 'user_nets:Sequential': a module with trainable parameters",
+        ),
+        (
+            {"kind": "cnn"},
+            "model.kind = 'cnn': a model for samples of shape (6,); this one takes images",
+        ),
         ({"kind": "cnn", "kernel": 4}, "model.kernel = 4: an odd number"),
         ({"kind": "mlp", "hidden": []}, "model.hidden = []: at least one hidden layer"),
-        ({"kind": "mlp", "hidden": [0]}, "model.hidden = [0]: at least one hidden layer, each of at least 1 unit"),
+        (
+            {"kind": "mlp", "hidden": [0]},
+            "model.hidden = [0]: at least one hidden layer, each of at least 1 unit",
+        ),
         ({"kind": "resnet18", "stem": "big"}, "model.stem = 'big': "),
     ],
 )
@@ -272,7 +379,10 @@ def test_images_that_are_too_small_are_refused():
 
 
 def test_the_nets_learn_to_tell_two_images_apart():
-    x, y = torch.from_numpy(np.random.default_rng(0).random((2, *GREY), np.float32)), torch.tensor([0, 1])
+    x, y = (
+        torch.from_numpy(np.random.default_rng(0).random((2, *GREY), np.float32)),
+        torch.tensor([0, 1]),
+    )
     for kind in ("softmax", "mlp", "cnn", "dp_cnn"):
         module = build(GREY, 2, kind=kind)
         optimiser = torch.optim.Adam(module.parameters(), 1e-3)

@@ -1,8 +1,10 @@
-"""The noise that leaves a client, and the noise that reaches the server, is what the accountants were told of.
+"""The noise that leaves a client, and the noise that reaches the server, is what the accountants
+were told of.
 
-Each source gives rows of noise, [n, d] in units of the std that was asked for, and `check_law` holds them against independent standard
-normals: the variance of all, of each coordinate and of each row, the law of single numbers, and correlations between rows and
-between coordinates. Each of these raises a false alarm for one sound seed in 10^6; seeds are fixed.
+Each source gives rows of noise, [n, d] in units of the std that was asked for, and `check_law`
+holds them against independent standard normals: the variance of all, of each coordinate and of each
+row, the law of single numbers, and correlations between rows and between coordinates. Each of these
+raises a false alarm for one sound seed in 10^6; seeds are fixed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from raydpfl.selection import Cohort
 
 FALSE_ALARM = 1e-6
 TINY = {  # 610 parameters, and clients that do not train: what they send is their noise
-    "data": {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 10, "sizes": {"kind": "power-law"}},
+    "data": {
+        "kind": "synthetic",
+        "clients": 30,
+        "samples": 20,
+        "test_samples": 10,
+        "sizes": {"kind": "power-law"},
+    },
     "weights": {"kind": "data"},
     "selection": {"kind": "uniform", "cohort": 8},
     "noise": {"kind": "gaussian", "placement": "client", "multiplier": 3.0, "delta": 1e-5},
@@ -40,7 +48,9 @@ def check_law(rows: np.ndarray) -> None:
 
     def variance(sums: np.ndarray, degrees: int) -> None:
         tail = np.minimum(chi2.cdf(sums, degrees), chi2.sf(sums, degrees))
-        assert tail.min() * 2 * sums.size > FALSE_ALARM, f"variance {sums.flat[tail.argmin()] / degrees:.4f}"
+        assert tail.min() * 2 * sums.size > FALSE_ALARM, (
+            f"variance {sums.flat[tail.argmin()] / degrees:.4f}"
+        )
 
     squares = rows**2
     variance(squares.sum(keepdims=True), n * d)
@@ -66,7 +76,16 @@ def check_law(rows: np.ndarray) -> None:
         lambda x, g: (x + g.standard_normal((1, x.shape[1]))) / math.sqrt(2),
         lambda x, g: np.clip(x, -2.5, 2.5) / math.sqrt(0.94),
     ],
-    ids=["too little", "one coordinate", "one row", "uniform", "a row twice", "a coordinate twice", "a common part", "no tails"],
+    ids=[
+        "too little",
+        "one coordinate",
+        "one row",
+        "uniform",
+        "a row twice",
+        "a coordinate twice",
+        "a common part",
+        "no tails",
+    ],
 )
 def test_the_law_is_refused_to_noise_that_lacks_it(broken):
     generator = np.random.default_rng(0)
@@ -83,7 +102,9 @@ def started(tmp_path, **changes) -> Coordinator:
 
 
 def test_noise_that_leaves_clients(tmp_path):
-    """Of 30 clients in 7 rounds, one drawn twice: as large where the weight is small as where it is large."""
+    """Of 30 clients in 7 rounds, one drawn twice: as large where the weight is small as where it is
+    large.
+    """
     coordinator = started(tmp_path)
     plan, actor, rows = coordinator.plan, coordinator.pool.client, []
     std = plan.client_std(0.5)
@@ -91,7 +112,13 @@ def test_noise_that_leaves_clients(tmp_path):
     for t in range(7):
         clients, draws = np.append(np.arange(30), 29), np.append(np.zeros(30, int), 1)
         lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
-        sent = actor._contributions(torch.zeros(plan.d), None, Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9), lane, Partial(np.zeros(plan.d)))
+        sent = actor._contributions(
+            torch.zeros(plan.d),
+            None,
+            Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9),
+            lane,
+            Partial(np.zeros(plan.d)),
+        )
         rows += [vector.numpy() / std for vector in sent]
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_law(np.stack(rows))
@@ -99,28 +126,43 @@ def test_noise_that_leaves_clients(tmp_path):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_noise_of_clients_that_reaches_the_server(dropout, tmp_path):
-    """The sums of 150 rounds: what the accountants were told of, and more where fewer failed than in the worst round."""
-    coordinator = started(tmp_path, rounds=150, selection={"kind": "uniform", "cohort": 8, "dropout": dropout})
+    """The sums of 150 rounds: what the accountants were told of, and more where fewer failed than
+    in the worst round.
+    """
+    coordinator = started(
+        tmp_path, rounds=150, selection={"kind": "uniform", "cohort": 8, "dropout": dropout}
+    )
     plan, rows = coordinator.plan, []
     for t in range(150):
         cohort = coordinator.select(t)
         assert len(cohort) >= plan.survivors
         total, _ = coordinator.collect(t, cohort)
-        rows.append(coordinator.release(t, total) / (plan.sum_std(0.5) * math.sqrt(len(cohort) / plan.survivors)))
+        rows.append(
+            coordinator.release(t, total)
+            / (plan.sum_std(0.5) * math.sqrt(len(cohort) / plan.survivors))
+        )
     assert plan.sum_std(0.5) == pytest.approx(plan.mechanism.queries[0].std * 0.5 * plan.weight)
     check_law(np.stack(rows))
 
 
 def test_noise_of_the_server(tmp_path):
-    coordinator = started(tmp_path, rounds=200, noise={"kind": "gaussian", "placement": "server", "multiplier": 3.0})
+    coordinator = started(
+        tmp_path, rounds=200, noise={"kind": "gaussian", "placement": "server", "multiplier": 3.0}
+    )
     std = 3.0 * 0.5 * coordinator.plan.weight
-    check_law(np.stack([coordinator.release(t, np.zeros(coordinator.plan.d)) / std for t in range(200)]))
+    check_law(
+        np.stack([coordinator.release(t, np.zeros(coordinator.plan.d)) / std for t in range(200)])
+    )
 
 
 def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
-    """C y has the law of z, and y the covariance (C^T C)^-1 over rounds, to 6 standard errors in each of 66 entries: 10^-7."""
+    """C y has the law of z, and y the covariance (C^T C)^-1 over rounds, to 6 standard errors in
+    each of 66 entries: 10^-7.
+    """
     noise = {"kind": "banded_gaussian", "multiplier": 3.0, "bands": 4}
-    coordinator = started(tmp_path, rounds=200, noise=noise, selection={"kind": "cyclic", "period": 5})
+    coordinator = started(
+        tmp_path, rounds=200, noise=noise, selection={"kind": "cyclic", "period": 5}
+    )
     plan = coordinator.plan
     std, c = 3.0 * 0.5 * plan.weight, plan.experiment.noise.coefficients
     y = np.stack([coordinator.release(t, np.zeros(plan.d)) / std for t in range(200)])
@@ -130,14 +172,23 @@ def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
     inverse = np.linalg.inv(matrix[:11, :11])
     wanted, found = inverse @ inverse.T, y[:11] @ y[:11].T / plan.d
     errors = np.sqrt((wanted**2 + np.outer(np.diag(wanted), np.diag(wanted))) / plan.d)
-    assert np.abs((found - wanted) / errors).max() < 6 and np.abs(wanted[np.triu_indices(11, 1)]).max() > 0.1
+    assert (
+        np.abs((found - wanted) / errors).max() < 6
+        and np.abs(wanted[np.triu_indices(11, 1)]).max() > 0.1
+    )
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
-    """As the bound's own path shows it, over 2,500 rounds: whoever draws it, the count carries z / (2 sqrt(share))."""
+    """As the bound's own path shows it, over 2,500 rounds: whoever draws it, the count carries z /
+    (2 sqrt(share)).
+    """
     bounding = {"kind": "quantile_clip", "bound": 0.5, "share": 0.05, "lr": 0.2, "quantile": 0.4}
-    coordinator = started(tmp_path, bounding=bounding, noise={"kind": "gaussian", "placement": placement, "multiplier": 0.1})
+    coordinator = started(
+        tmp_path,
+        bounding=bounding,
+        noise={"kind": "gaussian", "placement": placement, "multiplier": 0.1},
+    )
     cohort, found = Cohort.of(np.arange(8)), []
     partials = [Partial(np.zeros(0), norms=[0.1] * 4 + [0.9] * 4)]
     for t in range(2500):
@@ -149,15 +200,35 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
 
 @pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
 def test_noise_of_local_steps(way):
-    """Of 20 clients, each with a std of its own, in 3 rounds of 3 steps: what the q-th step adds to the update. Gradients are clipped away."""
+    """Of 20 clients, each with a std of its own, in 3 rounds of 3 steps: what the q-th step adds to
+    the update. Gradients are clipped away.
+    """
     stds = np.linspace(0.5, 2.0, 20)
-    x, y = torch.from_numpy(stream(1, Purpose.DATA).standard_normal((20, 6, 60), dtype=np.float32)), torch.zeros(20, 6, dtype=torch.int64)
+    x, y = (
+        torch.from_numpy(stream(1, Purpose.DATA).standard_normal((20, 6, 60), dtype=np.float32)),
+        torch.zeros(20, 6, dtype=torch.int64),
+    )
     rows = []
     for round in range(3):
         updates = [np.zeros((20, 610))]
         for steps in (1, 2, 3):
-            trainer = Trainer(torch.nn.Linear(60, 10), Sgd(steps=steps, batch=4, lr=1.0), way=way, seed=3, clip=1e-9)
-            lane = trainer.lane(torch.zeros(610), x, y, [6] * 20, round=round, clients=range(20), draws=[0] * 20, stds=stds)
+            trainer = Trainer(
+                torch.nn.Linear(60, 10),
+                Sgd(steps=steps, batch=4, lr=1.0),
+                way=way,
+                seed=3,
+                clip=1e-9,
+            )
+            lane = trainer.lane(
+                torch.zeros(610),
+                x,
+                y,
+                [6] * 20,
+                round=round,
+                clients=range(20),
+                draws=[0] * 20,
+                stds=stds,
+            )
             updates.append(np.stack([delta.double().numpy() for _, delta, _ in lane]))
         rows += [(before - after) / stds[:, None] for before, after in pairwise(updates)]
     check_law(np.concatenate(rows))

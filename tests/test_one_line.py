@@ -56,7 +56,9 @@ CONFIGS = {
         ["a0: &a0 {x: 1}"]
         + [f"a{k + 1}: &a{k + 1} {{<<: [{', '.join([f'*a{k}'] * 9)}]}}" for k in range(9)]
     ): "a mapping that others make larger than 10,000 keys",
-    "\n".join(["a0: &a0 [x]", *(f"a{k + 1}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k in range(9))]): "aliases that stand for more values",
+    "\n".join(
+        ["a0: &a0 [x]", *(f"a{k + 1}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k in range(9))]
+    ): "aliases that stand for more values",
     "rounds: 0x" + "f" * 5000: "<int that cannot be shown>: ",
     "- rounds": "a mapping of sections",
     "rounds": "a mapping of sections",
@@ -92,9 +94,13 @@ def test_a_stored_config_that_is_none(content, small, tmp_path, monkeypatch, cap
     assert said.startswith("--resume = ") and STORED[content] in said
 
 
-@pytest.mark.parametrize("text", ["[" * 3000, "2024-13-45", "{a: &a [*a]}", "!!python/name:os.system"])
+@pytest.mark.parametrize(
+    "text", ["[" * 3000, "2024-13-45", "{a: &a [*a]}", "!!python/name:os.system"]
+)
 def test_an_override_that_no_value_is(text, small, monkeypatch, capsys):
-    assert complain(["show", small, f"local.lr={text}"], monkeypatch, capsys).endswith("a value in YAML")
+    assert complain(["show", small, f"local.lr={text}"], monkeypatch, capsys).endswith(
+        "a value in YAML"
+    )
 
 
 def test_aliases_that_mean_what_they_say_are_taken():
@@ -126,8 +132,14 @@ class Quits(torch.nn.Module):
         return self.linear(x.flatten(1))
 """
 QUITS = {
-    "make": (2, "model.args = {'when': 'make'}: what quits:Quits can be called with (SystemExit: 7)"),
-    "check": (2, "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] (SystemExit: enough)"),
+    "make": (
+        2,
+        "model.args = {'when': 'make'}: what quits:Quits can be called with (SystemExit: 7)",
+    ),
+    "check": (
+        2,
+        "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] (SystemExit: enough)",
+    ),
     "train": (1, ": its training called sys.exit('enough') ("),
     "evaluate": (1, "code that the config names called sys.exit(None) ("),
 }
@@ -141,7 +153,9 @@ def test_a_model_that_quits(when, small, tmp_path, monkeypatch, capsys):
     overrides = ["model.kind=quits:Quits", f"model.args={{when: {when}}}"]
     if when == "evaluate":
         overrides.append("noise.kind=none")
-    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, code)
+    said = complain(
+        ["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, code
+    )
     assert line in said
     if code == 1:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
@@ -151,7 +165,9 @@ def test_a_model_that_quits(when, small, tmp_path, monkeypatch, capsys):
 def test_clients_that_quit_on_ray(shared_ray, small, tmp_path, monkeypatch):
     (tmp_path / "quits.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    quitting = experiment(model={"kind": "quits:Quits", "args": {"when": "train"}}, client={"actors": 1})
+    quitting = experiment(
+        model={"kind": "quits:Quits", "args": {"when": "train"}}, client={"actors": 1}
+    )
     with pytest.raises(RuntimeError, match=r"client \d+: its training called sys.exit\('enough'\)"):
         run(quitting, tmp_path / "out")
     sys.modules.pop("quits")
@@ -160,8 +176,12 @@ def test_clients_that_quit_on_ray(shared_ray, small, tmp_path, monkeypatch):
 def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, capsys):
     (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
-    said = complain(["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"], monkeypatch, capsys)
-    assert said.startswith("bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported (SystemExit: 3")
+    said = complain(
+        ["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"], monkeypatch, capsys
+    )
+    assert said.startswith(
+        "bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported (SystemExit: 3"
+    )
 
 
 @pytest.fixture
@@ -193,10 +213,15 @@ FILES = [
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name,room", FILES)
-def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(name, room, small, tmp_path, monkeypatch, capsys, full):
+def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
+    name, room, small, tmp_path, monkeypatch, capsys, full
+):
     monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
     overrides = ["rounds=8", f"measure.trajectory={'true' if 'trajectory' in name else 'false'}"]
-    whole, before = run(experiment(rounds=8), tmp_path / "whole"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole, before = (
+        run(experiment(rounds=8), tmp_path / "whole"),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     sync = os.fsync
     full(name, room)
     said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, 1)
@@ -206,7 +231,11 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(name, room,
     assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
     assert not list((tmp_path / "out").glob("**/.*"))  # nothing half written takes up the room
     resume = ["--resume"] if (tmp_path / "out").exists() else []
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "run", str(small), *overrides, "--out", str(tmp_path / "out"), *resume])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["raydpfl", "run", str(small), *overrides, "--out", str(tmp_path / "out"), *resume],
+    )
     cli.main()
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert found["model_sha256"] == whole.summary["model_sha256"]
@@ -225,15 +254,22 @@ def test_a_full_disk_under_tensorboard(early, small, tmp_path, monkeypatch, caps
 
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", full)
-        said = complain(["run", small, "measure.tensorboard=true", "--out", tmp_path / "out"], patch, capsys, 1)
-    assert said.startswith(f"{tmp_path}/out/tensorboard cannot be written (No space left on device)")
+        said = complain(
+            ["run", small, "measure.tensorboard=true", "--out", tmp_path / "out"], patch, capsys, 1
+        )
+    assert said.startswith(
+        f"{tmp_path}/out/tensorboard cannot be written (No space left on device)"
+    )
     assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
     again = run(experiment(rounds=2), tmp_path / "out", resume=(tmp_path / "out").exists())
     assert again.summary["status"] == "completed"
 
 
 def test_a_value_that_cannot_be_shown_is_named_all_the_same():
-    assert str(ConfigError("rounds", 10**5000, "fewer")) == "rounds = <int that cannot be shown>: fewer"
+    assert (
+        str(ConfigError("rounds", 10**5000, "fewer"))
+        == "rounds = <int that cannot be shown>: fewer"
+    )
     nested: list = []
     for _ in range(100_000):
         nested = [nested]
@@ -276,7 +312,9 @@ def test_a_ledger_that_may_not_be_written(small, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
         said = complain(["run", small, "--out", tmp_path / "out", "--resume"], patch, capsys, 1)
-    assert said.startswith(f"{tmp_path}/out/ledger.jsonl cannot be read and written, as a ledger must be")
+    assert said.startswith(
+        f"{tmp_path}/out/ledger.jsonl cannot be read and written, as a ledger must be"
+    )
     assert said.endswith("Permission denied; when that is mended, go on with --resume")
 
 
@@ -304,8 +342,19 @@ def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypa
     (tmp_path / "failing.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
-    said = complain([*command.split(), small, f"data={{kind: failing:Own, clients: {clients}}}", "selection.cohort=1"], monkeypatch, capsys)
-    assert said.startswith("data.kind = 'failing:Own': a source that gives its samples (" + SOURCES[clients])
+    said = complain(
+        [
+            *command.split(),
+            small,
+            f"data={{kind: failing:Own, clients: {clients}}}",
+            "selection.cohort=1",
+        ],
+        monkeypatch,
+        capsys,
+    )
+    assert said.startswith(
+        "data.kind = 'failing:Own': a source that gives its samples (" + SOURCES[clients]
+    )
     assert "failing.py, line " in said and not list(tmp_path.glob("cache/data/*"))
     sys.modules.pop("failing")
 
@@ -318,7 +367,10 @@ def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, 
     )
     monkeypatch.syspath_prepend(tmp_path)
     said = complain(["audit", small, "server={kind: quitting:Own}"], monkeypatch, capsys, 1)
-    assert said.startswith("code that the config names called sys.exit(5) (") and "quitting.py, line 6)" in said
+    assert (
+        said.startswith("code that the config names called sys.exit(5) (")
+        and "quitting.py, line 6)" in said
+    )
     sys.modules.pop("quitting")
 
 
@@ -326,7 +378,9 @@ def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("name", ["config.yaml", "audit.json"])
 def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, monkeypatch, capsys, full):
     full(name, 0)
-    said = complain(["audit", small, "--canaries", "50", "--out", tmp_path / "out"], monkeypatch, capsys, 1)
+    said = complain(
+        ["audit", small, "--canaries", "50", "--out", tmp_path / "out"], monkeypatch, capsys, 1
+    )
     assert said == f"{tmp_path}/out/{name} cannot be written (No space left on device)"
 
 

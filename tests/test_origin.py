@@ -43,7 +43,9 @@ def flat(result) -> np.ndarray:
 # ---- the key of the noise ----
 
 
-@pytest.mark.parametrize("method", [LOUD, STEPS, {**LOUD, "noise": {**LOUD["noise"], "placement": "server"}}])
+@pytest.mark.parametrize(
+    "method", [LOUD, STEPS, {**LOUD, "noise": {**LOUD["noise"], "placement": "server"}}]
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -54,7 +56,10 @@ def flat(result) -> np.ndarray:
     ],
 )
 def test_two_runs_with_one_seed_do_not_cancel_each_others_noise(method, change, tmp_path):
-    """So much noise that a model is nothing else; 7,850 coordinates, so that a cosine by chance has std 0.011."""
+    """So much noise that a model is nothing else; 7,850 coordinates, so that a cosine by chance has
+    std 0.011.
+    """
+
     def cosine(common: bool) -> float:
         sections = {**method, "noise": {**method["noise"], "common": common}}
         moved = {name: {**sections.get(name, {}), **value} for name, value in change.items()}
@@ -96,13 +101,22 @@ def test_any_other_release_has_other_noise():
 def test_other_code_versions_or_processors_have_other_noise():
     plan = Plan.make(experiment())
     for name in plan.platform:
-        assert replace(plan, platform={**plan.platform, name: "other"}).noise_seed != plan.noise_seed
-    assert replace(plan, platform={**plan.platform, "code mine:Tanh": "5f70bf"}).noise_seed != plan.noise_seed
+        assert (
+            replace(plan, platform={**plan.platform, name: "other"}).noise_seed != plan.noise_seed
+        )
+    assert (
+        replace(plan, platform={**plan.platform, "code mine:Tanh": "5f70bf"}).noise_seed
+        != plan.noise_seed
+    )
 
 
 def test_common_noise_is_the_seeds_and_the_guarantee_says_what_follows(tmp_path):
     common = experiment(noise={"kind": "gaussian", "multiplier": 1.0, "common": True})
-    assert Plan.make(common).noise_seed == 3 == Plan.make(experiment(**common.to_dict() | {"rounds": 7})).noise_seed
+    assert (
+        Plan.make(common).noise_seed
+        == 3
+        == Plan.make(experiment(**common.to_dict() | {"rounds": 7})).noise_seed
+    )
     for guarantee in run(common, tmp_path / "run").guarantees:
         assert any("no two of them may both be shown" in each for each in guarantee.exclusions)
     assert not any("noise.common" in each for each in Plan.make(experiment()).mechanism.exclusions)
@@ -114,7 +128,11 @@ def test_common_noise_is_the_seeds_and_the_guarantee_says_what_follows(tmp_path)
 def capability_under(**settings: str) -> dict[str, str]:
     code = "import json; from raydpfl import origin; print(json.dumps(origin.capability()))"
     environment = {**os.environ, **settings}
-    return json.loads(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+        ).stdout
+    )
 
 
 def test_the_capability_tells_processors_apart_that_round_differently_and_no_others():
@@ -122,7 +140,9 @@ def test_the_capability_tells_processors_apart_that_round_differently_and_no_oth
     assert here == origin.capability() == capability_under(OMP_NUM_THREADS="2")
     plain = capability_under(ATEN_CPU_CAPABILITY="default")
     assert plain["cpu"] == "DEFAULT" != here["cpu"] and plain["arithmetic"] != here["arithmetic"]
-    assert plain["settings"] == " ".join(filter(None, ["ATEN_CPU_CAPABILITY=default", here.get("settings")]))
+    assert plain["settings"] == " ".join(
+        filter(None, ["ATEN_CPU_CAPABILITY=default", here.get("settings")])
+    )
 
 
 def test_the_summary_and_the_checkpoint_say_how_the_processor_computed(tmp_path):
@@ -139,7 +159,10 @@ def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
     expected = {**origin.capability(), "cpu": "SVE256"}
     actor = ClientActor(pickle.dumps(plan.experiment), str(plan.shards), (), expected)
     here = origin.capability()["cpu"]
-    with pytest.raises(RunError, match=f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY"):
+    with pytest.raises(
+        RunError,
+        match=f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY",
+    ):
         actor.ready()
     origin.check_node("here", origin.capability())
 
@@ -149,7 +172,10 @@ def test_a_run_whose_actors_would_compute_otherwise_is_refused(shared_ray, tmp_p
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "5")
     origin.capability.cache_clear()
     try:
-        with pytest.raises(RunError, match=r"node .* computes otherwise .*settings .*instead of MKL_DEBUG_CPU_TYPE=5"):
+        with pytest.raises(
+            RunError,
+            match=r"node .* computes otherwise .*settings .*instead of MKL_DEBUG_CPU_TYPE=5",
+        ):
             run(experiment(client={"actors": 1}), tmp_path / "run")
     finally:
         origin.capability.cache_clear()
@@ -160,7 +186,9 @@ def mine(tmp_path, monkeypatch):
     """A member of the user's own, `mine_origin:Tanh`, which imports a helper of its own."""
     folder = tmp_path / "code"
     folder.mkdir()
-    (folder / "mine_helper.py").write_text("import math\n\ndef squash(x):\n    return math.tanh(x)\n")
+    (folder / "mine_helper.py").write_text(
+        "import math\n\ndef squash(x):\n    return math.tanh(x)\n"
+    )
     (folder / "mine_origin.py").write_text(
         "import numpy\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\nfrom mine_helper import squash\n\n"
         "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n\n"
@@ -190,7 +218,9 @@ def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
         "import torch\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
     )
-    assert list(origin.sources(experiment(model={"kind": "mine_origin:Net"}))) == ["code mine_origin:Net"]
+    assert list(origin.sources(experiment(model={"kind": "mine_origin:Net"}))) == [
+        "code mine_origin:Net"
+    ]
     linear = {"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}
     assert origin.sources(experiment(model=linear)) == {}
 
@@ -217,13 +247,17 @@ LONG = {"rounds": 8, "evaluate": {"every": 100}}
 
 
 @pytest.mark.parametrize("rounds", [0, 3])
-def test_a_change_of_code_is_refused_by_name_before_a_round_is_released_twice_under_one_key(mine, tmp_path, rounds):
+def test_a_change_of_code_is_refused_by_name_before_a_round_is_released_twice_under_one_key(
+    mine, tmp_path, rounds
+):
     out = tmp_path / "run"
     begun(out, rounds, 5, **OWN, **LONG)
     lines = (out / "ledger.jsonl").read_text()
     text = (mine / "mine_origin.py").read_text()
     (mine / "mine_origin.py").write_text(text.replace("squash(norm", "squash(0.5 * norm"))
-    with pytest.raises(RunError, match=r"code mine_origin:Tanh has changed; --resume --fresh-noise"):
+    with pytest.raises(
+        RunError, match=r"code mine_origin:Tanh has changed; --resume --fresh-noise"
+    ):
         run(experiment(**OWN, **LONG), out, resume=True)
     assert (out / "ledger.jsonl").read_text() == lines
 
@@ -257,7 +291,9 @@ def test_without_a_checkpoint_the_ledger_itself_knows_the_key(tmp_path, monkeypa
     ids=["hidden", "public", "adaptive"],
 )
 def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_path, monkeypatch):
-    """Five rounds were released, of which two lie beyond the checkpoint: they are released again, under noise of their own."""
+    """Five rounds were released, of which two lie beyond the checkpoint: they are released again,
+    under noise of their own.
+    """
     out = tmp_path / "run"
     begun(out, 3, 5, **sections, **LONG)
     of = origin.of
@@ -269,7 +305,10 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
     assert len({entry["key"] for entry in ledger.entries}) == 2
     plan = Plan.make(experiment(**sections, **LONG))
     once = int(plan.exposures[-1])
-    spent = {count: epsilon(plan.mechanism, "replace_one", 1e-5, count, "pld") for count in (once, once + 1, once + 2)}
+    spent = {
+        count: epsilon(plan.mechanism, "replace_one", 1e-5, count, "pld")
+        for count in (once, once + 1, once + 2)
+    }
     assert ledger.spent().epsilon["pld"] == pytest.approx(spent[once + 2], rel=1e-9)
     # Of public cohorts the participations are known: 5 releases of either group.
     counted = once + 1 if sections.get("selection") else once + 2
@@ -282,7 +321,10 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
 
 
 def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(tmp_path):
-    steps = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "privacy": {"accountants": ["rdp"]}}
+    steps = {
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "privacy": {"accountants": ["rdp"]},
+    }
     steps |= {"noise": {"kind": "gaussian", "multiplier": 2.0}, **LONG}
     out = tmp_path / "run"
     begun(out, 3, 5, **steps)
@@ -302,7 +344,9 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
     anew = plan.continued((Segment(0, 0, 5),), anew=3)
     assert len({plan.seed, anew.seed, plan.noise_seed, anew.noise_seed}) == 4
     assert anew.cohort_seed() == anew.seed and plan.cohort_seed() == 3
-    public = Plan.make(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued((Segment(0, 0, 5),), anew=3)
+    public = Plan.make(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued(
+        (Segment(0, 0, 5),), anew=3
+    )
     assert public.cohort_seed() == 3 != public.seed
     assert len(anew.draws(8)) == 5 + 5 and anew.repeated == 2
 
@@ -313,15 +357,24 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
 @pytest.mark.parametrize(
     "damage,said",
     [
-        (lambda lines: [{**line, "std": line["std"] / 2} for line in lines], "std 0.5 for round 0, where this run has 1.0"),
+        (
+            lambda lines: [{**line, "std": line["std"] / 2} for line in lines],
+            "std 0.5 for round 0, where this run has 1.0",
+        ),
         (lambda lines: [lines[0], {**lines[1], "bound": 2.0}, *lines[2:]], "bound 2.0 for round 1"),
-        (lambda lines: [*lines[:2], {**lines[2], "mechanism": "0" * 64}, lines[3]], "mechanism 0+ for round 2"),
+        (
+            lambda lines: [*lines[:2], {**lines[2], "mechanism": "0" * 64}, lines[3]],
+            "mechanism 0+ for round 2",
+        ),
         (lambda lines: [*lines[:3], {**lines[3], "key": "0" * 16}], "key 0+ for round 3"),
         (lambda lines: lines[1:], "line 1, is damaged"),
         (lambda lines: [lines[0], lines[2], lines[3]], "line 2, is damaged"),
         (lambda lines: lines[:2], "has 2 rounds and the checkpoint 4"),
         (lambda lines: [{**line, "again": 1} for line in lines], "line 1, is damaged"),
-        (lambda lines: [*lines[:2], *[{**line, "again": 2} for line in lines[2:]]], "line 3, is damaged"),
+        (
+            lambda lines: [*lines[:2], *[{**line, "again": 2} for line in lines[2:]]],
+            "line 3, is damaged",
+        ),
     ],
 )
 def test_a_ledger_that_is_not_what_the_checkpoint_counts_on_is_refused(damage, said, tmp_path):
@@ -356,7 +409,9 @@ class Moody(Weights):
 
 
 def test_other_weights_have_other_noise_and_do_not_go_on_as_the_run_began(tmp_path, monkeypatch):
-    """Whatever they come from: two runs that differ in them alone share no noise, and no round is released twice under one key."""
+    """Whatever they come from: two runs that differ in them alone share no noise, and no round is
+    released twice under one key.
+    """
     before = Plan.make(experiment(weights=Moody(), **LONG))
     begun(tmp_path / "run", 3, 5, weights=Moody(), **LONG)
     monkeypatch.setattr(Moody, "mood", 1)
@@ -383,8 +438,12 @@ def test_code_that_is_imported_only_when_it_runs_is_part_of_the_origin(mine):
 def test_parts_of_a_package_are_found_before_they_are_imported(mine):
     (mine / "mine_package").mkdir()
     (mine / "mine_package" / "__init__.py").write_text("GAIN = 1.0\n")
-    (mine / "mine_package" / "part.py").write_text("from . import GAIN\n\ndef squash(x):\n    return x\n")
-    (mine / "mine_helper.py").write_text("def squash(x):\n    from mine_package.part import squash\n    return squash(x)\n")
+    (mine / "mine_package" / "part.py").write_text(
+        "from . import GAIN\n\ndef squash(x):\n    return x\n"
+    )
+    (mine / "mine_helper.py").write_text(
+        "def squash(x):\n    from mine_package.part import squash\n    return squash(x)\n"
+    )
     found = {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
     for name in ("__init__.py", "part.py"):
         with open(mine / "mine_package" / name, "a") as file:
@@ -419,7 +478,9 @@ def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
 
     def found(gain="0.5", function="tanh", classes=10):
         text = TYPED.format(gain=gain, function=function, classes=classes, tree=tree)
-        done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, check=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-"], input=text, capture_output=True, check=True, text=True
+        )
         return json.loads(done.stdout)
 
     here = found()
@@ -448,14 +509,23 @@ def test_draws_that_cannot_be_made_again_are_not_counted_by_others(tmp_path, mon
     monkeypatch.setattr(Rotating, "turn", 0)
     for fresh in (False, True):
         with pytest.raises(RunError, match="cohorts has changed"):
-            run(experiment(selection=Rotating(), **LONG), tmp_path / "run", resume=True, fresh_noise=fresh)
+            run(
+                experiment(selection=Rotating(), **LONG),
+                tmp_path / "run",
+                resume=True,
+                fresh_noise=fresh,
+            )
 
 
-def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(tmp_path, monkeypatch):
+def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(
+    tmp_path, monkeypatch
+):
     begun(tmp_path / "run", 5, 5, **LONG)
     of = origin.of
     monkeypatch.setattr(origin, "of", lambda e: {**of(e), "torch": "other"})
-    Coordinator(Plan.make(experiment(**LONG)), str(tmp_path / "run"), 0, resume=True, anew=True).start()
+    Coordinator(
+        Plan.make(experiment(**LONG)), str(tmp_path / "run"), 0, resume=True, anew=True
+    ).start()
     with pytest.raises(RunError, match=r"has key .* for round 0, .*--resume --fresh-noise goes on"):
         run(experiment(**LONG), tmp_path / "run", resume=True)
     done = run(experiment(**LONG), tmp_path / "run", resume=True, fresh_noise=True)
@@ -466,7 +536,9 @@ def test_an_audit_shares_no_noise_with_the_run_that_it_audits(monkeypatch):
     """What it releases, canaries for clients, would otherwise tell the run's noise."""
     seen = []
     begin = Coordinator.start
-    monkeypatch.setattr(Coordinator, "start", lambda self: (begin(self), seen.append(self.noise_seed))[0])
+    monkeypatch.setattr(
+        Coordinator, "start", lambda self: (begin(self), seen.append(self.noise_seed))[0]
+    )
     audit(experiment(rounds=1), canaries=50)
     assert len(seen) == 1 and seen[0] != Plan.make(experiment(rounds=1)).noise_seed
 

@@ -1,4 +1,6 @@
-"""Modules of the user's own that draw from the generators of the process, or keep something in Python: one set of bits, or an error by name."""
+"""Modules of the user's own that draw from the generators of the process, or keep something in
+Python: one set of bits, or an error by name.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,16 @@ def of(name: str, **sections):
     return experiment(model={"kind": f"own_modules:{name}"}, **sections)
 
 
-@pytest.mark.parametrize("sections", [{}, {"bounding": {"kind": "per_sample_clip", "bound": 0.5}, "noise": {"kind": "gaussian", "multiplier": 2.0}}])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {
+            "bounding": {"kind": "per_sample_clip", "bound": 0.5},
+            "noise": {"kind": "gaussian", "multiplier": 2.0},
+        },
+    ],
+)
 @pytest.mark.parametrize("name", ["Numpy", "Python", "Torch", "Starts", "Tensor"])
 def test_what_a_module_draws_is_keyed_by_its_client(name, sections, tmp_path):
     plan = Plan.make(of(name, **sections))
@@ -153,7 +164,11 @@ def test_what_a_module_draws_is_keyed_by_its_client(name, sections, tmp_path):
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert states == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
 
 
 def test_two_processes_give_what_one_gives(tmp_path, shared_ray):
@@ -163,13 +178,19 @@ def test_two_processes_give_what_one_gives(tmp_path, shared_ray):
 
 
 def test_clients_draw_numbers_of_their_own(tmp_path):
-    differ = [parameters_of(Plan.make(of("Numpy", seed=seed)), tmp_path / str(seed), None) for seed in (1, 2)]
+    differ = [
+        parameters_of(Plan.make(of("Numpy", seed=seed)), tmp_path / str(seed), None)
+        for seed in (1, 2)
+    ]
     assert not np.array_equal(*differ)
 
 
 @pytest.mark.parametrize("name", ["Attribute", "Global", "OnClass", "Generator"])
 def test_a_module_that_keeps_something_is_refused_before_the_run(name, tmp_path):
-    with pytest.raises(ConfigError, match=r"keeps nothing from one batch to the next; .*(calls|CALLS|seen|GENERATOR) changes") as error:
+    with pytest.raises(
+        ConfigError,
+        match=r"keeps nothing from one batch to the next; .*(calls|CALLS|seen|GENERATOR) changes",
+    ) as error:
         run(of(name), tmp_path / "out")
     assert error.value.field == "model.kind" and error.value.value == f"own_modules:{name}"
 

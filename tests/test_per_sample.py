@@ -1,4 +1,6 @@
-"""Per-sample clipping and noise at every local step: every way against autograd, one sample at a time, and what privacy rests on."""
+"""Per-sample clipping and noise at every local step: every way against autograd, one sample at a
+time, and what privacy rests on.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,23 @@ def one_thread():
 
 
 class Positions(nn.Module):
-    """Linear layers over T x 2 positions, the first with few inputs a position, and a LayerNorm over the last two axes."""
+    """Linear layers over T x 2 positions, the first with few inputs a position, and a LayerNorm
+    over the last two axes.
+    """
 
     def __init__(self, positions: int, width: int):
         super().__init__()
         self.positions, inputs = positions, 36 // positions
-        self.first, self.norm, self.last = nn.Linear(inputs, width), nn.LayerNorm((positions, width)), nn.Linear(width, CLASSES, bias=False)
+        self.first, self.norm, self.last = (
+            nn.Linear(inputs, width),
+            nn.LayerNorm((positions, width)),
+            nn.Linear(width, CLASSES, bias=False),
+        )
 
     def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x.reshape(len(x), 2, self.positions, -1))))).mean((1, 2))
+        return self.last(
+            torch.tanh(self.norm(self.first(x.reshape(len(x), 2, self.positions, -1))))
+        ).mean((1, 2))
 
 
 class InPlace(nn.Module):
@@ -57,7 +67,12 @@ class InPlace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.norm, self.c = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(3, 6), nn.Linear(216, CLASSES)
+        self.a, self.b, self.norm, self.c = (
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.GroupNorm(3, 6),
+            nn.Linear(216, CLASSES),
+        )
 
     def forward(self, x):
         a = torch.tanh_(self.a(x))
@@ -102,7 +117,11 @@ class Bare(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last, self.scale = nn.Linear(72, 8), nn.Linear(8, CLASSES), nn.Parameter(torch.ones(8))
+        self.first, self.last, self.scale = (
+            nn.Linear(72, 8),
+            nn.Linear(8, CLASSES),
+            nn.Parameter(torch.ones(8)),
+        )
 
     def forward(self, x):
         return self.last(self.scale * torch.tanh(self.first(x.flatten(1))))
@@ -111,10 +130,16 @@ class Bare(nn.Module):
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enter, self.square, self.leave = nn.Linear(72, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.enter, self.square, self.leave = (
+            nn.Linear(72, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, CLASSES),
+        )
 
     def forward(self, x):
-        return self.leave(torch.tanh(self.square(torch.tanh(self.square(self.enter(x.flatten(1)))))))
+        return self.leave(
+            torch.tanh(self.square(torch.tanh(self.square(self.enter(x.flatten(1))))))
+        )
 
 
 class TiedByHand(nn.Module):
@@ -129,13 +154,22 @@ class TiedByHand(nn.Module):
 
 
 def tied() -> nn.Module:
-    module = nn.Sequential(nn.Flatten(), nn.Linear(72, 72), nn.Tanh(), nn.Linear(72, 72), nn.Linear(72, CLASSES))
+    module = nn.Sequential(
+        nn.Flatten(), nn.Linear(72, 72), nn.Tanh(), nn.Linear(72, 72), nn.Linear(72, CLASSES)
+    )
     module[3].weight = module[1].weight
     return module
 
 
 def frozen() -> nn.Module:
-    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(20, CLASSES))
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Conv2d(4, 5, 3),
+        nn.Flatten(),
+        nn.Linear(20, CLASSES),
+    )
     for parameter in (module[0].bias, module[1].weight, module[3].weight, module[5].bias):
         parameter.requires_grad_(False)
     return module
@@ -151,7 +185,14 @@ def ending(*layers: nn.Module) -> nn.Module:
 STACKS = {
     "softmax": lambda: nn.Sequential(nn.Flatten(), nn.Linear(72, CLASSES)),
     "softmax without bias": lambda: nn.Sequential(nn.Flatten(), nn.Linear(72, CLASSES, bias=False)),
-    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(72, 17), nn.Tanh(), nn.Linear(17, 9, bias=False), nn.Sigmoid(), nn.Linear(9, CLASSES)),
+    "mlp": lambda: nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(72, 17),
+        nn.Tanh(),
+        nn.Linear(17, 9, bias=False),
+        nn.Sigmoid(),
+        nn.Linear(9, CLASSES),
+    ),
 }
 LAYERS = {
     "linear, few positions": lambda: Positions(2, 30),
@@ -159,16 +200,40 @@ LAYERS = {
     "convolution": lambda: ending(nn.Conv2d(2, 5, 3)),
     "of wide patches": lambda: ending(nn.Conv2d(2, 5, 3), nn.Conv2d(5, 3, 3)),
     "of few positions": lambda: ending(nn.Conv2d(2, 20, 5), nn.Conv2d(20, 24, (2, 1), bias=False)),
-    "stride": lambda: ending(nn.Conv2d(2, 5, 3, stride=(2, 1), padding=(1, 2)), nn.Conv2d(5, 20, 2, stride=(1, 3))),
-    "dilation": lambda: ending(nn.Conv2d(2, 5, 2, dilation=(3, 2), padding=1), nn.Conv2d(5, 20, 3, padding=(1, 0), dilation=2)),
-    "groups": lambda: ending(nn.Conv2d(2, 6, 3, groups=2), nn.Conv2d(6, 6, 2, groups=6), nn.Conv2d(6, 9, 2, groups=3)),
-    "padded to the same size": lambda: ending(nn.Conv2d(2, 5, 4, padding="same"), nn.Conv2d(5, 5, 2, padding="same", dilation=3)),
-    "reflected and circular": lambda: ending(nn.Conv2d(2, 5, 3, padding=2, padding_mode="reflect"), nn.Conv2d(5, 20, 3, padding=1, padding_mode="circular")),
-    "one dimension": lambda: ending(nn.Flatten(2), nn.Conv1d(2, 3, 5, stride=2, padding=1), nn.Conv1d(3, 4, 3)),
+    "stride": lambda: ending(
+        nn.Conv2d(2, 5, 3, stride=(2, 1), padding=(1, 2)), nn.Conv2d(5, 20, 2, stride=(1, 3))
+    ),
+    "dilation": lambda: ending(
+        nn.Conv2d(2, 5, 2, dilation=(3, 2), padding=1),
+        nn.Conv2d(5, 20, 3, padding=(1, 0), dilation=2),
+    ),
+    "groups": lambda: ending(
+        nn.Conv2d(2, 6, 3, groups=2), nn.Conv2d(6, 6, 2, groups=6), nn.Conv2d(6, 9, 2, groups=3)
+    ),
+    "padded to the same size": lambda: ending(
+        nn.Conv2d(2, 5, 4, padding="same"), nn.Conv2d(5, 5, 2, padding="same", dilation=3)
+    ),
+    "reflected and circular": lambda: ending(
+        nn.Conv2d(2, 5, 3, padding=2, padding_mode="reflect"),
+        nn.Conv2d(5, 20, 3, padding=1, padding_mode="circular"),
+    ),
+    "one dimension": lambda: ending(
+        nn.Flatten(2), nn.Conv1d(2, 3, 5, stride=2, padding=1), nn.Conv1d(3, 4, 3)
+    ),
     "three dimensions": lambda: ending(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 3, (2, 3, 3))),
-    "transposed": lambda: ending(nn.ConvTranspose2d(2, 4, 3, stride=2, output_padding=1), nn.Conv2d(4, 2, 5, stride=3)),
-    "channels last": lambda: ending(nn.Conv2d(2, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(5, 20, 2)),
-    "group norm": lambda: ending(nn.Conv2d(2, 6, 3), nn.GroupNorm(3, 6), nn.ReLU(inplace=True), nn.Flatten(), nn.GroupNorm(4, 96)),
+    "transposed": lambda: ending(
+        nn.ConvTranspose2d(2, 4, 3, stride=2, output_padding=1), nn.Conv2d(4, 2, 5, stride=3)
+    ),
+    "channels last": lambda: ending(
+        nn.Conv2d(2, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(5, 20, 2)
+    ),
+    "group norm": lambda: ending(
+        nn.Conv2d(2, 6, 3),
+        nn.GroupNorm(3, 6),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.GroupNorm(4, 96),
+    ),
     "instance norm": lambda: ending(nn.Conv2d(2, 6, 3), nn.InstanceNorm2d(6, affine=True)),
     "rms norm": lambda: ending(nn.Conv2d(2, 6, 3), nn.RMSNorm((4, 4))),
     "embedding": Embedded,
@@ -193,7 +258,9 @@ def made(name: str) -> nn.Module:
 
 def rows(sizes=SIZES, n=7, seed=1, regression=False):
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(sizes), n, *SHAPE, generator=generator) * torch.rand(len(sizes), n, 1, 1, 1, generator=generator)
+    x = torch.randn(len(sizes), n, *SHAPE, generator=generator) * torch.rand(
+        len(sizes), n, 1, 1, 1, generator=generator
+    )
     y = torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
     y = torch.randn(len(sizes), n, generator=generator) if regression else y
     for slot, size in enumerate(sizes):  # whoever looks at padding will show it
@@ -208,20 +275,43 @@ def gradients(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     each = []
     for row, label in zip(x, y, strict=True):
         outputs = module(row[None])
-        loss = (outputs.squeeze() - label) ** 2 / 2 if y.is_floating_point() else F.cross_entropy(outputs, label[None])
-        each.append(torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]).double())
+        loss = (
+            (outputs.squeeze() - label) ** 2 / 2
+            if y.is_floating_point()
+            else F.cross_entropy(outputs, label[None])
+        )
+        each.append(
+            torch.cat(
+                [gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]
+            ).double()
+        )
     return torch.stack(each)
 
 
-def by_the_book(module: nn.Module, local: Sgd, clip: float, x, y, index, slot: int, std: float, correction) -> tuple[torch.Tensor, np.ndarray]:
-    """One client's update, step by step as the papers print it, on a float64 model; and the norms that its samples' gradients had, [steps, batch]."""
+def by_the_book(
+    module: nn.Module, local: Sgd, clip: float, x, y, index, slot: int, std: float, correction
+) -> tuple[torch.Tensor, np.ndarray]:
+    """One client's update, step by step as the papers print it, on a float64 model; and the norms
+    that its samples' gradients had, [steps, batch].
+    """
     start = models.flatten(module).double()
     now, velocity, norms = start.clone(), torch.zeros_like(start), []
     for step, batch in enumerate(index):
         each = gradients(models.load(copy.deepcopy(module), now.float()), x[batch], y[batch])
         norms.append([float(one.norm()) for one in each])
         g = sum(one * min(1.0, clip / float(one.norm())) for one in each) / len(batch)
-        g += std * normals(SEED, Purpose.STEP_NOISE, len(start), round=ROUND, client=CLIENTS[slot], draw=DRAWS[slot], step=step).double()
+        g += (
+            std
+            * normals(
+                SEED,
+                Purpose.STEP_NOISE,
+                len(start),
+                round=ROUND,
+                client=CLIENTS[slot],
+                draw=DRAWS[slot],
+                step=step,
+            ).double()
+        )
         g += local.weight_decay * now + local.proximal * (now - start) + correction.double()
         velocity = local.momentum * velocity + g
         now = now - local.learning_rate(ROUND) * velocity
@@ -230,7 +320,9 @@ def by_the_book(module: nn.Module, local: Sgd, clip: float, x, y, index, slot: i
 
 @cache
 def median_norm(name: str) -> float:
-    """About; between the norms of two samples, so that rounding decides of none whether it is clipped."""
+    """About; between the norms of two samples, so that rounding decides of none whether it is
+    clipped.
+    """
     x, y = rows()
     return float(gradients(made(name), x[0], y[0]).norm(dim=1).quantile(0.45))
 
@@ -243,19 +335,34 @@ def expected(name: str, method: str) -> dict[int, tuple[torch.Tensor, np.ndarray
     index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
     clip = median_norm(name)
     return {
-        slot: by_the_book(module, local, clip, x[slot], y[slot], index[slot, :, : batch_sizes[slot]], slot, stds[slot], corrections[slot])
+        slot: by_the_book(
+            module,
+            local,
+            clip,
+            x[slot],
+            y[slot],
+            index[slot, :, : batch_sizes[slot]],
+            slot,
+            stds[slot],
+            corrections[slot],
+        )
         for slot in np.flatnonzero(SIZES)
     }
 
 
 def noise_and_corrections(module: nn.Module) -> tuple[np.ndarray, torch.Tensor]:
-    corrections = torch.randn(5, models.parameter_count(module), generator=torch.Generator().manual_seed(2)) * 0.01
+    corrections = (
+        torch.randn(5, models.parameter_count(module), generator=torch.Generator().manual_seed(2))
+        * 0.01
+    )
     return np.array([0.01, 0.0, 0.02, 0.0, 0.005]), corrections
 
 
 def train(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, **more):
     trainer = Trainer(module, local, way=way, seed=SEED, clip=clip)
-    lane = trainer.lane(models.flatten(module), x, y, sizes, round=ROUND, clients=clients, draws=draws, **more)
+    lane = trainer.lane(
+        models.flatten(module), x, y, sizes, round=ROUND, clients=clients, draws=draws, **more
+    )
     return {slot: (delta, loss) for slot, delta, loss in lane}
 
 
@@ -266,21 +373,40 @@ def test_every_way_clips_each_sample_as_autograd_by_the_book_does(way, name):
     before = models.flatten(module)
     stds, corrections = noise_and_corrections(module)
     for method in LOCALS if name in ("mlp", "channels last", "bare parameter") else ("all terms",):
-        got = train(way, module, LOCALS[method], median_norm(name), *rows(), stds=stds, corrections=corrections)
+        got = train(
+            way,
+            module,
+            LOCALS[method],
+            median_norm(name),
+            *rows(),
+            stds=stds,
+            corrections=corrections,
+        )
         assert torch.equal(models.flatten(module), before)
         assert list(got) == [0, 1, 2, 4]
         for slot, (update, _) in expected(name, method).items():
             assert (got[slot][0] - update).norm() <= 2e-5 * update.norm()
 
 
-@pytest.mark.parametrize("way,name", [("fused", "softmax"), ("fused", "mlp"), ("layerwise", "channels last"), ("vmap", "bare parameter"), ("loop", "mlp")])
+@pytest.mark.parametrize(
+    "way,name",
+    [
+        ("fused", "softmax"),
+        ("fused", "mlp"),
+        ("layerwise", "channels last"),
+        ("vmap", "bare parameter"),
+        ("loop", "mlp"),
+    ],
+)
 def test_the_loss_is_the_mean_over_the_batches_rows_unclipped(way, name):
     module, local = made(name), Sgd(steps=1, batch=4)
     x, y = rows()
     index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
     for slot, (_, loss) in train(way, module, local, 1e-3, x, y).items():
         batch = index[slot, 0, : batch_sizes[slot]]
-        assert loss == pytest.approx(F.cross_entropy(module(x[slot, batch]), y[slot, batch]).item(), rel=1e-5)
+        assert loss == pytest.approx(
+            F.cross_entropy(module(x[slot, batch]), y[slot, batch]).item(), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("way", ["fused", "layerwise", "vmap", "loop"])
@@ -294,24 +420,54 @@ def test_regression_is_clipped_too(way):
         each = gradients(module, x[slot, :size], y[slot, :size])
         mean = (each * (clip / each.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
         assert (delta + mean).norm() <= 1e-5 * mean.norm()
-        assert loss == pytest.approx((module(x[slot, :size])[:, 0] - y[slot, :size]).square().mean().item() / 2, rel=1e-5)
+        assert loss == pytest.approx(
+            (module(x[slot, :size])[:, 0] - y[slot, :size]).square().mean().item() / 2, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("ghost,few", [(0, 0), (0, 1 << 20), (1 << 20, 0)])
-@pytest.mark.parametrize("name", ["linear, few positions", "linear, many positions", "of wide patches", "stride", "dilation", "channels last"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear, few positions",
+        "linear, many positions",
+        "of wide patches",
+        "stride",
+        "dilation",
+        "channels last",
+    ],
+)
 def test_gradients_that_are_formed_and_those_that_are_not_agree(name, ghost, few, monkeypatch):
     monkeypatch.setattr(layerwise, "GHOST", ghost)
     monkeypatch.setattr(layerwise, "FEW", few)
     module = made(name)
     stds, corrections = noise_and_corrections(module)
-    got = train("layerwise", module, LOCALS["all terms"], median_norm(name), *rows(), stds=stds, corrections=corrections)
+    got = train(
+        "layerwise",
+        module,
+        LOCALS["all terms"],
+        median_norm(name),
+        *rows(),
+        stds=stds,
+        corrections=corrections,
+    )
     for slot, (update, _) in expected(name, "all terms").items():
         assert (got[slot][0] - update).norm() <= 2e-5 * update.norm()
 
 
 def test_each_form_of_a_gradient_is_chosen_somewhere_among_the_tested_layers():
-    shapes = {nn.Linear(9, 30): (4, 2, 2, 30), nn.Linear(2, 5): (4, 2, 18, 5), nn.Conv2d(20, 24, (2, 1)): (4, 24, 1, 2), nn.Conv2d(2, 5, 3): (4, 5, 4, 4)}
-    assert [layerwise._ghostly(layer, "weight", output) for layer, output in shapes.items()] == [True, False, True, False]
+    shapes = {
+        nn.Linear(9, 30): (4, 2, 2, 30),
+        nn.Linear(2, 5): (4, 2, 18, 5),
+        nn.Conv2d(20, 24, (2, 1)): (4, 24, 1, 2),
+        nn.Conv2d(2, 5, 3): (4, 5, 4, 4),
+    }
+    assert [layerwise._ghostly(layer, "weight", output) for layer, output in shapes.items()] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
@@ -322,29 +478,51 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
 
     generator = torch.Generator().manual_seed(0)
     for apart in (1e-2, 1e-3, 1e-4, 1e-5, 0.0):
-        a = torch.randn(200, 1, 64, generator=generator) + apart * torch.randn(200, 2, 64, generator=generator)
+        a = torch.randn(200, 1, 64, generator=generator) + apart * torch.randn(
+            200, 2, 64, generator=generator
+        )
         g = torch.randn(200, 1, 32, generator=generator) * torch.tensor([1.0, -1.0])[:, None]
         assert (layerwise._ghost(a, g).double().sqrt() >= norms(a, g)).all()
-    a, g = torch.randn(200, 8, 64, generator=generator), torch.randn(200, 8, 32, generator=generator)
-    torch.testing.assert_close(layerwise._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0)
+    a, g = (
+        torch.randn(200, 8, 64, generator=generator),
+        torch.randn(200, 8, 32, generator=generator),
+    )
+    torch.testing.assert_close(
+        layerwise._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
+    )
 
 
-@pytest.mark.parametrize("way,module,name", [("layerwise", layerwise, "channels last"), ("vmap", vmap, "bare parameter")])
+@pytest.mark.parametrize(
+    "way,module,name", [("layerwise", layerwise, "channels last"), ("vmap", vmap, "bare parameter")]
+)
 def test_a_batch_that_takes_too_much_memory_is_cut(way, module, name, monkeypatch):
     shares, shares_cut = np.empty(5), np.empty(5)
     whole = train(way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares)
     calls = []
     spied = {"layerwise": (Layerwise, "_forward"), "vmap": (vmap.Vmap, "_loss")}[way]
     inner = getattr(*spied)
-    monkeypatch.setattr(*spied, lambda self, *arguments: (calls.append(1), inner(self, *arguments))[1])
+    monkeypatch.setattr(
+        *spied, lambda self, *arguments: (calls.append(1), inner(self, *arguments))[1]
+    )
     monkeypatch.setattr(module, "LIMIT", 1)
-    for slot, (delta, loss) in train(way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares_cut).items():
-        assert (delta - whole[slot][0]).norm() <= 1e-5 * delta.norm() and loss == pytest.approx(whole[slot][1])
+    for slot, (delta, loss) in train(
+        way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares_cut
+    ).items():
+        assert (delta - whole[slot][0]).norm() <= 1e-5 * delta.norm() and loss == pytest.approx(
+            whole[slot][1]
+        )
     np.testing.assert_array_equal(shares, shares_cut)
     assert len(calls) >= 4 * 2
 
 
-PRIVATE = [("fused", "softmax"), ("fused", "mlp"), ("layerwise", "channels last"), ("layerwise", "in place"), ("vmap", "bare parameter"), ("loop", "mlp")]
+PRIVATE = [
+    ("fused", "softmax"),
+    ("fused", "mlp"),
+    ("layerwise", "channels last"),
+    ("layerwise", "in place"),
+    ("vmap", "bare parameter"),
+    ("loop", "mlp"),
+]
 
 
 @pytest.mark.parametrize("way,name", PRIVATE)
@@ -358,7 +536,9 @@ def test_no_sample_moves_a_step_by_more_than_the_bound(way, name):
         x, y = rows(sizes=[1] * 5, n=1, seed=seed)
         x *= torch.from_numpy(10 ** generator.uniform(-3, 3, (5, 1, 1, 1, 1)).astype(np.float32))
         clip = float(10 ** generator.uniform(-2, 2))
-        for slot, (delta, _) in train(way, module, local, clip, x, y, [1] * 5, range(5), [0] * 5).items():
+        for slot, (delta, _) in train(
+            way, module, local, clip, x, y, [1] * 5, range(5), [0] * 5
+        ).items():
             raw = gradients(module, x[slot], y[slot])[0]
             rounding = 1e-6 * float(models.flatten(module).norm())
             assert delta.norm() <= clip * (1 + 1e-5) + rounding
@@ -372,13 +552,17 @@ def test_no_sample_moves_a_step_by_more_than_the_bound(way, name):
 
 
 @pytest.mark.parametrize("way,name", PRIVATE)
-def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound_over_the_batch(way, name):
+def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound_over_the_batch(
+    way, name
+):
     module, clip = made(name), 0.5 * median_norm(name)
     local = Sgd(steps=1, batch="full", lr=1.0)
     x, y = rows(sizes=[5] * 5, n=5)
     other = x.clone()
     other[:, 2] = 50 * torch.flip(x[:, 2], (1,))
-    before, after = (train(way, module, local, clip, each, y, [5] * 5, range(5), [0] * 5) for each in (x, other))
+    before, after = (
+        train(way, module, local, clip, each, y, [5] * 5, range(5), [0] * 5) for each in (x, other)
+    )
     for slot in range(5):
         moved = (before[slot][0] - after[slot][0]).norm()
         assert 0 < moved <= 2 * clip / 5 * (1 + 1e-4) + 1e-6 * models.flatten(module).norm()
@@ -386,7 +570,9 @@ def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound
 
 @pytest.mark.parametrize("way,name", PRIVATE)
 def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, name):
-    """Not divided by the batch, whatever its size; each step its own. Kolmogorov-Smirnov; false-alarm rate 1e-4."""
+    """Not divided by the batch, whatever its size; each step its own. Kolmogorov-Smirnov;
+    false-alarm rate 1e-4.
+    """
     module, local = made(name), Sgd(steps=2, batch=4, lr=0.5)
     d, clip = models.parameter_count(module), 1e-6
     stds = np.array([0.5, 1.0, 2.0, 9.0, 4.0])
@@ -416,32 +602,71 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
         others_x, others_y = rows(sizes=[7] * 5, seed=9)
         for rows_x, rows_y in ((alone_x, alone_y), (others_x, others_y)):
             rows_x[slot], rows_y[slot] = x[slot], y[slot]
-        alone = train(way, module, local, clip, alone_x, alone_y, np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1), stds=stds, corrections=corrections)
-        others = dict(stds=np.where(keep, stds, 3.0), corrections=torch.where(torch.from_numpy(keep)[:, None], corrections, 1.0))
-        among = train(way, module, local, clip, others_x, others_y, np.where(keep, SIZES, 7), np.where(keep, CLIENTS, np.arange(40, 45)), **others)
+        alone = train(
+            way,
+            module,
+            local,
+            clip,
+            alone_x,
+            alone_y,
+            np.where(keep, SIZES, 0),
+            np.where(keep, CLIENTS, -1),
+            stds=stds,
+            corrections=corrections,
+        )
+        others = dict(
+            stds=np.where(keep, stds, 3.0),
+            corrections=torch.where(torch.from_numpy(keep)[:, None], corrections, 1.0),
+        )
+        among = train(
+            way,
+            module,
+            local,
+            clip,
+            others_x,
+            others_y,
+            np.where(keep, SIZES, 7),
+            np.where(keep, CLIENTS, np.arange(40, 45)),
+            **others,
+        )
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
 
 
 @pytest.mark.parametrize("way,name", PRIVATE)
-def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_longer_than_the_bound(way, name):
+def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_longer_than_the_bound(
+    way, name
+):
     module, clip = made(name), median_norm(name)
     stds, corrections = noise_and_corrections(module)
     for method in LOCALS:
         clipped, seen = np.zeros(5), {}
         trainer = Trainer(module, LOCALS[method], way=way, seed=SEED, clip=clip)
         x, y = rows()
-        keyed = {"round": ROUND, "clients": CLIENTS, "draws": DRAWS, "stds": stds, "corrections": corrections}
-        for slot, _, _ in trainer.lane(models.flatten(module), x, y, SIZES, **keyed, clipped=clipped):
+        keyed = {
+            "round": ROUND,
+            "clients": CLIENTS,
+            "draws": DRAWS,
+            "stds": stds,
+            "corrections": corrections,
+        }
+        for slot, _, _ in trainer.lane(
+            models.flatten(module), x, y, SIZES, **keyed, clipped=clipped
+        ):
             seen[slot] = clipped[slot]  # there once the slot is yielded
         norms = {slot: norms for slot, (_, norms) in expected(name, method).items()}
-        assert all(np.abs(each / clip - 1).min() > 5e-5 for each in norms.values())  # rounding decides of none
-        assert seen == pytest.approx({slot: np.mean(each > clip) for slot, each in norms.items()}, rel=1e-15)
+        # rounding decides of none
+        assert all(np.abs(each / clip - 1).min() > 5e-5 for each in norms.values())
+        assert seen == pytest.approx(
+            {slot: np.mean(each > clip) for slot, each in norms.items()}, rel=1e-15
+        )
         assert any(0 < share < 1 for share in seen.values()) and np.isnan(clipped[3])
 
 
 @pytest.mark.parametrize("way,name", PRIVATE)
-def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_that_is_not_finite(way, name):
+def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_that_is_not_finite(
+    way, name
+):
     module, (x, y), local = made(name), rows(), Sgd(steps=1, batch="full")
     clipped = np.empty(5)
     for clip, share in ((1e9, 0.0), (1e-9, 1.0)):
@@ -458,16 +683,35 @@ def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_tha
 
 def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
     index, factors = np.array([[[3, 0, 3], [1, 1, 3]], [[2, 0, 0], [1, 0, 0]]]), torch.ones(2, 2, 4)
-    factors[0, 0, 3] = factors[1, 0, 1] = factors[0, 1, 0] = factors[1, 1, 1] = 0.5  # [steps, clients, rows]
-    x, y, sizes, batch_sizes = torch.zeros(2, 4, 1), torch.zeros(2, 4), np.array([4, 3]), np.array([3, 1])
-    lane = LaneData(x, y, sizes, index, batch_sizes, [0, 1], 0.1, lambda slot: torch.Generator(), clip=1.0, clipped=np.empty(2))
+    # [steps, clients, rows]
+    factors[0, 0, 3] = factors[1, 0, 1] = factors[0, 1, 0] = factors[1, 1, 1] = 0.5
+    x, y, sizes, batch_sizes = (
+        torch.zeros(2, 4, 1),
+        torch.zeros(2, 4),
+        np.array([4, 3]),
+        np.array([3, 1]),
+    )
+    lane = LaneData(
+        x,
+        y,
+        sizes,
+        index,
+        batch_sizes,
+        [0, 1],
+        0.1,
+        lambda slot: torch.Generator(),
+        clip=1.0,
+        clipped=np.empty(2),
+    )
     lane.count_clipped(list(factors))
     np.testing.assert_array_equal(lane.clipped, [4 / 6, 1 / 2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way,name", PRIVATE)
-def test_a_gradient_that_is_not_finite_shows_in_its_clients_update_and_in_no_other(way, name, value):
+def test_a_gradient_that_is_not_finite_shows_in_its_clients_update_and_in_no_other(
+    way, name, value
+):
     module, local = made(name), Sgd(steps=1, batch="full", lr=0.1)
     x, y = rows()
     healthy = train(way, module, local, 1.0, x, y)
@@ -482,19 +726,25 @@ def test_a_finite_gradient_whose_norm_overflows_is_not_dropped():
     x, y = rows()
     x[2, 3] = 1e30
     for way in ("fused", "layerwise", "vmap", "loop"):
-        assert not torch.isfinite(train(way, module, Sgd(steps=1, batch="full"), 1.0, x, y)[2][0]).all()
+        assert not torch.isfinite(
+            train(way, module, Sgd(steps=1, batch="full"), 1.0, x, y)[2][0]
+        ).all()
 
 
 def test_scaffold_trains_with_clipping_and_noise():
     module, local = made("channels last"), Scaffold(steps=2, batch=4, lr=0.3)
     stds, corrections = noise_and_corrections(module)
-    got = {way: train(way, module, local, 1.0, *rows(), stds=stds, corrections=corrections) for way in ("layerwise", "vmap", "loop")}
+    got = {
+        way: train(way, module, local, 1.0, *rows(), stds=stds, corrections=corrections)
+        for way in ("layerwise", "vmap", "loop")
+    }
     for slot, (delta, _) in got["loop"].items():
         for way in ("layerwise", "vmap"):
             assert (got[way][slot][0] - delta).norm() <= 2e-5 * delta.norm()
 
 
-# ----------------------------------------------------------------------------------------------------- which way
+# -----------------------------------------------------------------------------------------------------
+# which way
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -502,10 +752,15 @@ def test_the_way_follows_from_the_architecture(name, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
         way = resolve(made(name), Sgd(), 20, SHAPE, clip=1.0)
     assert way == ("fused" if name in STACKS else "layerwise" if name in LAYERS else "vmap")
-    assert [message.partition(";")[0] for message in caplog.messages] == ["clients are trained by vmap"] * (way == "vmap")
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "clients are trained by vmap"
+    ] * (way == "vmap")
 
 
-@pytest.mark.parametrize("kind,way", [("softmax", "fused"), ("mlp", "fused"), ("cnn", "layerwise"), ("dp_cnn", "layerwise")])
+@pytest.mark.parametrize(
+    "kind,way",
+    [("softmax", "fused"), ("mlp", "fused"), ("cnn", "layerwise"), ("dp_cnn", "layerwise")],
+)
 def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
     module = models.build(models.parse({"kind": kind}), (1, 12, 12), 10, seed=0)
     assert resolve(module, Sgd(), 100, (1, 12, 12), clip=1.0) == way and not caplog.messages
@@ -521,7 +776,10 @@ def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
     ],
 )
 def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name, reason):
-    with pytest.raises(ConfigError, match=rf"client\.way = 'layerwise': auto or loop; this way does not fit the model: {reason}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"client\.way = 'layerwise': auto or loop; this way does not fit the model: {reason}",
+    ):
         resolve(made(name), Sgd(), 20, SHAPE, "layerwise", clip=1.0)
 
 
@@ -539,7 +797,10 @@ class Overwrites(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), nn.Linear(72, CLASSES)
+        self.first, self.last = (
+            nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
+            nn.Linear(72, CLASSES),
+        )
 
     def forward(self, x):
         x = x + 0
@@ -554,7 +815,9 @@ class SamplesSecond(nn.Module):
         self.first, self.last = nn.Linear(6, 5), nn.Linear(60, CLASSES)
 
     def forward(self, x):
-        return self.last(self.first(x.transpose(0, 1).reshape(12, -1, 6)).transpose(0, 1).reshape(len(x), -1))
+        return self.last(
+            self.first(x.transpose(0, 1).reshape(12, -1, 6)).transpose(0, 1).reshape(len(x), -1)
+        )
 
 
 class Unused(nn.Module):
@@ -619,7 +882,10 @@ class Shrinking(nn.Module):
 
 
 def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides_that():
-    with pytest.raises(ConfigError, match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter linear.weight changes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter linear.weight changes",
+    ):
         resolve(Shrinking(), Sgd(), 20, SHAPE, clip=1.0)
     table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
     with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
@@ -653,11 +919,19 @@ class Counting(nn.Module):
 
 def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused():
     assert resolve(Mixing(), Sgd(), 20, SHAPE, clip=1.0) in ("vmap", "loop")
-    with pytest.raises(ConfigError, match=r"model = 'Counting': a module that keeps samples apart.*its buffer mean changes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model = 'Counting': a module that keeps samples apart.*its buffer mean changes",
+    ):
         resolve(Counting(), Sgd(), 20, SHAPE, clip=1.0)
-    normed = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES))
+    normed = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
+    )
     for way in ("auto", "layerwise", "vmap", "loop"):
-        with pytest.raises(ConfigError, match=r"model = 'Sequential': a module that keeps samples apart.*1 is a BatchNorm2d .*group_norm"):
+        with pytest.raises(
+            ConfigError,
+            match=r"model = 'Sequential': a module that keeps samples apart.*1 is a BatchNorm2d .*group_norm",
+        ):
             resolve(normed, Sgd(), 20, SHAPE, way, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
         Layerwise(normed, Sgd(), torch.device("cpu"))
@@ -670,7 +944,11 @@ def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatc
     from raydpfl.local import engine, layerwise, linear
 
     right = layerwise.clip_factors
-    wrong = (lambda norms, bound: right(0.97 * norms, bound)) if fault == "a norm too small" else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
+    wrong = (
+        (lambda norms, bound: right(0.97 * norms, bound))
+        if fault == "a norm too small"
+        else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
+    )
     assert engine._mismatch(made(name), Sgd(), SHAPE, way, 1.0, False) is None
     for each in (layerwise, linear, vmap):
         monkeypatch.setattr(each, "clip_factors", wrong)
@@ -685,8 +963,27 @@ def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():
     torch.manual_seed(1)
     for slot, (delta, _) in together.items():
         keep = np.arange(5) == slot
-        alone = train("layerwise", module, LOCALS["plain"], 1.0, x, y, np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1))
+        alone = train(
+            "layerwise",
+            module,
+            LOCALS["plain"],
+            1.0,
+            x,
+            y,
+            np.where(keep, SIZES, 0),
+            np.where(keep, CLIENTS, -1),
+        )
         assert torch.equal(alone[slot][0], delta)
     one_x, one_y = x[:1, :1].expand(5, 7, -1, -1, -1), y[:1, :1].expand(5, 7)
-    dropped = train("layerwise", module, Sgd(steps=1, batch=7), 1.0, one_x, one_y, [7] * 5, [1, 2, 3, 3, 4], [0, 0, 0, 1, 0])
+    dropped = train(
+        "layerwise",
+        module,
+        Sgd(steps=1, batch=7),
+        1.0,
+        one_x,
+        one_y,
+        [7] * 5,
+        [1, 2, 3, 3, 4],
+        [0, 0, 0, 1, 0],
+    )
     assert len({loss for _, loss in dropped.values()}) == 5

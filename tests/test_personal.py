@@ -1,4 +1,6 @@
-"""Budgets per client, and the accounting of noise at local steps: each client as if it were alone, and what was promised it."""
+"""Budgets per client, and the accounting of noise at local steps: each client as if it were alone,
+and what was promised it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 from raydpfl import keys
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.local import Sgd, batches
-from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, epsilon, gaussian_delta, gaussian_epsilon, paper, personal
+from raydpfl.privacy import (
+    Guarantee,
+    LocalSteps,
+    Mechanism,
+    Query,
+    epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    paper,
+    personal,
+)
 from raydpfl.privacy.accountants import FORMULAS
 from raydpfl.privacy.budgets import Law, parse
 from raydpfl.privacy.personal import SHARES
@@ -43,7 +55,10 @@ def test_uniform_budgets_have_their_law_above_the_floor():
     drawn = parse({"kind": "uniform", "low": 0.5, "high": 2}).draw(seed=1, clients=20_000)
     assert kstest(drawn, uniform(0.5, 1.5).cdf).pvalue > FALSE_ALARM
     unit = parse({"kind": "uniform"}).draw(seed=1, clients=20_000)  # 003: U(0, 1)
-    assert unit.min() == 0.01 and binomtest(int((unit == 0.01).sum()), 20_000, 0.01).pvalue > FALSE_ALARM
+    assert (
+        unit.min() == 0.01
+        and binomtest(int((unit == 0.01).sum()), 20_000, 0.01).pvalue > FALSE_ALARM
+    )
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 10), (2, 8)])
@@ -58,12 +73,22 @@ def test_the_mixtures_of_003_have_the_law_of_drawing_again_while_negative(low, h
 
 
 def test_a_component_that_is_nearly_always_negative_is_drawn_from_its_tail():
-    tail = parse({"kind": "normal_mixture", "floor": 1e-9, "components": [{"weight": 1, "mean": -4, "std": 0.5}]})
+    tail = parse(
+        {
+            "kind": "normal_mixture",
+            "floor": 1e-9,
+            "components": [{"weight": 1, "mean": -4, "std": 0.5}],
+        }
+    )
     drawn, law = tail.draw(seed=4, clients=2000), norm(-4, 0.5)
-    assert (drawn > 0).all() and kstest(drawn, lambda x: 1 - law.sf(x) / law.sf(0)).pvalue > FALSE_ALARM
+    assert (drawn > 0).all() and kstest(
+        drawn, lambda x: 1 - law.sf(x) / law.sf(0)
+    ).pvalue > FALSE_ALARM
 
 
-@pytest.mark.parametrize("law", [parse(0.3), parse({"kind": "uniform", "public": 0.3}), mixture(0.5, 10)])
+@pytest.mark.parametrize(
+    "law", [parse(0.3), parse({"kind": "uniform", "public": 0.3}), mixture(0.5, 10)]
+)
 def test_a_clients_budget_depends_on_its_number_and_the_seed_alone(law):
     many = law.draw(seed=5, clients=1000)
     for count in (1, 7, 999):
@@ -77,25 +102,45 @@ def test_a_share_of_the_clients_is_public_whatever_the_law():
     drawn = parse(law).draw(seed=7, clients=20_000)
     assert binomtest(int(np.isinf(drawn).sum()), 20_000, 0.25).pvalue > FALSE_ALARM
     private = parse(law | {"public": 0}).draw(seed=7, clients=20_000)
-    assert (drawn[np.isfinite(drawn)] == private[np.isfinite(drawn)]).all()  # nobody else's budget moved
-    assert (np.isinf(drawn) == np.isinf(parse({"kind": "constant", "epsilon": 3, "public": 0.25}).draw(7, 20_000))).all()
+    # nobody else's budget moved
+    assert (drawn[np.isfinite(drawn)] == private[np.isfinite(drawn)]).all()
+    assert (
+        np.isinf(drawn)
+        == np.isinf(parse({"kind": "constant", "epsilon": 3, "public": 0.25}).draw(7, 20_000))
+    ).all()
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "npz"])
 def test_a_column_of_any_table_file_gives_the_budgets_and_inf_is_public(suffix, tmp_path, caplog):
     columns = {"epsilon": np.array([0.5, math.inf, 0.001, 4.0]), "who": np.array([30, 10, 20, 40])}
     path, table = tmp_path / f"budgets.{suffix}", pa.table(columns)
-    write = {"csv": csv.write_csv, "parquet": parquet.write_table, "arrow": feather.write_feather, "npz": lambda *_: np.savez(path, **columns)}
+    write = {
+        "csv": csv.write_csv,
+        "parquet": parquet.write_table,
+        "arrow": feather.write_feather,
+        "npz": lambda *_: np.savez(path, **columns),
+    }
     write[suffix](table, path)
     law = {"kind": "column", "path": str(path)}
     assert parse(law).draw(0, 4).tolist() == [0.5, math.inf, 0.01, 4.0]
-    assert "below noise.epsilon.floor are raised to 0.01: 1 of" in caplog.text and "the first in row 2, which asks for 0.001" in caplog.text
+    assert (
+        "below noise.epsilon.floor are raised to 0.01: 1 of" in caplog.text
+        and "the first in row 2, which asks for 0.001" in caplog.text
+    )
     assert parse(law | {"client": "who"}).draw(0, 4).tolist() == [math.inf, 0.01, 0.5, 4.0]
-    assert parse({**law, "path": path.name}).draw(0, 4, root=tmp_path).tolist() == [0.5, math.inf, 0.01, 4.0]
+    assert parse({**law, "path": path.name}).draw(0, 4, root=tmp_path).tolist() == [
+        0.5,
+        math.inf,
+        0.01,
+        4.0,
+    ]
 
 
 def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
-    parquet.write_table(pa.table({"name": list("bab"), "epsilon": [1.0, 2.0, 1.0], "torn": [1.0, 2.0, 3.0]}), tmp_path / "t.parquet")
+    parquet.write_table(
+        pa.table({"name": list("bab"), "epsilon": [1.0, 2.0, 1.0], "torn": [1.0, 2.0, 3.0]}),
+        tmp_path / "t.parquet",
+    )
     law = {"kind": "column", "path": "t.parquet", "client": "name"}
     assert parse(law).draw(0, 2, root=tmp_path).tolist() == [2.0, 1.0]
     with pytest.raises(ConfigError, match="one budget for each client; client b has several"):
@@ -107,21 +152,54 @@ def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
     [
         (0, "noise.epsilon = 0: a positive finite number"),
         (math.inf, "noise.epsilon = inf: a positive finite number"),
-        ({"kind": "normal"}, "noise.epsilon.kind = 'normal': one of constant, uniform, normal_mixture, column"),
-        ({"kind": "uniform", "low": 2, "high": 1}, "noise.epsilon.high = 1.0: above noise.epsilon.low = 2"),
-        ({"kind": "uniform", "high": 0.005}, "noise.epsilon.high = 0.005: above noise.epsilon.low = 0 and noise.epsilon.floor = 0.01"),
+        (
+            {"kind": "normal"},
+            "noise.epsilon.kind = 'normal': one of constant, uniform, normal_mixture, column",
+        ),
+        (
+            {"kind": "uniform", "low": 2, "high": 1},
+            "noise.epsilon.high = 1.0: above noise.epsilon.low = 2",
+        ),
+        (
+            {"kind": "uniform", "high": 0.005},
+            "noise.epsilon.high = 0.005: above noise.epsilon.low = 0 and noise.epsilon.floor = 0.01",
+        ),
         ({"kind": "uniform", "floor": 0}, "noise.epsilon.floor = 0: "),
         ({"kind": "uniform", "public": 1.5}, "noise.epsilon.public = 1.5: "),
-        ({"kind": "constant", "epsilon": 0.001}, "noise.epsilon.epsilon = 0.001: at least the floor of 0.01"),
+        (
+            {"kind": "constant", "epsilon": 0.001},
+            "noise.epsilon.epsilon = 0.001: at least the floor of 0.01",
+        ),
         ({"kind": "normal_mixture", "components": []}, "noise.epsilon.components = []: "),
-        ({"kind": "normal_mixture", "components": [{"weight": 1, "mean": 1, "std": 0}]}, "noise.epsilon.components.0"),
+        (
+            {"kind": "normal_mixture", "components": [{"weight": 1, "mean": 1, "std": 0}]},
+            "noise.epsilon.components.0",
+        ),
         ({"kind": "column", "path": "none.csv"}, "noise.epsilon.path = 'none.csv': a file"),
-        ({"kind": "column", "path": "broken.parquet"}, "noise.epsilon.path = 'broken.parquet': a CSV, Parquet, Arrow or NPZ file"),
-        ({"kind": "column", "path": "t.csv"}, "noise.epsilon.column = 'epsilon': a column of t.csv: a, text, bad"),
-        ({"kind": "column", "path": "t.csv", "column": "a", "client": "who"}, "noise.epsilon.client = 'who': a column of t.csv"),
-        ({"kind": "column", "path": "t.csv", "column": "text"}, "noise.epsilon.column = 'text': a column of numbers"),
-        ({"kind": "column", "path": "t.csv", "column": "bad"}, "noise.epsilon.column = 'bad': positive numbers, inf for a public client; row 1 has 0"),
-        ({"kind": "column", "path": "t.csv", "column": "a"}, "noise.epsilon.path = 't.csv': a budget for each of the 3 clients; it has 2"),
+        (
+            {"kind": "column", "path": "broken.parquet"},
+            "noise.epsilon.path = 'broken.parquet': a CSV, Parquet, Arrow or NPZ file",
+        ),
+        (
+            {"kind": "column", "path": "t.csv"},
+            "noise.epsilon.column = 'epsilon': a column of t.csv: a, text, bad",
+        ),
+        (
+            {"kind": "column", "path": "t.csv", "column": "a", "client": "who"},
+            "noise.epsilon.client = 'who': a column of t.csv",
+        ),
+        (
+            {"kind": "column", "path": "t.csv", "column": "text"},
+            "noise.epsilon.column = 'text': a column of numbers",
+        ),
+        (
+            {"kind": "column", "path": "t.csv", "column": "bad"},
+            "noise.epsilon.column = 'bad': positive numbers, inf for a public client; row 1 has 0",
+        ),
+        (
+            {"kind": "column", "path": "t.csv", "column": "a"},
+            "noise.epsilon.path = 't.csv': a budget for each of the 3 clients; it has 2",
+        ),
     ],
 )
 def test_a_law_that_cannot_be_is_refused_in_one_line(law, message, tmp_path):
@@ -140,7 +218,9 @@ def test_a_plain_number_has_no_floor_above_it():
 
 
 def clients(count: int, seed: int) -> dict:
-    """Clients of many sizes, some smaller than a batch, with participations from 0 and budgets of their own."""
+    """Clients of many sizes, some smaller than a batch, with participations from 0 and budgets of
+    their own.
+    """
     generator = keys.stream(seed, keys.Purpose.BUDGET, step=2)
     samples = np.exp(generator.uniform(np.log(15), np.log(2000), count)).astype(int)
     return {
@@ -159,7 +239,13 @@ def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
     if count == 0:
         return 0.0
     n, b = int(mechanism.samples[k]), int(mechanism.batches[k])
-    one = Mechanism.of_local_steps(samples=n, batch=b, steps=mechanism.steps * count, bound=mechanism.bound, std=float(mechanism.stds[k]))
+    one = Mechanism.of_local_steps(
+        samples=n,
+        batch=b,
+        steps=mechanism.steps * count,
+        bound=mechanism.bound,
+        std=float(mechanism.stds[k]),
+    )
     return epsilon(one, "replace_one", mechanism.delta, accountant=accountant)
 
 
@@ -168,7 +254,9 @@ def test_every_client_meets_its_own_budget_and_hardly_less_noise_would_not(accou
     given = clients(16, seed=8)
     found = LocalSteps.calibrated(**given, accountant=accountant)
     assert (given["samples"] <= 32).any() and (given["participations"] == 0).any()
-    for k, (count, budget) in enumerate(zip(given["participations"].tolist(), given["budgets"].tolist(), strict=True)):
+    for k, (count, budget) in enumerate(
+        zip(given["participations"].tolist(), given["budgets"].tolist(), strict=True)
+    ):
         if count == 0:
             assert found.stds[k] == 0
             continue
@@ -183,12 +271,17 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
     counts = given["participations"]
     expected = [alone(found, k, count, accountant) for k, count in enumerate(counts.tolist())]
     assert found.epsilons(accountant, counts) == pytest.approx(expected, rel=1e-9)
-    assert (found.epsilons(accountant, dict(enumerate(counts.tolist()))) == found.epsilons(accountant, counts)).all()
+    assert (
+        found.epsilons(accountant, dict(enumerate(counts.tolist())))
+        == found.epsilons(accountant, counts)
+    ).all()
 
 
 def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
     calls, real = [], personal._epsilons
-    monkeypatch.setattr(personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments))
+    monkeypatch.setattr(
+        personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
+    )
     given = clients(40, seed=10)
     first = LocalSteps.calibrated(**given)
     assert len(calls) < 6 * (given["participations"] > 0).sum()
@@ -198,8 +291,12 @@ def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
 
 def test_clients_that_are_alike_are_accounted_for_once(monkeypatch):
     calls, real = [], personal._epsilons
-    monkeypatch.setattr(personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments))
-    LocalSteps(np.full(500, 100), 10, 4, 1.0, 1e-5, np.full(500, 0.5)).epsilons("pld", np.full(500, 3))
+    monkeypatch.setattr(
+        personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
+    )
+    LocalSteps(np.full(500, 100), 10, 4, 1.0, 1e-5, np.full(500, 0.5)).epsilons(
+        "pld", np.full(500, 3)
+    )
     assert len(calls) == 1
 
 
@@ -207,39 +304,77 @@ LOSSES = Query("losses", 2.5, 3.0, apart=True)  # losses clipped to [0, 5]
 
 
 def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
-    """The slow reference for client k: dp-accounting's composition of its steps and of the losses that it releases `beside` them."""
+    """The slow reference for client k: dp-accounting's composition of its steps and of the losses
+    that it releases `beside` them.
+    """
     n, b, steps = int(mechanism.samples[k]), int(mechanism.batches[k]), mechanism.steps * count
     q, mu, other = b / n, 2 * mechanism.bound / (b * mechanism.stds[k]), 5.0 / (n * 3.0)
     if accountant == "rdp":
-        one = dp_event.SampledWithoutReplacementDpEvent(n, b, dp_event.GaussianDpEvent(1 / mu)) if q < 1 else dp_event.GaussianDpEvent(1 / mu)
+        one = (
+            dp_event.SampledWithoutReplacementDpEvent(n, b, dp_event.GaussianDpEvent(1 / mu))
+            if q < 1
+            else dp_event.GaussianDpEvent(1 / mu)
+        )
         library = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-        return library.compose(one, steps).compose(dp_event.GaussianDpEvent(1 / other), count).get_epsilon(mechanism.delta)
+        return (
+            library.compose(one, steps)
+            .compose(dp_event.GaussianDpEvent(1 / other), count)
+            .get_epsilon(mechanism.delta)
+        )
     step = 8 * mu / 4000
     points = np.arange(-4000, 4001)
     inner = q * gaussian_delta(np.log1p(np.expm1(step * np.arange(4001)) / q), mu)
-    deltas = np.concatenate([(1 - np.exp(-step * np.arange(4001)) + np.exp(-step * np.arange(4001)) * inner)[:0:-1], inner])
-    one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1))
-    beside = privacy_loss_distribution.from_gaussian_mechanism(1 / other, value_discretization_interval=step).self_compose(count)
-    return one.self_compose(steps).compose(beside._pmf_remove.to_dense_pmf()).get_epsilon_for_delta(mechanism.delta)
+    deltas = np.concatenate(
+        [
+            (1 - np.exp(-step * np.arange(4001)) + np.exp(-step * np.arange(4001)) * inner)[:0:-1],
+            inner,
+        ]
+    )
+    one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+        step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1)
+    )
+    beside = privacy_loss_distribution.from_gaussian_mechanism(
+        1 / other, value_discretization_interval=step
+    ).self_compose(count)
+    return (
+        one.self_compose(steps)
+        .compose(beside._pmf_remove.to_dense_pmf())
+        .get_epsilon_for_delta(mechanism.delta)
+    )
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(accountant):
     counts = [4, 1, 3, 30]
-    found = LocalSteps(np.array([100, 500, 20, 60]), 20, 5, 1.0, 1e-5, np.array([0.2, 0.3, 0.4, 1.0]), beside=LOSSES)
+    found = LocalSteps(
+        np.array([100, 500, 20, 60]),
+        20,
+        5,
+        1.0,
+        1e-5,
+        np.array([0.2, 0.3, 0.4, 1.0]),
+        beside=LOSSES,
+    )
     silent = LocalSteps(found.samples, 20, 5, 1.0, 1e-5, found.stds)
-    for k, (count, value) in enumerate(zip(counts, found.epsilons(accountant, counts).tolist(), strict=True)):
+    for k, (count, value) in enumerate(
+        zip(counts, found.epsilons(accountant, counts).tolist(), strict=True)
+    ):
         assert value == pytest.approx(two_gaussians(found, k, count, accountant), rel=2e-3)
         assert value > silent.epsilons(accountant, counts)[k]
     (curve,) = found.curves([accountant], [[3]] * 30).values()
-    assert curve == pytest.approx([found.epsilons(accountant, {3: t})[3] for t in range(1, 31)], rel=1e-6)
+    assert curve == pytest.approx(
+        [found.epsilons(accountant, {3: t})[3] for t in range(1, 31)], rel=1e-6
+    )
     assert curve[-1] == found.epsilons(accountant, {3: 30})[3]
 
 
 def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_grid():
     """At the ends what is left is the one or the other, to a relative 1e-3, never below it."""
     for mu, other in ((1e-4, 3.0), (1e-2, 50.0), (0.02, 1.0)):
-        louder, alone = personal._epsilons("pld", 0.01, mu, 1e-5, 5, 4, 4, other)[0], float(gaussian_epsilon(2 * other, 1e-5))
+        louder, alone = (
+            personal._epsilons("pld", 0.01, mu, 1e-5, 5, 4, 4, other)[0],
+            float(gaussian_epsilon(2 * other, 1e-5)),
+        )
         assert alone <= louder <= alone * 1.001
     steps = personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4)[0]
     assert steps <= personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4, 1e-9)[0] <= steps * 1.001
@@ -247,64 +382,146 @@ def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_gr
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
-def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_noise_would_not(accountant, sampling):
-    given = clients(10, seed=8) | {"sampling": sampling, "beside": Query("losses", 2.5, 1.0, apart=True)}
-    given |= {"budgets": np.maximum(given["budgets"], 2.0), "samples": np.maximum(given["samples"] // 5, 40)}
+def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_noise_would_not(
+    accountant, sampling
+):
+    given = clients(10, seed=8) | {
+        "sampling": sampling,
+        "beside": Query("losses", 2.5, 1.0, apart=True),
+    }
+    given |= {
+        "budgets": np.maximum(given["budgets"], 2.0),
+        "samples": np.maximum(given["samples"] // 5, 40),
+    }
     found, counts = LocalSteps.calibrated(**given, accountant=accountant), given["participations"]
     quiet = LocalSteps.calibrated(**given | {"beside": None}, accountant=accountant)
     less = personal.replace(found, stds=found.stds * (1 - 1e-3))
-    for spent, over, k in zip(found.epsilons(accountant, counts), less.epsilons(accountant, counts), range(10), strict=True):
+    for spent, over, k in zip(
+        found.epsilons(accountant, counts),
+        less.epsilons(accountant, counts),
+        range(10),
+        strict=True,
+    ):
         if counts[k]:
             assert spent <= given["budgets"][k] < over
-    assert (found.stds >= quiet.stds * (1 - 1e-3)).all() and (found.stds > quiet.stds * 1.02).sum() >= 2
+    assert (found.stds >= quiet.stds * (1 - 1e-3)).all() and (
+        found.stds > quiet.stds * 1.02
+    ).sum() >= 2
     if accountant == "pld":
         found.check_claims(counts)
 
 
 def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_name():
-    given = {"samples": [600, 60], "batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5, "participations": [1, 4], "budgets": 1.0, "beside": LOSSES}
+    given = {
+        "samples": [600, 60],
+        "batch": 10,
+        "steps": 5,
+        "bound": 1.0,
+        "delta": 1e-5,
+        "participations": [1, 4],
+        "budgets": 1.0,
+        "beside": LOSSES,
+    }
     alone = float(gaussian_epsilon(5 / (60 * 3.0) * 2, 1e-5))
     LocalSteps.calibrated(**given)
-    with pytest.raises(ConfigError, match=rf"selection.loss_std = 3.0: more, as the losses of client 1, with 60 samples, spend epsilon {alone:.4g} of its 0.1"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"selection.loss_std = 3.0: more, as the losses of client 1, with 60 samples, spend epsilon {alone:.4g} of its 0.1",
+    ):
         LocalSteps.calibrated(**given | {"budgets": 0.1})
-    with pytest.raises(BudgetError, match=r"client 1 \(claimed epsilon 0.1, true"):  # by a formula that does not know of them
-        LocalSteps.calibrated(**given | {"budgets": 0.1, "calibration": "paper"}).check_claims([1, 4])
+    # by a formula that does not know of them
+    with pytest.raises(BudgetError, match=r"client 1 \(claimed epsilon 0.1, true"):
+        LocalSteps.calibrated(**given | {"budgets": 0.1, "calibration": "paper"}).check_claims(
+            [1, 4]
+        )
 
 
 def test_no_formula_covers_what_is_released_beside_the_steps():
-    given = {"samples": [600], "batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "participations": [1], "budgets": 0.3}
+    given = {
+        "samples": [600],
+        "batch": 10,
+        "steps": 300,
+        "bound": 1.0,
+        "delta": 1e-2,
+        "participations": [1],
+        "budgets": 0.3,
+    }
     with pytest.raises(ConfigError, match="nothing is released beside the steps"):
         LocalSteps.calibrated(**given, calibration="tcdp", beside=LOSSES)
     found, silent = (LocalSteps.calibrated(**given, beside=beside) for beside in (LOSSES, None))
-    for said, without in zip(found.guarantees([1]), personal.replace(found, beside=None).guarantees([1]), strict=True):
+    for said, without in zip(
+        found.guarantees([1]), personal.replace(found, beside=None).guarantees([1]), strict=True
+    ):
         beside = "nothing is released beside the steps (here too: the losses)"
-        assert (beside in said.conditions_failed) == (said.kind == "paper") and "losses released at each" in said.sampling
-        assert said.epsilon == without.epsilon if said.kind == "paper" else said.epsilon > without.epsilon
-    assert found.digest() != personal.replace(found, beside=None).digest() and found.stds[0] > silent.stds[0]
+        assert (beside in said.conditions_failed) == (
+            said.kind == "paper"
+        ) and "losses released at each" in said.sampling
+        assert (
+            said.epsilon == without.epsilon
+            if said.kind == "paper"
+            else said.epsilon > without.epsilon
+        )
+    assert (
+        found.digest() != personal.replace(found, beside=None).digest()
+        and found.stds[0] > silent.stds[0]
+    )
 
 
 def test_002_on_mnist_needs_an_eighth_of_what_its_formula_asks_for():
     """PRIVACY.md sec. 4: 2.14 G by tCDP, 0.343 G exactly; 2.14 G truly gives 0.0025."""
-    mnist = {"samples": [600], "batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "participations": [1], "budgets": 0.3}
-    tcdp, exact = (LocalSteps.calibrated(**mnist, calibration=name) for name in ("tcdp", "rigorous"))
-    assert tcdp.stds[0] == pytest.approx(2.14, abs=5e-3) and exact.stds[0] == pytest.approx(0.343, abs=1e-3)
+    mnist = {
+        "samples": [600],
+        "batch": 10,
+        "steps": 300,
+        "bound": 1.0,
+        "delta": 1e-2,
+        "participations": [1],
+        "budgets": 0.3,
+    }
+    tcdp, exact = (
+        LocalSteps.calibrated(**mnist, calibration=name) for name in ("tcdp", "rigorous")
+    )
+    assert tcdp.stds[0] == pytest.approx(2.14, abs=5e-3) and exact.stds[0] == pytest.approx(
+        0.343, abs=1e-3
+    )
     assert tcdp.epsilons("pld", [1])[0] == pytest.approx(0.0025, abs=2e-4)
     tcdp.check_claims([1])
 
 
 def test_002_refuses_small_clients_by_name():
-    given = {"samples": [600, 90, 800, 50, 70], "batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "budgets": 0.3}
-    with pytest.raises(ConfigError, match=r"fail for 2 of 4 clients \(1, 3\); for client 1, with 90 samples .*: q = 0.1111 <= 0.1") as refused:
+    given = {
+        "samples": [600, 90, 800, 50, 70],
+        "batch": 10,
+        "steps": 300,
+        "bound": 1.0,
+        "delta": 1e-2,
+        "budgets": 0.3,
+    }
+    with pytest.raises(
+        ConfigError,
+        match=r"fail for 2 of 4 clients \(1, 3\); for client 1, with 90 samples .*: q = 0.1111 <= 0.1",
+    ) as refused:
         LocalSteps.calibrated(**given, participations=[1, 1, 1, 1, 0], calibration="tcdp")
     assert refused.value.field == "noise.calibration"
-    LocalSteps.calibrated(**given, participations=[1, 0, 1, 0, 0], calibration="tcdp")  # who takes no part is not asked
+    # who takes no part is not asked
+    LocalSteps.calibrated(**given, participations=[1, 0, 1, 0, 0], calibration="tcdp")
 
 
 def test_003_claims_one_where_the_truth_is_less():
     """PRIVACY.md sec. 5: n 500, B 128, 50 steps claims 1, truth 0.395."""
-    given = {"samples": [500], "batch": 128, "steps": 10, "bound": 3.0, "delta": 1e-5, "participations": [5], "budgets": [1.0]}
+    given = {
+        "samples": [500],
+        "batch": 128,
+        "steps": 10,
+        "bound": 3.0,
+        "delta": 1e-5,
+        "participations": [5],
+        "budgets": [1.0],
+    }
     found = LocalSteps.calibrated(**given, calibration="paper")
-    assert found.stds[0] == pytest.approx(paper.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value)
+    assert found.stds[0] == pytest.approx(
+        paper.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value
+    )
     assert found.epsilons("pld", [5])[0] == pytest.approx(0.395, abs=1e-3)
     assert found.epsilons("paper 003", [5])[0] == pytest.approx(1.0)
     found.check_claims([5])
@@ -312,9 +529,18 @@ def test_003_claims_one_where_the_truth_is_less():
 
 def test_003_fails_loudly_by_name_where_it_claims_less_than_the_truth():
     """PRIVACY.md sec. 5: at 20, one step, r = 0.5 it protects only 22.5."""
-    given = {"samples": [500, 500, 500, 40], "batch": 250, "steps": 1, "bound": 1.0, "delta": 1e-5, "participations": [1, 0, 1, 1]}
+    given = {
+        "samples": [500, 500, 500, 40],
+        "batch": 250,
+        "steps": 1,
+        "bound": 1.0,
+        "delta": 1e-5,
+        "participations": [1, 0, 1, 1],
+    }
     found = LocalSteps.calibrated(**given, budgets=[1.0, 20.0, 20.0, math.inf], calibration="paper")
-    with pytest.raises(BudgetError, match=r"1 of 3 clients .*: client 2 \(claimed epsilon 20, true 22\.5"):
+    with pytest.raises(
+        BudgetError, match=r"1 of 3 clients .*: client 2 \(claimed epsilon 20, true 22\.5"
+    ):
         found.check_claims(given["participations"])
     found.check_claims([1, 0, 0, 1])  # a promise is broken only to those it was kept for
 
@@ -328,32 +554,56 @@ def test_a_promise_holds_for_the_participations_it_was_made_for():
 
 
 def test_no_noise_for_public_clients_for_absent_ones_and_for_those_without_samples():
-    given = {"samples": [100, 100, 0, 100], "batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5, "participations": [1, 1, 1, 0]}
+    given = {
+        "samples": [100, 100, 0, 100],
+        "batch": 10,
+        "steps": 5,
+        "bound": 1.0,
+        "delta": 1e-5,
+        "participations": [1, 1, 1, 0],
+    }
     found = LocalSteps.calibrated(**given, budgets=[1.0, math.inf, 1.0, 1.0])
     assert (found.stds > 0).tolist() == [True, False, False, False]
     assert found.epsilons("pld", [1, 1, 1, 0]) == pytest.approx([1.0, math.inf, 0.0, 0.0], rel=1e-3)
     found.check_claims([1, 1, 1, 0])
     (guarantee,) = found.guarantees([1, 1, 1, 0], ["pld"])
-    assert guarantee.epsilon == pytest.approx(1.0, rel=1e-3) and "1 public clients" in guarantee.exclusions[0]
+    assert (
+        guarantee.epsilon == pytest.approx(1.0, rel=1e-3)
+        and "1 public clients" in guarantee.exclusions[0]
+    )
     (nobody,) = found.guarantees([0, 1, 0, 0], ["pld"])
     assert nobody.epsilon == math.inf and nobody.conditions_failed
     assert found.curves(["pld"], [[1], [0]])["pld"] == pytest.approx([0.0, 1.0], rel=1e-3)
 
 
 def test_a_delta_at_which_no_noise_is_called_for_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"chance that a sample of client 1 is used at all: .* 1 clients \(1\)") as refused:
-        LocalSteps.calibrated(samples=[50, 1000], batch=1, steps=5, bound=1.0, delta=1e-2, participations=[1, 1], budgets=1.0)
+    with pytest.raises(
+        ConfigError, match=r"chance that a sample of client 1 is used at all: .* 1 clients \(1\)"
+    ) as refused:
+        LocalSteps.calibrated(
+            samples=[50, 1000],
+            batch=1,
+            steps=5,
+            bound=1.0,
+            delta=1e-2,
+            participations=[1, 1],
+            budgets=1.0,
+        )
     assert refused.value.field == "noise.delta"
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "paper"])
 def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant):
-    """Against every client accounted for alone after every round; draws with replacement, so that some stand twice."""
+    """Against every client accounted for alone after every round; draws with replacement, so that
+    some stand twice.
+    """
     given = clients(8, seed=12)
     cohorts = [keys.stream(13, keys.Purpose.COHORT, round=t).integers(0, 8, 5) for t in range(6)]
     assert any(len(set(cohort.tolist())) < 5 for cohort in cohorts)
     counts = np.bincount(np.concatenate(cohorts), minlength=8)
-    found = LocalSteps.calibrated(**given | {"participations": counts}, accountant="rdp" if accountant == "rdp" else "pld")
+    found = LocalSteps.calibrated(
+        **given | {"participations": counts}, accountant="rdp" if accountant == "rdp" else "pld"
+    )
     curve = found.curves([accountant], cohorts)[accountant]
     for t in range(6):
         seen = np.bincount(np.concatenate(cohorts[: t + 1]), minlength=8)
@@ -363,12 +613,17 @@ def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant)
             spent = max(alone(found, k, count, accountant) for k, count in enumerate(seen.tolist()))
         assert curve[t] == pytest.approx(spent, rel=1e-8)
     assert (np.diff(curve) >= 0).all()
-    assert curve[-1] == found.epsilons("paper 003" if accountant == "paper" else accountant, counts).max()
+    assert (
+        curve[-1]
+        == found.epsilons("paper 003" if accountant == "paper" else accountant, counts).max()
+    )
 
 
 def test_a_client_drawn_twice_in_a_round_spends_twice():
     found = LocalSteps([100, 100], 10, 5, 1.0, 1e-5, [0.5, 0.5])
-    twice, apart = (found.curves(["pld"], cohorts)["pld"][-1] for cohorts in ([[0, 0, 1]], [[0], [0, 1]]))
+    twice, apart = (
+        found.curves(["pld"], cohorts)["pld"][-1] for cohorts in ([[0, 0, 1]], [[0], [0, 1]])
+    )
     assert twice == apart > alone(found, 1, 1, "pld")
     assert twice == pytest.approx(alone(found, 0, 2, "pld"), rel=1e-9)
 
@@ -377,32 +632,64 @@ def test_a_client_drawn_twice_in_a_round_spends_twice():
 
 
 def test_epochs_are_counted_at_the_worst_that_the_batches_can_do():
-    """The batches that are drawn never weigh one sample more than `compositions` says, and all but reach it."""
+    """The batches that are drawn never weigh one sample more than `compositions` says, and all but
+    reach it.
+    """
     reached = []
-    for n, b, steps in [(10, 5, 3), (10, 4, 3), (7, 3, 8), (12, 4, 9), (5, 4, 10), (9, 2, 4), (6, 6, 3)]:
+    for n, b, steps in [
+        (10, 5, 3),
+        (10, 4, 3),
+        (7, 3, 8),
+        (12, 4, 9),
+        (5, 4, 10),
+        (9, 2, 4),
+        (6, 6, 3),
+    ]:
         worst = 0
         for client in range(60):
-            index, _ = batches(0, 0, [client], [0], [n], Sgd(steps=steps, batch=b, sampling="epochs"))
+            index, _ = batches(
+                0, 0, [client], [0], [n], Sgd(steps=steps, batch=b, sampling="epochs")
+            )
             times = np.stack([np.bincount(step, minlength=n) for step in index[0]])
             worst = max(worst, int((times**2).sum(axis=0).max()))
-        counted = int(LocalSteps([n], b, steps, 1.0, 1e-5, [1.0], sampling="epochs").compositions[0])
+        counted = int(
+            LocalSteps([n], b, steps, 1.0, 1e-5, [1.0], sampling="epochs").compositions[0]
+        )
         assert worst <= counted
         reached.append(worst == counted)
     assert sum(reached) >= 5
 
 
 def test_epochs_are_not_amplified_and_say_so():
-    fresh, epochs = (LocalSteps([100], 10, 20, 1.0, 1e-5, [2.0], sampling=sampling) for sampling in ("fresh", "epochs"))
-    # 2 epochs a participation, 3 participations: a sample is in 6 batches, each of sensitivity 2/10.
+    fresh, epochs = (
+        LocalSteps([100], 10, 20, 1.0, 1e-5, [2.0], sampling=sampling)
+        for sampling in ("fresh", "epochs")
+    )
+    # 2 epochs a participation, 3 participations: a sample is in 6 batches, each of sensitivity
+    # 2/10.
     plain = Mechanism.of_local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
-    assert epochs.epsilons("pld", [3])[0] == pytest.approx(epsilon(plain, "replace_one", 1e-5), rel=1e-9)
+    assert epochs.epsilons("pld", [3])[0] == pytest.approx(
+        epsilon(plain, "replace_one", 1e-5), rel=1e-9
+    )
     assert epochs.epsilons("pld", [3])[0] > fresh.epsilons("pld", [3])[0]
     for guarantee in epochs.guarantees([3]):
-        assert "shuffled epochs, order known, 6 Gaussians without amplification" in guarantee.sampling
-        assert any("shuffled epochs" in reason for reason in guarantee.conditions_failed) == (guarantee.kind == "paper")
+        assert (
+            "shuffled epochs, order known, 6 Gaussians without amplification" in guarantee.sampling
+        )
+        assert any("shuffled epochs" in reason for reason in guarantee.conditions_failed) == (
+            guarantee.kind == "paper"
+        )
     with pytest.raises(ConfigError, match="a fresh batch at each step"):
         LocalSteps.calibrated(
-            samples=[600], batch=10, steps=300, bound=1.0, delta=1e-2, participations=[1], budgets=0.3, calibration="tcdp", sampling="epochs"
+            samples=[600],
+            batch=10,
+            steps=300,
+            bound=1.0,
+            delta=1e-2,
+            participations=[1],
+            budgets=0.3,
+            calibration="tcdp",
+            sampling="epochs",
         )
 
 
@@ -416,14 +703,27 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
     assert list(guarantees) == ["pld", "rdp", *FORMULAS]
     for name, guarantee in guarantees.items():
         spent = found.epsilons(name, counts)
-        assert guarantee.epsilon == spent.max() and f"client {spent.argmax()}, " in guarantee.sampling
-        assert (guarantee.unit, guarantee.observer, guarantee.exclusions) == ("sample", "every single update", ("tuning",))
-        assert guarantee.kind == ("paper" if name in FORMULAS else "rigorous") and (guarantee.delta == 1e-5) == (name != "paper 002 Theorem 5")
+        assert (
+            guarantee.epsilon == spent.max() and f"client {spent.argmax()}, " in guarantee.sampling
+        )
+        assert (guarantee.unit, guarantee.observer, guarantee.exclusions) == (
+            "sample",
+            "every single update",
+            ("tuning",),
+        )
+        assert guarantee.kind == ("paper" if name in FORMULAS else "rigorous") and (
+            guarantee.delta == 1e-5
+        ) == (name != "paper 002 Theorem 5")
         assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
         took_part = spent[counts > 0]
-        assert found.quantiles(name, counts).tolist() == [np.sort(took_part)[max(math.ceil(s * len(took_part)) - 1, 0)] for s in SHARES]
+        assert found.quantiles(name, counts).tolist() == [
+            np.sort(took_part)[max(math.ceil(s * len(took_part)) - 1, 0)] for s in SHARES
+        ]
     assert guarantees["pld"].epsilon == pytest.approx(given["budgets"][counts > 0].max(), rel=2e-3)
-    assert "fixed size 32 of" in guarantees["pld"].sampling and "batch hidden" in guarantees["pld"].sampling
+    assert (
+        "fixed size 32 of" in guarantees["pld"].sampling
+        and "batch hidden" in guarantees["pld"].sampling
+    )
 
 
 def test_the_table_has_a_row_for_each_client_that_took_part():
@@ -435,12 +735,25 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
         k = row["client"]
         assert (row["samples"], row["batch"]) == (found.samples[k], min(32, found.samples[k]))
         assert (row["participations"], row["steps"]) == (counts[k], 5 * counts[k])
-        assert (row["noise_std"], row["epsilon_claimed"], row["delta"]) == (found.stds[k], given["budgets"][k], 1e-5)
+        assert (row["noise_std"], row["epsilon_claimed"], row["delta"]) == (
+            found.stds[k],
+            given["budgets"][k],
+            1e-5,
+        )
         for name in ("pld", "rdp", *FORMULAS):
-            assert row["epsilon_" + name.lower().replace(" ", "_")] == found.epsilons(name, counts)[k]
-        client = {"bound": 2.0, "batch": row["batch"], "samples": row["samples"], "steps": row["steps"]}
+            assert (
+                row["epsilon_" + name.lower().replace(" ", "_")] == found.epsilons(name, counts)[k]
+            )
+        client = {
+            "bound": 2.0,
+            "batch": row["batch"],
+            "samples": row["samples"],
+            "steps": row["steps"],
+        }
         failed = paper.tcdp_epsilon(row["noise_std"], delta=1e-5, **client).conditions_failed
-        assert [each for each in row["conditions_failed"] if each.startswith("paper 002 tCDP")] == [f"paper 002 tCDP: {each}" for each in failed]
+        assert [each for each in row["conditions_failed"] if each.startswith("paper 002 tCDP")] == [
+            f"paper 002 tCDP: {each}" for each in failed
+        ]
     assert pa.table({name: [row[name] for row in rows] for name in rows[0]}).num_rows == len(rows)
 
 
@@ -451,11 +764,36 @@ def test_a_delta_above_one_over_a_clients_samples_is_warned_of():
 
 
 def test_the_digest_names_all_that_decides_what_is_released():
-    given = {"samples": [100, 200], "batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5, "stds": [1.0, 2.0], "claims": [1.0, 2.0]}
+    given = {
+        "samples": [100, 200],
+        "batch": 10,
+        "steps": 5,
+        "bound": 1.0,
+        "delta": 1e-5,
+        "stds": [1.0, 2.0],
+        "claims": [1.0, 2.0],
+    }
     first = LocalSteps(**given).digest()
     assert LocalSteps(**given).digest() == first
-    changes = {"samples": [100, 201], "batch": 11, "steps": 6, "bound": 1.1, "delta": 1e-6, "stds": [1.0, 2.1], "claims": None, "sampling": "epochs"}
-    assert len({first, *(LocalSteps(**given | {name: value}).digest() for name, value in changes.items())}) == len(changes) + 1
+    changes = {
+        "samples": [100, 201],
+        "batch": 11,
+        "steps": 6,
+        "bound": 1.1,
+        "delta": 1e-6,
+        "stds": [1.0, 2.1],
+        "claims": None,
+        "sampling": "epochs",
+    }
+    assert (
+        len(
+            {
+                first,
+                *(LocalSteps(**given | {name: value}).digest() for name, value in changes.items()),
+            }
+        )
+        == len(changes) + 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -474,7 +812,15 @@ def test_the_digest_names_all_that_decides_what_is_released():
     ],
 )
 def test_what_is_no_mechanism_is_refused(change, field):
-    given = {"samples": [100, 200], "batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5, "participations": [1, 2], "budgets": 1.0}
+    given = {
+        "samples": [100, 200],
+        "batch": 10,
+        "steps": 5,
+        "bound": 1.0,
+        "delta": 1e-5,
+        "participations": [1, 2],
+        "budgets": 1.0,
+    }
     with pytest.raises(ConfigError) as refused:
         LocalSteps.calibrated(**given | change)
     assert refused.value.field == field
@@ -482,16 +828,32 @@ def test_what_is_no_mechanism_is_refused(change, field):
 
 def test_a_delta_out_of_numerical_reach_is_said_to_be_the_reason_for_an_infinite_epsilon():
     steps = LocalSteps([600], 10, 300, 1.0, 1e-16, [2.0])
-    for row in (steps.table([1], ["pld"])[0]["conditions_failed"], steps.guarantees([1], ["pld"])[0].conditions_failed):
+    for row in (
+        steps.table([1], ["pld"])[0]["conditions_failed"],
+        steps.guarantees([1], ["pld"])[0].conditions_failed,
+    ):
         assert len(row) == 1 and "delta is too small for pld" in row[0]
     assert steps.guarantees([1], ["rdp"])[0].conditions_failed == ()
 
 
 def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkeypatch):
-    asked = {"samples": [600], "batch": 10, "steps": 300, "bound": 1.0, "participations": [1], "budgets": [1.0], "delta": 1e-14}
+    asked = {
+        "samples": [600],
+        "batch": 10,
+        "steps": 300,
+        "bound": 1.0,
+        "participations": [1],
+        "budgets": [1.0],
+        "delta": 1e-14,
+    }
     calls, real = [], personal._epsilons
-    monkeypatch.setattr(personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments))
-    with pytest.raises(ConfigError, match=r"noise.delta = 1e-14: more, or rdp as the first accountant: delta is too small for pld .* after 300 steps"):
+    monkeypatch.setattr(
+        personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"noise.delta = 1e-14: more, or rdp as the first accountant: delta is too small for pld .* after 300 steps",
+    ):
         LocalSteps.calibrated(**asked)
     assert len(calls) < 15
     assert LocalSteps.calibrated(**asked, accountant="rdp").epsilons("rdp", [1])[0] <= 1

@@ -33,7 +33,9 @@ def test_shares_deal_every_lane_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
     dealt = shares(made, actors)
     assert len(dealt) <= actors
-    assert [lane.clients.tolist() for share in dealt for lane in share] == [lane.clients.tolist() for lane in made]
+    assert [lane.clients.tolist() for share in dealt for lane in share] == [
+        lane.clients.tolist() for lane in made
+    ]
 
 
 def test_shares_have_about_the_same_number_of_rows():
@@ -47,7 +49,11 @@ def test_an_empty_cohort_has_no_shares():
 
 def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
     made = cut([4, 9, 2], 2)
-    assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [([0, 3], 0), ([0, 3], 1), ([6, -1], 0)]
+    assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [
+        ([0, 3], 0),
+        ([0, 3], 1),
+        ([6, -1], 0),
+    ]
 
 
 def test_a_single_client_is_handed_what_it_remembers_and_nobody_elses():
@@ -77,11 +83,15 @@ def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_lanes():
 
 
 def test_a_cluster_that_others_share_is_never_asked_for_more_than_it_holds():
-    with pytest.raises(ConfigError, match=r"client.actors = 3: the cluster holds 2 actors of 1 CPU"):
+    with pytest.raises(
+        ConfigError, match=r"client.actors = 3: the cluster holds 2 actors of 1 CPU"
+    ):
         wanted(Client(actors=3), 100, 50, [{"CPU": 2}], elastic=False)
 
 
 def test_this_machine_is_asked_for_what_its_memory_holds():
     assert wanted(Client(actors=4), 100, 50, [{"CPU": 2}], elastic=True) == 4
-    with pytest.raises(ConfigError, match=r"client.actors = 'per-client': at most \d+ actors fit here"):
+    with pytest.raises(
+        ConfigError, match=r"client.actors = 'per-client': at most \d+ actors fit here"
+    ):
         wanted(Client(actors="per-client"), 10_000_000, 50, [{"CPU": 2}], elastic=True)

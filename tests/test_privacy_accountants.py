@@ -1,4 +1,6 @@
-"""The accountants against slow references, against each other, and against the published numbers of PRIVACY.md."""
+"""The accountants against slow references, against each other, and against the published numbers of
+PRIVACY.md.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,31 @@ from raydpfl.privacy import (
 )
 
 RELATIONS = privacy_accountant.NeighboringRelation
-NATURAL = {"poisson": "add_remove", "fixed": "replace_one", "with_replacement": "replace_one", "full": "replace_one"}
+NATURAL = {
+    "poisson": "add_remove",
+    "fixed": "replace_one",
+    "with_replacement": "replace_one",
+    "full": "replace_one",
+}
 
 
 def mechanism(kind="fixed", population=1920, cohort=80, std=4.0, rounds=100, **fields):
-    return Mechanism(Sampling(kind, population, cohort), (Query("update", 1.0, std),), rounds, **fields)
+    return Mechanism(
+        Sampling(kind, population, cohort), (Query("update", 1.0, std),), rounds, **fields
+    )
 
 
 def at_mu(kind, mu, population, cohort, rounds):
     """The mechanism whose sensitivity / std is `mu` under the relation natural to its sampling."""
-    return mechanism(kind, population, cohort, (2 if NATURAL[kind] == "replace_one" else 1) / mu, rounds)
+    return mechanism(
+        kind, population, cohort, (2 if NATURAL[kind] == "replace_one" else 1) / mu, rounds
+    )
 
 
 def formula(kind, population, cohort, mu):
-    """One round's curve as PRIVACY.md sec. 2 prints it, no care taken for digits (as a function of epsilon >= 0)."""
+    """One round's curve as PRIVACY.md sec. 2 prints it, no care taken for digits (as a function of
+    epsilon >= 0).
+    """
     q = cohort / population
 
     def delta_g(eps, mu):
@@ -52,7 +65,9 @@ def formula(kind, population, cohort, mu):
     if kind == "with_replacement":
         p = 1 - (1 - 1 / population) ** cohort
         return lambda eps: sum(
-            binom.pmf(k, cohort, 1 / population) * delta_g(math.log(1 + (math.exp(eps) - 1) / p), k * mu) for k in range(1, cohort + 1)
+            binom.pmf(k, cohort, 1 / population)
+            * delta_g(math.log(1 + (math.exp(eps) - 1) / p), k * mu)
+            for k in range(1, cohort + 1)
         )
     return lambda eps: q * delta_g(math.log(1 + (math.exp(eps) - 1) / q), mu)
 
@@ -66,40 +81,67 @@ def solve(curve, target):
 
 
 def test_the_three_published_numbers_of_section_2():
-    """At the same z = std / sensitivity = 2: sensitivity is c for Poisson (std 2c) and 2c for the fixed size (std 4c)."""
-    assert epsilon(mechanism("poisson", std=2.0), "add_remove", 1e-5, accountant="pld") == pytest.approx(0.900, abs=6e-4)
-    assert epsilon(mechanism("fixed", std=4.0), "replace_one", 1e-5, accountant="pld") == pytest.approx(0.984, abs=6e-4)
-    assert epsilon(mechanism("fixed", std=4.0), "replace_one", 1e-5, accountant="rdp") == pytest.approx(2.044, abs=6e-4)
+    """At the same z = std / sensitivity = 2: sensitivity is c for Poisson (std 2c) and 2c for the
+    fixed size (std 4c).
+    """
+    assert epsilon(
+        mechanism("poisson", std=2.0), "add_remove", 1e-5, accountant="pld"
+    ) == pytest.approx(0.900, abs=6e-4)
+    assert epsilon(
+        mechanism("fixed", std=4.0), "replace_one", 1e-5, accountant="pld"
+    ) == pytest.approx(0.984, abs=6e-4)
+    assert epsilon(
+        mechanism("fixed", std=4.0), "replace_one", 1e-5, accountant="rdp"
+    ) == pytest.approx(2.044, abs=6e-4)
 
 
 def test_the_trap_of_the_library_is_wrapped():
-    """dp-accounting answers the same event under REPLACE_ONE with 4.73 and 10.00; here both accountants mean std / (2 bound) = 1."""
+    """dp-accounting answers the same event under REPLACE_ONE with 4.73 and 10.00; here both
+    accountants mean std / (2 bound) = 1.
+    """
     event = dp_event.GaussianDpEvent(1.0)
-    assert RdpAccountant(neighboring_relation=RELATIONS.REPLACE_ONE).compose(event).get_epsilon(1e-5) == pytest.approx(4.73, abs=5e-3)
-    assert PLDAccountant(RELATIONS.REPLACE_ONE).compose(event).get_epsilon(1e-5) == pytest.approx(10.00, abs=5e-3)
+    assert RdpAccountant(neighboring_relation=RELATIONS.REPLACE_ONE).compose(event).get_epsilon(
+        1e-5
+    ) == pytest.approx(4.73, abs=5e-3)
+    assert PLDAccountant(RELATIONS.REPLACE_ONE).compose(event).get_epsilon(1e-5) == pytest.approx(
+        10.00, abs=5e-3
+    )
     gaussian = mechanism("full", 10, 10, std=2.0, rounds=1)
     assert epsilon(gaussian, "replace_one", 1e-5, accountant="rdp") == pytest.approx(4.73, abs=5e-3)
-    assert epsilon(gaussian, "replace_one", 1e-5, accountant="pld") == pytest.approx(4.377, abs=5e-3)
-    assert epsilon(mechanism("full", 10, 10, std=1.0, rounds=1), "replace_one", 1e-5, accountant="pld") == pytest.approx(10.00, abs=5e-3)
+    assert epsilon(gaussian, "replace_one", 1e-5, accountant="pld") == pytest.approx(
+        4.377, abs=5e-3
+    )
+    assert epsilon(
+        mechanism("full", 10, 10, std=1.0, rounds=1), "replace_one", 1e-5, accountant="pld"
+    ) == pytest.approx(10.00, abs=5e-3)
 
 
 def test_the_exact_gaussian_curve_is_that_of_the_library():
     for mu in (0.05, 0.7, 3.0):
         loss = privacy_loss_distribution.from_gaussian_mechanism(1 / mu)
         for eps in (0.0, 0.1, 2.0):
-            assert gaussian_delta(eps, mu) == pytest.approx(loss.get_delta_for_epsilon(eps), rel=1e-3)
-        assert gaussian_epsilon(mu, 1e-5) == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-3, abs=1e-6)
+            assert gaussian_delta(eps, mu) == pytest.approx(
+                loss.get_delta_for_epsilon(eps), rel=1e-3
+            )
+        assert gaussian_epsilon(mu, 1e-5) == pytest.approx(
+            loss.get_epsilon_for_delta(1e-5), rel=1e-3, abs=1e-6
+        )
         assert gaussian_delta(gaussian_epsilon(mu, 1e-5), mu) <= 1e-5
 
 
 def test_queries_of_one_round_compose_as_one_gaussian():
-    both = Mechanism(Sampling("full", 5, 5), (Query("update", 3.0, 6.0), Query("count", 0.5, 2.0)), 1)
+    both = Mechanism(
+        Sampling("full", 5, 5), (Query("update", 3.0, 6.0), Query("count", 0.5, 2.0)), 1
+    )
     assert both.mu("add_remove") == pytest.approx(math.hypot(1 / 2, 1 / 4))
     assert both.mu("replace_one") == pytest.approx(2 * both.mu("zero_out"))
 
 
 @pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
-@pytest.mark.parametrize(("mu", "population", "cohort"), [(0.5, 1920, 80), (2.0, 100, 10), (0.05, 50, 40), (4.0, 1000, 3)])
+@pytest.mark.parametrize(
+    ("mu", "population", "cohort"),
+    [(0.5, 1920, 80), (2.0, 100, 10), (0.05, 50, 40), (4.0, 1000, 3)],
+)
 def test_one_round_is_the_printed_formula_and_never_below_it(kind, mu, population, cohort):
     exact = solve(formula(kind, population, cohort, mu), 1e-5)
     found = epsilon(at_mu(kind, mu, population, cohort, 1), "replace_one", 1e-5)
@@ -114,17 +156,23 @@ def test_a_concrete_pair_of_neighbours_stays_below_the_curve(kind, cohort):
     if kind == "with_replacement":
         chances = binom.pmf(np.arange(cohort + 1), cohort, 1 / population)
     x = np.linspace(-40, 40, 80_001)
-    here, there = (sum(p * norm.pdf(x, sign * k * mu / 2) for k, p in enumerate(chances)) for sign in (1, -1))
+    here, there = (
+        sum(p * norm.pdf(x, sign * k * mu / 2) for k, p in enumerate(chances)) for sign in (1, -1)
+    )
     one_round = at_mu(kind, mu, population, cohort, 1)
     for eps in (0.0, 0.1, 0.5, 1.0, 3.0):
         true = np.maximum(here - math.exp(eps) * there, 0).sum() * (x[1] - x[0])
         assert true <= delta(one_round, "replace_one", eps) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(("q", "mu", "rounds"), [(80 / 1920, 0.5, 100), (0.3, 1.0, 7), (0.01, 2.5, 300), (0.9, 0.2, 40)])
+@pytest.mark.parametrize(
+    ("q", "mu", "rounds"), [(80 / 1920, 0.5, 100), (0.3, 1.0, 7), (0.01, 2.5, 300), (0.9, 0.2, 40)]
+)
 def test_poisson_agrees_with_the_library_and_is_not_below_its_optimistic_estimate(q, mu, rounds):
     population = 1920 if q == 80 / 1920 else 1000
-    found = epsilon(at_mu("poisson", mu, population, round(q * population), rounds), "add_remove", 1e-5)
+    found = epsilon(
+        at_mu("poisson", mu, population, round(q * population), rounds), "add_remove", 1e-5
+    )
     library = [
         privacy_loss_distribution.from_gaussian_mechanism(
             1 / mu, sampling_prob=q, value_discretization_interval=1e-3, pessimistic_estimate=pessimistic
@@ -135,26 +183,53 @@ def test_poisson_agrees_with_the_library_and_is_not_below_its_optimistic_estimat
     assert found == pytest.approx(library[1], rel=2e-3)
 
 
-@pytest.mark.parametrize(("population", "cohort", "mu", "rounds"), [(1920, 80, 0.5, 100), (100, 10, 1.0, 20), (600, 10, 0.3, 300)])
-def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(population, cohort, mu, rounds):
+@pytest.mark.parametrize(
+    ("population", "cohort", "mu", "rounds"),
+    [(1920, 80, 0.5, 100), (100, 10, 1.0, 20), (600, 10, 0.3, 300)],
+)
+def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(
+    population, cohort, mu, rounds
+):
     curve, reach = formula("fixed", population, cohort, mu), 8 * mu
     step = reach / 6000
     points = np.arange(-round(reach / step), round(reach / step) + 1)
-    deltas = [curve(i * step) if i >= 0 else 1 - math.exp(i * step) + math.exp(i * step) * curve(-i * step) for i in points.tolist()]
-    one_round = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1))
+    deltas = [
+        curve(i * step)
+        if i >= 0
+        else 1 - math.exp(i * step) + math.exp(i * step) * curve(-i * step)
+        for i in points.tolist()
+    ]
+    one_round = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+        step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1)
+    )
     slow = one_round.self_compose(rounds)
     found = at_mu("fixed", mu, population, cohort, rounds)
-    assert epsilon(found, "replace_one", 1e-5) == pytest.approx(slow.get_epsilon_for_delta(1e-5), rel=2e-3)
-    assert delta(found, "replace_one", 0.3) == pytest.approx(slow.get_delta_for_epsilon(0.3), rel=5e-3)
+    assert epsilon(found, "replace_one", 1e-5) == pytest.approx(
+        slow.get_epsilon_for_delta(1e-5), rel=2e-3
+    )
+    assert delta(found, "replace_one", 0.3) == pytest.approx(
+        slow.get_delta_for_epsilon(0.3), rel=5e-3
+    )
 
 
 @pytest.mark.parametrize("draw", range(25))
 def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
-    """At the same z, in random settings from many rare clients and much noise to few clients and little."""
+    """At the same z, in random settings from many rare clients and much noise to few clients and
+    little.
+    """
     random = stream(0, Purpose.DATA, draw=draw)
-    population, rounds, target = int(random.integers(10, 5000)), int(10 ** random.uniform(0, 2.6)), float(10 ** random.uniform(-7, -3))
-    z, cohort = 10 ** random.uniform(-0.4, 1.3), max(1, round(population * 10 ** random.uniform(-2.7, -0.05)))
-    poisson, fixed = (at_mu(kind, 1 / z, population, cohort, rounds) for kind in ("poisson", "fixed"))
+    population, rounds, target = (
+        int(random.integers(10, 5000)),
+        int(10 ** random.uniform(0, 2.6)),
+        float(10 ** random.uniform(-7, -3)),
+    )
+    z, cohort = (
+        10 ** random.uniform(-0.4, 1.3),
+        max(1, round(population * 10 ** random.uniform(-2.7, -0.05))),
+    )
+    poisson, fixed = (
+        at_mu(kind, 1 / z, population, cohort, rounds) for kind in ("poisson", "fixed")
+    )
     first = epsilon(poisson, "add_remove", target, accountant="pld")
     second = epsilon(fixed, "replace_one", target, accountant="pld")
     third = epsilon(fixed, "replace_one", target, accountant="rdp")
@@ -164,7 +239,9 @@ def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
 
 def test_draws_with_replacement_reduce_to_the_cases_they_contain():
     once = epsilon(at_mu("with_replacement", 0.7, 200, 1, 50), "replace_one", 1e-5)
-    assert once == pytest.approx(epsilon(at_mu("fixed", 0.7, 200, 1, 50), "replace_one", 1e-5), rel=1e-4)
+    assert once == pytest.approx(
+        epsilon(at_mu("fixed", 0.7, 200, 1, 50), "replace_one", 1e-5), rel=1e-4
+    )
     alone = epsilon(at_mu("with_replacement", 0.7, 1, 3, 4), "replace_one", 1e-5)
     assert alone == pytest.approx(float(gaussian_epsilon(3 * 0.7 * 2, 1e-5)), rel=1e-3)
 
@@ -178,14 +255,20 @@ def test_the_curve_is_epsilon_at_every_round_and_grows(kind, accountant):
     curve = epsilon_curve(run, NATURAL[kind], 1e-5, accountant=accountant)
     assert curve.shape == (40,) and curve.dtype == np.float64 and (np.diff(curve) >= 0).all()
     for t in (1, 2, 17, 40):
-        assert curve[t - 1] == pytest.approx(epsilon(run, NATURAL[kind], 1e-5, t, accountant), rel=1e-6)
+        assert curve[t - 1] == pytest.approx(
+            epsilon(run, NATURAL[kind], 1e-5, t, accountant), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", ["fixed", "poisson", "with_replacement", "full"])
 def test_epsilon_falls_with_noise_and_with_delta_and_delta_inverts_it(kind):
     run = at_mu(kind, 0.8, 60, 60 if kind == "full" else 6, 40)
     here = epsilon(run, NATURAL[kind], 1e-5)
-    assert epsilon(run.with_noise(2 * run.noise_multiplier), NATURAL[kind], 1e-5) < here < epsilon(run, NATURAL[kind], 1e-6)
+    assert (
+        epsilon(run.with_noise(2 * run.noise_multiplier), NATURAL[kind], 1e-5)
+        < here
+        < epsilon(run, NATURAL[kind], 1e-6)
+    )
     assert delta(run, NATURAL[kind], here) == pytest.approx(1e-5, rel=1e-6)
 
 
@@ -199,15 +282,21 @@ def test_extreme_noise_is_accounted_for_too(mu):
 def test_the_printed_curve_and_its_reflection_are_convex_so_a_dominating_pair_exists(kind):
     curve = formula(kind, 100, 10, 1.0)
     x = np.linspace(0.3, 3.0, 2001)  # e^epsilon
-    deltas = [curve(math.log(value)) if value >= 1 else 1 - value + value * curve(-math.log(value)) for value in x.tolist()]
+    deltas = [
+        curve(math.log(value)) if value >= 1 else 1 - value + value * curve(-math.log(value))
+        for value in x.tolist()
+    ]
     assert (np.diff(deltas, 2) > -1e-12).all() and (np.diff(deltas) <= 0).all()
 
 
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     assert epsilon(mechanism(), "replace_one", 1e-16) == math.inf
     found = guarantees(mechanism(), "replace_one", 1e-16, accountants=["pld", "rdp"])
-    assert found[0].epsilon == math.inf and found[0].conditions_failed == ("delta is too small for pld to tell an epsilon in double precision",)
-    assert all(math.isfinite(each.epsilon) and not each.conditions_failed for each in found[1:])  # without sampling, and by rdp, it is in reach
+    assert found[0].epsilon == math.inf and found[0].conditions_failed == (
+        "delta is too small for pld to tell an epsilon in double precision",
+    )
+    # without sampling, and by rdp, it is in reach
+    assert all(math.isfinite(each.epsilon) and not each.conditions_failed for each in found[1:])
 
 
 @pytest.mark.parametrize(
@@ -218,10 +307,17 @@ def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
         (mechanism("fixed"), "add_remove", "pld", "selection poisson"),
         (mechanism("with_replacement"), "replace_one", "rdp", "pld"),
         (mechanism("with_replacement"), "zero_out", "pld", "replace_one"),
-        (mechanism("full", 80, 80, placement="client"), "add_remove", "pld", "noise.placement server"),
+        (
+            mechanism("full", 80, 80, placement="client"),
+            "add_remove",
+            "pld",
+            "noise.placement server",
+        ),
     ],
 )
-def test_what_is_not_covered_is_refused_with_the_nearest_that_is(run, relation, accountant, nearest):
+def test_what_is_not_covered_is_refused_with_the_nearest_that_is(
+    run, relation, accountant, nearest
+):
     assert nearest in covers(accountant, run, relation)
     with pytest.raises(ConfigError, match=r"privacy\.accountants"):
         epsilon(run, relation, 1e-5, accountant=accountant)
@@ -247,27 +343,42 @@ def test_bad_arguments_are_refused_by_name(arguments, field):
 
 
 def test_hidden_cohort_known_cohort_and_every_update_are_reported_apart():
-    """PRIVACY.md sec. 2: calibrated to 1.5 hidden, 6.2 known and 124 seen update by update, composed over the *expected* T r / N = 4.17
-    rounds of a client, which bounds no client; the guarantees compose over the realised number, or over all rounds."""
+    """PRIVACY.md sec. 2: calibrated to 1.5 hidden, 6.2 known and 124 seen update by update,
+    composed over the *expected* T r / N = 4.17 rounds of a client, which bounds no client; the
+    guarantees compose over the realised number, or over all rounds.
+    """
     run = mechanism(placement="client").with_noise(noise_for(1.5, mechanism(), "replace_one", 1e-5))
     expected = run.mu("replace_one") * math.sqrt(100 * 80 / 1920)
     assert float(gaussian_epsilon(expected, 1e-5)) == pytest.approx(6.2, abs=0.05)
     assert float(gaussian_epsilon(expected * math.sqrt(80), 1e-5)) == pytest.approx(124, abs=0.5)
 
-    hidden, known, seen = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=5)
-    assert (hidden.observer, hidden.sampling) == ("every aggregate", "fixed size 80 of 1920, cohort hidden")
+    hidden, known, seen = guarantees(
+        run, "replace_one", 1e-5, accountants=["pld"], participations=5
+    )
+    assert (hidden.observer, hidden.sampling) == (
+        "every aggregate",
+        "fixed size 80 of 1920, cohort hidden",
+    )
     assert 1.49 < hidden.epsilon <= 1.5
     assert known.observer == "every aggregate"
-    assert known.sampling == "fixed size 80 of 1920, cohort known, a client in at most 5 of 100 rounds"
-    assert known.epsilon == pytest.approx(float(gaussian_epsilon(run.mu("replace_one") * math.sqrt(5), 1e-5)), rel=1e-6)
+    assert (
+        known.sampling == "fixed size 80 of 1920, cohort known, a client in at most 5 of 100 rounds"
+    )
+    assert known.epsilon == pytest.approx(
+        float(gaussian_epsilon(run.mu("replace_one") * math.sqrt(5), 1e-5)), rel=1e-6
+    )
     assert seen.observer == "every single update"
-    assert seen.epsilon == pytest.approx(float(gaussian_epsilon(run.mu("replace_one") * math.sqrt(5 * 80), 1e-5)), rel=1e-6)
+    assert seen.epsilon == pytest.approx(
+        float(gaussian_epsilon(run.mu("replace_one") * math.sqrt(5 * 80), 1e-5)), rel=1e-6
+    )
     all_rounds = guarantees(run, "replace_one", 1e-5, accountants=["pld"])[1]
     assert all_rounds.epsilon == pytest.approx(49.4, abs=0.1)
 
 
 def test_a_known_poisson_cohort_protects_the_contribution_not_the_presence():
-    hidden, known = guarantees(mechanism("poisson"), "add_remove", 1e-5, accountants=["rdp"], participations=3)
+    hidden, known = guarantees(
+        mechanism("poisson"), "add_remove", 1e-5, accountants=["rdp"], participations=3
+    )
     assert (hidden.relation, known.relation) == ("add_remove", "zero_out")
 
 
@@ -279,13 +390,17 @@ def test_a_client_drawn_several_times_counts_with_its_multiplicity_when_the_coho
 
 
 def unequal(p_max: float, draws: int, mu: float, rounds: int = 1) -> Mechanism:
-    return Mechanism(Sampling("with_replacement", 3, draws, p_max=p_max), (Query("update", 1.0, 2 / mu),), rounds)
+    return Mechanism(
+        Sampling("with_replacement", 3, draws, p_max=p_max), (Query("update", 1.0, 2 / mu),), rounds
+    )
 
 
 @pytest.mark.parametrize("others", [(0.0, 0.0), (-1.0, -1.0), (1.0, -1.0)])
 @pytest.mark.parametrize("mu", [0.4, 1.5, 4.0])
 def test_draws_of_unequal_probabilities_stay_below_the_curve_of_the_likeliest_client(others, mu):
-    """Exact, over all sequences of three draws, for each client at +1 or -1 and the others anywhere; at 1/n the curve would be too low."""
+    """Exact, over all sequences of three draws, for each client at +1 or -1 and the others
+    anywhere; at 1/n the curve would be too low.
+    """
     p, draws, std = np.array([0.7, 0.2, 0.1]), 3, 2 / mu
     x = np.linspace(-3 - 12 * std, 3 + 12 * std, 20_001)
 
@@ -300,7 +415,10 @@ def test_draws_of_unequal_probabilities_stay_below_the_curve_of_the_likeliest_cl
     for client in range(3):
         here, there = (density(np.insert(np.array(others), client, sign)) for sign in (1.0, -1.0))
         for eps in (0.0, 0.3, 1.0, 3.0):
-            true = max(np.maximum(a - math.exp(eps) * b, 0).sum() for a, b in ((here, there), (there, here))) * (x[1] - x[0])
+            true = max(
+                np.maximum(a - math.exp(eps) * b, 0).sum()
+                for a, b in ((here, there), (there, here))
+            ) * (x[1] - x[0])
             assert true <= delta(unequal(0.7, draws, mu), "replace_one", eps) * (1 + 1e-6)
             below_uniform.append(true <= delta(unequal(1 / 3, draws, mu), "replace_one", eps))
     assert not all(below_uniform)
@@ -308,78 +426,159 @@ def test_draws_of_unequal_probabilities_stay_below_the_curve_of_the_likeliest_cl
 
 def test_the_curve_of_the_likeliest_client_is_the_printed_formula_and_grows_with_its_probability():
     for mu, draws in ((0.1, 40), (0.8, 5), (3.0, 2)):
-        found = [epsilon(unequal(p, draws, mu), "replace_one", 1e-5) for p in (1 / 3, 0.34, 0.5, 0.8, 0.99, 1.0)]
+        found = [
+            epsilon(unequal(p, draws, mu), "replace_one", 1e-5)
+            for p in (1 / 3, 0.34, 0.5, 0.8, 0.99, 1.0)
+        ]
         assert (np.diff(found) > 0).all()
-        assert found[-1] == pytest.approx(float(gaussian_epsilon(draws * mu, 1e-5)), rel=1e-3)  # always drawn: nothing hidden
-        assert found[0] == pytest.approx(epsilon(at_mu("with_replacement", mu, 3, draws, 1), "replace_one", 1e-5), rel=1e-9)
-        assert found[2] == pytest.approx(solve(formula("with_replacement", 2, draws, mu), 1e-5), rel=1e-3)
+        # always drawn: nothing hidden
+        assert found[-1] == pytest.approx(float(gaussian_epsilon(draws * mu, 1e-5)), rel=1e-3)
+        assert found[0] == pytest.approx(
+            epsilon(at_mu("with_replacement", mu, 3, draws, 1), "replace_one", 1e-5), rel=1e-9
+        )
+        assert found[2] == pytest.approx(
+            solve(formula("with_replacement", 2, draws, mu), 1e-5), rel=1e-3
+        )
 
 
 def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost():
     for relation, k in (("replace_one", 2), ("zero_out", 1)):
         run = mechanism("public", 50, 5, std=3.0, rounds=12)
         for t, found in enumerate(epsilon_curve(run, relation, 1e-5), 1):
-            assert found == pytest.approx(float(gaussian_epsilon(k / 3 * math.sqrt(t), 1e-5)), rel=1e-9)
-        assert delta(run, relation, 0.7) == pytest.approx(float(gaussian_delta(0.7, k / 3 * math.sqrt(12))), rel=1e-9)
+            assert found == pytest.approx(
+                float(gaussian_epsilon(k / 3 * math.sqrt(t), 1e-5)), rel=1e-9
+            )
+        assert delta(run, relation, 0.7) == pytest.approx(
+            float(gaussian_delta(0.7, k / 3 * math.sqrt(12))), rel=1e-9
+        )
         renyi = epsilon(run, relation, 1e-5, accountant="rdp")
-        assert renyi == pytest.approx(epsilon(mechanism("full", 50, 50, std=3.0, rounds=12), relation, 1e-5, accountant="rdp"), rel=1e-12)
-        assert noise_for(2.0, run, relation, 1e-5) == pytest.approx(noise_for(2.0, mechanism("full", 5, 5, std=3.0, rounds=12), relation, 1e-5), rel=1e-3)
+        assert renyi == pytest.approx(
+            epsilon(
+                mechanism("full", 50, 50, std=3.0, rounds=12), relation, 1e-5, accountant="rdp"
+            ),
+            rel=1e-12,
+        )
+        assert noise_for(2.0, run, relation, 1e-5) == pytest.approx(
+            noise_for(2.0, mechanism("full", 5, 5, std=3.0, rounds=12), relation, 1e-5), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize(("relation", "moves"), [("replace_one", 2), ("zero_out", 1)])
-def test_a_query_apart_costs_what_the_library_says_of_two_gaussians_and_single_updates_hide_it_no_less(relation, moves):
+def test_a_query_apart_costs_what_the_library_says_of_two_gaussians_and_single_updates_hide_it_no_less(
+    relation, moves
+):
     z, bound, std, r, rounds = 3.0, 1.5, 4.0, 9, 6
     queries = (Query("updates", 1.0, z), Query("losses", bound, std, apart=True))
-    both = Mechanism(Sampling("public", 100, r), queries, rounds, placement="client" if relation == "replace_one" else "server")
+    both = Mechanism(
+        Sampling("public", 100, r),
+        queries,
+        rounds,
+        placement="client" if relation == "replace_one" else "server",
+    )
 
     def library(spread: float, accountant) -> float:
-        for query in (dp_event.GaussianDpEvent(spread / moves), dp_event.GaussianDpEvent(std / (moves * bound))):
+        for query in (
+            dp_event.GaussianDpEvent(spread / moves),
+            dp_event.GaussianDpEvent(std / (moves * bound)),
+        ):
             accountant.compose(query, rounds)
         return accountant.get_epsilon(1e-5)
 
-    for name, make in (("pld", lambda: PLDAccountant(value_discretization_interval=1e-3)), ("rdp", RdpAccountant)):
-        for found, spread in zip(guarantees(both, relation, 1e-5, accountants=[name]), (z, z / math.sqrt(r)), strict=False):
+    for name, make in (
+        ("pld", lambda: PLDAccountant(value_discretization_interval=1e-3)),
+        ("rdp", RdpAccountant),
+    ):
+        for found, spread in zip(
+            guarantees(both, relation, 1e-5, accountants=[name]),
+            (z, z / math.sqrt(r)),
+            strict=False,
+        ):
             assert found.epsilon == pytest.approx(library(spread, make()), rel=2e-3)
-    assert delta(both, relation, 5.0) == pytest.approx(float(gaussian_delta(5.0, moves * math.hypot(1 / z, bound / std) * math.sqrt(rounds))))
+    assert delta(both, relation, 5.0) == pytest.approx(
+        float(gaussian_delta(5.0, moves * math.hypot(1 / z, bound / std) * math.sqrt(rounds)))
+    )
     found = noise_for(20.0, both, relation, 1e-5)
-    assert epsilon(both.with_noise(found), relation, 1e-5) <= 20.0 < epsilon(both.with_noise(found * (1 - 2e-4)), relation, 1e-5)
+    assert (
+        epsilon(both.with_noise(found), relation, 1e-5)
+        <= 20.0
+        < epsilon(both.with_noise(found * (1 - 2e-4)), relation, 1e-5)
+    )
     alone = float(gaussian_epsilon(moves * bound / std * math.sqrt(rounds), 1e-5))
-    with pytest.raises(ConfigError, match=rf"no noise, however large.*the losses alone, with the noise they are given, spend {alone:.4g}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"no noise, however large.*the losses alone, with the noise they are given, spend {alone:.4g}",
+    ):
         noise_for(0.99 * alone, both, relation, 1e-5)
 
 
 def test_the_papers_formula_claims_nothing_for_a_query_apart():
     sums = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 1.0, 4.0),), 100)
     both = Mechanism(sums.sampling, (*sums.queries, Query("losses", 1.0, 4.0, apart=True)), 100)
-    (without,), (found,) = (guarantees(each, "replace_one", 1e-5, accountants=["paper"]) for each in (sums, both))
-    assert found.epsilon == without.epsilon and set(found.conditions_failed) - set(without.conditions_failed) == {
-        "nothing is released beside the sum (here too: the losses of clients)"
-    }
+    (without,), (found,) = (
+        guarantees(each, "replace_one", 1e-5, accountants=["paper"]) for each in (sums, both)
+    )
+    assert found.epsilon == without.epsilon and set(found.conditions_failed) - set(
+        without.conditions_failed
+    ) == {"nothing is released beside the sum (here too: the losses of clients)"}
 
 
 def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():
-    run = Mechanism(Sampling("public", 50, 5, rule="taking turns"), (Query("update", 1.0, 3.0),), 12, placement="client")
+    run = Mechanism(
+        Sampling("public", 50, 5, rule="taking turns"),
+        (Query("update", 1.0, 3.0),),
+        12,
+        placement="client",
+    )
     known, seen = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=7)
-    assert known.sampling == seen.sampling == "public cohorts of 5 of 50 (taking turns), cohort known, a client in at most 7 rounds"
+    assert (
+        known.sampling
+        == seen.sampling
+        == "public cohorts of 5 of 50 (taking turns), cohort known, a client in at most 7 rounds"
+    )
     assert (known.observer, seen.observer) == ("every aggregate", "every single update")
-    assert known.epsilon == pytest.approx(float(gaussian_epsilon(2 / 3 * math.sqrt(7), 1e-5)), rel=1e-6)
-    assert seen.epsilon == pytest.approx(float(gaussian_epsilon(2 / 3 * math.sqrt(7 * 5), 1e-5)), rel=1e-6)
-    assert "zero_out or replace_one" in covers("pld", mechanism("public"), "add_remove") and covers("rdp", run, "zero_out") is None
-    assert {found.relation for found in guarantees(run, "add_remove", 1e-5, accountants=["pld"])} == {"zero_out"}
-    (unknown,) = guarantees(mechanism("public", 50, 5, std=3.0, rounds=12), "replace_one", 1e-5, accountants=["pld"])
-    assert unknown.epsilon == pytest.approx(float(gaussian_epsilon(2 / 3 * math.sqrt(12), 1e-5)), rel=1e-6)
+    assert known.epsilon == pytest.approx(
+        float(gaussian_epsilon(2 / 3 * math.sqrt(7), 1e-5)), rel=1e-6
+    )
+    assert seen.epsilon == pytest.approx(
+        float(gaussian_epsilon(2 / 3 * math.sqrt(7 * 5), 1e-5)), rel=1e-6
+    )
+    assert (
+        "zero_out or replace_one" in covers("pld", mechanism("public"), "add_remove")
+        and covers("rdp", run, "zero_out") is None
+    )
+    assert {
+        found.relation for found in guarantees(run, "add_remove", 1e-5, accountants=["pld"])
+    } == {"zero_out"}
+    (unknown,) = guarantees(
+        mechanism("public", 50, 5, std=3.0, rounds=12), "replace_one", 1e-5, accountants=["pld"]
+    )
+    assert unknown.epsilon == pytest.approx(
+        float(gaussian_epsilon(2 / 3 * math.sqrt(12), 1e-5)), rel=1e-6
+    )
     (printed,) = guarantees(run, "replace_one", 1e-5, accountants=["paper"])
     assert "hidden" not in printed.sampling and printed.conditions_failed
 
 
 def test_without_noise_nothing_is_guaranteed_and_the_sentence_says_so():
     for found in guarantees(mechanism(std=0.0, placement="client"), "replace_one", 1e-5):
-        assert found.epsilon == math.inf and "no noise is added" in found.sentence() and "No privacy" in found.sentence()
-    assert epsilon(mechanism(std=0.0), "replace_one", 1e-5) == math.inf and delta(mechanism(std=0.0), "replace_one", 3.0) == 1.0
+        assert (
+            found.epsilon == math.inf
+            and "no noise is added" in found.sentence()
+            and "No privacy" in found.sentence()
+        )
+    assert (
+        epsilon(mechanism(std=0.0), "replace_one", 1e-5) == math.inf
+        and delta(mechanism(std=0.0), "replace_one", 3.0) == 1.0
+    )
 
 
 def test_local_steps_are_one_guarantee_for_a_sample_seen_in_every_update():
     steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.343)
     (found,) = guarantees(steps, "replace_one", 1e-2, accountants=["pld"])
-    assert (found.unit, found.observer, found.sampling) == ("sample", "every single update", "batches: fixed size 10 of 600, batch hidden")
-    assert found.epsilon == pytest.approx(0.3, abs=2e-3)  # PRIVACY.md sec. 4: exact accounting needs 0.343 G
+    assert (found.unit, found.observer, found.sampling) == (
+        "sample",
+        "every single update",
+        "batches: fixed size 10 of 600, batch hidden",
+    )
+    # PRIVACY.md sec. 4: exact accounting needs 0.343 G
+    assert found.epsilon == pytest.approx(0.3, abs=2e-3)

@@ -1,4 +1,6 @@
-"""Privacy-aware selection probabilities: the exact solver against CVXPY, its optimality conditions, and what must not matter."""
+"""Privacy-aware selection probabilities: the exact solver against CVXPY, its optimality conditions,
+and what must not matter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from raydpfl.privacy.paper import budget_variance
 from raydpfl.selection.privacy_aware import kkt_residual, objective, solve, solve_cvxpy
 
 
-def instance(rng: np.random.Generator, orders: tuple[float, float], clients: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def instance(
+    rng: np.random.Generator, orders: tuple[float, float], clients: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities from even to very uneven, costs log-uniform over the given powers of ten."""
     n = clients or int(rng.integers(2, 40))
     return rng.dirichlet(np.full(n, rng.choice([0.3, 1, 30]))), 10 ** rng.uniform(*orders, n)
@@ -23,7 +27,11 @@ def check(unbiased, cost):
     solution = solve(unbiased, cost)
     p, (a, b) = solution.probabilities, solution.levels
     assert kkt_residual(p, unbiased, cost) == solution.kkt_residual < 1e-12
-    assert solution.objective == objective(p, unbiased, cost) <= objective(unbiased, unbiased, cost) * (1 + 1e-15)
+    assert (
+        solution.objective
+        == objective(p, unbiased, cost)
+        <= objective(unbiased, unbiased, cost) * (1 + 1e-15)
+    )
     assert solution.moved == np.abs(p - unbiased).sum() / 2
     assert 0 <= a <= b * (1 + 1e-12)
     assert (p[unbiased > 0] > 0).all()
@@ -80,8 +88,12 @@ def test_no_feasible_step_lowers_the_objective():
         unbiased, cost = instance(rng, (-2, 5))
         solution = check(unbiased, cost)
         for size in (1e-1, 1e-3, 1e-5):
-            others = (1 - size) * solution.probabilities + size * rng.dirichlet(np.ones(len(cost)), 50)
-            assert min(objective(p, unbiased, cost) for p in others) >= solution.objective * (1 - 1e-14)
+            others = (1 - size) * solution.probabilities + size * rng.dirichlet(
+                np.ones(len(cost)), 50
+            )
+            assert min(objective(p, unbiased, cost) for p in others) >= solution.objective * (
+                1 - 1e-14
+            )
 
 
 def test_the_residual_rejects_what_is_not_optimal():
@@ -109,7 +121,9 @@ def test_one_client_equal_costs_and_all_public_leave_the_unbiased_probabilities_
 def test_the_unbiased_probabilities_are_kept_exactly_up_to_their_optimality_condition():
     unbiased = np.array([0.5, 0.5])
     edge = 3 + math.sqrt(12)  # where (c - 1) / 2 = 2 sqrt((c + 1) / 4)
-    assert np.array_equal(check(unbiased, np.array([edge * (1 - 1e-9), 1.0])).probabilities, unbiased)
+    assert np.array_equal(
+        check(unbiased, np.array([edge * (1 - 1e-9), 1.0])).probabilities, unbiased
+    )
     solution = check(unbiased, np.array([edge * (1 + 1e-6), 1.0]))
     assert 0 < solution.moved < 1e-5
 
@@ -125,9 +139,14 @@ def test_every_client_with_a_finite_budget_takes_part():
     for spread in (1, 2, 4):
         epsilon = 10 ** rng.uniform(-spread, spread, 100)
         samples = rng.integers(200, 2000, 100)
-        variance = [budget_variance(float(e), 1e-5, batch=128, samples=int(n)) for e, n in zip(epsilon, samples, strict=True)]
+        variance = [
+            budget_variance(float(e), 1e-5, batch=128, samples=int(n))
+            for e, n in zip(epsilon, samples, strict=True)
+        ]
         for scale in (1e-3, 1.0, 1e3, 1e9):
-            assert (check(samples / samples.sum(), scale * np.array(variance)).probabilities > 0).all()
+            assert (
+                check(samples / samples.sum(), scale * np.array(variance)).probabilities > 0
+            ).all()
 
 
 def test_a_larger_budget_never_means_a_smaller_probability_among_clients_of_one_size():
@@ -148,7 +167,9 @@ def test_what_the_private_clients_lose_the_public_ones_share_in_proportion_to_th
 def test_a_budget_that_grows_without_end_tends_to_a_public_client():
     unbiased, cost = np.array([0.2, 0.5, 0.3]), np.array([0.0, 1e3, 1e5])
     public = check(unbiased, cost)
-    nearly = [check(unbiased, np.array([tiny, 1e3, 1e5])) for tiny in (1e-12, 1e-100, 1e-299, 1e-310)]
+    nearly = [
+        check(unbiased, np.array([tiny, 1e3, 1e5])) for tiny in (1e-12, 1e-100, 1e-299, 1e-310)
+    ]
     for solution in nearly:
         np.testing.assert_allclose(solution.probabilities, public.probabilities, rtol=1e-11)
 
@@ -158,7 +179,8 @@ def test_the_lowered_client_keeps_the_digits_that_the_moved_mass_cannot_hold():
     a, b = 1.0, 1.0 + 2 * (1 + math.sqrt(2))  # D = 1, p_2 = 1 in the limit
     np.testing.assert_allclose(solution.levels, (a, b), rtol=1e-14)
     np.testing.assert_allclose(solution.probabilities[0], b * 1e-150, rtol=1e-14)
-    raised = check(np.array([1.0, 0.0]), np.array([100.0, 1e20]))  # here the lowered level is 100 - 8e-17
+    # here the lowered level is 100 - 8e-17
+    raised = check(np.array([1.0, 0.0]), np.array([100.0, 1e20]))
     np.testing.assert_allclose(raised.probabilities[1], (100 - 2 * 10) * 1e-20, rtol=1e-14)
 
 
@@ -169,8 +191,11 @@ def test_the_order_of_the_clients_and_cutting_one_in_two_do_not_matter(orders):
         unbiased, cost = instance(rng, orders)
         p = check(unbiased, cost).probabilities
         order = rng.permutation(len(p))
-        np.testing.assert_allclose(check(unbiased[order], cost[order]).probabilities, p[order], rtol=1e-9, atol=1e-15)
-        # Half the data at twice the cost, twice, is one and the same client: 2 (2c) (p/2)^2 = c p^2.
+        np.testing.assert_allclose(
+            check(unbiased[order], cost[order]).probabilities, p[order], rtol=1e-9, atol=1e-15
+        )
+        # Half the data at twice the cost, twice, is one and the same client: 2 (2c) (p/2)^2 = c
+        # p^2.
         halves = check(np.repeat(unbiased, 2) / 2, np.repeat(2 * cost, 2)).probabilities
         np.testing.assert_allclose(halves.reshape(-1, 2).sum(1), p, rtol=1e-9, atol=1e-15)
 

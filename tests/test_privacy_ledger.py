@@ -10,7 +10,14 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.privacy import Ledger, Spent, check_budget
 
 ROUNDS = [
-    {"round": t, "epsilon": {"pld": 0.5 + t / 10, "rdp": 1.0 + t}, "mechanism": "5f70bf", "bound": 1.0, "std": 4.0 + t} for t in range(3)
+    {
+        "round": t,
+        "epsilon": {"pld": 0.5 + t / 10, "rdp": 1.0 + t},
+        "mechanism": "5f70bf",
+        "bound": 1.0,
+        "std": 4.0 + t,
+    }
+    for t in range(3)
 ]
 
 
@@ -33,7 +40,8 @@ def test_a_kill_at_any_byte_of_the_last_line_leaves_the_rounds_before_it(path):
         path.write_bytes(whole[:end])
         ledger = Ledger(path, resume=True)
         rounds = ledger.spent().rounds
-        assert rounds == (3 if end >= len(whole) - 1 else 2)  # without its newline alone the entry is still whole
+        # without its newline alone the entry is still whole
+        assert rounds == (3 if end >= len(whole) - 1 else 2)
         for entry in ROUNDS[rounds:]:
             ledger.record(**entry)
         assert path.read_bytes() == whole
@@ -43,7 +51,8 @@ def test_a_round_done_again_is_one_release(path):
     before = path.read_bytes()
     ledger = Ledger(path, resume=True)
     ledger.record(**ROUNDS[1])
-    ledger.record(**{**ROUNDS[2], "epsilon": {"pld": 0.7 + 1e-13}})  # another machine may round differently; the release is the same
+    # another machine may round differently; the release is the same
+    ledger.record(**{**ROUNDS[2], "epsilon": {"pld": 0.7 + 1e-13}})
     assert path.read_bytes() == before and ledger.spent().rounds == 3
 
 
@@ -67,7 +76,12 @@ def test_a_fresh_run_refuses_the_ledger_of_another(path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda lines: [lines[0][:9] + b"\n", *lines[1:]], lambda lines: [lines[0], lines[2]], lambda lines: [*lines, b"{}\n"]]
+    "damage",
+    [
+        lambda lines: [lines[0][:9] + b"\n", *lines[1:]],
+        lambda lines: [lines[0], lines[2]],
+        lambda lines: [*lines, b"{}\n"],
+    ],
 )
 def test_damage_before_the_last_line_is_an_error_not_a_smaller_epsilon(path, damage):
     path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))

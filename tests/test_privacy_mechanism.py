@@ -11,13 +11,38 @@ from pathlib import Path
 import pytest
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Guarantee, Mechanism, Query, Sampling, accountants, covers, epsilon, guarantees, laws, pld
+from raydpfl.privacy import (
+    Guarantee,
+    Mechanism,
+    Query,
+    Sampling,
+    accountants,
+    covers,
+    epsilon,
+    guarantees,
+    laws,
+    pld,
+)
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.laws import LAWS, Law
 
-MECHANISM = Mechanism(Sampling("fixed", 1920, 80), (Query("update", 0.5, 2.0),), 100, exclusions=("the clip bound was learned",))
+MECHANISM = Mechanism(
+    Sampling("fixed", 1920, 80),
+    (Query("update", 0.5, 2.0),),
+    100,
+    exclusions=("the clip bound was learned",),
+)
 GUARANTEE = Guarantee(
-    "rigorous", "pld", "client", "replace_one", "every aggregate", "fixed size 80 of 1920, cohort hidden", 1.5, 1e-5, ("a",), ("b",)
+    "rigorous",
+    "pld",
+    "client",
+    "replace_one",
+    "every aggregate",
+    "fixed size 80 of 1920, cohort hidden",
+    1.5,
+    1e-5,
+    ("a",),
+    ("b",),
 )
 
 
@@ -67,7 +92,12 @@ def test_any_change_changes_the_digest():
         (lambda: replace(MECHANISM, queries=()), "queries"),
         (lambda: replace(MECHANISM, placement="cloud"), "noise.placement"),
         (lambda: MECHANISM.with_noise(-1.0), "noise.multiplier"),
-        (lambda: replace(MECHANISM, queries=(Query("update", 1.0, 1.0), Query("count", 0.5, 0.0))).with_noise(1.0), "count.std"),
+        (
+            lambda: replace(
+                MECHANISM, queries=(Query("update", 1.0, 1.0), Query("count", 0.5, 0.0))
+            ).with_noise(1.0),
+            "count.std",
+        ),
     ],
 )
 def test_nonsense_is_refused_by_name(make, field):
@@ -85,7 +115,10 @@ def test_a_sampling_says_in_words_who_takes_part_and_whether_that_is_secret():
         Sampling("fixed", 20, 5, rule="those awake"): ("fixed size 5 of 20 (those awake)", True),
         Sampling("fixed", 20, 20): ("all 20", False),
         Sampling("poisson", 20, 5): ("Poisson, 5 of 20 expected", True),
-        Sampling("with_replacement", 20, 5, p_max=0.25): ("5 draws with replacement from 20, no client likelier than 0.25", True),
+        Sampling("with_replacement", 20, 5, p_max=0.25): (
+            "5 draws with replacement from 20, no client likelier than 0.25",
+            True,
+        ),
         Sampling("with_replacement", 20, 20): ("20 draws with replacement from 20", True),
         Sampling("public", 20, 5): ("public cohorts of 5 of 20", False),
         Sampling("public", 20, 20): ("public cohorts of 20 of 20", False),
@@ -130,15 +163,40 @@ def test_a_guarantee_cannot_be_changed():
 
 
 def test_a_guarantee_has_exactly_the_fields_of_the_summary_and_survives_json():
-    names = ["kind", "accountant", "unit", "relation", "observer", "sampling", "epsilon", "delta", "exclusions", "conditions_failed"]
+    names = [
+        "kind",
+        "accountant",
+        "unit",
+        "relation",
+        "observer",
+        "sampling",
+        "epsilon",
+        "delta",
+        "exclusions",
+        "conditions_failed",
+    ]
     assert [field.name for field in fields(Guarantee)] == names == list(GUARANTEE.to_dict())
     for guarantee in (GUARANTEE, replace(GUARANTEE, epsilon=math.inf)):
-        assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict(), allow_nan=False))) == guarantee
+        assert (
+            Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict(), allow_nan=False)))
+            == guarantee
+        )
 
 
 def test_the_sentence_leaves_no_part_out():
     sentence = GUARANTEE.sentence()
-    for part in ("1.5", "1e-05", "client", "replaced", "every aggregate", GUARANTEE.sampling, "rigorous", "pld", "for: a", "fail: b"):
+    for part in (
+        "1.5",
+        "1e-05",
+        "client",
+        "replaced",
+        "every aggregate",
+        GUARANTEE.sampling,
+        "rigorous",
+        "pld",
+        "for: a",
+        "fail: b",
+    ):
         assert part in sentence
 
 
@@ -159,17 +217,33 @@ class Halves(Law):
 
 def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
     queries = (Query("updates", 1.0, 4.0),)
-    mine, fixed = (Mechanism(Sampling(kind, 1920, 80), queries, 100) for kind in (Halves(), "fixed"))
+    mine, fixed = (
+        Mechanism(Sampling(kind, 1920, 80), queries, 100) for kind in (Halves(), "fixed")
+    )
     assert str(mine.sampling) == "80 of 1920, by halves" and mine.sampling.hidden
     assert epsilon(mine, "replace_one", 1e-5) == epsilon(fixed, "replace_one", 1e-5)
-    assert covers("rdp", mine, "replace_one") == "cohorts of law halves are not covered by rdp; nearest: pld"
+    assert (
+        covers("rdp", mine, "replace_one")
+        == "cohorts of law halves are not covered by rdp; nearest: pld"
+    )
     assert covers("pld", mine, "zero_out") == "halves are covered under replace_one only"
     found = guarantees(mine, "replace_one", 1e-5, accountants=["pld", "rdp"], participations=12)
-    assert [(one.accountant, math.isfinite(one.epsilon)) for one in found] == [("pld", True), ("pld", True), ("rdp", False), ("rdp", True)]
+    assert [(one.accountant, math.isfinite(one.epsilon)) for one in found] == [
+        ("pld", True),
+        ("pld", True),
+        ("rdp", False),
+        ("rdp", True),
+    ]
     assert mine.digest() != fixed.digest()
 
 
 def test_accountants_and_laws_are_found_by_looking():
-    assert set(LAWS) == {path.stem for path in Path(laws.__file__).parent.glob("*.py")} - {"__init__", "base"}
-    modules = {path.stem for path in Path(accountants.__file__).parent.glob("*.py")} - {"__init__", "base"}
+    assert set(LAWS) == {path.stem for path in Path(laws.__file__).parent.glob("*.py")} - {
+        "__init__",
+        "base",
+    }
+    modules = {path.stem for path in Path(accountants.__file__).parent.glob("*.py")} - {
+        "__init__",
+        "base",
+    }
     assert len(ACCOUNTANTS) == len(modules)

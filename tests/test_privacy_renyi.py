@@ -1,4 +1,6 @@
-"""Renyi divergences: dp-accounting's own, where it does not lose them to cancellation, and exact moments where it does."""
+"""Renyi divergences: dp-accounting's own, where it does not lose them to cancellation, and exact
+moments where it does.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +17,55 @@ from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_sample_wor_gau
 from raydpfl.privacy import renyi
 
 
-@pytest.mark.parametrize(("q", "mu"), [(10 / 600, 2 / 3.43), (128 / 500, 0.4), (1 / 600, 2.0), (0.01, 8.0), (0.9, 30.0)])
+@pytest.mark.parametrize(
+    ("q", "mu"), [(10 / 600, 2 / 3.43), (128 / 500, 0.4), (1 / 600, 2.0), (0.01, 8.0), (0.9, 30.0)]
+)
 def test_divergences_and_epsilons_are_dp_accountings(q, mu):
     ours, theirs = renyi.fixed_size(q, mu), reference(q, 1 / mu, renyi.ORDERS)
     assert ours == pytest.approx(theirs, rel=1e-9)
     for delta in (1e-2, 1e-5):
-        expected = [compute_epsilon(renyi.ORDERS, theirs * count, delta)[0] for count in (1, 40, 3000)]
+        expected = [
+            compute_epsilon(renyi.ORDERS, theirs * count, delta)[0] for count in (1, 40, 3000)
+        ]
         assert renyi.epsilons(ours, delta, [1, 40, 3000]) == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize(
     ("samples", "batch", "z", "counts", "delta"),
-    [(10_000, 261, 54.931, 50, 1e-12), (600, 1, 9.938, 50, 1e-5), (10_000, 63, 3.966, 1, 1e-5), (20, 1, 98.555, 10_000, 1e-12), (10**6, 100, 0.6, 10**4, 1e-8)],
+    [
+        (10_000, 261, 54.931, 50, 1e-12),
+        (600, 1, 9.938, 50, 1e-5),
+        (10_000, 63, 3.966, 1, 1e-5),
+        (20, 1, 98.555, 10_000, 1e-12),
+        (10**6, 100, 0.6, 10**4, 1e-8),
+    ],
 )
 def test_epsilons_far_from_the_usual_are_dp_accountings_too(samples, batch, z, counts, delta):
-    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)  # with the orders that it has by default
-    accountant.compose(dp_event.SampledWithoutReplacementDpEvent(samples, batch, dp_event.GaussianDpEvent(z / 2)), counts)
-    assert float(renyi.epsilons(renyi.fixed_size(batch / samples, 2 / z), delta, counts)) == pytest.approx(accountant.get_epsilon(delta), rel=1e-8)
+    # with the orders that it has by default
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    accountant.compose(
+        dp_event.SampledWithoutReplacementDpEvent(samples, batch, dp_event.GaussianDpEvent(z / 2)),
+        counts,
+    )
+    assert float(
+        renyi.epsilons(renyi.fixed_size(batch / samples, 2 / z), delta, counts)
+    ) == pytest.approx(accountant.get_epsilon(delta), rel=1e-8)
 
 
 @pytest.mark.parametrize("mu", [0.02, 0.002])
 def test_what_alternating_sums_lose_is_kept(mu):
-    """At large noise dp-accounting's high orders drown in rounding, on the safe side; ours are never above them, and far below some."""
+    """At large noise dp-accounting's high orders drown in rounding, on the safe side; ours are
+    never above them, and far below some.
+    """
     ours, theirs = renyi.fixed_size(0.5, mu), reference(0.5, 1 / mu, renyi.ORDERS)
     assert (ours <= theirs * (1 + 1e-9)).all() and (ours < theirs / 5).any()
 
 
 @pytest.mark.parametrize("mu", [0.02, 0.5, 3.0])
 def test_moments_are_the_exact_alternating_sums(mu):
-    """E (L - 1)^i = sum_j (-1)^(i-j) C(i, j) e^(j (j - 1) mu^2 / 2), in rational arithmetic from a Taylor series of e."""
+    """E (L - 1)^i = sum_j (-1)^(i-j) C(i, j) e^(j (j - 1) mu^2 / 2), in rational arithmetic from a
+    Taylor series of e.
+    """
 
     def exponential(x: Fraction) -> Fraction:
         halvings = max(0, math.ceil(math.log2(max(x, Fraction(1)))))
@@ -57,13 +79,17 @@ def test_moments_are_the_exact_alternating_sums(mu):
     found = renyi._even_moments(mu)
     for i in (2, 6, 12):
         half = Fraction(mu) ** 2 / 2
-        exact = sum((-1) ** (i - j) * math.comb(i, j) * exponential(j * (j - 1) * half) for j in range(i + 1))
+        exact = sum(
+            (-1) ** (i - j) * math.comb(i, j) * exponential(j * (j - 1) * half)
+            for j in range(i + 1)
+        )
         assert found[i // 2] == pytest.approx(math.log(exact), abs=1e-10)
 
 
 def test_without_sampling_the_divergence_is_the_gaussians():
     assert renyi.gaussian(0.5) == pytest.approx(renyi.ORDERS / 8)
-    assert float(renyi.epsilons(renyi.gaussian(1.0), 1e-5, 1)) == pytest.approx(4.73, abs=5e-3)  # PRIVACY.md sec. 1
+    # PRIVACY.md sec. 1
+    assert float(renyi.epsilons(renyi.gaussian(1.0), 1e-5, 1)) == pytest.approx(4.73, abs=5e-3)
 
 
 def test_epsilon_is_zero_where_delta_covers_the_distance():

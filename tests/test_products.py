@@ -8,12 +8,16 @@ from torch import nn
 
 from raydpfl.local import products
 
-pytestmark = pytest.mark.skipif(products._dnnl is None, reason="this torch has no oneDNN; products are torch's own")
+pytestmark = pytest.mark.skipif(
+    products._dnnl is None, reason="this torch has no oneDNN; products are torch's own"
+)
 BIG, SMALL = (64, 400, 300), (6, 40, 30)
 
 
 def test_large_products_alone_go_to_onednn():
-    assert products._pays(torch.zeros(BIG[:2]), BIG[2]) and not products._pays(torch.zeros(SMALL[:2]), SMALL[2])
+    assert products._pays(torch.zeros(BIG[:2]), BIG[2]) and not products._pays(
+        torch.zeros(SMALL[:2]), SMALL[2]
+    )
     assert not products._pays(torch.zeros(BIG[:2], dtype=torch.float64), BIG[2])
 
 
@@ -23,14 +27,18 @@ def test_a_product_is_torchs_however_its_factors_lie(shape, turned):
     m, k, n = shape
     a = torch.randn(k, m).T if turned in ("first", "both") else torch.randn(m, k)
     b = torch.randn(n, k).T if turned in ("second", "both") else torch.randn(k, n)
-    torch.testing.assert_close(products.product(a, b), (a.double() @ b.double()).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        products.product(a, b), (a.double() @ b.double()).float(), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_gives_what_it_gave_and_so_do_its_gradients(bias, dimensions):
     rows, inputs, outputs = BIG
-    plain = nn.Sequential(nn.Linear(inputs, outputs, bias=bias), nn.Tanh(), nn.Linear(outputs, 300, bias=bias))
+    plain = nn.Sequential(
+        nn.Linear(inputs, outputs, bias=bias), nn.Tanh(), nn.Linear(outputs, 300, bias=bias)
+    )
     fast = copy.deepcopy(plain)
     products.speed_up(fast)
     x = torch.randn(rows, inputs).reshape(*(rows,) if dimensions == 2 else (8, rows // 8), inputs)
@@ -38,7 +46,12 @@ def test_a_layer_gives_what_it_gave_and_so_do_its_gradients(bias, dimensions):
     for module in (plain, fast):
         each = x.clone().requires_grad_()
         outputs = module(each)
-        seen.append([outputs.detach(), *torch.autograd.grad(outputs.square().mean(), [each, *module.parameters()])])
+        seen.append(
+            [
+                outputs.detach(),
+                *torch.autograd.grad(outputs.square().mean(), [each, *module.parameters()]),
+            ]
+        )
     for ours, theirs in zip(*seen, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -48,7 +61,9 @@ def test_with_inputs_only_nothing_goes_back_to_the_parameters():
     layer, x = nn.Linear(*BIG[1:]), torch.randn(BIG[:2], requires_grad=True)
     expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
     products.speed_up(layer, inputs_only=True)
-    by_x, *by_parameters = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()], allow_unused=True)
+    by_x, *by_parameters = torch.autograd.grad(
+        layer(x).square().sum(), [x, *layer.parameters()], allow_unused=True
+    )
     torch.testing.assert_close(by_x, expected, rtol=1e-4, atol=1e-3)
     assert by_parameters == [None, None]
 
@@ -69,7 +84,9 @@ def test_a_gradient_of_a_gradient_is_torchs():
     plain, x = Penalised(), torch.randn(BIG[:2], requires_grad=True)
     expected = torch.autograd.grad(plain(x), list(plain.parameters()))
     products.speed_up(plain)
-    for ours, theirs in zip(torch.autograd.grad(plain(x), list(plain.parameters())), expected, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(plain(x), list(plain.parameters())), expected, strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
@@ -100,5 +117,13 @@ def test_bits_do_not_depend_on_where_factors_lie_in_memory():
     factors = a[: m * k].view(m, k).clone(), b[: k * n].view(k, n).clone()
     expected = products.product(*factors)
     for offset in (1, 3, 8, 15):
-        a[offset : offset + m * k], b[offset : offset + k * n] = factors[0].flatten(), factors[1].flatten()
-        assert torch.equal(products.product(a[offset : offset + m * k].view(m, k), b[offset : offset + k * n].view(k, n)), expected)
+        a[offset : offset + m * k], b[offset : offset + k * n] = (
+            factors[0].flatten(),
+            factors[1].flatten(),
+        )
+        assert torch.equal(
+            products.product(
+                a[offset : offset + m * k].view(m, k), b[offset : offset + k * n].view(k, n)
+            ),
+            expected,
+        )

@@ -42,7 +42,9 @@ def claim_2_1(bound, k):
 
 
 def simulated(tmp_path, rounds, source, local, bounding=None, start=0.0, spread=0.0, server=None):
-    """The final parameters, float64 [d], and the summary of a run without noise in which all clients take part."""
+    """The final parameters, float64 [d], and the summary of a run without noise in which all
+    clients take part.
+    """
     experiment = Experiment.from_dict({
         "seed": 4, "rounds": rounds, "data": source, "model": {"kind": "linear", "start": start, "spread": spread}, "selection": {"kind": "full"},
         "local": {"kind": "sgd", "batch": "full", **local}, "bounding": bounding or {"kind": "none"}, "server": {"kind": "sgd", **(server or {})},
@@ -57,14 +59,18 @@ def quadratic(seed=4, **keys):
 
 
 def definition(described, seed):
-    """Q_i [N, d, d] and w_i [N, d] of 001 sec. 5.3 as they are drawn, and the optimum w* of the mean, of least norm."""
+    """Q_i [N, d, d] and w_i [N, d] of 001 sec. 5.3 as they are drawn, and the optimum w* of the
+    mean, of least norm.
+    """
     d, rank = described.dimension, described.rank
     q, own = np.zeros((described.clients, d, d)), np.zeros((described.clients, d))
     for client in range(described.clients):
         generator = stream(seed, Purpose.DATA, client=client)
         matrix = generator.standard_normal((rank, d)).T * (described.variance or 1 / d) ** 0.5
         q[client] = matrix @ matrix.T
-        own[client] = described.heterogeneity * (generator.standard_normal(d) if described.optima == "normal" else generator.random(d))
+        own[client] = described.heterogeneity * (
+            generator.standard_normal(d) if described.optima == "normal" else generator.random(d)
+        )
     best = np.linalg.pinv(q.sum(0), rcond=1e-9, hermitian=True) @ np.einsum("nij,nj->i", q, own)
     return q, own, best
 
@@ -74,21 +80,36 @@ def values(q, own, w):
     return np.einsum("ni,nij,nj->n", w - own, q, w - own) / 2
 
 
-@pytest.mark.parametrize("keys", [{}, {"optima": "uniform", "heterogeneity": 3.0}, {"variance": 0.5}, {"clients": 3, "dimension": 20}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"optima": "uniform", "heterogeneity": 3.0},
+        {"variance": 0.5},
+        {"clients": 3, "dimension": 20},
+    ],
+)
 def test_a_clients_mean_loss_is_its_quadratic_in_coordinates_with_the_optimum_at_0(keys):
     described = quadratic(**keys)
     split = described.split(4, None)
     q, own, best = definition(described, 4)
-    assert split.classes == 0 and (split.sizes == described.rank).all() and split.shape == (described.dimension,)
+    assert (
+        split.classes == 0
+        and (split.sizes == described.rank).all()
+        and split.shape == (described.dimension,)
+    )
     for w in np.random.default_rng(0).normal(size=(5, described.dimension)):
         for client, value in enumerate(values(q, own, w + best)):
             x, y = split.rows(client, client + 1)
             assert np.mean((x.astype(float) @ w - y) ** 2) / 2 == pytest.approx(value, rel=1e-5)
         x, y = split.test()
-        assert np.mean((x.astype(float) @ w - y) ** 2) / 2 == pytest.approx(values(q, own, w + best).mean(), rel=1e-5)
+        assert np.mean((x.astype(float) @ w - y) ** 2) / 2 == pytest.approx(
+            values(q, own, w + best).mean(), rel=1e-5
+        )
 
 
-@pytest.mark.parametrize("keys", [{}, {"clients": 3, "dimension": 20}])  # the sum of the Q_i has full rank; or rank 12 of 20
+# the sum of the Q_i has full rank; or rank 12 of 20
+@pytest.mark.parametrize("keys", [{}, {"clients": 3, "dimension": 20}])
 def test_the_optimum_is_the_origin_and_its_value_is_in_the_description(keys, tmp_path):
     described = quadratic(**keys)
     q, own, best = definition(described, 4)
@@ -113,10 +134,16 @@ def test_without_heterogeneity_all_clients_agree():
 
 
 def test_scalar_quadratics_are_the_pairs(tmp_path):
-    opened = Shards.open(prepare(data.parse({"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]}), 0, cache=tmp_path))
+    opened = Shards.open(
+        prepare(
+            data.parse({"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]}), 0, cache=tmp_path
+        )
+    )
     x, y, n = opened.lane([0, 1, 2], 1)
     assert (x.ravel() == EQ_8[0]).all() and (y.ravel() == EQ_8[1]).all() and (n == 1).all()
-    assert opened.describe()["optimum"] == (16 + 1 + 1) / 6 and opened.clients == opened.test_size == 3
+    assert (
+        opened.describe()["optimum"] == (16 + 1 + 1) / 6 and opened.clients == opened.test_size == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +151,10 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
     [
         ({"a": [1, 2], "b": [1]}, r"data.b = \(1.0,\): 2 numbers, one for each of data.a"),
         ({"a": [], "b": []}, r"data.a = \[\]: "),
-        ({"a": [1, 2], "b": [1, 2], "clients": 3}, "data.clients = 3: 2, one for each of data.a, or none"),
+        (
+            {"a": [1, 2], "b": [1, 2], "clients": 3},
+            "data.clients = 3: 2, one for each of data.a, or none",
+        ),
         ({"a": [1, 2], "b": [1, 2], "sizes": {"kind": "spread"}}, "data.sizes = .*: no such key"),
     ],
 )
@@ -141,11 +171,15 @@ def test_the_stationary_point_is_the_root_that_bisection_finds_and_that_averagin
 
         def drift(x, steps=steps, bound=bound, lr=lr):
             local = trained(*EQ_8, steps, lr, x)
-            return clip(local, bound).mean() - x if sends == "model" else clip(local - x, bound).mean()
+            return (
+                clip(local, bound).mean() - x if sends == "model" else clip(local - x, bound).mean()
+            )
 
         # A root of slope s is known to 1e-16 / s, and s is at least (1 - (1 - 0.004)^1) / 3.
         assert low == pytest.approx(brentq(drift, -50, 50, xtol=1e-15), abs=1e-12)
-        assert averaged(*EQ_8, steps, lr, bound, sends, rounds=5, x=low) == pytest.approx(low, abs=1e-12)
+        assert averaged(*EQ_8, steps, lr, bound, sends, rounds=5, x=low) == pytest.approx(
+            low, abs=1e-12
+        )
         assert drift(low - 0.1) > 0 > drift(low + 0.1)
 
 
@@ -156,7 +190,11 @@ def test_clients_of_any_number_and_slope_have_the_stationary_points_that_averagi
         a, b = generator.normal(size=n), 3 * generator.normal(size=n)
         a[generator.random(n) < 0.2] = 0.0
         a[0] = 1.5
-        steps, bound, lr = int(generator.integers(1, 20)), float(generator.uniform(0.01, 2)), float(generator.uniform(0.05, 1.9) / (a**2).max())
+        steps, bound, lr = (
+            int(generator.integers(1, 20)),
+            float(generator.uniform(0.01, 2)),
+            float(generator.uniform(0.05, 1.9) / (a**2).max()),
+        )
         for sends in ("update", "model"):
             low, high = stationary(a, b, steps, lr, bound, sends)
             assert low <= high
@@ -179,14 +217,22 @@ def test_clients_that_diverge_or_never_move_have_no_stationary_point():
 
 
 def test_claim_2_1_holds_wherever_k_is_above_4():
-    for k, steps, lr, bound in itertools.product((4.001, 5.0, 50.0), (1, 3, 40), (1e-3, 0.3, 0.95), (0.2, 7.0)):
+    for k, steps, lr, bound in itertools.product(
+        (4.001, 5.0, 50.0), (1, 3, 40), (1e-3, 0.3, 0.95), (0.2, 7.0)
+    ):
         limit = model_clip_limit(bound, steps, lr)
         a, b = claim_2_1(bound, k)
         assert stationary(a, b, steps, lr, bound, "model") == (pytest.approx(limit, rel=1e-12),) * 2
-        assert averaged(a, b, steps, lr, bound, "model", rounds=150, x=bound) == pytest.approx(limit, rel=1e-12)
-        assert limit < bound < (k - 1) * bound / 3 == pytest.approx(np.mean(b))  # which is the optimum
+        assert averaged(a, b, steps, lr, bound, "model", rounds=150, x=bound) == pytest.approx(
+            limit, rel=1e-12
+        )
+        # which is the optimum
+        assert limit < bound < (k - 1) * bound / 3 == pytest.approx(np.mean(b))
     # Of k = 3.9 and a small lr it does not: the third client's model is within the bound.
-    assert stationary(*claim_2_1(1.0, 3.9), 1, 1e-3, 1.0, "model")[0] < model_clip_limit(1.0, 1, 1e-3) - 1e-3
+    assert (
+        stationary(*claim_2_1(1.0, 3.9), 1, 1e-3, 1.0, "model")[0]
+        < model_clip_limit(1.0, 1, 1e-3) - 1e-3
+    )
 
 
 def test_claim_2_2_one_unclipped_step_keeps_the_optimum_but_the_printed_rate_may_not():
@@ -195,7 +241,8 @@ def test_claim_2_2_one_unclipped_step_keeps_the_optimum_but_the_printed_rate_may
         assert stationary(*EQ_8, 1, lr, bound) == (pytest.approx(0, abs=1e-15),) * 2
     assert harmless_lr(*EQ_8, 0.1) == pytest.approx(0.1 / 6)  # |f_i'(0)| = 4, 2, 6
     assert harmless_lr((1, 2), (2, 4), 0.1) == np.inf
-    a, b = (0.1, 0.2, 0.6), (4.0, 1.0, -1.0)  # eq. 8 with flatter clients, of which 1 / max |f_i'| is a stable rate
+    # eq. 8 with flatter clients, of which 1 / max |f_i'| is a stable rate
+    a, b = (0.1, 0.2, 0.6), (4.0, 1.0, -1.0)
     printed = harmless_lr(a, b, bound=1.0)
     best = np.dot(a, b) / np.dot(a, a)
     assert stationary(a, b, 1, printed, 1.0)[0] == pytest.approx(best, abs=1e-12)
@@ -211,24 +258,52 @@ def test_clipping_hurts_one_step_and_helps_many(lr):
     for steps in (50, 100, 1000):
         plain = stationary(*EQ_8, steps, lr, None)[0]
         assert all(0 < stationary(*EQ_8, steps, lr, bound)[0] < plain for bound in bounds)
-    assert stationary(*EQ_8, 10_000, lr, None)[0] == pytest.approx((4 + 1 / 2 - 1 / 6) / 3)  # the mean of the clients' optima
+    # the mean of the clients' optima
+    assert stationary(*EQ_8, 10_000, lr, None)[0] == pytest.approx((4 + 1 / 2 - 1 / 6) / 3)
     assert stationary(*EQ_8, 10_000, lr, 0.01)[0] == pytest.approx(1 / 2)  # their median
 
 
 @pytest.mark.parametrize(("k", "steps", "lr"), [(4.5, 1, 0.5), (10.0, 5, 0.1), (100.0, 2, 0.9)])
 def test_a_run_with_model_clipping_stops_where_claim_2_1_says(k, steps, lr, tmp_path):
     a, b = claim_2_1(1.0, k)
-    source, bounding = {"kind": "scalar_quadratics", "a": a, "b": b}, {"kind": "model_clip", "bound": 1.0}
-    (x,), summary = simulated(tmp_path, 50, source, {"steps": steps, "lr": lr}, bounding, start=-3.0)
+    source, bounding = (
+        {"kind": "scalar_quadratics", "a": a, "b": b},
+        {"kind": "model_clip", "bound": 1.0},
+    )
+    (x,), summary = simulated(
+        tmp_path, 50, source, {"steps": steps, "lr": lr}, bounding, start=-3.0
+    )
     assert x == pytest.approx(model_clip_limit(1.0, steps, lr), abs=1e-6)
-    assert summary["test_loss"] == pytest.approx(np.mean((x - np.array(b)) ** 2) / 2, rel=1e-5) and summary["test_accuracy"] is None
+    assert (
+        summary["test_loss"] == pytest.approx(np.mean((x - np.array(b)) ** 2) / 2, rel=1e-5)
+        and summary["test_accuracy"] is None
+    )
 
 
-@pytest.mark.parametrize(("steps", "bound", "lr"), [(1, 1.0, 0.05), (2, 0.1, 0.05), (10, 0.5, 0.02), (10, 0.02, 0.05), (100, 1.0, 0.02), (100, 0.1, 0.02)])
-def test_a_run_with_clipped_updates_stops_at_the_stationary_point_of_eq_8(steps, bound, lr, tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "bound", "lr"),
+    [
+        (1, 1.0, 0.05),
+        (2, 0.1, 0.05),
+        (10, 0.5, 0.02),
+        (10, 0.02, 0.05),
+        (100, 1.0, 0.02),
+        (100, 0.1, 0.02),
+    ],
+)
+def test_a_run_with_clipped_updates_stops_at_the_stationary_point_of_eq_8(
+    steps, bound, lr, tmp_path
+):
     source = {"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]}
     found = stationary(*EQ_8, steps, lr, bound)[0]
-    (x,), _ = simulated(tmp_path, 150, source, {"steps": steps, "lr": lr}, {"kind": "clip", "bound": bound}, start=found + 0.2)
+    (x,), _ = simulated(
+        tmp_path,
+        150,
+        source,
+        {"steps": steps, "lr": lr},
+        {"kind": "clip", "bound": bound},
+        start=found + 0.2,
+    )
     assert x == pytest.approx(found, abs=1e-6)
 
 
@@ -236,8 +311,21 @@ def test_with_one_local_step_clipping_updates_is_clipped_sgd(tmp_path):
     described = quadratic()
     q, own, best = definition(described, 4)
     for bound in (0.03, 0.3):
-        w, _ = simulated(tmp_path / str(bound), 1, described.model_dump(), {"steps": 1, "lr": 0.2}, {"kind": "clip", "bound": bound}, spread=1.0)
-        start = models.flatten(models.build(models.parse({"kind": "linear", "spread": 1.0}), (15,), 0, 4)).double().numpy()
+        w, _ = simulated(
+            tmp_path / str(bound),
+            1,
+            described.model_dump(),
+            {"steps": 1, "lr": 0.2},
+            {"kind": "clip", "bound": bound},
+            spread=1.0,
+        )
+        start = (
+            models.flatten(
+                models.build(models.parse({"kind": "linear", "spread": 1.0}), (15,), 0, 4)
+            )
+            .double()
+            .numpy()
+        )
         gradients = np.einsum("nij,nj->ni", q, start + best - own)
         norms = np.linalg.norm(0.2 * gradients, axis=1)
         if bound == 0.3:
@@ -251,8 +339,19 @@ def test_runs_on_quadratics_follow_their_definition_from_a_start_at_a_distance(k
     """001 Alg. 1 and 2 without noise, five steps a round, in float64 beside the run."""
     described = quadratic()
     q, own, best = definition(described, 4)
-    found, summary = simulated(tmp_path, 10, described.model_dump(), {"steps": 5, "lr": 0.3}, {"kind": kind, "bound": 0.2}, spread=1.0)
-    w = models.flatten(models.build(models.parse({"kind": "linear", "spread": 1.0}), (15,), 0, 4)).double().numpy()
+    found, summary = simulated(
+        tmp_path,
+        10,
+        described.model_dump(),
+        {"steps": 5, "lr": 0.3},
+        {"kind": kind, "bound": 0.2},
+        spread=1.0,
+    )
+    w = (
+        models.flatten(models.build(models.parse({"kind": "linear", "spread": 1.0}), (15,), 0, 4))
+        .double()
+        .numpy()
+    )
     assert w.min() >= 0 and w.max() <= 1 and w.std() > 0.1
     for _ in range(10):
         updates = np.zeros((12, 15))
@@ -262,7 +361,9 @@ def test_runs_on_quadratics_follow_their_definition_from_a_start_at_a_distance(k
                 local -= 0.3 * q[client] @ (local + best - own[client])
             updates[client] = local - w
         norms = np.linalg.norm(updates, axis=1, keepdims=True)
-        w = w + (updates * (0.2 / norms if kind == "normalize" else np.minimum(1, 0.2 / norms))).mean(0)
+        w = w + (
+            updates * (0.2 / norms if kind == "normalize" else np.minimum(1, 0.2 / norms))
+        ).mean(0)
     np.testing.assert_allclose(found, w, atol=1e-5)
     assert summary["test_loss"] == pytest.approx(values(q, own, w + best).mean(), rel=1e-5)
 
@@ -272,9 +373,18 @@ def test_one_full_gradient_step_finds_the_optimum_and_many_the_reweighted_one(tm
     optimum = described.split(4, None).optimum
     q, own, best = definition(described, 4)
     lr = 1 / np.linalg.eigvalsh(q).max()
-    w, summary = simulated(tmp_path / "one", 400, described.model_dump(), {"steps": 1, "lr": lr}, start=0.5, server={"lr": 2.0})
+    w, summary = simulated(
+        tmp_path / "one",
+        400,
+        described.model_dump(),
+        {"steps": 1, "lr": lr},
+        start=0.5,
+        server={"lr": 2.0},
+    )
     assert np.abs(w).max() < 1e-4 and summary["test_loss"] == pytest.approx(optimum, rel=1e-5)
-    shares = np.eye(15) - np.array([np.linalg.matrix_power(np.eye(15) - lr * each, 30) for each in q])
+    shares = np.eye(15) - np.array(
+        [np.linalg.matrix_power(np.eye(15) - lr * each, 30) for each in q]
+    )
     limit = np.linalg.solve(shares.sum(0), np.einsum("nij,nj->i", shares, own)) - best
     w, summary = simulated(tmp_path / "many", 400, described.model_dump(), {"steps": 30, "lr": lr})
     np.testing.assert_allclose(w, limit, atol=1e-4)

@@ -19,23 +19,63 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.plan import Plan
 
-SUMMARY = {"status", "rounds", "test_accuracy", "test_loss", "model_sha256", "seconds", "clients_per_second", "peak_rss_mb", "seed", "versions", "guarantees"}
-GUARANTEE = {"kind", "accountant", "unit", "relation", "observer", "sampling", "epsilon", "delta", "exclusions", "conditions_failed"}
+SUMMARY = {
+    "status",
+    "rounds",
+    "test_accuracy",
+    "test_loss",
+    "model_sha256",
+    "seconds",
+    "clients_per_second",
+    "peak_rss_mb",
+    "seed",
+    "versions",
+    "guarantees",
+}
+GUARANTEE = {
+    "kind",
+    "accountant",
+    "unit",
+    "relation",
+    "observer",
+    "sampling",
+    "epsilon",
+    "delta",
+    "exclusions",
+    "conditions_failed",
+}
 
 
 def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
     result = run(experiment(measure={"tensorboard": True, "clients": True}), tmp_path / "out")
     names = {path.name for path in result.out.iterdir()}
-    assert names == {"config.yaml", "rounds.parquet", "clients.parquet", "ledger.jsonl", "summary.json", "checkpoints", "tensorboard"}
+    assert names == {
+        "config.yaml",
+        "rounds.parquet",
+        "clients.parquet",
+        "ledger.jsonl",
+        "summary.json",
+        "checkpoints",
+        "tensorboard",
+    }
     summary = json.loads((result.out / "summary.json").read_text())
     assert summary.keys() >= SUMMARY and summary["status"] == "completed"
     assert all(each.keys() == GUARANTEE for each in summary["guarantees"])
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in result.model.parameters()]).numpy()
+    flat = torch.cat(
+        [parameter.detach().reshape(-1) for parameter in result.model.parameters()]
+    ).numpy()
     assert summary["model_sha256"] == hashlib.sha256(flat.astype("<f4").tobytes()).hexdigest()
     assert isinstance(summary["peak_rss_mb"], float)
     assert list((result.out / "tensorboard").glob("events.out.tfevents.*"))
     clients = pq.read_table(result.out / "clients.parquet")
-    assert clients.num_rows == 4 * 20 and set(clients.column_names) == {"round", "client", "norm", "factor", "clipped", "train_loss"}
+    assert clients.num_rows == 4 * 20 and set(clients.column_names) == {
+        "round",
+        "client",
+        "norm",
+        "factor",
+        "clipped",
+        "train_loss",
+    }
     norms, factors = clients["norm"].to_numpy(), clients["factor"].to_numpy()
     assert np.all(norms * factors <= 1.0 + 1e-12)
     assert np.array_equal(clients["clipped"].to_numpy(), factors < 1.0)
@@ -48,8 +88,12 @@ def test_tensorboard_shows_every_number_of_every_row(tmp_path):
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     events.Reload()
     for name in ("train_loss", "test_accuracy", "epsilon_rdp", "cohort"):
-        expected = [(row["round"], row[name]) for row in result.rounds.to_pylist() if row[name] is not None]
-        assert [(event.step, event.value) for event in events.Scalars(name)] == [(t, pytest.approx(value, rel=1e-6)) for t, value in expected]
+        expected = [
+            (row["round"], row[name]) for row in result.rounds.to_pylist() if row[name] is not None
+        ]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == [
+            (t, pytest.approx(value, rel=1e-6)) for t, value in expected
+        ]
 
 
 def test_the_written_config_is_complete_and_gives_the_run_again(tmp_path):
@@ -69,24 +113,45 @@ def test_every_row_has_the_epsilon_so_far_and_the_last_is_the_guarantee(tmp_path
 
 
 def test_hidden_and_known_cohorts_and_single_updates_are_reported_apart(tmp_path):
-    hidden, known, single = run(experiment(privacy={"accountants": ["pld"]}), tmp_path / "out").guarantees
+    hidden, known, single = run(
+        experiment(privacy={"accountants": ["pld"]}), tmp_path / "out"
+    ).guarantees
     assert "cohort hidden" in hidden.sampling and "cohort known" in known.sampling
-    assert (hidden.observer, known.observer, single.observer) == ("every aggregate", "every aggregate", "every single update")
+    assert (hidden.observer, known.observer, single.observer) == (
+        "every aggregate",
+        "every aggregate",
+        "every single update",
+    )
     assert hidden.epsilon < known.epsilon < single.epsilon
 
 
 def test_noise_for_a_target_epsilon_spends_that_and_no_more(tmp_path):
-    result = run(experiment(noise={"kind": "gaussian", "epsilon": 6.0, "delta": 1e-4}, privacy={"accountants": ["pld"]}), tmp_path / "out")
+    result = run(
+        experiment(
+            noise={"kind": "gaussian", "epsilon": 6.0, "delta": 1e-4},
+            privacy={"accountants": ["pld"]},
+        ),
+        tmp_path / "out",
+    )
     assert 5.97 < result.guarantees[0].epsilon <= 6.0
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_path):
     """Variance of 3 rounds' noise on 7,850 coordinates; false-alarm rate below 1e-6."""
-    quiet = {"rounds": 1, "local": {"kind": "sgd", "steps": 1, "lr": 1e-6}, "server": {"kind": "sgd"}, "bounding": {"kind": "clip", "bound": 0.5}}
+    quiet = {
+        "rounds": 1,
+        "local": {"kind": "sgd", "steps": 1, "lr": 1e-6},
+        "server": {"kind": "sgd"},
+        "bounding": {"kind": "clip", "bound": 0.5},
+    }
     deviations = []
     for seed in range(3):
-        noisy = experiment(**quiet, seed=seed, noise={"kind": "gaussian", "multiplier": 8.0, "placement": placement})
+        noisy = experiment(
+            **quiet,
+            seed=seed,
+            noise={"kind": "gaussian", "multiplier": 8.0, "placement": placement},
+        )
         plan = Plan.make(noisy)
         (tmp_path / str(seed)).mkdir()
         coordinator = Coordinator(plan, str(tmp_path / str(seed)), 0)
@@ -106,7 +171,13 @@ def test_the_ledger_is_written_before_the_clients_are_asked(tmp_path, monkeypatc
     coordinator.start()
     seen = []
     collect = coordinator.collect
-    monkeypatch.setattr(coordinator, "collect", lambda t, cohort: seen.append((tmp_path / "ledger.jsonl").read_text().count("\n")) or collect(t, cohort))
+    monkeypatch.setattr(
+        coordinator,
+        "collect",
+        lambda t, cohort: (
+            seen.append((tmp_path / "ledger.jsonl").read_text().count("\n")) or collect(t, cohort)
+        ),
+    )
     for _ in range(3):
         coordinator.round()
     assert seen == [1, 2, 3]
@@ -116,63 +187,101 @@ def test_a_budget_stops_the_run_before_the_round_that_would_overspend(tmp_path):
     free = run(experiment(), tmp_path / "free")
     spent = free.rounds["epsilon_rdp"].to_pylist()
     budget = (spent[1] + spent[2]) / 2
-    result = run(experiment(privacy={"accountants": ["rdp"], "budget": budget}), tmp_path / "capped")
+    result = run(
+        experiment(privacy={"accountants": ["rdp"], "budget": budget}), tmp_path / "capped"
+    )
     assert result.summary["status"] == "budget" and result.summary["rounds"] == 2
     assert "budget" in result.summary["reason"]
-    assert result.guarantees[0].epsilon == pytest.approx(spent[1]) and result.guarantees[0].epsilon <= budget
+    assert (
+        result.guarantees[0].epsilon == pytest.approx(spent[1])
+        and result.guarantees[0].epsilon <= budget
+    )
     assert len((result.out / "ledger.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_papers_epsilon_never_stands_by_itself(tmp_path):
     result = run(experiment(privacy={"accountants": ["paper"]}), tmp_path / "client")
     assert {guarantee.kind for guarantee in result.guarantees} == {"paper", "rigorous"}
-    step = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": {"kind": "gaussian", "placement": "step", "std": 0.1, "delta": 1e-5}}
+    step = {
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "placement": "step", "std": 0.1, "delta": 1e-5},
+    }
     result = run(experiment(**step, privacy={"accountants": ["paper"]}), tmp_path / "step")
-    assert {guarantee.accountant for guarantee in result.guarantees if guarantee.kind == "rigorous"} == {"rdp"}
+    assert {
+        guarantee.accountant for guarantee in result.guarantees if guarantee.kind == "rigorous"
+    } == {"rdp"}
     assert "epsilon_rdp" in pq.read_table(tmp_path / "step" / "guarantees.parquet").column_names
 
 
 @pytest.mark.parametrize("delta,warned", [(0.019, False), (0.021, True)])  # of 50 clients
-def test_a_delta_that_allows_someones_data_to_be_published_is_warned_of(delta, warned, tmp_path, caplog):
+def test_a_delta_that_allows_someones_data_to_be_published_is_warned_of(
+    delta, warned, tmp_path, caplog
+):
     run(experiment(noise={"delta": delta}, rounds=1), tmp_path / "out")
-    assert ("is above 1/50: it would allow some client's data to be published outright" in caplog.text) == warned
+    assert (
+        "is above 1/50: it would allow some client's data to be published outright" in caplog.text
+    ) == warned
 
 
 def test_a_run_without_noise_says_that_it_is_not_private(tmp_path):
     result = run(experiment(noise={"kind": "none"}), tmp_path / "out")
-    assert result.guarantees == [] and not any(name.startswith("epsilon") for name in result.rounds.column_names)
+    assert result.guarantees == [] and not any(
+        name.startswith("epsilon") for name in result.rounds.column_names
+    )
 
 
 def test_the_adaptive_bound_of_a_round_sets_its_noise(tmp_path):
-    result = run(experiment(bounding={"kind": "quantile_clip", "bound": 0.05, "lr": 1.0}, rounds=6), tmp_path / "out")
+    result = run(
+        experiment(bounding={"kind": "quantile_clip", "bound": 0.05, "lr": 1.0}, rounds=6),
+        tmp_path / "out",
+    )
     bounds, stds = result.rounds["bound"].to_numpy(), result.rounds["noise_std"].to_numpy()
     assert len(set(bounds)) == 6
     np.testing.assert_allclose(stds / bounds, 1.0 / math.sqrt(1 - 0.05), rtol=1e-12)
     plain = privacy.epsilon(Plan.make(experiment()).mechanism, "replace_one", 1e-5, 4, "rdp")
-    assert result.rounds["epsilon_rdp"].to_pylist()[3] == pytest.approx(plain, rel=1e-9)  # the count's share is inside z
+    # the count's share is inside z
+    assert result.rounds["epsilon_rdp"].to_pylist()[3] == pytest.approx(plain, rel=1e-9)
 
 
 def test_model_clipping_bounds_the_model_that_comes_out(tmp_path):
-    result = run(experiment(bounding={"kind": "model_clip", "bound": 0.7}, noise={"kind": "none"}, server={"kind": "sgd"}), tmp_path / "out")
+    result = run(
+        experiment(
+            bounding={"kind": "model_clip", "bound": 0.7},
+            noise={"kind": "none"},
+            server={"kind": "sgd"},
+        ),
+        tmp_path / "out",
+    )
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in result.model.parameters()])
     assert float(flat.double().norm()) <= 0.7 + 1e-6
 
 
 def test_both_scalings_of_001_agree_when_the_bound_is_scaled_too(tmp_path):
     """Bounding -Delta/lr at c and multiplying by lr again is bounding Delta at lr c."""
-    base = {"noise": {"kind": "none"}, "server": {"kind": "sgd"}, "local": {"kind": "sgd", "steps": 5, "lr": 0.25}}
+    base = {
+        "noise": {"kind": "none"},
+        "server": {"kind": "sgd"},
+        "local": {"kind": "sgd", "steps": 5, "lr": 0.25},
+    }
     update = run(experiment(**base, bounding={"kind": "clip", "bound": 0.05}), tmp_path / "update")
-    gradient = run(experiment(**base, bounding={"kind": "clip", "bound": 0.2, "scaling": "gradient"}), tmp_path / "gradient")
+    gradient = run(
+        experiment(**base, bounding={"kind": "clip", "bound": 0.2, "scaling": "gradient"}),
+        tmp_path / "gradient",
+    )
     for a, b in zip(update.model.parameters(), gradient.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
-    """One round against nn.Module and torch.optim.SGD on the same rows and batches, client by client."""
+    """One round against nn.Module and torch.optim.SGD on the same rows and batches, client by
+    client.
+    """
     from raydpfl import local, models
     from raydpfl.data import Shards
 
-    plain = experiment(rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"})
+    plain = experiment(
+        rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
+    )
     result = run(plain, tmp_path / "out")
     plan = Plan.make(plain)
     shards = Shards.open(plan.shards)
@@ -184,18 +293,26 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
         index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
         module = models.build(plain.model, shards.shape, shards.classes, plain.seed)
         start = models.flatten(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=plain.local.lr, weight_decay=plain.local.weight_decay)
+        optimizer = torch.optim.SGD(
+            module.parameters(), lr=plain.local.lr, weight_decay=plain.local.weight_decay
+        )
         for batch in index[0]:
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(torch.from_numpy(x[0][batch])), torch.from_numpy(y[0][batch])).backward()
+            torch.nn.functional.cross_entropy(
+                module(torch.from_numpy(x[0][batch])), torch.from_numpy(y[0][batch])
+            ).backward()
             optimizer.step()
         total = total + (models.flatten(module) - start).double()
     expected = start + total / len(cohort)
-    torch.testing.assert_close(models.flatten(result.model).double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        models.flatten(result.model).double(), expected, rtol=1e-4, atol=1e-6
+    )
 
 
 class Fragile(torch.nn.Module):
-    """A softmax that raises on one client's rows and gives NaN on another's (both known by a pixel that the test marks)."""
+    """A softmax that raises on one client's rows and gives NaN on another's (both known by a pixel
+    that the test marks).
+    """
 
     def __init__(self):
         super().__init__()
@@ -208,16 +325,27 @@ class Fragile(torch.nn.Module):
 
 
 def cursed(tmp_path, overflow: bool) -> Experiment:
-    """A table of 6 natural clients of 3 rows, of which client 2 makes `Fragile` raise and client 4 may overflow."""
+    """A table of 6 natural clients of 3 rows, of which client 2 makes `Fragile` raise and client 4
+    may overflow.
+    """
     import pyarrow as pa
 
     x = np.random.default_rng(0).normal(size=(18, 4)).astype(np.float32)
     client = np.repeat(np.arange(6), 3)
     x[7, 1], x[13:15, 2] = 99.0, 1e30 if overflow else 0.5
     columns = {f"x{j}": x[:, j] for j in range(4)}
-    pq.write_table(pa.table({**columns, "y": np.arange(18) % 2, "who": client}), tmp_path / "cursed.parquet")
+    pq.write_table(
+        pa.table({**columns, "y": np.arange(18) % 2, "who": client}), tmp_path / "cursed.parquet"
+    )
     path = str(tmp_path / "cursed.parquet")
-    source = {"kind": "table", "train": path, "test": path, "x": list(columns), "y": "y", "client": "who"}
+    source = {
+        "kind": "table",
+        "train": path,
+        "test": path,
+        "x": list(columns),
+        "y": "y",
+        "client": "who",
+    }
     return experiment(
         data={**source, "partition": {"kind": "natural"}},
         model={"kind": f"{__name__}:Fragile"},
@@ -250,16 +378,25 @@ def test_clients_that_fail_can_be_dropped_and_the_others_count_as_ever(tmp_path)
 
 def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
     tree = cursed(tmp_path, overflow=True).to_dict()
-    tree |= {"bounding": {"kind": "per_sample_clip", "bound": 1e-6}, "noise": {"kind": "none"}, "measure": tree["measure"] | {"clients": True}}
+    tree |= {
+        "bounding": {"kind": "per_sample_clip", "bound": 1e-6},
+        "noise": {"kind": "none"},
+        "measure": tree["measure"] | {"clients": True},
+    }
     result = run(change(Experiment.from_dict(tree), on_error="drop"), tmp_path / "out")
-    assert result.rounds["dropped"].to_pylist() == [2, 2] and result.rounds["clipped"].to_pylist() == [1.0, 1.0]
+    assert result.rounds["dropped"].to_pylist() == [2, 2] and result.rounds[
+        "clipped"
+    ].to_pylist() == [1.0, 1.0]
     each = pq.read_table(result.out / "clients.parquet")
     np.testing.assert_array_equal(each["clipped"].to_numpy(), 2 * [1, 1, np.nan, 1, np.nan, 1])
 
 
 def test_a_dropped_client_leaves_the_same_bits_on_ray(tmp_path, shared_ray):
     dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
-    bits = {run(change(dropping, actors=actors), tmp_path / str(actors)).summary["model_sha256"] for actors in (0, 2)}
+    bits = {
+        run(change(dropping, actors=actors), tmp_path / str(actors)).summary["model_sha256"]
+        for actors in (0, 2)
+    }
     assert len(bits) == 1
 
 
@@ -276,36 +413,73 @@ def test_a_members_import_path_needs_no_fork(tmp_path, monkeypatch):
         "    def factor(self, norm, bound):\n        return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    result = run(experiment(bounding={"kind": "mine:Tanh", "bound": 0.5}, measure={"clients": True}), tmp_path / "out")
+    result = run(
+        experiment(bounding={"kind": "mine:Tanh", "bound": 0.5}, measure={"clients": True}),
+        tmp_path / "out",
+    )
     clients = pq.read_table(result.out / "clients.parquet")
-    np.testing.assert_allclose(clients["norm"].to_numpy() * clients["factor"].to_numpy(), 0.5 * np.tanh(clients["norm"].to_numpy() / 0.5), rtol=1e-12)
+    np.testing.assert_allclose(
+        clients["norm"].to_numpy() * clients["factor"].to_numpy(),
+        0.5 * np.tanh(clients["norm"].to_numpy() / 0.5),
+        rtol=1e-12,
+    )
     sys.modules.pop("mine")
 
 
 def test_a_finished_run_is_resumed_at_no_cost(tmp_path):
     first = run(experiment(), tmp_path / "out")
     again = run(experiment(), tmp_path / "out", resume=True)
-    assert again.summary["model_sha256"] == first.summary["model_sha256"] and again.rounds.num_rows == 4
+    assert (
+        again.summary["model_sha256"] == first.summary["model_sha256"]
+        and again.rounds.num_rows == 4
+    )
 
 
 def test_overrides_change_one_field_and_a_new_kind_keeps_what_it_knows():
-    tree = Experiment.from_dict(SMALL, ["bounding.kind=normalize", "local.lr=1e-2", "noise.placement=server"])
+    tree = Experiment.from_dict(
+        SMALL, ["bounding.kind=normalize", "local.lr=1e-2", "noise.placement=server"]
+    )
     assert (tree.bounding.kind, tree.bounding.bound) == ("normalize", 1.0)
     assert tree.local.lr == 0.01 and tree.noise.placement == "server"
     assert Experiment.from_dict(SMALL, ["server.kind=sgd"]).server.kind == "sgd"
-    assert Experiment.from_dict({}, ["selection.kind=full"]).selection.kind == "full"  # beside the defaults of a section that is not written
-    dealt = {"kind": "fashion_mnist_mini", "clients": 30, "partition": {"kind": "shards", "per_client": 5}}
-    assert Experiment.from_dict({"data": dealt}, ["data.partition.kind=iid"]).data.partition.kind == "iid"
+    # beside the defaults of a section that is not written
+    assert Experiment.from_dict({}, ["selection.kind=full"]).selection.kind == "full"
+    dealt = {
+        "kind": "fashion_mnist_mini",
+        "clients": 30,
+        "partition": {"kind": "shards", "per_client": 5},
+    }
+    assert (
+        Experiment.from_dict({"data": dealt}, ["data.partition.kind=iid"]).data.partition.kind
+        == "iid"
+    )
     law = {"kind": "uniform", "low": 0.1, "high": 2, "public": 0.25}
-    personal = {"bounding": {"kind": "per_sample_clip", "bound": 1}, "noise": {"kind": "gaussian", "epsilon": law}}
-    assert Experiment.from_dict(personal, ["noise.epsilon.kind=constant", "noise.epsilon.epsilon=1"]).noise.epsilon.public == 0.25
-    assert Experiment.from_dict({"model": {"kind": "mlp", "hidden": [9]}}, ["model.kind=torch.nn:Flatten"]).model.args == {}
+    personal = {
+        "bounding": {"kind": "per_sample_clip", "bound": 1},
+        "noise": {"kind": "gaussian", "epsilon": law},
+    }
+    assert (
+        Experiment.from_dict(
+            personal, ["noise.epsilon.kind=constant", "noise.epsilon.epsilon=1"]
+        ).noise.epsilon.public
+        == 0.25
+    )
+    assert (
+        Experiment.from_dict(
+            {"model": {"kind": "mlp", "hidden": [9]}}, ["model.kind=torch.nn:Flatten"]
+        ).model.args
+        == {}
+    )
 
 
 def test_an_override_by_a_member_of_the_users_own_keeps_what_it_knows(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text("from raydpfl.server import Server\nclass Plain(Server):\n    kind: str = ''\n")
+    (tmp_path / "own.py").write_text(
+        "from raydpfl.server import Server\nclass Plain(Server):\n    kind: str = ''\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    server = Experiment.from_dict({"server": {"kind": "momentum", "lr": 0.5, "momentum": 0.8}}, ["server.kind=own:Plain"]).server
+    server = Experiment.from_dict(
+        {"server": {"kind": "momentum", "lr": 0.5, "momentum": 0.8}}, ["server.kind=own:Plain"]
+    ).server
     assert (server.kind, server.lr) == ("own:Plain", 0.5)
     sys.modules.pop("own")
 
@@ -316,11 +490,24 @@ def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one
         data={"sizes": {"kind": "balanced"}, "partition": {"kind": "shards", "per_client": 5}, "features": None},
         bounding={"kind": "per_sample_clip", "bound": 1.0}, noise={"kind": "gaussian", "epsilon": law},
     ).to_dict()  # fmt: skip
-    changes = ["data.partition.kind=similarity", "data.partition.s=30", "data.sizes.kind=power-law", "data.features.kind=pca", "data.features.components=9"]
-    changed = Experiment.from_dict(tree, [*changes, "noise.epsilon.kind=constant", "noise.epsilon.epsilon=3"])
-    assert (changed.data.partition.kind, changed.data.partition.s, changed.data.sizes.kind) == ("similarity", 30, "power-law")
+    changes = [
+        "data.partition.kind=similarity",
+        "data.partition.s=30",
+        "data.sizes.kind=power-law",
+        "data.features.kind=pca",
+        "data.features.components=9",
+    ]
+    changed = Experiment.from_dict(
+        tree, [*changes, "noise.epsilon.kind=constant", "noise.epsilon.epsilon=3"]
+    )
+    assert (changed.data.partition.kind, changed.data.partition.s, changed.data.sizes.kind) == (
+        "similarity",
+        30,
+        "power-law",
+    )
     assert (changed.data.features.kind, changed.data.features.components) == ("pca", 9)
-    assert (changed.noise.epsilon.epsilon, changed.noise.epsilon.public) == (3, 0.1)  # what both laws know is kept
+    # what both laws know is kept
+    assert (changed.noise.epsilon.epsilon, changed.noise.epsilon.public) == (3, 0.1)
     assert Experiment.from_dict(tree, ["data.partition.kind=iid"]).data.partition.kind == "iid"
 
 
@@ -331,10 +518,18 @@ def test_a_key_that_was_left_empty_is_the_new_kinds_default():
     assert (made.kind, made.clients, made.features) == ("synthetic", 30, 60)
 
 
-def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(tmp_path, monkeypatch, capsys):
-    told = experiment(selection={"kind": "multinomial", "cohort": 10}, noise={"kind": "gaussian", "epsilon": 6.0}, privacy={"accountants": ["rdp", "pld"]})
+def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    told = experiment(
+        selection={"kind": "multinomial", "cohort": 10},
+        noise={"kind": "gaussian", "epsilon": 6.0},
+        privacy={"accountants": ["rdp", "pld"]},
+    )
     (tmp_path / "run.yaml").write_text(told.to_yaml())
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "run", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["raydpfl", "run", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "out")]
+    )
     cli.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
     assert "epsilon 6 " in lines[-1] and not any("inf" in line for line in lines)
@@ -343,27 +538,51 @@ def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(tmp_pa
 def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(tmp_path):
     every = {"bounding": True, "clients": True}
     full = run(experiment(measure=every), tmp_path / "full")
-    step = {"bounding": {"kind": "per_sample_clip", "bound": 0.7}, "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}}
+    step = {
+        "bounding": {"kind": "per_sample_clip", "bound": 0.7},
+        "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5},
+    }
     empty = run(experiment(**step, measure=every), tmp_path / "empty")
-    assert empty.rounds["noise_std"].null_count == empty.rounds["alpha_mean"].null_count == empty.rounds.num_rows
-    assert {field.name: str(field.type) for field in empty.rounds.schema} == {field.name: str(field.type) for field in full.rounds.schema}
-    stated = {**step, "noise": {"kind": "gaussian", "std": 3.0, "delta": 1e-5}, "privacy": {"accountants": ["rdp"]}}
+    assert (
+        empty.rounds["noise_std"].null_count
+        == empty.rounds["alpha_mean"].null_count
+        == empty.rounds.num_rows
+    )
+    assert {field.name: str(field.type) for field in empty.rounds.schema} == {
+        field.name: str(field.type) for field in full.rounds.schema
+    }
+    stated = {
+        **step,
+        "noise": {"kind": "gaussian", "std": 3.0, "delta": 1e-5},
+        "privacy": {"accountants": ["rdp"]},
+    }
     run(experiment(**stated), tmp_path / "stated")
     promised = pq.read_schema(tmp_path / "empty" / "guarantees.parquet")
     table = pq.read_table(tmp_path / "stated" / "guarantees.parquet")
-    assert table["epsilon_claimed"].null_count == table.num_rows and not any(table["conditions_failed"].to_pylist())
+    assert table["epsilon_claimed"].null_count == table.num_rows and not any(
+        table["conditions_failed"].to_pylist()
+    )
     assert all(str(field.type) == str(promised.field(field.name).type) for field in table.schema)
 
 
-def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_multiplier(tmp_path):
-    step = {"bounding": {"kind": "per_sample_clip", "bound": 5.0}, "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}}
+def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_multiplier(
+    tmp_path,
+):
+    step = {
+        "bounding": {"kind": "per_sample_clip", "bound": 5.0},
+        "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5},
+    }
     result = run(experiment(**step, measure={"clients": True}), tmp_path / "out")
     clients = pq.read_table(result.out / "clients.parquet")
-    for t, (bound, clipped) in enumerate(zip(result.rounds["bound"].to_pylist(), result.rounds["clipped"].to_pylist(), strict=True)):
+    for t, (bound, clipped) in enumerate(
+        zip(result.rounds["bound"].to_pylist(), result.rounds["clipped"].to_pylist(), strict=True)
+    ):
         shares = clients["clipped"].to_numpy()[clients["round"].to_numpy() == t]
         assert bound == 5.0 and 0 < clipped < 1 and clipped == pytest.approx(shares.mean())
-        np.testing.assert_allclose(shares * 50, np.round(shares * 50), rtol=0, atol=1e-9)  # 5 steps of 10 samples
-    assert result.summary["noise_multiplier"] is None  # every client has its own: guarantees.parquet
+        # 5 steps of 10 samples
+        np.testing.assert_allclose(shares * 50, np.round(shares * 50), rtol=0, atol=1e-9)
+    # every client has its own: guarantees.parquet
+    assert result.summary["noise_multiplier"] is None
 
 
 def test_a_shown_config_is_the_experiment(tmp_path):
@@ -378,21 +597,43 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
 
     for t in (1, 2, 3):
         remembered = np.array([7]), np.full((1, 4), t, np.float32)
-        save(tmp_path, Checkpoint(t, np.full(4, t, np.float32), {"v": np.ones(4)}, 0.5, 1.0, np.zeros((0, 2), np.int64), *remembered, {}))
+        save(
+            tmp_path,
+            Checkpoint(
+                t,
+                np.full(4, t, np.float32),
+                {"v": np.ones(4)},
+                0.5,
+                1.0,
+                np.zeros((0, 2), np.int64),
+                *remembered,
+                {},
+            ),
+        )
     assert len(list(tmp_path.glob("round-*.npz"))) == 2
     newest = tmp_path / "round-00000003.npz"
     newest.write_bytes(newest.read_bytes()[:-40])
     found = load(tmp_path)
-    assert found.round == 2 and found.members.tolist() == [7] and np.array_equal(found.memory, np.full((1, 4), 2.0))
+    assert (
+        found.round == 2
+        and found.members.tolist() == [7]
+        and np.array_equal(found.memory, np.full((1, 4), 2.0))
+    )
 
 
 def test_diverging_training_ends_in_one_sentence(tmp_path):
-    wild = experiment(local={"kind": "sgd", "steps": 50, "lr": 1e6}, bounding={"kind": "none"}, noise={"kind": "none"})
+    wild = experiment(
+        local={"kind": "sgd", "steps": 50, "lr": 1e6},
+        bounding={"kind": "none"},
+        noise={"kind": "none"},
+    )
     with pytest.raises(RunError, match=r"diverged|norm"):
         run(wild, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")]
+)
 def test_slow_clients_are_not_shown_as_none_per_second(value, shown):
     assert cli._rate({"clients_per_second": value}) == f"{shown} clients/s"
 
@@ -450,11 +691,16 @@ def test_rounds_without_clients_are_rounds_all_the_same(tmp_path):
     )
     first = run(lonely, tmp_path / "out")
     assert 0 in first.rounds["cohort"].to_pylist()
-    assert run(lonely, tmp_path / "out", resume=True).summary["model_sha256"] == first.summary["model_sha256"]
+    assert (
+        run(lonely, tmp_path / "out", resume=True).summary["model_sha256"]
+        == first.summary["model_sha256"]
+    )
 
 
 def test_what_was_dropped_is_written_down(tmp_path):
     run(change(cursed(tmp_path, overflow=True), on_error="drop"), tmp_path / "out")
-    dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    dropped = [
+        json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()
+    ]
     assert {(each["round"], each["client"]) for each in dropped} == {(0, 2), (0, 4), (1, 2), (1, 4)}
     assert any("this row is cursed" in each["detail"] for each in dropped)

@@ -1,4 +1,6 @@
-"""The files of a run: whatever becomes of those beside its checkpoints, it goes on to the same bits and rows."""
+"""The files of a run: whatever becomes of those beside its checkpoints, it goes on to the same bits
+and rows.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def halfway(folder, of: Experiment, rounds: int) -> None:
 
 def rows(path, leave=("seconds", "clients_per_second")) -> list[dict]:
     kept = pq.read_table(path).to_pylist()
-    return [{name: value for name, value in row.items() if not name.startswith(leave)} for row in kept]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(leave)} for row in kept
+    ]
 
 
 def damage(path, how: str) -> None:
@@ -62,7 +66,16 @@ def damage(path, how: str) -> None:
             path.symlink_to(path)
 
 
-HOW = ["cut", "edited", "emptied", "another table", "missing", "a folder", "a pipe", "a link to itself"]
+HOW = [
+    "cut",
+    "edited",
+    "emptied",
+    "another table",
+    "missing",
+    "a folder",
+    "a pipe",
+    "a link to itself",
+]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -82,7 +95,10 @@ def test_a_trajectory_that_was_cut_has_nan_for_what_it_lost(how, whole, tmp_path
     damage(tmp_path / "out" / "trajectory.bin", how)
     again = run(described(), tmp_path / "out", resume=True)
     models, d = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850), 7850
-    assert models.shape == (ROUNDS + 1, d) and again.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert (
+        models.shape == (ROUNDS + 1, d)
+        and again.summary["model_sha256"] == whole.summary["model_sha256"]
+    )
     expected = Trajectory.read(whole.out / "trajectory.bin", d)
     lost = np.isnan(models).all(1)
     if how != "edited":
@@ -105,7 +121,10 @@ def test_what_was_dropped_is_neither_torn_nor_doubled(tmp_path):
         assert (out / "dropped.jsonl").read_text() == expected
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[]\n", b"3\n", b'{"round": "0"}\n', b"[" * 100_000, b"\n\n", None])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00", b"[]\n", b"3\n", b'{"round": "0"}\n', b"[" * 100_000, b"\n\n", None],
+)
 def test_whatever_stands_in_dropped_blocks_nothing(content, tmp_path):
     sound = '{"round": 0, "client": 4, "detail": "\\u2028 kept"}\n'
     path = tmp_path / "dropped.jsonl"
@@ -125,7 +144,9 @@ def rewritten(path, **arrays) -> None:
         np.savez(path, **(dict(stored) | arrays))
 
 
-def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(whole, tmp_path, caplog, monkeypatch):
+def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(
+    whole, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
     halfway(tmp_path / "out", described(), 3)
     *_, newest = sorted((tmp_path / "out" / "checkpoints").iterdir())
@@ -137,13 +158,34 @@ def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(whole,
 
 
 UNFIT = {
-    "another size": ({"model": np.zeros(10, np.float32)}, r"it holds a model of \[10\] parameters in float32, not of \[7850\] in float32"),
-    "not finite": ({"model": np.full(7850, np.inf, np.float32)}, "its model has numbers that are not finite"),
-    "another server": ({"server.v": np.zeros(3)}, "what it holds of the server is another server's"),
-    "a broken server": ({"server.v": np.full(7850, np.nan)}, "the server's v is not a number somewhere"),
-    "another model": ({"model": np.zeros(7850, np.float32)}, "it has been changed since it was written"),
-    "other participations": ({"participations": np.array([[3, 1]])}, "it has been changed since it was written"),
-    "unknown clients": ({"participations": np.array([[999, 1]])}, "it knows of clients beyond the 50 there are"),
+    "another size": (
+        {"model": np.zeros(10, np.float32)},
+        r"it holds a model of \[10\] parameters in float32, not of \[7850\] in float32",
+    ),
+    "not finite": (
+        {"model": np.full(7850, np.inf, np.float32)},
+        "its model has numbers that are not finite",
+    ),
+    "another server": (
+        {"server.v": np.zeros(3)},
+        "what it holds of the server is another server's",
+    ),
+    "a broken server": (
+        {"server.v": np.full(7850, np.nan)},
+        "the server's v is not a number somewhere",
+    ),
+    "another model": (
+        {"model": np.zeros(7850, np.float32)},
+        "it has been changed since it was written",
+    ),
+    "other participations": (
+        {"participations": np.array([[3, 1]])},
+        "it has been changed since it was written",
+    ),
+    "unknown clients": (
+        {"participations": np.array([[999, 1]])},
+        "it knows of clients beyond the 50 there are",
+    ),
 }
 
 
@@ -178,9 +220,7 @@ ROW = {"cohort": 1, "seconds_evaluate": 0.0, "test_loss": 1.0, "test_accuracy": 
 HOSTILE = {
     "packed": lambda path: packed(path, model=np.zeros(10**6, np.float32)),
     "far larger": lambda path: rewritten(path, more=np.zeros(10**7)),
-    "many rows": lambda path: rewritten(
-        path, **{"table.rounds": table_of([{"round": 0}] * 10**5)}
-    ),
+    "many rows": lambda path: rewritten(path, **{"table.rounds": table_of([{"round": 0}] * 10**5)}),
     "long rows": lambda path: rewritten(
         path, **{"table.rounds": table_of([{"round": t, "x": [0] * 10**6} for t in range(2)])}
     ),
@@ -207,7 +247,8 @@ def test_a_checkpoint_that_no_run_wrote_is_passed_over_unread(how, tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    "lr, reason", [(1e38, "the test loss is (nan|inf) after round"), (1e300, "the model is no longer")]
+    "lr, reason",
+    [(1e38, "the test loss is (nan|inf) after round"), (1e300, "the model is no longer")],
 )
 def test_a_model_that_leaves_all_bounds_ends_its_run_in_one_line(lr, reason, tmp_path):
     with pytest.raises(RunError, match=f"^{reason}.*lower server.lr") as raised:
@@ -221,7 +262,10 @@ def test_checkpoints_that_cannot_be_read_at_all_start_the_run_again_and_say_so(t
     for path in (tmp_path / "out" / "checkpoints").iterdir():
         damage(path, "a folder")
     again = run(experiment(), tmp_path / "out", resume=True)
-    assert again.summary["model_sha256"] == first.summary["model_sha256"] and again.rounds.num_rows == 4
+    assert (
+        again.summary["model_sha256"] == first.summary["model_sha256"]
+        and again.rounds.num_rows == 4
+    )
     assert "the run starts again from its first round" in caplog.text
 
 
@@ -246,17 +290,26 @@ def test_tensorboard_goes_on_where_a_file_was_in_its_way(tmp_path):
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["curves", "checkpoint", "client"])
-def test_a_run_that_is_broken_off_while_it_starts_leaves_nothing_behind(where, how, made, tmp_path, monkeypatch):
+def test_a_run_that_is_broken_off_while_it_starts_leaves_nothing_behind(
+    where, how, made, tmp_path, monkeypatch
+):
     def broken(*_, **__):
         raise how("stop")
 
-    place = {"curves": "plan.Plan.curves", "checkpoint": "coordinator.Coordinator._begin", "client": "placement.ClientActor"}
+    place = {
+        "curves": "plan.Plan.curves",
+        "checkpoint": "coordinator.Coordinator._begin",
+        "client": "placement.ClientActor",
+    }
     with monkeypatch.context() as patch:
         patch.setattr(f"raydpfl.{place[where]}", broken)
         if not made:
             (tmp_path / "out").mkdir()
         with pytest.raises(how):
-            run(experiment(rounds=1, measure={"trajectory": True, "tensorboard": True}), tmp_path / "out")
+            run(
+                experiment(rounds=1, measure={"trajectory": True, "tensorboard": True}),
+                tmp_path / "out",
+            )
     assert (tmp_path / "out").exists() != made and not list(tmp_path.glob("out/*"))
     assert run(experiment(rounds=1), tmp_path / "out").summary["status"] == "completed"
 
@@ -269,5 +322,7 @@ def test_a_run_that_has_recorded_a_round_is_left_as_it_is(tmp_path, monkeypatch)
         patch.setattr("raydpfl.coordinator.Coordinator.collect", broken)
         with pytest.raises(KeyboardInterrupt):
             run(experiment(), tmp_path / "out")
-    assert (tmp_path / "out" / "ledger.jsonl").exists() and (tmp_path / "out" / "config.yaml").exists()
+    assert (tmp_path / "out" / "ledger.jsonl").exists() and (
+        tmp_path / "out" / "config.yaml"
+    ).exists()
     assert run(experiment(), tmp_path / "out", resume=True).summary["status"] == "completed"

@@ -1,4 +1,6 @@
-"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes, wherever and however it ran."""
+"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes,
+wherever and however it ran.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ METHODS = {
     "normalize": {"bounding": {"kind": "normalize", "bound": 0.5}},
     "normalize gradients": {"bounding": {"kind": "normalize", "bound": 0.5, "scaling": "gradient"}},
     "smooth normalize": {"bounding": {"kind": "smooth_normalize", "bound": 0.5}},
-    "adaptive clipping": {"bounding": {"kind": "quantile_clip", "bound": 0.1}, "noise": {"kind": "gaussian", "multiplier": 0.3}},
+    "adaptive clipping": {
+        "bounding": {"kind": "quantile_clip", "bound": 0.1},
+        "noise": {"kind": "gaussian", "multiplier": 0.3},
+    },
     "model clipping": {"bounding": {"kind": "model_clip", "bound": 3.0}, "noise": {"kind": "none"}},
     "poisson, server noise": {
         "selection": {"kind": "poisson", "cohort": 20},
@@ -47,38 +52,102 @@ METHODS = {
         "server": {"kind": "adam", "lr": 0.01},
         "data": {"sizes": {"kind": "spread"}},
     },
-    "a client with most of the data": {"data": {"sizes": {"kind": "power-law"}}, "selection": {"kind": "multinomial", "cohort": 20}, "noise": {"kind": "none"}},
+    "a client with most of the data": {
+        "data": {"sizes": {"kind": "power-law"}},
+        "selection": {"kind": "multinomial", "cohort": 20},
+        "noise": {"kind": "none"},
+    },
     "full gradient, fused": {
         "selection": {"kind": "full"},
         "local": {"kind": "sgd", "steps": 2, "batch": "full", "momentum": 0.5},
         "client": {"way": "fused"},
     },
     "vmap": {"client": {"way": "vmap"}},
-    "fedprox, multinomial": {"local": {"proximal": 0.1}, "selection": {"kind": "multinomial", "cohort": 30}, "noise": {"kind": "none"}},
-    "first responders, dropouts": {"selection": {"kind": "first_responders", "cohort": 20, "contacted": 40, "spread": 0.5, "dropout": 0.2}},
+    "fedprox, multinomial": {
+        "local": {"proximal": 0.1},
+        "selection": {"kind": "multinomial", "cohort": 30},
+        "noise": {"kind": "none"},
+    },
+    "first responders, dropouts": {
+        "selection": {
+            "kind": "first_responders",
+            "cohort": 20,
+            "contacted": 40,
+            "spread": 0.5,
+            "dropout": 0.2,
+        }
+    },
     "cyclic": {"selection": {"kind": "cyclic", "period": 5}},
     "availability": {"selection": {"kind": "availability", "cohort": 10, "period": 5, "window": 2}},
-    "fedavg-stale, data weights": {"selection": {"kind": "fedavg_stale", "cohort": 20}, "weights": {"kind": "data"}, "noise": {"kind": "none"}},
-    "importance": {"selection": {"kind": "importance", "cohort": 20, "power": 0.5}, "noise": {"kind": "none"}},
-    "power of choice": {"selection": {"kind": "power_of_choice", "cohort": 10, "pool": 30}, "noise": {"kind": "none"}},
+    "fedavg-stale, data weights": {
+        "selection": {"kind": "fedavg_stale", "cohort": 20},
+        "weights": {"kind": "data"},
+        "noise": {"kind": "none"},
+    },
+    "importance": {
+        "selection": {"kind": "importance", "cohort": 20, "power": 0.5},
+        "noise": {"kind": "none"},
+    },
+    "power of choice": {
+        "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 30},
+        "noise": {"kind": "none"},
+    },
     "power of choice, noised losses": {
-        "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 30, "loss_bound": 5.0, "loss_std": 0.1},
+        "selection": {
+            "kind": "power_of_choice",
+            "cohort": 10,
+            "pool": 30,
+            "loss_bound": 5.0,
+            "loss_std": 0.1,
+        },
         "bounding": {"kind": "quantile_clip", "bound": 0.1},
     },
     "virtual cohort": {"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 400}},
-    "scaffold": {"local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}, "noise": {"kind": "none"}, "bounding": {"kind": "none"}},
-    "scaffold, clipped and noised": {"local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}},
+    "scaffold": {
+        "local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1},
+        "noise": {"kind": "none"},
+        "bounding": {"kind": "none"},
+    },
+    "scaffold, clipped and noised": {
+        "local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}
+    },
     "alpha-NormEC": {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
-    "banded noise": {"selection": {"kind": "cyclic", "period": 2}, "noise": {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 2}},
-    "DPNFL": {"bounding": SAMPLE, "noise": STEPS, "weights": {"kind": "data"}, "data": {"sizes": {"kind": "spread"}}},
-    "AdDPNFL": {"bounding": SAMPLE, "noise": STEPS, "weights": {"kind": "data"}, "server": {"kind": "adam", "lr": 0.01}},
+    "banded noise": {
+        "selection": {"kind": "cyclic", "period": 2},
+        "noise": {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 2},
+    },
+    "DPNFL": {
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "weights": {"kind": "data"},
+        "data": {"sizes": {"kind": "spread"}},
+    },
+    "AdDPNFL": {
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "weights": {"kind": "data"},
+        "server": {"kind": "adam", "lr": 0.01},
+    },
     "DPNFL by vmap": {"bounding": SAMPLE, "noise": STEPS, "client": {"way": "vmap"}},
-    "DPFedAvg, small network": {"bounding": SAMPLE, "noise": STEPS, "model": {"kind": "mlp", "hidden": [16]}},
-    "DPSCAFFOLD": {"bounding": SAMPLE, "noise": STEPS, "local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}},
+    "DPFedAvg, small network": {
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "model": {"kind": "mlp", "hidden": [16]},
+    },
+    "DPSCAFFOLD": {
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "local": {"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1},
+    },
     "personal budgets, privacy-aware": {
         "selection": {"kind": "privacy_aware", "cohort": 10, "scale": 1.0},
         "bounding": SAMPLE,
-        "noise": {"kind": "gaussian", "placement": "step", "epsilon": {"kind": "uniform", "low": 1.0, "high": 20.0}, "delta": 1e-5},
+        "noise": {
+            "kind": "gaussian",
+            "placement": "step",
+            "epsilon": {"kind": "uniform", "low": 1.0, "high": 20.0},
+            "delta": 1e-5,
+        },
     },
     "per-sample clipping, cnn": {
         "bounding": SAMPLE,
@@ -94,9 +163,17 @@ METHODS = {
         "local": {"kind": "sgd", "steps": 5, "batch": "full", "lr": 0.1},
         "selection": {"kind": "full"},
     },
-    "mlp in sample space": {"model": {"kind": "mlp", "hidden": [16]}, "client": {"way": "sample_space"}},
+    "mlp in sample space": {
+        "model": {"kind": "mlp", "hidden": [16]},
+        "client": {"way": "sample_space"},
+    },
     "large products, loop": {**LARGE, "client": {"way": "loop"}},
-    "large products, per-sample clipping": {**LARGE, "bounding": SAMPLE, "noise": STEPS, "client": {"way": "layerwise"}},
+    "large products, per-sample clipping": {
+        **LARGE,
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "client": {"way": "layerwise"},
+    },
     "cnn, loop": {
         "model": {"kind": "cnn"},
         "local": {"kind": "sgd", "steps": 1, "batch": 4},
@@ -112,27 +189,48 @@ def sha(of, out, **options) -> str:
 
 
 class Dealt(Inline):
-    """Several client actors in this process, or one per client; all that passes between them and the coordinator is pickled, and comes last first."""
+    """Several client actors in this process, or one per client; all that passes between them and
+    the coordinator is pickled, and comes last first.
+    """
 
     def __init__(self, experiment, shards: str, actors: int):
         super().__init__(experiment, shards)
-        self.per_client, self.clients = actors == 0, [ClientActor(experiment, shards) for _ in range(actors or experiment.data.clients)]
+        self.per_client, self.clients = (
+            actors == 0,
+            [ClientActor(experiment, shards) for _ in range(actors or experiment.data.clients)],
+        )
 
     def shares(self, cut):
         return singles(cut) if self.per_client else shares(cut, len(self.clients))
 
     def run(self, model, work, shares):
         for index in reversed(range(len(shares))):
-            actor = self.clients[int(shares[index][0].clients[shares[index][0].slot]) if self.per_client else index]
-            yield index, pickle.loads(pickle.dumps(actor.train(*pickle.loads(pickle.dumps((model, work, shares[index]))))))
+            actor = self.clients[
+                int(shares[index][0].clients[shares[index][0].slot]) if self.per_client else index
+            ]
+            yield (
+                index,
+                pickle.loads(
+                    pickle.dumps(
+                        actor.train(*pickle.loads(pickle.dumps((model, work, shares[index]))))
+                    )
+                ),
+            )
 
     def losses(self, model, round, clients, noise_seed):
         parts = np.array_split(clients, len(self.clients))
-        return np.concatenate([actor.losses(model, round, part.tolist(), noise_seed) for actor, part in zip(self.clients, parts, strict=True)])
+        return np.concatenate(
+            [
+                actor.losses(model, round, part.tolist(), noise_seed)
+                for actor, part in zip(self.clients, parts, strict=True)
+            ]
+        )
 
 
 def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:
-    """The final model of a run whose lanes are dealt to that many actors (0: one per client), or as an inline run does it (None)."""
+    """The final model of a run whose lanes are dealt to that many actors (0: one per client), or as
+    an inline run does it (None).
+    """
     out.mkdir()
     coordinator = Coordinator(plan, str(out), 0)
     coordinator.start()
@@ -150,13 +248,21 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
     inline = parameters_of(plan, tmp_path / "inline", None)
     for actors in (0, 1, 3):
         assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
-        rows, expected = (pq.read_table(tmp_path / name / "rounds.parquet") for name in (str(actors), "inline"))
-        assert all(rows[name].to_pylist() == expected[name].to_pylist() for name in ("train_loss", "bound", "clipped", "norm_p50", "update_norm"))
+        rows, expected = (
+            pq.read_table(tmp_path / name / "rounds.parquet") for name in (str(actors), "inline")
+        )
+        assert all(
+            rows[name].to_pylist() == expected[name].to_pylist()
+            for name in ("train_loss", "bound", "clipped", "norm_p50", "update_norm")
+        )
 
 
-# On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to actors, pickled, in one process.
+# On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to
+# actors, pickled, in one process.
 @pytest.mark.parametrize("method,numbers", [("clip", (0, 3)), ("per-sample clipping, cnn", (0, 2))])
-def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(method, numbers, tmp_path, shared_ray):
+def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(
+    method, numbers, tmp_path, shared_ray
+):
     changes = METHODS[method]
     bits = set()
     for actors in numbers:
@@ -166,7 +272,9 @@ def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(method, numbe
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_through(method, tmp_path):
+def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_through(
+    method, tmp_path
+):
     plan = Plan.make(experiment(**METHODS[method]))
     models = []
     for pauses in (0, 1):
@@ -184,7 +292,9 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
 def test_an_actor_per_client_gives_the_bits_of_the_inline_run(tmp_path, shared_ray):
     changes = {**METHODS["DPSCAFFOLD"], "data": {"clients": 4}, "selection": {"cohort": 3}}
     inline = sha(experiment(**{**changes, "client": {"actors": 0, "lane": 4}}), tmp_path / "inline")
-    each = sha(experiment(**{**changes, "client": {"actors": "per-client", "lane": 4}}), tmp_path / "each")
+    each = sha(
+        experiment(**{**changes, "client": {"actors": "per-client", "lane": 4}}), tmp_path / "each"
+    )
     assert each == inline
 
 
@@ -205,7 +315,8 @@ def test_the_torch_generator_of_the_process_is_neither_read_nor_moved(tmp_path):
 
 
 def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list[int]) -> None:
-    """Kills a busy client actor of this process's Ray every now and then, as soon as one has started and before the last round.
+    """Kills a busy client actor of this process's Ray every now and then, as soon as one has
+    started and before the last round.
 
     In the last one, an actor that has just given its share is missed by nobody.
     """
@@ -216,7 +327,9 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
             return
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if process.pid not in killed and " ".join(process.cmdline()).startswith("ray::ClientActor.train"):
+                if process.pid not in killed and " ".join(process.cmdline()).startswith(
+                    "ray::ClientActor.train"
+                ):
                     process.kill()
                     killed.append(process.pid)
                     break
@@ -225,10 +338,17 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
 
 
 def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
-    heavy = {"rounds": 6, "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1}, "selection": {"kind": "uniform", "cohort": 48}}
+    heavy = {
+        "rounds": 6,
+        "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1},
+        "selection": {"kind": "uniform", "cohort": 48},
+    }
     quiet = sha(experiment(**heavy, client={"actors": 0, "way": "fused"}), tmp_path / "quiet")
     stop, killed = threading.Event(), []
-    killer = threading.Thread(target=_kill_client_actors, args=(tmp_path / "killed" / "ledger.jsonl", heavy["rounds"], stop, killed))
+    killer = threading.Thread(
+        target=_kill_client_actors,
+        args=(tmp_path / "killed" / "ledger.jsonl", heavy["rounds"], stop, killed),
+    )
     killer.start()
     try:
         result = run(experiment(**heavy, client={"actors": 2, "way": "fused"}), tmp_path / "killed")
@@ -245,7 +365,9 @@ RUN = "import sys; from raydpfl.cli import main; sys.argv = ['raydpfl', *sys.arg
 
 def start(config, out, *more) -> subprocess.Popen:
     command = [sys.executable, "-c", RUN, "run", str(config), "--out", str(out), "--quiet", *more]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -263,17 +385,30 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("actors", [0, 2])
 def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_one(actors, tmp_path):
-    long = experiment(rounds=300, client={"actors": actors, "num_cpus": 1}, evaluate={"every": 100}, bounding={"kind": "quantile_clip", "bound": 0.1})
+    long = experiment(
+        rounds=300,
+        client={"actors": actors, "num_cpus": 1},
+        evaluate={"every": 100},
+        bounding={"kind": "quantile_clip", "bound": 0.1},
+    )
     config = tmp_path / "long.yaml"
     config.write_text(yaml.safe_dump(long.to_dict()))
-    whole = run(experiment(**{**long.to_dict(), "client": {**long.to_dict()["client"], "actors": 0}}), tmp_path / "whole")
+    whole = run(
+        experiment(**{**long.to_dict(), "client": {**long.to_dict()["client"], "actors": 0}}),
+        tmp_path / "whole",
+    )
 
     out = tmp_path / "killed"
     process = start(config, out)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:  # until it has a checkpoint and is some rounds further
+    # until it has a checkpoint and is some rounds further
+    while time.monotonic() < deadline and process.poll() is None:
         ledger = out / "ledger.jsonl"
-        if list((out / "checkpoints").glob("round-*.npz")) and ledger.exists() and len(ledger.read_text().splitlines()) > 20:
+        if (
+            list((out / "checkpoints").glob("round-*.npz"))
+            and ledger.exists()
+            and len(ledger.read_text().splitlines()) > 20
+        ):
             break
         time.sleep(0.02)
     assert process.poll() is None, process.stdout.read().decode()
@@ -297,11 +432,15 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
     import psutil
 
     config = tmp_path / "long.yaml"
-    config.write_text(yaml.safe_dump(experiment(rounds=100_000, client={"actors": 2, "num_cpus": 1}).to_dict()))
+    config.write_text(
+        yaml.safe_dump(experiment(rounds=100_000, client={"actors": 2, "num_cpus": 1}).to_dict())
+    )
     process = start(config, tmp_path / "out")
     deadline = time.monotonic() + 120
     ledger = tmp_path / "out" / "ledger.jsonl"
-    while time.monotonic() < deadline and not (ledger.exists() and len(ledger.read_text().splitlines()) > 5):
+    while time.monotonic() < deadline and not (
+        ledger.exists() and len(ledger.read_text().splitlines()) > 5
+    ):
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -310,7 +449,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
     assert process.returncode == 130, said
     assert "--resume" in said and "Traceback" not in said
     _, alive = psutil.wait_procs(children, timeout=20)
-    assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+    ]
     assert list((tmp_path / "out" / "checkpoints").glob("round-*.npz"))
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "interrupted"
 
@@ -325,5 +466,7 @@ def test_lane_sums_are_exact_in_any_order_and_grouping():
     for _ in range(20):
         order = generator.permutation(25)
         cut = generator.integers(1, 24)
-        grouped = np.sum([lanes[i] for i in order[:cut]], axis=0) + np.sum([lanes[i] for i in order[cut:]], axis=0)
+        grouped = np.sum([lanes[i] for i in order[:cut]], axis=0) + np.sum(
+            [lanes[i] for i in order[cut:]], axis=0
+        )
         assert np.array_equal(grouped, total)

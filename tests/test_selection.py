@@ -1,4 +1,5 @@
-"""Who takes part: the law of every member against an obvious reference, unbiasedness by enumeration, and what a draw may cost.
+"""Who takes part: the law of every member against an obvious reference, unbiasedness by
+enumeration, and what a draw may cost.
 
 Chi-square tests have a fixed seed and a false-alarm rate of 1e-4 each.
 """
@@ -36,7 +37,12 @@ EXAMPLES = {
     "unbiased": {"cohort": 7},
     "importance": {"cohort": 7, "power": 0.5},
     "privacy_aware": {"cohort": 7, "scale": 10.0},
-    "first_responders": {"cohort": 7, "contacted": 20, "response": {"kind": "lognormal", "sigma": 2.0}, "spread": 0.3},
+    "first_responders": {
+        "cohort": 7,
+        "contacted": 20,
+        "response": {"kind": "lognormal", "sigma": 2.0},
+        "spread": 0.3,
+    },
     "cyclic": {"period": 4, "cohort": 7},
     "availability": {"period": 6, "window": 2, "cohort": 7},
     "power_of_choice": {"cohort": 7, "pool": 12},
@@ -67,7 +73,9 @@ def drawn(chosen: Selection, seed: int, t: int, population: Population) -> Cohor
 def p_value(cohorts: Counter, law: dict[tuple, float]) -> float:
     """Of the chi-square test that `cohorts`, counted by their clients, follow `law`."""
     assert set(cohorts) <= set(law) and math.isclose(sum(law.values()), 1)
-    return stats.chisquare([cohorts[key] for key in law], [chance * cohorts.total() for chance in law.values()]).pvalue
+    return stats.chisquare(
+        [cohorts[key] for key in law], [chance * cohorts.total() for chance in law.values()]
+    ).pvalue
 
 
 def counted(chosen: Selection, population: Population, rounds: range) -> Counter:
@@ -89,20 +97,33 @@ def test_every_member_has_an_example_here():
 
 @pytest.mark.parametrize("kind", FAMILY)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_cohort_is_in_client_order_with_numbered_draws_and_depends_on_seed_and_round_alone(kind, dropout):
+def test_a_cohort_is_in_client_order_with_numbered_draws_and_depends_on_seed_and_round_alone(
+    kind, dropout
+):
     chosen, population = example(kind, dropout=dropout), clients()
     seen = set()
     for t in range(20):
         cohort = drawn(chosen, 3, t, population)
         assert cohort.clients.dtype == cohort.draws.dtype == np.int64
         places = list(zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True))
-        assert sorted(set(places)) == places and all(draw == 0 or (client, draw - 1) in places for client, draw in places if not dropout)
+        assert sorted(set(places)) == places and all(
+            draw == 0 or (client, draw - 1) in places for client, draw in places if not dropout
+        )
         assert all(0 <= client < 50 for client, _ in places)
         again = drawn(example(kind, dropout=dropout), 3, t, clients())
-        assert np.array_equal(again.clients, cohort.clients) and np.array_equal(again.draws, cohort.draws) and again.lost == cohort.lost
+        assert (
+            np.array_equal(again.clients, cohort.clients)
+            and np.array_equal(again.draws, cohort.draws)
+            and again.lost == cohort.lost
+        )
         seen.add(tuple(places))
     assert len(seen) > 15 or (kind, dropout) == ("full", 0.0)
-    assert not np.array_equal(drawn(chosen, 3, 0, population).clients, drawn(chosen, 4, 0, population).clients) or kind == "full"
+    assert (
+        not np.array_equal(
+            drawn(chosen, 3, 0, population).clients, drawn(chosen, 4, 0, population).clients
+        )
+        or kind == "full"
+    )
 
 
 @pytest.mark.parametrize("kind", FAMILY)
@@ -145,7 +166,10 @@ def test_a_population_is_pickled_without_what_it_remembers():
     assert len(pickle.dumps(population)) == before < 170_000
     copy = pickle.loads(pickle.dumps(population))
     assert np.array_equal(example("privacy_aware").draw(0, 0, copy).clients, cohort.clients)
-    assert len(pickle.dumps(Population.balanced(1_000_000))) < 200 and len(pickle.loads(pickle.dumps(Population.balanced(9)))) == 9
+    assert (
+        len(pickle.dumps(Population.balanced(1_000_000))) < 200
+        and len(pickle.loads(pickle.dumps(Population.balanced(9)))) == 9
+    )
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 0], [-1, 2], [[1, 2]]])
@@ -189,33 +213,54 @@ def test_poisson_cohorts_have_binomial_sizes_and_uniform_members():
 
 
 def test_data_weights_over_uniform_cohorts_are_unbiased_and_stale_models_shrink_the_step():
-    """002 Lemma 5, over all 20 cohorts: the mean of (N/r) sum p_i Delta_i is sum p_i Delta_i, and r/N of it with divisor N."""
+    """002 Lemma 5, over all 20 cohorts: the mean of (N/r) sum p_i Delta_i is sum p_i Delta_i, and
+    r/N of it with divisor N.
+    """
     sizes, updates = np.array([1, 2, 3, 5, 8, 13]), np.array([0.3, -1.0, 2.0, 0.7, -0.2, 0.05])
     population, target = Population(sizes), sizes @ updates / sizes.sum()
     for kind, share in (("uniform", 1.0), ("fedavg_stale", 3 / 6)):
         divisor, found = member(kind, cohort=3).divisor(population), 0.0
         for cohort, chance in subsets(range(6), 3).items():
             who = list(cohort)
-            found += chance * (DataWeights().of(sizes[who], population.samples, 6) @ updates[who]) / divisor
+            found += (
+                chance
+                * (DataWeights().of(sizes[who], population.samples, 6) @ updates[who])
+                / divisor
+            )
         assert found == pytest.approx(share * target, rel=1e-12)
 
 
 # Draws with replacement.
 
 
-@pytest.mark.parametrize("fields", [{"kind": "multinomial"}, *({"kind": "importance", "power": a} for a in (-1.0, 0.0, 0.4, 1.0, 2.5))])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "multinomial"},
+        *({"kind": "importance", "power": a} for a in (-1.0, 0.0, 0.4, 1.0, 2.5)),
+    ],
+)
 def test_means_over_draws_with_replacement_are_unbiased(fields):
     """Over all 4^3 sequences of three draws, weighted by their probability."""
     population, updates = Population([2, 3, 7, 11]), np.array([0.3, -1.0, 2.0, 0.7])
     chosen = member(**fields, cohort=3)
     p, corrections = chosen.probabilities(population), chosen.corrections(population)
     factors = np.ones(4) if corrections is None else corrections
-    found = sum(np.prod(p[list(s)]) * (factors * updates)[list(s)].sum() for s in itertools.product(range(4), repeat=3)) / chosen.divisor(population)
+    found = sum(
+        np.prod(p[list(s)]) * (factors * updates)[list(s)].sum()
+        for s in itertools.product(range(4), repeat=3)
+    ) / chosen.divisor(population)
     assert found == pytest.approx(population.shares @ updates, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"kind": "unbiased"}, {"kind": "importance", "power": 0.3}, {"kind": "privacy_aware", "scale": 40.0}], ids=lambda fields: fields["kind"]
+    "fields",
+    [
+        {"kind": "unbiased"},
+        {"kind": "importance", "power": 0.3},
+        {"kind": "privacy_aware", "scale": 40.0},
+    ],
+    ids=lambda fields: fields["kind"],
 )
 def test_cohorts_with_replacement_follow_the_multinomial_law_of_the_members_probabilities(fields):
     population, chosen = Population([1, 0, 4, 5], [9.0, 0.0, 2.0, 0.1]), member(**fields, cohort=2)
@@ -231,29 +276,53 @@ def test_cohorts_with_replacement_follow_the_multinomial_law_of_the_members_prob
 
 def test_multinomial_probabilities_are_shares_of_the_data_and_the_likeliest_is_told_to_the_accountants():
     population = Population([1, 2, 5])
-    assert member("multinomial", cohort=4).probabilities(population).tolist() == [1 / 8, 2 / 8, 5 / 8]
-    assert member("multinomial", cohort=4).sampling(population) == Sampling("with_replacement", 3, 4, p_max=5 / 8)
-    assert member("multinomial", cohort=4).sampling(Population.balanced(7)) == Sampling("with_replacement", 7, 4)
-    assert member("importance", cohort=4, power=0.0).sampling(population) == Sampling("with_replacement", 3, 4)
+    assert member("multinomial", cohort=4).probabilities(population).tolist() == [
+        1 / 8,
+        2 / 8,
+        5 / 8,
+    ]
+    assert member("multinomial", cohort=4).sampling(population) == Sampling(
+        "with_replacement", 3, 4, p_max=5 / 8
+    )
+    assert member("multinomial", cohort=4).sampling(Population.balanced(7)) == Sampling(
+        "with_replacement", 7, 4
+    )
+    assert member("importance", cohort=4, power=0.0).sampling(population) == Sampling(
+        "with_replacement", 3, 4
+    )
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_importance_probabilities_may_come_from_a_column(suffix, tmp_path):
     path = tmp_path / f"chances.{suffix}"
-    (csv.write_csv if suffix == "csv" else parquet.write_table)(pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path)
-    chosen, population = member("importance", cohort=2, path=str(path), column="chance"), Population([1, 1, 2])
+    (csv.write_csv if suffix == "csv" else parquet.write_table)(
+        pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path
+    )
+    chosen, population = (
+        member("importance", cohort=2, path=str(path), column="chance"),
+        Population([1, 1, 2]),
+    )
     assert chosen.probabilities(population).tolist() == [0.5, 0.25, 0.25]
     assert chosen.corrections(population).tolist() == [0.5, 1.0, 2.0]
-    named = member("importance", cohort=2, path=path.name, column="chance")  # relative to the data root, and read once, wherever a draw is made
+    # relative to the data root, and read once, wherever a draw is made
+    named = member("importance", cohort=2, path=path.name, column="chance")
     carried = Population([1, 1, 2], table=named.table(3, tmp_path))
     path.unlink()
     assert named.probabilities(pickle.loads(pickle.dumps(carried))).tolist() == [0.5, 0.25, 0.25]
-    (csv.write_csv if suffix == "csv" else parquet.write_table)(pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path)
-    for column, others, field in (("other", population, "column"), ("name", population, "column"), ("chance", Population([1, 2]), "path")):
+    (csv.write_csv if suffix == "csv" else parquet.write_table)(
+        pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path
+    )
+    for column, others, field in (
+        ("other", population, "column"),
+        ("name", population, "column"),
+        ("chance", Population([1, 2]), "path"),
+    ):
         with pytest.raises(ConfigError, match=f"selection.{field}"):
             member("importance", cohort=2, path=str(path), column=column).probabilities(others)
     with pytest.raises(ConfigError, match=r"selection\.path"):
-        member("importance", cohort=2, path=str(tmp_path / "no.csv"), column="chance").probabilities(population)
+        member(
+            "importance", cohort=2, path=str(tmp_path / "no.csv"), column="chance"
+        ).probabilities(population)
 
 
 def test_a_client_with_data_that_could_never_be_drawn_is_refused(tmp_path):
@@ -268,12 +337,23 @@ def test_a_client_with_data_that_could_never_be_drawn_is_refused(tmp_path):
 
 def test_privacy_aware_probabilities_solve_problem_1_by_either_solver():
     random = stream(1, Purpose.DATA)
-    population = Population(random.integers(200, 2000, 30), 10 ** random.uniform(-2, 3, 30) * (random.random(30) > 0.1))
-    exact, reference = (member("privacy_aware", cohort=5, scale=2.0, solver=name).probabilities(population) for name in ("exact", "cvxpy"))
+    population = Population(
+        random.integers(200, 2000, 30), 10 ** random.uniform(-2, 3, 30) * (random.random(30) > 0.1)
+    )
+    exact, reference = (
+        member("privacy_aware", cohort=5, scale=2.0, solver=name).probabilities(population)
+        for name in ("exact", "cvxpy")
+    )
     private = population.privacy_cost > 0
     np.testing.assert_allclose(exact[private], reference[private], atol=1e-6, rtol=0)
-    assert 0 < private.sum() < 30 and (exact > 0).all() and np.abs(exact - population.shares).max() > 1e-3
-    assert member("privacy_aware", cohort=5, scale=1e-9).probabilities(population) == pytest.approx(population.shares, abs=0)
+    assert (
+        0 < private.sum() < 30
+        and (exact > 0).all()
+        and np.abs(exact - population.shares).max() > 1e-3
+    )
+    assert member("privacy_aware", cohort=5, scale=1e-9).probabilities(population) == pytest.approx(
+        population.shares, abs=0
+    )
 
 
 @pytest.mark.parametrize("solver", ["exact", "cvxpy"])
@@ -284,32 +364,56 @@ def test_a_client_without_data_is_never_asked_however_little_it_costs(solver):
 
 
 def test_privacy_aware_selection_needs_budgets():
-    with pytest.raises(ConfigError, match=r"selection\.kind = 'privacy_aware': clients with privacy budgets"):
+    with pytest.raises(
+        ConfigError, match=r"selection\.kind = 'privacy_aware': clients with privacy budgets"
+    ):
         example("privacy_aware").draw(0, 0, Population.balanced(9))
 
 
 # First responders.
 
 
-@pytest.mark.parametrize("response", [{"kind": "exponential"}, {"kind": "lognormal", "sigma": 3.0}, {"kind": "pareto", "alpha": 0.7}], ids=lambda r: r["kind"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        {"kind": "exponential"},
+        {"kind": "lognormal", "sigma": 3.0},
+        {"kind": "pareto", "alpha": 0.7},
+    ],
+    ids=lambda r: r["kind"],
+)
 @pytest.mark.parametrize("contacted", [None, 4])
 def test_first_responders_of_one_scale_are_a_uniform_cohort(response, contacted):
-    """Over all 20 cohorts (002 sec. IV). A spread of scales is noticed, and accounted for without amplification."""
+    """Over all 20 cohorts (002 sec. IV). A spread of scales is noticed, and accounted for without
+    amplification.
+    """
     population, law = Population.balanced(6), subsets(range(6), 3)
     alike = member("first_responders", cohort=3, contacted=contacted, response=response)
     assert p_value(counted(alike, population, range(3000)), law) > 1e-4
     assert alike.sampling(population) == member("uniform", cohort=3).sampling(population)
-    unlike = member("first_responders", cohort=3, contacted=contacted, response=response, spread=3.0)
+    unlike = member(
+        "first_responders", cohort=3, contacted=contacted, response=response, spread=3.0
+    )
     assert p_value(counted(unlike, population, range(3000)), law) < 1e-9
     assert unlike.sampling(population).kind == "public"
 
 
 @pytest.mark.parametrize(("contacted", "cohort", "always"), [(40, 10, 8), (20, 5, 4)])
 def test_fast_clients_stay_fast_from_round_to_round(contacted, cohort, always):
-    """Scales far apart and hardly any luck: the fastest come whenever they are asked, the slowest half never."""
+    """Scales far apart and hardly any luck: the fastest come whenever they are asked, the slowest
+    half never.
+    """
     population = Population.balanced(40)
-    chosen = member("first_responders", cohort=cohort, contacted=contacted, response={"kind": "lognormal", "sigma": 0.1}, spread=5.0)
-    found = np.bincount(np.concatenate([chosen.draw(0, t, population).clients for t in range(200)]), minlength=40)
+    chosen = member(
+        "first_responders",
+        cohort=cohort,
+        contacted=contacted,
+        response={"kind": "lognormal", "sigma": 0.1},
+        spread=5.0,
+    )
+    found = np.bincount(
+        np.concatenate([chosen.draw(0, t, population).clients for t in range(200)]), minlength=40
+    )
     order = np.argsort(stream(0, Purpose.RESPONSE, step=1).standard_normal(40))
     assert found[order[:always]].min() > 0.8 * 200 * contacted / 40 and found[order[20:]].max() == 0
 
@@ -324,7 +428,9 @@ def test_fast_clients_stay_fast_from_round_to_round(contacted, cohort, always):
 )
 def test_response_times_follow_their_law(response, law):
     """Kolmogorov-Smirnov over 5000 times; false-alarm rate 1e-4."""
-    times = member("first_responders", cohort=1, response=response).response.times(stream(0, Purpose.RESPONSE), 5000)
+    times = member("first_responders", cohort=1, response=response).response.times(
+        stream(0, Purpose.RESPONSE), 5000
+    )
     assert stats.kstest(times, law.cdf).pvalue > 1e-4
 
 
@@ -338,7 +444,10 @@ def test_at_most_ten_thousand_are_asked_unless_more_are_wanted():
 # Windows.
 
 
-@pytest.mark.parametrize(("count", "period", "window"), [(c, p, w) for c in (1, 5, 12, 13, 17) for p in (1, 3, 5, 7) for w in range(1, p + 1)])
+@pytest.mark.parametrize(
+    ("count", "period", "window"),
+    [(c, p, w) for c in (1, 5, 12, 13, 17) for p in (1, 3, 5, 7) for w in range(1, p + 1)],
+)
 def test_the_available_clients_are_those_whose_window_is_open(count, period, window):
     sizes, turned = [], np.zeros((count, 15), int)
     for t in range(15):
@@ -349,24 +458,45 @@ def test_the_available_clients_are_those_whose_window_is_open(count, period, win
         turned[open_now, t] = 1
     assert fewest(count, period, window) == min(sizes)
     most = turned.cumsum(1).max(0)
-    assert (turns(15, period, window) == most).all() if count >= period else (turns(15, period, window) >= most).all()
+    assert (
+        (turns(15, period, window) == most).all()
+        if count >= period
+        else (turns(15, period, window) >= most).all()
+    )
 
 
 def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
-    chosen, population, updates = member("cyclic", period=3), Population.balanced(10), np.arange(10.0) ** 2
-    steps = [updates[chosen.draw(0, t, population).clients].sum() / chosen.divisor(population) for t in range(3)]
+    chosen, population, updates = (
+        member("cyclic", period=3),
+        Population.balanced(10),
+        np.arange(10.0) ** 2,
+    )
+    steps = [
+        updates[chosen.draw(0, t, population).clients].sum() / chosen.divisor(population)
+        for t in range(3)
+    ]
     assert np.mean(steps) == pytest.approx(updates.mean(), rel=1e-12)
-    assert sorted(np.concatenate([chosen.draw(0, t, population).clients for t in range(3)]).tolist()) == list(range(10))
+    assert sorted(
+        np.concatenate([chosen.draw(0, t, population).clients for t in range(3)]).tolist()
+    ) == list(range(10))
     sampling = chosen.sampling(population)
-    assert (sampling.kind, sampling.cohort) == ("public", 3) and "each 1 round of 3" in str(sampling)
+    assert (sampling.kind, sampling.cohort) == ("public", 3) and "each 1 round of 3" in str(
+        sampling
+    )
     assert chosen.exposures(0, 7, population).tolist() == [math.ceil((t + 1) / 3) for t in range(7)]
 
 
 @pytest.mark.parametrize(
     ("fields", "open_now"),
     [
-        ({"kind": "cyclic", "period": 2, "cohort": 2}, lambda t: [k for k in range(11) if (t - k) % 2 == 0]),
-        ({"kind": "availability", "period": 5, "window": 3, "cohort": 2}, lambda t: [k for k in range(11) if (t - k) % 5 < 3]),
+        (
+            {"kind": "cyclic", "period": 2, "cohort": 2},
+            lambda t: [k for k in range(11) if (t - k) % 2 == 0],
+        ),
+        (
+            {"kind": "availability", "period": 5, "window": 3, "cohort": 2},
+            lambda t: [k for k in range(11) if (t - k) % 5 < 3],
+        ),
     ],
     ids=["cyclic", "availability"],
 )
@@ -389,8 +519,12 @@ def test_sampling_within_windows_is_that_of_the_emptiest_round():
     assert (inside.kind, inside.population, inside.cohort) == ("fixed", 3, 2)
     daily = member("availability", period=5, window=2, cohort=3).sampling(Population.balanced(11))
     assert (daily.kind, daily.population, daily.cohort) == ("fixed", 4, 3)
-    for all_of_them in (member("cyclic", period=3, cohort=3), member("availability", period=5, window=2, cohort=4)):
-        assert all_of_them.sampling(Population.balanced(11)).kind == "public"  # nobody is left who might have been taken instead
+    for all_of_them in (
+        member("cyclic", period=3, cohort=3),
+        member("availability", period=5, window=2, cohort=4),
+    ):
+        # nobody is left who might have been taken instead
+        assert all_of_them.sampling(Population.balanced(11)).kind == "public"
 
 
 # Power-of-choice.
@@ -398,28 +532,45 @@ def test_sampling_within_windows_is_that_of_the_emptiest_round():
 
 @pytest.mark.parametrize("attempts", [8, 0])
 def test_candidates_are_drawn_one_by_one_in_proportion_to_their_data(attempts):
-    """Over all ordered triples of five clients, one of them without data, by repeated draws and by exponential clocks."""
+    """Over all ordered triples of five clients, one of them without data, by repeated draws and by
+    exponential clocks.
+    """
     sizes = np.array([1, 0, 2, 3, 10])
     law: dict[tuple, float] = {}
     for a, b, c in itertools.permutations([0, 2, 3, 4], 3):
         key, left = tuple(sorted((a, b, c))), sizes.sum()
-        law[key] = law.get(key, 0.0) + sizes[a] / left * sizes[b] / (left - sizes[a]) * sizes[c] / (left - sizes[a] - sizes[b])
+        law[key] = law.get(key, 0.0) + sizes[a] / left * sizes[b] / (left - sizes[a]) * sizes[c] / (
+            left - sizes[a] - sizes[b]
+        )
     population = Population(sizes)
-    found = Counter(tuple(sorted(successive(stream(0, Purpose.COHORT, round=t), population, 3, attempts).tolist())) for t in range(4000))
+    found = Counter(
+        tuple(
+            sorted(successive(stream(0, Purpose.COHORT, round=t), population, 3, attempts).tolist())
+        )
+        for t in range(4000)
+    )
     assert p_value(found, law) > 1e-4
 
 
 def test_candidates_are_found_where_one_client_holds_nearly_all_data():
-    population, chosen = Population(np.append(np.ones(50, np.int64), 10**12)), member("power_of_choice", cohort=2, pool=30)
+    population, chosen = (
+        Population(np.append(np.ones(50, np.int64), 10**12)),
+        member("power_of_choice", cohort=2, pool=30),
+    )
     for t in range(5):
         found = chosen.candidates(0, t, population).clients
         assert len(found) == 30 == len(set(found.tolist())) and found[-1] == 50
-    with pytest.raises(ConfigError, match=r"selection\.pool = 30: at most the 29 clients that have data"):
+    with pytest.raises(
+        ConfigError, match=r"selection\.pool = 30: at most the 29 clients that have data"
+    ):
         chosen.candidates(0, 0, Population(np.repeat([1, 0], [29, 20])))
 
 
 def test_the_largest_losses_are_chosen():
-    chosen, candidates = member("power_of_choice", cohort=2, pool=5), Cohort.of(np.array([3, 5, 8, 9, 12]))
+    chosen, candidates = (
+        member("power_of_choice", cohort=2, pool=5),
+        Cohort.of(np.array([3, 5, 8, 9, 12])),
+    )
     for losses, expected in (
         ([0.1, 0.9, 0.3, 0.8, 0.2], [5, 9]),
         ([0.5, 0.5, 0.5, 0.5, 0.5], [3, 5]),
@@ -443,28 +594,49 @@ def noised(bound: float = 2.0, std: float = 0.5) -> Selection:
 def test_a_loss_without_noise_keeps_the_label_and_one_with_noise_is_a_query_instead():
     for fields in ({}, {"loss_bound": 2.0}, {"loss_bound": 2.0, "loss_std": 0.0}):
         exact = example("power_of_choice", **fields)
-        assert len(exact.exclusions) == 1 and exact.loss_query is None and "noised" not in exact.sampling(clients()).rule
-    assert noised().exclusions == () and noised().loss_query == Query("losses", 1.0, 0.5, apart=True)
+        assert (
+            len(exact.exclusions) == 1
+            and exact.loss_query is None
+            and "noised" not in exact.sampling(clients()).rule
+        )
+    assert noised().exclusions == () and noised().loss_query == Query(
+        "losses", 1.0, 0.5, apart=True
+    )
     assert "noised" in noised().sampling(clients()).rule
 
 
 def test_answers_move_by_no_more_than_their_sensitivity_over_all_small_tables():
-    """L when a client's whole table changes, L / n when one of its n samples does, the middle when it gives nothing: each of them attained."""
+    """L when a client's whole table changes, L / n when one of its n samples does, the middle when
+    it gives nothing: each of them attained.
+    """
     bound, values = 2.0, [-math.inf, -1.0, 0.0, 0.3, 2.0, 7.0, math.inf, math.nan]
     chosen, found = example("power_of_choice", loss_bound=bound), {}
     for n in (1, 2, 3):
         tables = list(itertools.product(range(len(values)), repeat=n))
         found |= {table: chosen.answer(np.array(values)[list(table)], 0, 0, 0) for table in tables}
-        one = [abs(found[a] - found[(*a[:i], v, *a[i + 1 :])]) for a in tables for i in range(n) for v in range(len(values))]
+        one = [
+            abs(found[a] - found[(*a[:i], v, *a[i + 1 :])])
+            for a in tables
+            for i in range(n)
+            for v in range(len(values))
+        ]
         assert max(one) == pytest.approx(bound / n, rel=1e-12)
     answers = np.array(list(found.values()))
     assert answers.max() - answers.min() == bound and np.abs(answers - bound / 2).max() == bound / 2
-    release = Mechanism(noised(bound).sampling(clients()), (Query("updates", 1.0, 1e12), noised(bound).loss_query), 1)
-    assert release.mu("replace_one") == pytest.approx(bound / 0.5) and release.mu("zero_out") == pytest.approx(bound / 2 / 0.5)
+    release = Mechanism(
+        noised(bound).sampling(clients()),
+        (Query("updates", 1.0, 1e12), noised(bound).loss_query),
+        1,
+    )
+    assert release.mu("replace_one") == pytest.approx(bound / 0.5) and release.mu(
+        "zero_out"
+    ) == pytest.approx(bound / 2 / 0.5)
 
 
 def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody_elses():
-    """Kolmogorov-Smirnov and the correlation of 4000 answers with the counts' noise; false-alarm rates 1e-4 and 6e-7."""
+    """Kolmogorov-Smirnov and the correlation of 4000 answers with the counts' noise; false-alarm
+    rates 1e-4 and 6e-7.
+    """
     losses, places = np.array([0.5, 1.0, 5.0]), [(t, k) for t in range(80) for k in range(50)]
     exact = example("power_of_choice", loss_bound=2.0).answer(losses, 0, 0, 0)
     noise = np.array([noised().answer(losses, 7, t, k) for t, k in places]) - exact
@@ -472,7 +644,11 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
     assert len(set(noise.tolist())) == len(places)
     counts = np.array([query_noise(7, t, 1.0, k) for t, k in places])
     assert abs(np.corrcoef(noise, counts)[0, 1]) < 5 / math.sqrt(len(places))
-    assert noised().answer(losses, 7, 3, 4) == noised().answer(losses[::-1], 7, 3, 4) != noised().answer(losses, 8, 3, 4)
+    assert (
+        noised().answer(losses, 7, 3, 4)
+        == noised().answer(losses[::-1], 7, 3, 4)
+        != noised().answer(losses, 8, 3, 4)
+    )
 
 
 # What accountants ask.
@@ -483,14 +659,34 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
 def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dropout):
     chosen, population = example(kind, dropout=dropout), clients()
     exposures = chosen.exposures(0, 60, population)
-    assert exposures.dtype == np.int64 and exposures.shape == (60,) and (np.diff(exposures) >= 0).all()
-    took = np.array([np.bincount(np.unique(drawn(chosen, 0, t, population).clients), minlength=50) for t in range(60)]).cumsum(0).max(1)
+    assert (
+        exposures.dtype == np.int64 and exposures.shape == (60,) and (np.diff(exposures) >= 0).all()
+    )
+    took = (
+        np.array(
+            [
+                np.bincount(np.unique(drawn(chosen, 0, t, population).clients), minlength=50)
+                for t in range(60)
+            ]
+        )
+        .cumsum(0)
+        .max(1)
+    )
     assert (took <= exposures).all()
     sampling = chosen.sampling(population)
     if kind == "first_responders":  # public, known in advance
         assert np.array_equal(exposures, took) and exposures[-1] < 60
     elif kind == "power_of_choice":
-        asked = np.array([np.bincount(chosen.candidates(0, t, population).clients, minlength=50) for t in range(60)]).cumsum(0).max(1)
+        asked = (
+            np.array(
+                [
+                    np.bincount(chosen.candidates(0, t, population).clients, minlength=50)
+                    for t in range(60)
+                ]
+            )
+            .cumsum(0)
+            .max(1)
+        )
         assert np.array_equal(exposures, asked)
     elif kind == "cyclic":
         assert exposures[-1] == 15
@@ -501,13 +697,17 @@ def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dro
 
 
 def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
-    """1 - 0.3 of 6000 survive, within five standard deviations (false-alarm rate 6e-7); the divisor stays."""
+    """1 - 0.3 of 6000 survive, within five standard deviations (false-alarm rate 6e-7); the divisor
+    stays.
+    """
     population, chosen = Population.balanced(40), member("uniform", cohort=20, dropout=0.3)
     full = member("full", dropout=0.3)
     kept = 0
     for t in range(300):
         whole, cohort = chosen.select(0, t, population), chosen.draw(0, t, population)
-        assert len(cohort) + cohort.lost == len(whole) == 20 and set(cohort.clients) <= set(whole.clients)
+        assert len(cohort) + cohort.lost == len(whole) == 20 and set(cohort.clients) <= set(
+            whole.clients
+        )
         assert set(cohort.clients) == set(whole.clients) & set(full.draw(0, t, population).clients)
         kept += len(cohort)
     assert abs(kept - 4200) < 5 * math.sqrt(6000 * 0.3 * 0.7)
@@ -525,7 +725,11 @@ def test_survivors_are_the_fewest_of_any_round(kind):
     population = clients()
     assert example(kind).survivors(0, 50, population) == 7
     failing = example(kind, dropout=0.4)
-    assert failing.survivors(0, 50, population) == min(len(failing.draw(0, t, population)) for t in range(50)) < 7
+    assert (
+        failing.survivors(0, 50, population)
+        == min(len(failing.draw(0, t, population)) for t in range(50))
+        < 7
+    )
 
 
 def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
@@ -543,16 +747,32 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
         ({"kind": "uniform", "cohort": 0}, "selection.cohort"),
         ({"kind": "fedavg_stale", "cohort": 51}, "selection.cohort"),
         ({"kind": "importance", "cohort": 5}, "selection.power"),
-        ({"kind": "importance", "cohort": 5, "power": 1.0, "path": "a.csv", "column": "p"}, "selection.power"),
+        (
+            {"kind": "importance", "cohort": 5, "power": 1.0, "path": "a.csv", "column": "p"},
+            "selection.power",
+        ),
         ({"kind": "importance", "cohort": 5, "path": "a.csv"}, "selection.column"),
         ({"kind": "importance", "cohort": 5, "power": 1.0, "column": "p"}, "selection.column"),
         ({"kind": "privacy_aware", "cohort": 5, "scale": 0.0}, "selection.scale"),
         ({"kind": "privacy_aware", "cohort": 5, "solver": "scipy"}, "selection.solver"),
         ({"kind": "first_responders", "cohort": 5, "contacted": 4}, "selection.contacted"),
         ({"kind": "first_responders", "cohort": 5, "contacted": 51}, "selection.contacted"),
-        ({"kind": "first_responders", "cohort": 5, "response": {"kind": "uniform"}}, "selection.response.kind"),
-        ({"kind": "first_responders", "cohort": 5, "response": {"kind": "pareto", "alpha": 0}}, "selection.response.alpha"),
-        ({"kind": "first_responders", "cohort": 5, "response": {"kind": "exponential", "alpha": 1}}, "selection.response.alpha"),
+        (
+            {"kind": "first_responders", "cohort": 5, "response": {"kind": "uniform"}},
+            "selection.response.kind",
+        ),
+        (
+            {"kind": "first_responders", "cohort": 5, "response": {"kind": "pareto", "alpha": 0}},
+            "selection.response.alpha",
+        ),
+        (
+            {
+                "kind": "first_responders",
+                "cohort": 5,
+                "response": {"kind": "exponential", "alpha": 1},
+            },
+            "selection.response.alpha",
+        ),
         ({"kind": "cyclic", "period": 51}, "selection.period"),
         ({"kind": "cyclic", "period": 4, "cohort": 13}, "selection.cohort"),
         ({"kind": "cyclic", "period": 4, "law": "poisson"}, "selection.law"),
@@ -560,10 +780,34 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
         ({"kind": "availability", "period": 6, "window": 2, "cohort": 17}, "selection.cohort"),
         ({"kind": "power_of_choice", "cohort": 5, "pool": 4}, "selection.pool"),
         ({"kind": "power_of_choice", "cohort": 5, "pool": 51}, "selection.pool"),
-        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 0.1}, "selection.loss_bound"),
-        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 0.1, "loss_bound": 0.0}, "selection.loss_bound"),
-        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": -0.1, "loss_bound": 1.0}, "selection.loss_std"),
-        ({"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 1e-12, "loss_bound": 1.0}, "selection.loss_std"),
+        (
+            {"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 0.1},
+            "selection.loss_bound",
+        ),
+        (
+            {"kind": "power_of_choice", "cohort": 5, "pool": 9, "loss_std": 0.1, "loss_bound": 0.0},
+            "selection.loss_bound",
+        ),
+        (
+            {
+                "kind": "power_of_choice",
+                "cohort": 5,
+                "pool": 9,
+                "loss_std": -0.1,
+                "loss_bound": 1.0,
+            },
+            "selection.loss_std",
+        ),
+        (
+            {
+                "kind": "power_of_choice",
+                "cohort": 5,
+                "pool": 9,
+                "loss_std": 1e-12,
+                "loss_bound": 1.0,
+            },
+            "selection.loss_std",
+        ),
         ({"kind": "uniform", "cohort": 5, "replace": True}, "selection.replace"),
     ],
 )

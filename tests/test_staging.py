@@ -1,4 +1,6 @@
-"""What a job takes along: the user's modules, declared data and the files that a config names, and nothing else."""
+"""What a job takes along: the user's modules, declared data and the files that a config names, and
+nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`raydpfl submit` against a real head with its job server, started as a user starts one and with its token authentication on."""
+"""`raydpfl submit` against a real head with its job server, started as a user starts one and with
+its token authentication on.
+"""
 
 from __future__ import annotations
 
@@ -62,16 +64,25 @@ def free_ports(count: int) -> list[int]:
 
 
 def token_environment(folder: Path) -> dict[str, str]:
-    """An environment with a token of its own, and no trace of a Ray that this process has started or joined."""
+    """An environment with a token of its own, and no trace of a Ray that this process has started
+    or joined.
+    """
     (folder / "token").write_text("f" * 32)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"  # jobs run `python`
-    ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_TMPDIR": str(folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     return {**kept, **ray, "HOME": str(folder), "PATH": path}
 
 
 def end(process: subprocess.Popen) -> None:
-    """Has a process that leads its session end (one that reads commands, by there being no more), and kills what is left of the session."""
+    """Has a process that leads its session end (one that reads commands, by there being no more),
+    and kills what is left of the session.
+    """
     process.stdin.close() if process.stdin else process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=20)
@@ -89,10 +100,14 @@ def head():
     command = f"ray start --head --block --num-cpus 2 --port {gcs} --dashboard-port {dashboard} --dashboard-agent-listen-port {agent}"
     command += f" --ray-client-server-port {client} --min-worker-port 0 --max-worker-port 0 --object-store-memory 100000000"
     with open(folder / "head.log", "w") as log:
-        process = subprocess.Popen(command.split(), env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command.split(), env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     deadline = time.monotonic() + 120
     while "Ray runtime started" not in (folder / "head.log").read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "head.log").read_text()
+        assert process.poll() is None and time.monotonic() < deadline, (
+            folder / "head.log"
+        ).read_text()
         time.sleep(0.2)
     yield {**environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     end(process)
@@ -101,7 +116,9 @@ def head():
 
 def start(head: dict, folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "raydpfl", "submit", *words]
-    return subprocess.Popen(command, env=head, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=head, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
@@ -114,12 +131,19 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoint_and_resumes_to_the_bits_of_a_run_here(tmp_path, head, monkeypatch):
+def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoint_and_resumes_to_the_bits_of_a_run_here(
+    tmp_path, head, monkeypatch
+):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "helper.py").write_text(HELPER.format(gate=str(gate := tmp_path / "gate")))
     gate.touch()  # a round takes at least a second while it is there
     monkeypatch.syspath_prepend(tmp_path)
-    changes = {"rounds": 60, "evaluate": {"every": 1}, "bounding": {"kind": "mine:Tanh", "bound": 0.5}, "client": {"actors": 0}}
+    changes = {
+        "rounds": 60,
+        "evaluate": {"every": 1},
+        "bounding": {"kind": "mine:Tanh", "bound": 0.5},
+        "client": {"actors": 0},
+    }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(experiment(**changes).to_dict()))
 
     terminal, said = start(head, tmp_path, "own.yaml"), ""
@@ -128,19 +152,37 @@ def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoin
         assert line, said
     terminal.send_signal(signal.SIGINT)
     left, job = finish(terminal, code=130), said.split()[1].rstrip(".")
-    assert "goes on without this terminal" in left and f"--follow {job}" in left and f"--stop {job}" in left and "Traceback" not in left
+    assert (
+        "goes on without this terminal" in left
+        and f"--follow {job}" in left
+        and f"--stop {job}" in left
+        and "Traceback" not in left
+    )
 
     out = tmp_path / "runs" / job
     assert [each.name for each in out.iterdir()] == ["job.json"]
     finish(start(head, tmp_path, "--stop", job))
     stopped = summary(out)
-    assert stopped["status"] == "interrupted" and 2 <= stopped["rounds"] < 60 and list((out / "checkpoints").iterdir())
+    assert (
+        stopped["status"] == "interrupted"
+        and 2 <= stopped["rounds"] < 60
+        and list((out / "checkpoints").iterdir())
+    )
 
     gate.unlink()
     finish(start(head, tmp_path, "own.yaml", "client.actors=1", "--resume", job))
     assert summary(out)["status"] == "completed"
-    assert summary(out)["model_sha256"] == run(experiment(**changes), tmp_path / "here").summary["model_sha256"]
-    assert {each.name for each in out.iterdir()} >= {"config.yaml", "rounds.parquet", "ledger.jsonl", "checkpoints", "job.json"}
+    assert (
+        summary(out)["model_sha256"]
+        == run(experiment(**changes), tmp_path / "here").summary["model_sha256"]
+    )
+    assert {each.name for each in out.iterdir()} >= {
+        "config.yaml",
+        "rounds.parquet",
+        "ledger.jsonl",
+        "checkpoints",
+        "job.json",
+    }
 
     resumed = json.loads((out / "job.json").read_text())["job"]
     again = finish(start(head, tmp_path, "--follow", resumed, "--out", "again"))
@@ -151,7 +193,9 @@ def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoin
 def test_a_refused_token_says_what_to_set(token, tmp_path, head):
     (tmp_path / "token").write_text("0" * 32)
     wrong = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")} if token else {}
-    environment = {name: value for name, value in head.items() if not name.startswith("RAY_AUTH")} | wrong
+    environment = {
+        name: value for name, value in head.items() if not name.startswith("RAY_AUTH")
+    } | wrong
     said = finish(start(environment, tmp_path, "--stop", "job"), code=2)
     assert said.count("\n") == 1 and "RAY_AUTH_MODE=token" in said and "RAY_AUTH_TOKEN_PATH" in said
 
@@ -163,9 +207,14 @@ def unset(monkeypatch):
         monkeypatch.setenv(name, "")
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "127.0.0.1:{port}", "ray://127.0.0.1:{port}", "http://"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:{port}", "127.0.0.1:{port}", "ray://127.0.0.1:{port}", "http://"]
+)
 def test_an_address_without_a_job_server_is_refused_in_one_line(address, unset):
-    with pytest.raises(ConfigError, match=r"--address = .*: the address of a Ray cluster's job server, such as http://127.0.0.1:8265"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--address = .*: the address of a Ray cluster's job server, such as http://127.0.0.1:8265",
+    ):
         submit.JobServer(address.format(port=free_ports(1)[0]))
 
 
@@ -175,13 +224,22 @@ def test_a_config_a_job_to_follow_and_one_to_stop_exclude_one_another():
             CliRunner().invoke(cli.app, ["submit", *words], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("names", [{"RAYDPFL_CACHE": "/a b", "XDG_CACHE_HOME": "/x"}, {"XDG_CACHE_HOME": "/x"}, {"HOME": "/home/me"}])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"RAYDPFL_CACHE": "/a b", "XDG_CACHE_HOME": "/x"},
+        {"XDG_CACHE_HOME": "/x"},
+        {"HOME": "/home/me"},
+    ],
+)
 def test_the_run_directory_of_a_job_lies_in_the_cache_of_the_head(names, monkeypatch):
     for name in ("RAYDPFL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    printed = subprocess.run(["sh", "-c", f"echo {submit.RUNS}"], capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        ["sh", "-c", f"echo {submit.RUNS}"], capture_output=True, text=True
+    ).stdout
     assert printed == f"{cache_root() / 'runs'}\n"
 
 
@@ -197,14 +255,22 @@ def test_a_config_with_search_spaces_is_a_sweep_and_is_checked_here(tmp_path):
     for wrong in ("rounds=0", "sweep.repeats=0", "bounding.bound={grid: [0.5, -1.0]}"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
             read(plain, wrong)
-    shell = submit.entrypoint("sweep", "s 1", ["local.lr={grid: [1, 2]}"], address=True, resume=True).replace(submit.RUNS, "RUNS")
-    assert shell == "exec python -m raydpfl sweep config.yaml 'local.lr={grid: [1, 2]}' --out RUNS/'s 1' --resume --address auto"
+    shell = submit.entrypoint(
+        "sweep", "s 1", ["local.lr={grid: [1, 2]}"], address=True, resume=True
+    ).replace(submit.RUNS, "RUNS")
+    assert (
+        shell
+        == "exec python -m raydpfl sweep config.yaml 'local.lr={grid: [1, 2]}' --out RUNS/'s 1' --resume --address auto"
+    )
 
 
 def test_the_directory_of_a_run_or_of_a_sweep_is_its_config(tmp_path):
     for name in ("config.yaml", "sweep.yaml"):
         (tmp_path / name).write_text("rounds: 2\n")
-        assert submit._read(tmp_path, ["sweep.repeats=2"] if name == "sweep.yaml" else [])[0] == tmp_path / name
+        assert (
+            submit._read(tmp_path, ["sweep.repeats=2"] if name == "sweep.yaml" else [])[0]
+            == tmp_path / name
+        )
         (tmp_path / name).unlink()
 
 
@@ -220,8 +286,10 @@ def test_an_out_directory_that_holds_anything_else_is_refused(tmp_path):
 
 
 class Client:
-    """A job server in this process, of one job. `output`: what each connection to it yields before it breaks, by an error, or ends; `fetched`: the same
-    of the jobs that fetch its run directory. It runs until the last connection has ended, and ends with `code`."""
+    """A job server in this process, of one job. `output`: what each connection to it yields before
+    it breaks, by an error, or ends; `fetched`: the same of the jobs that fetch its run directory.
+    It runs until the last connection has ended, and ends with `code`.
+    """
 
     asked, early = 0, 0  # how many jobs were handed in, and how many of them came too early
 
@@ -238,7 +306,9 @@ class Client:
     def submit_job(self, **options):
         self.asked += 1
         if self.asked <= self.early:
-            raise RuntimeError("Request failed with status code 500: No available agent to submit job, please try again later..")
+            raise RuntimeError(
+                "Request failed with status code 500: No available agent to submit job, please try again later.."
+            )
 
     def delete_job(self, job):
         pass
@@ -246,7 +316,13 @@ class Client:
     def get_job_info(self, job):
         if not job.startswith("job"):
             raise RuntimeError("Request failed with status code 404: it does not exist.")
-        status = JobStatus.RUNNING if self.output else JobStatus.FAILED if self.code else JobStatus.SUCCEEDED
+        status = (
+            JobStatus.RUNNING
+            if self.output
+            else JobStatus.FAILED
+            if self.code
+            else JobStatus.SUCCEEDED
+        )
         return SimpleNamespace(metadata={"run": "job"}, status=status, driver_exit_code=self.code)
 
 
@@ -272,11 +348,19 @@ def test_a_head_that_has_just_started_is_waited_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
-def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go_on(code, tmp_path, monkeypatch, capsys):
+def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go_on(
+    code, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "job").mkdir()
-    stub = server(["its words\n"], fetched=[[f"{submit.BEGIN}\n{archive(tmp_path / 'job')}\n{submit.END}\n"]], code=code)
+    stub = server(
+        ["its words\n"],
+        fetched=[[f"{submit.BEGIN}\n{archive(tmp_path / 'job')}\n{submit.END}\n"]],
+        code=code,
+    )
     monkeypatch.setattr(submit, "JobServer", lambda address: stub)
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "submit", "--follow", "job", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["raydpfl", "submit", "--follow", "job", "--out", str(tmp_path / "out")]
+    )
     with suppress(SystemExit) if code == 0 else pytest.raises(SystemExit, match=str(code)):
         cli.main()
     said = capsys.readouterr()
@@ -287,15 +371,26 @@ def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go
 def test_a_connection_that_breaks_is_made_anew_and_nothing_is_shown_twice(monkeypatch):
     monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
     shown = []
-    broken = server(["one\ntw", ConnectionResetError()], [RuntimeError("502")], ["one\n", "two\nthr"], ["one\ntwo\nth", "ree\n"], code=3)
+    broken = server(
+        ["one\ntw", ConnectionResetError()],
+        [RuntimeError("502")],
+        ["one\n", "two\nthr"],
+        ["one\ntwo\nth", "ree\n"],
+        code=3,
+    )
     assert broken.follow("job", shown.append) == 3
     assert "".join(shown) == "one\ntwo\nthree\n"
 
 
 def test_a_cluster_that_has_gone_ends_the_following_with_what_to_do(monkeypatch):
     monkeypatch.setattr(submit, "PATIENCE", 0.5)
-    with pytest.raises(RunError, match=r"does not answer \(gone\); follow it with raydpfl submit --follow job, or .* --resume job"):
-        server(["one", ConnectionResetError("reset")], [ConnectionResetError("gone")], []).follow("job")
+    with pytest.raises(
+        RunError,
+        match=r"does not answer \(gone\); follow it with raydpfl submit --follow job, or .* --resume job",
+    ):
+        server(["one", ConnectionResetError("reset")], [ConnectionResetError("gone")], []).follow(
+            "job"
+        )
     with pytest.raises(ConfigError, match="job = 'other'"):
         server([]).follow("other")
 
@@ -307,7 +402,9 @@ def archive(folder: Path) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def test_a_printout_that_ray_wrote_into_is_asked_for_again_and_an_archive_cut_short_changes_nothing(tmp_path):
+def test_a_printout_that_ray_wrote_into_is_asked_for_again_and_an_archive_cut_short_changes_nothing(
+    tmp_path,
+):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     (source / "data").write_bytes(os.urandom(300))
@@ -316,7 +413,9 @@ def test_a_printout_that_ray_wrote_into_is_asked_for_again_and_an_archive_cut_sh
     inside = whole.replace(text[:30], f"{text[:30]}Running entrypoint\n")
     cut, none = whole.replace(text[100:400], ""), "Running\n"
     assert server(fetched=[[none]]).fetch("job", out) is None
-    with pytest.raises(RunError, match=r"did not come back .*; try again with raydpfl submit --follow job"):
+    with pytest.raises(
+        RunError, match=r"did not come back .*; try again with raydpfl submit --follow job"
+    ):
         server(fetched=[[cut], [whole[:-8]], [inside]]).fetch("job", out)
     assert not out.exists()
     assert server(fetched=[[inside], [whole[:50], whole[50:]]]).fetch("job", out) == out

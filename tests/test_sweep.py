@@ -1,4 +1,6 @@
-"""A sweep tries what its config says and nothing twice, whatever the cluster's size and however often it is killed."""
+"""A sweep tries what its config says and nothing twice, whatever the cluster's size and however
+often it is killed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,13 @@ def tree(**sections) -> dict:
 
 
 def test_a_grid_is_every_combination_in_the_order_of_the_config():
-    sweep = Sweep.from_dict(tree(local={"lr": {"grid": [0.1, 0.2]}}, bounding={"bound": {"powers_of_two": [-1, 1]}}, data={"clients": {"choice": [40, 50]}}))
+    sweep = Sweep.from_dict(
+        tree(
+            local={"lr": {"grid": [0.1, 0.2]}},
+            bounding={"bound": {"powers_of_two": [-1, 1]}},
+            data={"clients": {"choice": [40, 50]}},
+        )
+    )
     tried = [(v["data.clients"], v["local.lr"], v["bounding.bound"]) for v in sweep.listed()]
     assert tried == [(n, lr, c) for n in (40, 50) for lr in (0.1, 0.2) for c in (0.5, 1, 2)]
     made = sweep.setting({"data.clients": 40, "local.lr": 0.2, "bounding.bound": 2}).experiment
@@ -54,33 +62,59 @@ def test_a_grid_is_every_combination_in_the_order_of_the_config():
 
 
 def test_a_member_and_a_whole_section_can_be_searched():
-    sweep = Sweep.from_dict(tree(server={"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}), ["bounding.kind={grid: [clip, normalize]}"])
+    sweep = Sweep.from_dict(
+        tree(server={"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}),
+        ["bounding.kind={grid: [clip, normalize]}"],
+    )
     made = [sweep.setting(values).experiment for values in sweep.listed()]
-    assert [(e.bounding.kind, e.server.kind) for e in made] == [(b, s) for b in ("clip", "normalize") for s in ("sgd", "adam")]
+    assert [(e.bounding.kind, e.server.kind) for e in made] == [
+        (b, s) for b in ("clip", "normalize") for s in ("sgd", "adam")
+    ]
 
 
 def test_random_values_lie_in_their_spaces_are_distinct_and_stay_when_more_are_asked_for():
     server = {"kind": "momentum", "lr": {"choice": [0.5, 1.0]}}
-    spaces = dict(local={"lr": {"loguniform": ["1e-3", 1]}}, bounding={"bound": {"uniform": [0.5, 2]}}, server=server)
-    few, many = ([*Sweep.from_dict(tree(**spaces, sweep={"search": "random", "samples": n})).listed()] for n in (20, 200))
+    spaces = dict(
+        local={"lr": {"loguniform": ["1e-3", 1]}},
+        bounding={"bound": {"uniform": [0.5, 2]}},
+        server=server,
+    )
+    few, many = (
+        [*Sweep.from_dict(tree(**spaces, sweep={"search": "random", "samples": n})).listed()]
+        for n in (20, 200)
+    )
     assert few == many[:20]
     assert len({identity(values) for values in many}) == 200
-    assert all(1e-3 <= v["local.lr"] <= 1 and 0.5 <= v["bounding.bound"] <= 2 and v["server.lr"] in (0.5, 1.0) for v in many)
+    assert all(
+        1e-3 <= v["local.lr"] <= 1
+        and 0.5 <= v["bounding.bound"] <= 2
+        and v["server.lr"] in (0.5, 1.0)
+        for v in many
+    )
     # Binomial(200, 1/2) leaves 70 to 130 with probability 3e-5, for each of the two.
     assert 70 < sum(v["local.lr"] < 1e-3**0.5 for v in many) < 130
     assert 70 < sum(v["server.lr"] == 0.5 for v in many) < 130
-    other = Sweep.from_dict(tree(**spaces, seed=4, sweep={"search": "random", "samples": 20})).listed()
+    other = Sweep.from_dict(
+        tree(**spaces, seed=4, sweep={"search": "random", "samples": 20})
+    ).listed()
     assert few != [*other]
 
 
 def test_random_search_of_a_finite_space_takes_every_setting_once_if_asked_for_all():
-    spaces = dict(local={"lr": {"grid": [0.1, 0.2, 0.3]}}, bounding={"bound": {"powers_of_two": [-2, 1]}})
+    spaces = dict(
+        local={"lr": {"grid": [0.1, 0.2, 0.3]}}, bounding={"bound": {"powers_of_two": [-2, 1]}}
+    )
     sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "random", "samples": 12}))
     assert len({identity(values) for values in sweep.listed()}) == 12
 
 
 def test_a_sweep_is_what_its_own_yaml_says(tmp_path):
-    sweep = Sweep.from_dict(tree(local={"lr": {"loguniform": [0.001, 1.0]}}, sweep={"search": "random", "samples": 3, "scheduler": "asha", "grace": 2}))
+    sweep = Sweep.from_dict(
+        tree(
+            local={"lr": {"loguniform": [0.001, 1.0]}},
+            sweep={"search": "random", "samples": 3, "scheduler": "asha", "grace": 2},
+        )
+    )
     (tmp_path / "sweep.yaml").write_text(sweep.to_yaml())
     assert Sweep.from_yaml(tmp_path / "sweep.yaml") == sweep
 
@@ -145,7 +179,9 @@ def complain(arguments, monkeypatch, capsys) -> str:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_sweep_that_cannot_be_run_is_refused_in_one_line_before_anything_is_written(case, tmp_path, monkeypatch, capsys):
+def test_a_sweep_that_cannot_be_run_is_refused_in_one_line_before_anything_is_written(
+    case, tmp_path, monkeypatch, capsys
+):
     overrides, begins = BAD[case]
     config, out = tmp_path / "config.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(SMALL))
@@ -158,15 +194,27 @@ def test_a_sweep_that_cannot_be_run_is_refused_in_one_line_before_anything_is_wr
 def test_without_optuna_installed_it_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(SMALL))
-    arguments = [str(tmp_path / "config.yaml"), LR, "sweep={search: optuna, samples: 2}", "--out", str(tmp_path / "out")]
-    assert complain(arguments, monkeypatch, capsys).startswith("sweep.search = 'optuna': grid or random; optuna needs pip install raydpfl[optuna]")
+    arguments = [
+        str(tmp_path / "config.yaml"),
+        LR,
+        "sweep={search: optuna, samples: 2}",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert complain(arguments, monkeypatch, capsys).startswith(
+        "sweep.search = 'optuna': grid or random; optuna needs pip install raydpfl[optuna]"
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_resume_takes_no_directory_that_is_not_a_sweeps(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain([str(tmp_path / "config.yaml"), LR, "--resume", "--out", str(tmp_path)], monkeypatch, capsys)
-    assert said.startswith(f"--resume = '{tmp_path}': the directory of a sweep; it has no sweep.yaml")
+    said = complain(
+        [str(tmp_path / "config.yaml"), LR, "--resume", "--out", str(tmp_path)], monkeypatch, capsys
+    )
+    assert said.startswith(
+        f"--resume = '{tmp_path}': the directory of a sweep; it has no sweep.yaml"
+    )
 
 
 # --- what it leaves behind ---
@@ -189,19 +237,35 @@ def swept(shared_ray, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "SHOW", 0.0)  # every change, however fast the trials are
-        result = run(sweep, out, on_change=lambda settings: seen.append([trial.status for setting in settings for trial in setting.trials]))
+        result = run(
+            sweep,
+            out,
+            on_change=lambda settings: seen.append(
+                [trial.status for setting in settings for trial in setting.trials]
+            ),
+        )
     return sweep, out, result, seen
 
 
 def test_every_trial_has_the_bits_of_the_run_it_stands_for(swept, tmp_path):
     _, out, result, _ = swept
     rows = result.trials.to_pylist()
-    assert [(row["local.lr"], row["seed"]) for row in rows] == [(lr, seed) for lr in (0.05, 0.1, 1e30) for seed in (3, 4)]
+    assert [(row["local.lr"], row["seed"]) for row in rows] == [
+        (lr, seed) for lr in (0.05, 0.1, 1e30) for seed in (3, 4)
+    ]
     row = rows[3]
-    alone = run_one(Experiment.from_yaml(out / "best.yaml", ["client.actors=0", "seed=4"]), tmp_path / "alone")
-    assert row["model_sha256"] == alone.summary["model_sha256"] and row["test_accuracy"] == alone.summary["test_accuracy"]
+    alone = run_one(
+        Experiment.from_yaml(out / "best.yaml", ["client.actors=0", "seed=4"]), tmp_path / "alone"
+    )
+    assert (
+        row["model_sha256"] == alone.summary["model_sha256"]
+        and row["test_accuracy"] == alone.summary["test_accuracy"]
+    )
     assert row["status"] == "completed" and row["rounds"] == 4 and row["seconds"] > 0
-    assert json.loads((out / row["directory"] / "summary.json").read_text())["model_sha256"] == row["model_sha256"]
+    assert (
+        json.loads((out / row["directory"] / "summary.json").read_text())["model_sha256"]
+        == row["model_sha256"]
+    )
     assert list((out / row["directory"] / "tensorboard").glob("events*"))
     assert pq.read_table(out / "results.parquet").equals(result.trials)
 
@@ -219,12 +283,17 @@ def test_the_best_is_chosen_by_the_mean_over_the_seeds_and_runs_as_it_is(swept):
     means = [(rows[i]["test_accuracy"] + rows[i + 1]["test_accuracy"]) / 2 for i in (0, 2)]
     groups = result.settings.to_pylist()
     assert [group["test_accuracy_mean"] for group in groups] == pytest.approx([*means, None])
-    spread = abs(rows[0]["test_accuracy"] - rows[1]["test_accuracy"]) / math.sqrt(2)  # the sample standard deviation of two
+    # the sample standard deviation of two
+    spread = abs(rows[0]["test_accuracy"] - rows[1]["test_accuracy"]) / math.sqrt(2)
     assert groups[0]["test_accuracy_spread"] == pytest.approx(spread)
     assert result.best.values["local.lr"] == (0.05, 0.1)[means[1] > means[0]]
     best = Experiment.from_yaml(out / "best.yaml")
     assert best == result.best.experiment and best.client.actors == "auto" and best.seed == 3
-    assert best.to_yaml() == "".join(line + "\n" for line in (out / "best.yaml").read_text().splitlines() if not line.startswith("#"))
+    assert best.to_yaml() == "".join(
+        line + "\n"
+        for line in (out / "best.yaml").read_text().splitlines()
+        if not line.startswith("#")
+    )
 
 
 def test_one_process_runs_one_trial_after_another(swept):
@@ -240,8 +309,14 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
     assert lines[0].split() == ["local.lr", "test", "accuracy", "rounds", "trials"]
     order = [float(line.split()[0]) for line in lines[1:]]
     assert order[0] == result.best.values["local.lr"] and order[-1] == 1e30
-    for k in range(6):  # each was shown under way, those before it ended and those after it not begun
-        assert any(states[k : k + 1] == ["running"] and {*states[:k]} <= {"completed", "failed"} and {*states[k + 1 :]} <= {"waiting"} for states in seen)
+    # each was shown under way, those before it ended and those after it not begun
+    for k in range(6):
+        assert any(
+            states[k : k + 1] == ["running"]
+            and {*states[:k]} <= {"completed", "failed"}
+            and {*states[k + 1 :]} <= {"waiting"}
+            for states in seen
+        )
 
 
 def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_path):
@@ -250,12 +325,20 @@ def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_pat
     for setting, rdp in zip(settings, (3.0, "infinity"), strict=True):
         sweep.add_trials(setting, tmp_path)
         spent = {"rdp": rdp, "paper": 0.5, "pld": 2.5}
-        setting.trials[0].summary = {"guarantees": [{"accountant": name, "epsilon": epsilon} for name, epsilon in spent.items()]}
+        setting.trials[0].summary = {
+            "guarantees": [
+                {"accountant": name, "epsilon": epsilon} for name, epsilon in spent.items()
+            ]
+        }
     console = Console(width=120)
     with console.capture() as printed:
         for some in (settings, settings[:1], settings[1:]):
             console.print(table(some, sweep))
-    assert [line.split()[3:5] for line in printed.get().splitlines() if "epsilon" in line] == [["epsilon", "(pld)"], ["epsilon", "(rdp)"], ["epsilon", "(pld)"]]
+    assert [line.split()[3:5] for line in printed.get().splitlines() if "epsilon" in line] == [
+        ["epsilon", "(pld)"],
+        ["epsilon", "(rdp)"],
+        ["epsilon", "(pld)"],
+    ]
     assert "inf" not in printed.get()
 
 
@@ -268,7 +351,9 @@ def test_the_result_says_that_choosing_is_a_query_and_among_how_many(swept):
     settings = [private.setting(values) for values in private.listed()]
     for setting in settings:
         private.add_trials(setting, out / "nowhere")
-    assert "Choosing among 6 private runs is itself a query on the data" in statement(settings, private)
+    assert "Choosing among 6 private runs is itself a query on the data" in statement(
+        settings, private
+    )
 
 
 def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swept, tmp_path):
@@ -279,7 +364,10 @@ def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swe
     fewer = {"local": {**sweep.tree["local"], "lr": {"grid": [0.05]}}, "sweep": {"repeats": 1}}
     again = run(Sweep.from_dict({**sweep.tree, **fewer}), tmp_path / "out", resume=True)
     assert again.summary["processes"] == 0  # nothing had to be run
-    assert again.trials.drop_columns(["reason"]).to_pylist() == result.trials.drop_columns(["reason"]).to_pylist()[:1]
+    assert (
+        again.trials.drop_columns(["reason"]).to_pylist()
+        == result.trials.drop_columns(["reason"]).to_pylist()[:1]
+    )
     other = Sweep.from_dict({**sweep.tree, "rounds": 5, "sweep": {"repeats": 2}})
     with pytest.raises(ConfigError, match="rounds = 5: 4, as in the sweep to be resumed"):
         run(other, out, resume=True)
@@ -287,10 +375,17 @@ def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swe
         run(sweep, out)
 
 
-def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(shared_ray, tmp_path):
+def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(
+    shared_ray, tmp_path
+):
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
-    with pytest.raises(ConfigError, match=r"data\.clients = 50: 1 to 45 with 200 one-class shards each"):
-        run(Sweep.from_dict(tree(data={"partition": shards}, sweep={"concurrent": 1})), tmp_path / "out")
+    with pytest.raises(
+        ConfigError, match=r"data\.clients = 50: 1 to 45 with 200 one-class shards each"
+    ):
+        run(
+            Sweep.from_dict(tree(data={"partition": shards}, sweep={"concurrent": 1})),
+            tmp_path / "out",
+        )
     until = time.monotonic() + WAIT
     while shared_ray.available_resources().get("CPU") != 8 and time.monotonic() < until:
         time.sleep(0.1)
@@ -303,7 +398,9 @@ def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster
 def test_asha_stops_a_poor_trial_which_can_be_gone_on_with(shared_ray, tmp_path):
     # One trial at a time, so that which comes first is no matter of chance.
     search = {"concurrent": 1, "scheduler": "asha", "grace": 2, "reduction": 2}
-    config = tree(rounds=8, evaluate={"every": 1}, local={"lr": {"grid": [0.1, 0.001]}}, sweep=search)
+    config = tree(
+        rounds=8, evaluate={"every": 1}, local={"lr": {"grid": [0.1, 0.001]}}, sweep=search
+    )
     result = run(Sweep.from_dict(config), tmp_path / "out")
     good, poor = result.trials.to_pylist()
     assert (good["status"], good["rounds"], poor["status"]) == ("completed", 8, "stopped")
@@ -312,28 +409,42 @@ def test_asha_stops_a_poor_trial_which_can_be_gone_on_with(shared_ray, tmp_path)
     changed = experiment(rounds=8, evaluate={"every": 1}, local={"lr": 0.001})
     whole = run_one(changed, tmp_path / "whole")
     resumed = run_one(changed, tmp_path / "out" / poor["directory"], resume=True)
-    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"] and resumed.summary["status"] == "completed"
+    assert (
+        resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+        and resumed.summary["status"] == "completed"
+    )
 
 
 def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none():
-    sweep = Sweep.from_dict(tree(local={"lr": {"grid": [0.1, 0.2]}}, sweep={"scheduler": "median", "grace": 2}))
+    sweep = Sweep.from_dict(
+        tree(local={"lr": {"grid": [0.1, 0.2]}}, sweep={"scheduler": "median", "grace": 2})
+    )
     rule, decided = scheduler(sweep), {}
     for name, accuracy in (("a", 0.5), ("b", 0.6), ("c", 0.7), ("poor", 0.4), ("good", 0.65)):
         trial = type("Trial", (), {"trial_id": name})()
         rounds = (1, 2) if name == "poor" else (1, 2, 3, 4)
-        decided[name] = [rule.on_trial_result(None, trial, {"round": t, "test_accuracy": accuracy}) for t in rounds]
+        decided[name] = [
+            rule.on_trial_result(None, trial, {"round": t, "test_accuracy": accuracy})
+            for t in rounds
+        ]
     assert decided.pop("poor") == ["CONTINUE", "STOP"]
     assert all(set(decisions) == {"CONTINUE"} for decisions in decided.values())
 
 
 def guided(order: int) -> list[float]:
-    """What Optuna proposes when -(log10 lr + 2)^2 is to be large, results arriving in one of several orders."""
-    spaces = dict(local={"lr": {"loguniform": [1e-4, 1]}}, bounding={"bound": {"powers_of_two": [-3, 3]}})
+    """What Optuna proposes when -(log10 lr + 2)^2 is to be large, results arriving in one of
+    several orders.
+    """
+    spaces = dict(
+        local={"lr": {"loguniform": [1e-4, 1]}}, bounding={"bound": {"powers_of_two": [-3, 3]}}
+    )
     sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "optuna", "samples": 40, "ahead": 4}))
 
     def add(values):
         setting = sweep.setting(values)
-        setting.trials.append(Trial(setting, 3, setting.experiment, Path("nowhere"), status="running"))
+        setting.trials.append(
+            Trial(setting, 3, setting.experiment, Path("nowhere"), status="running")
+        )
         return setting
 
     source, proposed, pending = Guided(sweep, add), [], []
@@ -348,7 +459,10 @@ def guided(order: int) -> list[float]:
             if len(pending) < 4 and len(proposed) < 40:
                 continue
         trial = pending.pop(order % len(pending)).trials[0]
-        trial.status, trial.summary = "completed", {"test_accuracy": -((math.log10(trial.setting.values["local.lr"]) + 2) ** 2)}
+        trial.status, trial.summary = (
+            "completed",
+            {"test_accuracy": -((math.log10(trial.setting.values["local.lr"]) + 2) ** 2)},
+        )
 
 
 def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_better():
@@ -356,14 +470,19 @@ def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_
     first = guided(0)
     assert first == guided(3) == guided(1)
     assert len(first) == 40 and all(1e-4 <= lr <= 1 for lr in first)
-    # After ten random settings. Thirty uniform draws would have mean 1 and standard deviation 0.105: below 0.75 with probability 0.009.
+    # After ten random settings. Thirty uniform draws would have mean 1 and standard deviation
+    # 0.105: below 0.75 with probability 0.009.
     assert sum(abs(math.log10(lr) + 2) for lr in first[10:]) / 30 < 0.75
 
 
 def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_path):
     pytest.importorskip("optuna")
-    spaces = dict(local={"lr": {"loguniform": [1e-3, 1]}}, bounding={"bound": {"powers_of_two": [-1, 1]}})
-    sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "optuna", "samples": 6, "ahead": 2, "concurrent": 1}))
+    spaces = dict(
+        local={"lr": {"loguniform": [1e-3, 1]}}, bounding={"bound": {"powers_of_two": [-1, 1]}}
+    )
+    sweep = Sweep.from_dict(
+        tree(**spaces, sweep={"search": "optuna", "samples": 6, "ahead": 2, "concurrent": 1})
+    )
     whole = run(sweep, tmp_path / "out")
     assert whole.trials["status"].to_pylist() == ["completed"] * 6
     again = run(sweep, tmp_path / "out", resume=True)
@@ -372,19 +491,32 @@ def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_pa
 
 # --- however it ends ---
 
+
 def finished(out: Path) -> dict[str, int]:
     """When each finished trial wrote its summary, in ns."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("trials/*/summary.json") if json.loads(path.read_text())["status"] == "completed"}
+    return {
+        path.parent.name: path.stat().st_mtime_ns
+        for path in out.glob("trials/*/summary.json")
+        if json.loads(path.read_text())["status"] == "completed"
+    }
 
 
 def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
-    """Starts a sweep and returns when `trials` trials have finished and another is under way, with a checkpoint."""
+    """Starts a sweep and returns when `trials` trials have finished and another is under way, with
+    a checkpoint.
+    """
     command = [sys.executable, "-c", RUN, "sweep", str(config), "--out", str(out), *more]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     until = time.monotonic() + WAIT
     while time.monotonic() < until and process.poll() is None:
         done = finished(out)
-        begun = [path for path in out.glob("trials/*/checkpoints/round-*.npz") if path.name != "round-00000000.npz"]
+        begun = [
+            path
+            for path in out.glob("trials/*/checkpoints/round-*.npz")
+            if path.name != "round-00000000.npz"
+        ]
         if len(done) >= trials and any(path.parent.parent.name not in done for path in begun):
             return process
         time.sleep(0.02)
@@ -392,36 +524,59 @@ def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
     raise AssertionError(process.communicate()[0].decode())
 
 
-def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(shared_ray, tmp_path):
+def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(
+    shared_ray, tmp_path
+):
     config, out = tmp_path / "sweep.yaml", tmp_path / "out"
     changes, rates = {"rounds": 200, "evaluate": {"every": 50}}, [0.05, 0.1, 0.2]
-    config.write_text(yaml.safe_dump(tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2})))
+    config.write_text(
+        yaml.safe_dump(tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2}))
+    )
 
     process = begin(config, out, 1)
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=WAIT)[0].decode()
     assert process.returncode == 130 and "--resume" in said and "Traceback" not in said, said
     first = finished(out)
-    cut_off = {path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in first}
+    cut_off = {
+        path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in first
+    }
 
     process = begin(config, out, len(first) + 1, "--resume")
     kill_tree(process)
     second = finished(out)
-    tables = [path for path in out.glob("trials/*/rounds.parquet") if pq.read_metadata(path).num_rows]
+    tables = [
+        path for path in out.glob("trials/*/rounds.parquet") if pq.read_metadata(path).num_rows
+    ]
     killed = {path.parent for path in tables if path.parent.name not in second}
-    recorded = {folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in killed}
+    recorded = {
+        folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in killed
+    }
     assert cut_off or killed  # a trial may finish in the instant before the blow
 
     result = run(Sweep.from_yaml(config, ["sweep.concurrent=1"]), out, resume=True)
     third = finished(out)
-    assert len(third) == 6 and first.items() <= second.items() <= third.items()  # no finished trial was run again
-    for folder, seconds in recorded.items():  # and those under way went on: rounds that they had recorded were not done again
-        assert pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist()[: len(seconds)] == seconds
+    # no finished trial was run again
+    assert len(third) == 6 and first.items() <= second.items() <= third.items()
+    # and those under way went on: rounds that they had recorded were not done again
+    for folder, seconds in recorded.items():
+        assert (
+            pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist()[: len(seconds)]
+            == seconds
+        )
     rows = result.trials.to_pylist()
-    assert [(row["local.lr"], row["seed"]) for row in rows] == [(lr, seed) for lr in rates for seed in (3, 4)]
+    assert [(row["local.lr"], row["seed"]) for row in rows] == [
+        (lr, seed) for lr in rates for seed in (3, 4)
+    ]
     assert {row["status"] for row in rows} == {"completed"}
     for row in (row for row in rows if out / row["directory"] in cut_off | killed):
-        alone = run_one(experiment(**changes, seed=row["seed"], local={"lr": row["local.lr"]}), tmp_path / row["directory"]).summary
-        assert all(row[name] == alone[name] for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256")), row
+        alone = run_one(
+            experiment(**changes, seed=row["seed"], local={"lr": row["local.lr"]}),
+            tmp_path / row["directory"],
+        ).summary
+        assert all(
+            row[name] == alone[name]
+            for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256")
+        ), row
         assert row["epsilon_rdp"] == alone["guarantees"][0]["epsilon"]
     assert not list(out.glob(".*"))

@@ -221,8 +221,7 @@ def test_results_that_cannot_be_written_are_none(out, monkeypatch, capsys):
     assert code == 1 and "Best:" not in said and not (out / "best.yaml").exists()
     assert (
         "the results could not be written (results.parquet cannot be written "
-        "(No space left on device)); go on"
-        in last
+        "(No space left on device)); go on" in last
     )
     assert last.count("\n") == 1 and not (out / "summary.json").exists()
 

@@ -67,7 +67,8 @@ def table(path, labels, clients, **more) -> dict:
 def test_a_table_of_one_row_per_client_says_to_give_test_rows(tmp_path):
     data = table(tmp_path / "t.parquet", np.arange(30) % 2, np.arange(30))
     with pytest.raises(
-        ConfigError, match=r"data.test = None: a table that leaves .* or a file of test rows: each client keeps"
+        ConfigError,
+        match=r"data.test = None: a table that leaves .* or a file of test rows: each client keeps",
     ):
         Plan.make(experiment(data=data))
     assert Plan.make(experiment(data={**data, "test": data["train"]})).population.samples == 30
@@ -131,7 +132,9 @@ def test_an_error_in_the_users_own_code_shows_their_frames_first(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("IndexError: list index out of range")
     first = [line for line in lines[: lines.index("all frames:")] if line.startswith("  File ")]
-    assert len(first) == 2 and all("frames.py" in line for line in first) and "in deeper" in first[1]
+    assert (
+        len(first) == 2 and all("frames.py" in line for line in first) and "in deeper" in first[1]
+    )
     sys.modules.pop("frames")
 
 

@@ -20,7 +20,14 @@ from raydpfl.privacy import Sampling
 from raydpfl.selection import Cohort, Population, Selection
 from raydpfl.selection.losses import PowerOfChoice
 from raydpfl.selection.subsets import Poisson, Uniform
-from raydpfl.selection.witness import Witness, _binomial, _chernoff, _hypergeometric, _tail, _Variation
+from raydpfl.selection.witness import (
+    Witness,
+    _binomial,
+    _chernoff,
+    _hypergeometric,
+    _tail,
+    _Variation,
+)
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
 
@@ -33,10 +40,16 @@ class Liar(Selection):
     cohort: int = 30
 
     def sampling(self, population: Population) -> Sampling:
-        return Sampling(self.declares, len(population), len(population) if self.declares == "full" else self.cohort)
+        return Sampling(
+            self.declares,
+            len(population),
+            len(population) if self.declares == "full" else self.cohort,
+        )
 
     def select(self, seed, round, population):
-        return Cohort.of(self.drawn(stream(seed, Purpose.COHORT, round=round), round, len(population)))
+        return Cohort.of(
+            self.drawn(stream(seed, Purpose.COHORT, round=round), round, len(population))
+        )
 
 
 class TheSame(Liar):
@@ -64,12 +77,16 @@ class TwoHalves(Liar):
 
 class Crowded(Liar):
     def drawn(self, generator, round, count):
-        return generator.choice(count, int(generator.binomial(count, 1.5 * self.cohort / count)), replace=False)
+        return generator.choice(
+            count, int(generator.binomial(count, 1.5 * self.cohort / count)), replace=False
+        )
 
 
 class Sparse(Liar):
     def drawn(self, generator, round, count):
-        return generator.choice(count, int(generator.binomial(count, 0.5 * self.cohort / count)), replace=False)
+        return generator.choice(
+            count, int(generator.binomial(count, 0.5 * self.cohort / count)), replace=False
+        )
 
 
 class Short(Liar):
@@ -79,7 +96,9 @@ class Short(Liar):
 
 class Twice(Liar):
     def drawn(self, generator, round, count):
-        return np.append(generator.choice(count, self.cohort - 1, replace=False), [7] if round else [8]).clip(0, 9)
+        return np.append(
+            generator.choice(count, self.cohort - 1, replace=False), [7] if round else [8]
+        ).clip(0, 9)
 
 
 class Beyond(Liar):
@@ -99,7 +118,9 @@ class OftenerThanItSays(Liar):
 
 
 class AllTheSameSize(Liar):
-    """A cohort of fixed size: who takes part keeps another out, where by coins of their own nobody would."""
+    """A cohort of fixed size: who takes part keeps another out, where by coins of their own nobody
+    would.
+    """
 
     def drawn(self, generator, round, count):
         return generator.choice(count, self.cohort, replace=False)
@@ -119,7 +140,9 @@ class Owing(Liar):
     """Twice as many clients as it says, the others lost less than never."""
 
     def select(self, seed, round, population):
-        drawn = stream(seed, Purpose.COHORT, round=round).choice(len(population), 2 * self.cohort, replace=False)
+        drawn = stream(seed, Purpose.COHORT, round=round).choice(
+            len(population), 2 * self.cohort, replace=False
+        )
         return Cohort(np.sort(drawn), np.zeros(2 * self.cohort, np.int64), lost=-self.cohort)
 
 
@@ -142,17 +165,32 @@ class Owing(Liar):
         (Families(), 30, "in common with the cohort before by round .* vary more"),
         (Families(declares="poisson"), 30, "vary more"),
         (Owing(), 1, "lost -30 clients in round 0"),
-        (OftenerThanItSays(), 4, "took client 0 in 4 of 4 rounds, where at most 3 are accounted for"),
+        (
+            OftenerThanItSays(),
+            4,
+            "took client 0 in 4 of 4 rounds, where at most 3 are accounted for",
+        ),
     ],
     ids=lambda value: f"{type(value).__name__}-{value.declares}" if isinstance(value, Liar) else "",
 )
-def test_a_selection_that_draws_by_another_law_than_it_declares_ends_the_run(member, within, said, tmp_path):
+def test_a_selection_that_draws_by_another_law_than_it_declares_ends_the_run(
+    member, within, said, tmp_path
+):
     placement = "client" if member.declares in ("fixed", "public") else "server"
     noise = {"kind": "gaussian", "multiplier": 1.0, "placement": placement}
     relation = "add_remove" if member.declares == "poisson" else "replace_one"
     asked = {"accountants": ["pld"], "relation": relation}
-    lying = experiment(selection=member, noise=noise, privacy=asked, data=CLIENTS, rounds=within, evaluate={"every": 99})
-    with pytest.raises(RunError, match=f"selection.kind .*{type(member).__name__} .*{said}.*no accountant covers"):
+    lying = experiment(
+        selection=member,
+        noise=noise,
+        privacy=asked,
+        data=CLIENTS,
+        rounds=within,
+        evaluate={"every": 99},
+    )
+    with pytest.raises(
+        RunError, match=f"selection.kind .*{type(member).__name__} .*{said}.*no accountant covers"
+    ):
         run(lying, tmp_path / "run")
 
 
@@ -205,7 +243,9 @@ def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path)
     banded = {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 3}
     asked = {"accountants": ["pld"], "relation": "zero_out"}
     restless = experiment(selection=Restless(), noise=banded, privacy=asked, data=CLIENTS, rounds=9)
-    with pytest.raises(RunError, match=r"took client \d+ in round 4 again, less than 3 rounds apart"):
+    with pytest.raises(
+        RunError, match=r"took client \d+ in round 4 again, less than 3 rounds apart"
+    ):
         run(restless, tmp_path / "run")
 
 
@@ -220,8 +260,14 @@ def test_a_choice_beyond_the_candidates_is_noticed():
 def test_the_tails_are_those_of_the_binomial_law_and_chernoffs_bound_is_above_them():
     for trials, chance in ((10, 0.3), (500, 0.02), (1000, 0.7)):
         for least in (0, 1, trials // 2, trials - 1, trials):
-            assert _tail(least, trials, chance) == pytest.approx(binom.sf(least - 1, trials, chance), rel=1e-9)
-            beyond = binom.sf(least - 1, trials, chance) if least >= trials * chance else binom.cdf(least, trials, chance)
+            assert _tail(least, trials, chance) == pytest.approx(
+                binom.sf(least - 1, trials, chance), rel=1e-9
+            )
+            beyond = (
+                binom.sf(least - 1, trials, chance)
+                if least >= trials * chance
+                else binom.cdf(least, trials, chance)
+            )
             assert beyond <= _chernoff(least, trials, chance) * (1 + 1e-9)
     assert _tail(11, 10, 0.5) == 0.0
 
@@ -244,9 +290,16 @@ class Wavering(Liar):
 def test_a_law_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
     CALLS.clear()
     CALLS["lies"] = 10**9
-    Plan.make(experiment(selection=Wavering(), data=CLIENTS, noise={"kind": "gaussian", "multiplier": 1.0}))
+    Plan.make(
+        experiment(
+            selection=Wavering(), data=CLIENTS, noise={"kind": "gaussian", "multiplier": 1.0}
+        )
+    )
     CALLS["lies"], CALLS["sampling"] = CALLS["sampling"] + 1, 0
-    with pytest.raises(RunError, match=r"declares fixed size 30 of 300, and declared fixed size 1 of 300 when that was accounted"):
+    with pytest.raises(
+        RunError,
+        match=r"declares fixed size 30 of 300, and declared fixed size 1 of 300 when that was accounted",
+    ):
         run(experiment(selection=Wavering(), data=CLIENTS), tmp_path / "run")
 
 
@@ -260,11 +313,16 @@ class SeldomAvailable(Liar):
         return generator.choice(count, self.cohort, replace=False)
 
 
-@pytest.mark.parametrize("declared", [[1, 1, 1, 1], [1, 2, 3], [4, 3, 2, 1], [1.0, 2.0, 3.0, 4.0], None])
+@pytest.mark.parametrize(
+    "declared", [[1, 1, 1, 1], [1, 2, 3], [4, 3, 2, 1], [1.0, 2.0, 3.0, 4.0], None]
+)
 def test_exposures_that_the_law_cannot_have_are_refused(declared):
     with pytest.raises(ConfigError, match=r"selection\.kind = .*SeldomAvailable.*exposures"):
         Plan.make(experiment(selection=SeldomAvailable(declared=declared or []), data=CLIENTS))
-    for kind in ({"kind": "cyclic", "period": 3, "cohort": 5}, {"kind": "availability", "period": 7, "window": 3, "cohort": 4}):
+    for kind in (
+        {"kind": "cyclic", "period": 3, "cohort": 5},
+        {"kind": "availability", "period": 7, "window": 3, "cohort": 4},
+    ):
         Plan.make(experiment(selection=kind, rounds=23))
 
 
@@ -278,13 +336,24 @@ class Restive(Selection):
 
     def select(self, seed, round, population):
         CALLS["draws"] += 1
-        return Cohort.of(stream(seed, Purpose.COHORT, round=round, step=CALLS["draws"]).choice(len(population), 20, replace=False))
+        return Cohort.of(
+            stream(seed, Purpose.COHORT, round=round, step=CALLS["draws"]).choice(
+                len(population), 20, replace=False
+            )
+        )
 
 
 def test_draws_that_are_counted_in_advance_are_those_of_the_run(tmp_path):
-    """At local steps each client's noise and epsilon are for the rounds that it was said to take part in."""
-    steps = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": {"kind": "gaussian", "multiplier": 1.0}}
-    with pytest.raises(RunError, match="drew other clients in round 0 than those that were accounted for"):
+    """At local steps each client's noise and epsilon are for the rounds that it was said to take
+    part in.
+    """
+    steps = {
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "multiplier": 1.0},
+    }
+    with pytest.raises(
+        RunError, match="drew other clients in round 0 than those that were accounted for"
+    ):
         run(experiment(selection=Restive(), **steps), tmp_path / "run")
 
 
@@ -300,7 +369,9 @@ class Asking(PowerOfChoice):
 def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_path):
     CALLS.clear()
     asking = Asking(cohort=5, pool=10, loss_bound=1.0, loss_std=1.0)
-    with pytest.raises(RunError, match="asked client 0 in 2 of 2 rounds, where at most 1 are accounted for"):
+    with pytest.raises(
+        RunError, match="asked client 0 in 2 of 2 rounds, where at most 1 are accounted for"
+    ):
         run(experiment(selection=asking), tmp_path / "run")
 
 
@@ -315,12 +386,17 @@ def test_the_chances_of_sizes_and_of_clients_in_common_are_those_of_their_laws()
     seen = _Variation()
     for found in (30, 30, 30):
         seen.add(found, *_binomial(300, 0.1))
-    assert seen.less() == pytest.approx(gamma.sf(-3 * math.log(binom.pmf(30, 300, 0.1)), 3)) and seen.more() == 1.0
+    assert (
+        seen.less() == pytest.approx(gamma.sf(-3 * math.log(binom.pmf(30, 300, 0.1)), 3))
+        and seen.more() == 1.0
+    )
 
 
 def test_separation_is_remembered_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
-    witness = Witness(Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, apart=3)
+    witness = Witness(
+        Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, apart=3
+    )
     witness.took(np.arange(30))
     witness.took(np.arange(30, 60))
     with pytest.raises(RunError, match="took client 0 in round 2 again, less than 3 rounds apart"):
@@ -335,14 +411,29 @@ class QuietlyPoisson(AllTheSameSize):
 
 
 def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypatch):
-    """The count is divided by what is public: the mean size, where the law keeps the size to itself."""
+    """The count is divided by what is public: the mean size, where the law keeps the size to
+    itself.
+    """
     shares = []
     following = QuantileClip.next_bound
-    monkeypatch.setattr(QuantileClip, "next_bound", lambda self, bound, below: (shares.append(below), following(self, bound, below))[1])
+    monkeypatch.setattr(
+        QuantileClip,
+        "next_bound",
+        lambda self, bound, below: (shares.append(below), following(self, bound, below))[1],
+    )
     asked = {"accountants": ["pld"], "relation": "add_remove"}
     quiet = {"kind": "gaussian", "multiplier": 1e-3, "placement": "server"}
     adaptive = {"kind": "quantile_clip", "bound": 1e6}
-    run(experiment(selection=QuietlyPoisson(declares="poisson"), data=CLIENTS, noise=quiet, privacy=asked, bounding=adaptive), tmp_path / "run")
+    run(
+        experiment(
+            selection=QuietlyPoisson(declares="poisson"),
+            data=CLIENTS,
+            noise=quiet,
+            privacy=asked,
+            bounding=adaptive,
+        ),
+        tmp_path / "run",
+    )
     sizes = [len(QuietlyPoisson().select(3, t, Population.balanced(300))) for t in range(4)]
     np.testing.assert_allclose(shares, [min(size / 60 + 0.5, 1.0) for size in sizes], atol=0.01)
     assert len(set(sizes)) > 1
@@ -351,6 +442,8 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
 def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):
     seen = []
     see = Witness.see
-    monkeypatch.setattr(Witness, "see", lambda self, t, *rest: (seen.append(t), see(self, t, *rest))[1])
+    monkeypatch.setattr(
+        Witness, "see", lambda self, t, *rest: (seen.append(t), see(self, t, *rest))[1]
+    )
     run(experiment(), tmp_path / "run")
     assert seen == [0, 1, 2, 3] and Plan.make(experiment()).mechanism.sampling.hidden

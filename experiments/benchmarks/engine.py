@@ -1,9 +1,12 @@
-"""What the engine of local training gains over the loop it replaces: `python experiments/benchmarks/engine.py [--only softmax]`.
+"""What the engine of local training gains over the loop it replaces: `python
+experiments/benchmarks/engine.py [--only softmax]`.
 
-Both sides train the same clients on the same batches, each in one single-thread process per core with its share of the cohort, by
-turns a few rounds each; the medians of the rounds' seconds are compared. The reference is the loop of most simulators, a module and
-`torch.optim.SGD` for one client after another, with its batches given; the engine draws its own. Both add up the updates in float64, and
-`apart` is the largest relative distance between their sums (a ReLU whose input rounds across 0 gives 1e-3). Rows are random.
+Both sides train the same clients on the same batches, each in one single-thread process per core
+with its share of the cohort, by turns a few rounds each; the medians of the rounds' seconds are
+compared. The reference is the loop of most simulators, a module and `torch.optim.SGD` for one
+client after another, with its batches given; the engine draws its own. Both add up the updates in
+float64, and `apart` is the largest relative distance between their sums (a ReLU whose input rounds
+across 0 gives 1e-3). Rows are random.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Worker:
         self.lanes = [np.arange(first, first + width) for first in firsts]
         self.lanes = [np.where(lane < work.cohort, lane, -1) for lane in self.lanes]
         generator = np.random.default_rng(share)
-        self.x = [generator.random((width, work.rows, *SHAPE), dtype=np.float32) for _ in self.lanes]
+        self.x = [
+            generator.random((width, work.rows, *SHAPE), dtype=np.float32) for _ in self.lanes
+        ]
         self.y = [generator.integers(CLASSES, size=(width, work.rows)) for _ in self.lanes]
         self.draws = np.zeros(width, np.int64)
         self.sizes = [np.where(lane < 0, 0, work.rows) for lane in self.lanes]
@@ -73,37 +78,59 @@ class Engine(Worker):
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
-        self.trainer = Trainer(self.module, work.local, way=resolve(self.module, work.local, work.rows, SHAPE), seed=SEED)
+        self.trainer = Trainer(
+            self.module,
+            work.local,
+            way=resolve(self.module, work.local, work.rows, SHAPE),
+            seed=SEED,
+        )
 
     def train(self, round: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
-            for _, delta, _ in self.trainer.lane(self.model, x, y, sizes, round=round, clients=clients, draws=self.draws):
+            for _, delta, _ in self.trainer.lane(
+                self.model, x, y, sizes, round=round, clients=clients, draws=self.draws
+            ):
                 total.add_(delta.double(), alpha=1 / self.work.cohort)
         return total
 
 
 class Reference(Worker):
     def prepare(self, round: int) -> None:
-        self.batches = [batches(SEED, round, lane, self.draws, sizes, self.work.local)[0] for lane, sizes in zip(self.lanes, self.sizes, strict=True)]
+        self.batches = [
+            batches(SEED, round, lane, self.draws, sizes, self.work.local)[0]
+            for lane, sizes in zip(self.lanes, self.sizes, strict=True)
+        ]
 
     def train(self, round: int) -> torch.Tensor:
         local, total = self.work.local, torch.zeros(len(self.model), dtype=torch.float64)
         for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
-                x, y, rows = torch.from_numpy(xs[slot]), torch.from_numpy(ys[slot]), torch.from_numpy(index[slot])
+                x, y, rows = (
+                    torch.from_numpy(xs[slot]),
+                    torch.from_numpy(ys[slot]),
+                    torch.from_numpy(index[slot]),
+                )
                 models.load(self.module, self.model)
-                optimizer = torch.optim.SGD(self.module.parameters(), lr=local.learning_rate(round), weight_decay=local.weight_decay)
+                optimizer = torch.optim.SGD(
+                    self.module.parameters(),
+                    lr=local.learning_rate(round),
+                    weight_decay=local.weight_decay,
+                )
                 for batch in rows:
                     optimizer.zero_grad()
                     F.cross_entropy(self.module(x[batch]), y[batch]).backward()
                     optimizer.step()
-                total.add_((models.flatten(self.module) - self.model).double(), alpha=1 / self.work.cohort)
+                total.add_(
+                    (models.flatten(self.module) - self.model).double(), alpha=1 / self.work.cohort
+                )
         return total
 
 
 def serve(connection: Connection, side: type[Worker], *arguments: object) -> None:
-    """A process: for each round number it receives, gets ready, says so, is told to go, and sends when it began and ended, and its sum."""
+    """A process: for each round number it receives, gets ready, says so, is told to go, and sends
+    when it began and ended, and its sum.
+    """
     worker = side(*arguments)
     while (round := connection.recv()) is not None:
         worker.prepare(round)
@@ -115,7 +142,9 @@ def serve(connection: Connection, side: type[Worker], *arguments: object) -> Non
 
 
 def timed(connections: list[Connection], round: int) -> tuple[float, np.ndarray]:
-    """(seconds of a round, from the first process's start to the last one's end; its sum of updates)."""
+    """(seconds of a round, from the first process's start to the last one's end; its sum of
+    updates).
+    """
     for message in (round, True):
         for connection in connections:
             connection.send(message)
@@ -132,14 +161,22 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
         for share in range(processes):
             here, there = context.Pipe()
             connections.append(here)
-            started.append(context.Process(target=serve, args=(there, side, WORK[name], width, share, processes), daemon=True))
+            started.append(
+                context.Process(
+                    target=serve,
+                    args=(there, side, WORK[name], width, share, processes),
+                    daemon=True,
+                )
+            )
             started[-1].start()
     seconds: dict[type[Worker], list[float]] = {Reference: [], Engine: []}
     apart = 0.0
     for first in range(0, rounds + BLOCK, BLOCK):
         sums: dict[type[Worker], list[np.ndarray]] = {}
         for side, connections in sides.items():
-            took, sums[side] = zip(*(timed(connections, round) for round in range(first, first + BLOCK)), strict=True)
+            took, sums[side] = zip(
+                *(timed(connections, round) for round in range(first, first + BLOCK)), strict=True
+            )
             seconds[side] += took if first else ()  # the first block warms up
         for ours, theirs in zip(sums[Engine], sums[Reference], strict=True):
             apart = max(apart, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
@@ -148,18 +185,31 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
     for process in started:
         process.join()
     reference, engine = median(seconds[Reference]), median(seconds[Engine])
-    print(f"{name:8} reference {reference * 1e3:8.1f} ms   engine {engine * 1e3:8.1f} ms   {reference / engine:6.1f} times   apart {apart:.0e}")
+    print(
+        f"{name:8} reference {reference * 1e3:8.1f} ms   engine {engine * 1e3:8.1f} ms   {reference / engine:6.1f} times   apart {apart:.0e}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=WORK, help="one of the three workloads")
-    parser.add_argument("--rounds", type=int, default=9, help="of each side, counted in blocks of 3")
-    parser.add_argument("--lane", type=int, help="clients in a lane (default: what a run would take; 1 for the CNN, which the loop trains)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="of each side, counted in blocks of 3"
+    )
+    parser.add_argument(
+        "--lane",
+        type=int,
+        help="clients in a lane (default: what a run would take; 1 for the CNN, which the loop trains)",
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     for name in [options.only] if options.only else WORK:
-        compare(name, options.rounds, options.lane or (1 if name == "cnn" else lane_width(WORK[name].cohort)), options.processes)
+        compare(
+            name,
+            options.rounds,
+            options.lane or (1 if name == "cnn" else lane_width(WORK[name].cohort)),
+            options.processes,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What the engine gains where every sample is clipped and every step noised: `python experiments/benchmarks/per_sample.py [--only softmax]`.
+"""What the engine gains where every sample is clipped and every step noised: `python
+experiments/benchmarks/per_sample.py [--only softmax]`.
 
-The references are what a simulator would otherwise do for one client after another: a loop with vmap of the per-sample gradient
-(`torch.func`), and for the CNN also Opacus' ghost clipping, where it is installed (`pip install opacus`). All sides train the same clients
-on the same batches, each in one single-thread process per core with its share of the cohort, by turns a few rounds each; the medians of
-the rounds' seconds are compared. The first rounds warm up and have noise of std 0: in them, `apart` is the largest relative distance
-between the sums of updates of the engine and of a reference (a ReLU or a maximum that rounds to the other side can give 1e-2). Rows are
-random.
+The references are what a simulator would otherwise do for one client after another: a loop with
+vmap of the per-sample gradient (`torch.func`), and for the CNN also Opacus' ghost clipping, where
+it is installed (`pip install opacus`). All sides train the same clients on the same batches, each
+in one single-thread process per core with its share of the cohort, by turns a few rounds each; the
+medians of the rounds' seconds are compared. The first rounds warm up and have noise of std 0: in
+them, `apart` is the largest relative distance between the sums of updates of the engine and of a
+reference (a ReLU or a maximum that rounds to the other side can give 1e-2). Rows are random.
 """
 
 from __future__ import annotations
@@ -50,7 +52,16 @@ class Engine(Worker):
     def train(self, round: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
-            lane = self.trainer.lane(self.model, x, y, sizes, round=round, clients=clients, draws=self.draws, stds=np.full(self.width, std(round)))
+            lane = self.trainer.lane(
+                self.model,
+                x,
+                y,
+                sizes,
+                round=round,
+                clients=clients,
+                draws=self.draws,
+                stds=np.full(self.width, std(round)),
+            )
             for _, delta, _ in lane:
                 total.add_(delta.double(), alpha=1 / self.work.cohort)
         return total
@@ -58,17 +69,29 @@ class Engine(Worker):
 
 class Reference(Worker):
     def prepare(self, round: int) -> None:
-        self.batches = [batches(SEED, round, lane, self.draws, sizes, self.work.local)[0] for lane, sizes in zip(self.lanes, self.sizes, strict=True)]
+        self.batches = [
+            batches(SEED, round, lane, self.draws, sizes, self.work.local)[0]
+            for lane, sizes in zip(self.lanes, self.sizes, strict=True)
+        ]
 
     def train(self, round: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
-                x, y, rows = torch.from_numpy(xs[slot]), torch.from_numpy(ys[slot]), torch.from_numpy(index[slot])
-                total.add_((self.client(x, y, rows, round) - self.model).double(), alpha=1 / self.work.cohort)
+                x, y, rows = (
+                    torch.from_numpy(xs[slot]),
+                    torch.from_numpy(ys[slot]),
+                    torch.from_numpy(index[slot]),
+                )
+                total.add_(
+                    (self.client(x, y, rows, round) - self.model).double(),
+                    alpha=1 / self.work.cohort,
+                )
         return total
 
-    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int) -> torch.Tensor:
+    def client(
+        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int
+    ) -> torch.Tensor:
         """The client's model after its steps, flat."""
         raise NotImplementedError
 
@@ -78,17 +101,29 @@ class Vmap(Reference):
         super().__init__(work, width, share, processes)
         self.each = vmap(grad(self.loss), in_dims=(None, 0, 0))
 
-    def loss(self, parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
         return F.cross_entropy(functional_call(self.module, parameters, (x[None],)), y[None])
 
-    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int) -> torch.Tensor:
+    def client(
+        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int
+    ) -> torch.Tensor:
         models.load(self.module, self.model)
-        parameters = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        parameters = {
+            name: parameter.detach().clone() for name, parameter in self.module.named_parameters()
+        }
         for batch in rows:
             gradients = self.each(parameters, x[batch], y[batch])
-            norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(dim=0)
+            norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(
+                dim=0
+            )
             factors = (CLIP / norms).clamp(max=1) / len(batch)
-            noise = torch.randn(len(self.model)).mul_(std(round)).split([each.numel() for each in parameters.values()])
+            noise = (
+                torch.randn(len(self.model))
+                .mul_(std(round))
+                .split([each.numel() for each in parameters.values()])
+            )
             for (name, each), drawn in zip(gradients.items(), noise, strict=True):
                 step = torch.tensordot(factors, each, 1).add_(drawn.view(each.shape[1:]))
                 parameters[name].sub_(step, alpha=self.work.local.lr)
@@ -101,7 +136,9 @@ class Opacus(Reference):
 
         warnings.simplefilter("ignore")
         super().__init__(work, width, share, processes)
-        data = torch.utils.data.TensorDataset(torch.from_numpy(self.x[0][0]), torch.from_numpy(self.y[0][0]))
+        data = torch.utils.data.TensorDataset(
+            torch.from_numpy(self.x[0][0]), torch.from_numpy(self.y[0][0])
+        )
         self.private, self.optimizer, self.criterion, _ = PrivacyEngine().make_private(
             module=self.module,
             optimizer=torch.optim.SGD(self.module.parameters(), lr=work.local.lr),
@@ -114,7 +151,9 @@ class Opacus(Reference):
         )
         self.optimizer.expected_batch_size = work.local.batch
 
-    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int) -> torch.Tensor:
+    def client(
+        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int
+    ) -> torch.Tensor:
         models.load(self.module, self.model)
         self.optimizer.noise_multiplier = std(round) * self.work.local.batch / CLIP
         for batch in rows:
@@ -134,17 +173,28 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
         for share in range(processes):
             here, there = context.Pipe()
             connections.append(here)
-            started.append(context.Process(target=serve, args=(there, side, WORK[name], width, share, processes), daemon=True))
+            started.append(
+                context.Process(
+                    target=serve,
+                    args=(there, side, WORK[name], width, share, processes),
+                    daemon=True,
+                )
+            )
             started[-1].start()
     seconds: dict[type[Worker], list[float]] = {side: [] for side in sides}
     apart = {side: 0.0 for side in sides}
     for first in range(0, rounds + BLOCK, BLOCK):
         sums: dict[type[Worker], list[np.ndarray]] = {}
         for side, connections in sides.items():
-            took, sums[side] = zip(*(timed(connections, round) for round in range(first, first + BLOCK)), strict=True)
+            took, sums[side] = zip(
+                *(timed(connections, round) for round in range(first, first + BLOCK)), strict=True
+            )
             seconds[side] += took if first else ()
             if not first:
-                apart[side] = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(sums[Engine], sums[side], strict=True))
+                apart[side] = max(
+                    float(np.linalg.norm(a - b) / np.linalg.norm(b))
+                    for a, b in zip(sums[Engine], sums[side], strict=True)
+                )
     for connections in sides.values():
         for connection in connections:
             connection.send(None)
@@ -153,17 +203,26 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
     engine = median(seconds.pop(Engine))
     print(f"{name:8} engine {engine * 1e3:8.1f} ms")
     for side, took in seconds.items():
-        print(f"{'':8} {side.__name__.lower():6} {median(took) * 1e3:8.1f} ms   {median(took) / engine:6.1f} times   apart {apart[side]:.0e}")
+        print(
+            f"{'':8} {side.__name__.lower():6} {median(took) * 1e3:8.1f} ms   {median(took) / engine:6.1f} times   apart {apart[side]:.0e}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=WORK, help="one of the two workloads")
-    parser.add_argument("--rounds", type=int, default=9, help="of each side, counted in blocks of 3")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="of each side, counted in blocks of 3"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     for name in [options.only] if options.only else WORK:
-        compare(name, options.rounds, 1 if name == "cnn" else lane_width(WORK[name].cohort), options.processes)
+        compare(
+            name,
+            options.rounds,
+            1 if name == "cnn" else lane_width(WORK[name].cohort),
+            options.processes,
+        )
 
 
 if __name__ == "__main__":

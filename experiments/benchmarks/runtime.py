@@ -1,9 +1,10 @@
-"""Ray's own share of a round: two client actors, softmax of 7,850 parameters, training replaced by a no-op.
+"""Ray's own share of a round: two client actors, softmax of 7,850 parameters, training replaced by
+a no-op.
 
     python experiments/benchmarks/runtime.py [--rounds 300]
 
-Runs the same experiment with `client.way: noop` on two actors and inline, in turn, and prints the median seconds of a
-round of each; their difference is what Ray costs.
+Runs the same experiment with `client.way: noop` on two actors and inline, in turn, and prints the
+median seconds of a round of each; their difference is what Ray costs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def main() -> None:
                 result = run(Experiment.from_dict(tree), Path(folder) / f"{actors}-{repeat}")
                 seconds[actors].append(result.rounds["seconds"].to_numpy()[5:])
     inline, rayed = (float(np.median(np.concatenate(seconds[actors]))) * 1e3 for actors in (0, 2))
-    print(f"median ms a round, training a no-op: inline {inline:.2f}, two actors {rayed:.2f}, difference {rayed - inline:.2f}")
+    print(
+        f"median ms a round, training a no-op: inline {inline:.2f}, two actors {rayed:.2f}, difference {rayed - inline:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python experiments/benchmarks/scale.py [--clients 3000 1000000] [--rounds 200]
 
-Each population of synthetic clients (20 samples of 60 features) is run by the command line as a user would, data prepared beforehand by
-a run of one round, with cohort 150 and two client actors. The populations take turns, and medians over the rounds of all their
-runs are compared.
+Each population of synthetic clients (20 samples of 60 features) is run by the command line as a
+user would, data prepared beforehand by a run of one round, with cohort 150 and two client actors.
+The populations take turns, and medians over the rounds of all their runs are compared.
 """
 
 from __future__ import annotations
@@ -37,9 +37,24 @@ def run(folder: Path, clients: int, rounds: int, name: str) -> tuple[np.ndarray,
     config = folder / f"{clients}.yaml"
     config.write_text(CONFIG.format(clients=clients))
     out = folder / f"{clients}-{name}"
-    subprocess.run([sys.executable, "-m", "raydpfl", "run", str(config), f"rounds={rounds}", "--out", str(out), "--quiet"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "raydpfl",
+            "run",
+            str(config),
+            f"rounds={rounds}",
+            "--out",
+            str(out),
+            "--quiet",
+        ],
+        check=True,
+    )
     summary = json.loads((out / "summary.json").read_text())
-    return pq.read_table(out / "rounds.parquet")["seconds"].to_numpy()[5:], summary["peak_rss_mb_by_process"]
+    return pq.read_table(out / "rounds.parquet")["seconds"].to_numpy()[5:], summary[
+        "peak_rss_mb_by_process"
+    ]
 
 
 def main() -> None:
@@ -58,13 +73,20 @@ def main() -> None:
             for clients in options.clients:
                 took, peak = run(folder, clients, options.rounds, str(repeat))
                 seconds[clients].append(took)
-                memory[clients] = {name: max(value, memory.get(clients, {}).get(name, 0)) for name, value in peak.items()}
+                memory[clients] = {
+                    name: max(value, memory.get(clients, {}).get(name, 0))
+                    for name, value in peak.items()
+                }
     small, large = options.clients
     medians = {clients: float(np.median(np.concatenate(took))) for clients, took in seconds.items()}
     print(f"{'':24}{small:>12,}{large:>12,}{'ratio':>8}")
-    print(f"{'ms a round (median)':24}{medians[small] * 1e3:12.1f}{medians[large] * 1e3:12.1f}{medians[large] / medians[small]:8.2f}")
+    print(
+        f"{'ms a round (median)':24}{medians[small] * 1e3:12.1f}{medians[large] * 1e3:12.1f}{medians[large] / medians[small]:8.2f}"
+    )
     for name in memory[small]:
-        print(f"{'peak MB, ' + name:24}{memory[small][name]:12.0f}{memory[large][name]:12.0f}{memory[large][name] / memory[small][name]:8.2f}")
+        print(
+            f"{'peak MB, ' + name:24}{memory[small][name]:12.0f}{memory[large][name]:12.0f}{memory[large][name] / memory[small][name]:8.2f}"
+        )
 
 
 if __name__ == "__main__":

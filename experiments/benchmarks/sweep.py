@@ -2,8 +2,9 @@
 
     python experiments/benchmarks/sweep.py [--rounds 100]
 
-Ray is started first, and is not counted. The sweep's whole time, with the starting of its processes, is compared with the seconds
-that the rounds of its trials took, added up and divided by the cores.
+Ray is started first, and is not counted. The sweep's whole time, with the starting of its
+processes, is compared with the seconds that the rounds of its trials took, added up and divided by
+the cores.
 """
 
 from __future__ import annotations
@@ -19,10 +20,21 @@ from raydpfl.placement import cores
 from raydpfl.tune import Sweep, run
 
 CONFIG = {
-    "data": {"kind": "fashion_mnist_mini", "clients": 900, "partition": {"kind": "shards", "per_client": 5}},
+    "data": {
+        "kind": "fashion_mnist_mini",
+        "clients": 900,
+        "partition": {"kind": "shards", "per_client": 5},
+    },
     "model": {"kind": "softmax"},
     "selection": {"kind": "uniform", "cohort": 90},
-    "local": {"kind": "sgd", "steps": 20, "batch": 10, "lr": {"grid": [0.05, 0.1, 0.2, 0.4]}, "lr_decay": 0.99, "weight_decay": 1e-4},
+    "local": {
+        "kind": "sgd",
+        "steps": 20,
+        "batch": 10,
+        "lr": {"grid": [0.05, 0.1, 0.2, 0.4]},
+        "lr_decay": 0.99,
+        "weight_decay": 1e-4,
+    },
     "bounding": {"kind": "normalize", "bound": {"powers_of_two": [-1, 0]}},
     "noise": {"kind": "gaussian", "epsilon": 8.0, "delta": 1e-4},
     "server": {"kind": "momentum", "lr": 0.5, "momentum": 0.8},
@@ -43,8 +55,12 @@ def main() -> None:
         wall = time.monotonic() - began
     trained = sum(result.trials["seconds"].to_pylist())
     share = trained / cores()
-    print(f"{result.trials.num_rows} trials of {trained / result.trials.num_rows:.1f} s in {result.summary['processes']} processes on {cores()} cores")
-    print(f"in all {wall:.1f} s; their training, divided by the cores, {share:.1f} s; ratio {wall / share:.2f}")
+    print(
+        f"{result.trials.num_rows} trials of {trained / result.trials.num_rows:.1f} s in {result.summary['processes']} processes on {cores()} cores"
+    )
+    print(
+        f"in all {wall:.1f} s; their training, divided by the cores, {share:.1f} s; ratio {wall / share:.2f}"
+    )
 
 
 if __name__ == "__main__":

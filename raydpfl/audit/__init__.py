@@ -1,8 +1,9 @@
 """An audit: does a run give the privacy that its accountants say it gives?
 
-Canaries take the place of clients in runs of the experiment itself; who is a canary's opposite or absent is tossed by coins, and what
-an observer can tell about those coins bounds epsilon from below [2] and estimates it [1] (`bounds`). Beside that, the noise and
-everything else that is known of the audited runs is checked against what was accounted for (`checks`).
+Canaries take the place of clients in runs of the experiment itself; who is a canary's opposite or
+absent is tossed by coins, and what an observer can tell about those coins bounds epsilon from below
+[2] and estimates it [1] (`bounds`). Beside that, the noise and everything else that is known of the
+audited runs is checked against what was accounted for (`checks`).
 
 >>> experiment = Experiment.from_dict({
 ...     "rounds": 1, "data": {"kind": "synthetic", "clients": 500, "samples": 5, "sizes": {"kind": "balanced"}, "test_samples": 10},
@@ -13,12 +14,15 @@ everything else that is known of the audited runs is checked against what was ac
 >>> done.runs, done.passed, 0.3 < view.lower / view.claimed.epsilon < 1
 (4, True, True)
 
-**Several runs.** A population smaller than the canaries asked for is run several times, over the same data with other seeds. The runs are
-independent and each canary is in one of them, so that together they are one mechanism, as private for each canary as one run.
+**Several runs.** A population smaller than the canaries asked for is run several times, over the
+same data with other seeds. The runs are independent and each canary is in one of them, so that
+together they are one mechanism, as private for each canary as one run.
 
-**What is not audited.** The canaries' own training, which is replaced (what it gives is bounded all the same); the count of clients below
-an adaptive bound; the generator of the noise, which is for simulation; anything beyond the observers that the guarantees name. A lower bound
-far below the claim is the rule: it shows that privacy is no better than that, never that it is as good as claimed.
+**What is not audited.** The canaries' own training, which is replaced (what it gives is bounded all
+the same); the count of clients below an adaptive bound; the generator of the noise, which is for
+simulation; anything beyond the observers that the guarantees name. A lower bound far below the
+claim is the rule: it shows that privacy is no better than that, never that it is as good as
+claimed.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ from raydpfl.tracking import make_folder, replace_file, write_json, writing
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
 FEW = 1000  # canaries for a bound worth having
-CROWD = 0.1  # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
+# of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
+CROWD = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,21 @@ class Audit:
     @property
     def passed(self) -> bool:
         """Whether nothing speaks against the claims."""
-        return all(check.passed for check in self.checks) and not any(view.refuted or view.exceeded for view in self.views)
+        return all(check.passed for check in self.checks) and not any(
+            view.refuted or view.exceeded for view in self.views
+        )
 
     @property
     def verdict(self) -> str:
         """The outcome in one plain sentence."""
+
         def least(view: View) -> str:
             return f"epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}"
 
         def alike(view: View) -> str:
-            return f"{view.estimate.epsilon:.4g} ({view.estimate.low:.4g} to {view.estimate.high:.4g})"
+            return (
+                f"{view.estimate.epsilon:.4g} ({view.estimate.low:.4g} to {view.estimate.high:.4g})"
+            )
 
         refuted = [view for view in self.views if view.refuted]
         exceeded = [view for view in self.views if view.exceeded]
@@ -80,10 +90,14 @@ class Audit:
             found.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
         if refuted:
             view = max(refuted, key=lambda one: one.lower / one.claimed.epsilon)
-            found.append(f"the claim is false: {least(view)}, and the canaries prove at least {view.lower:.4g}")
+            found.append(
+                f"the claim is false: {least(view)}, and the canaries prove at least {view.lower:.4g}"
+            )
         elif exceeded:
             view = max(exceeded, key=lambda one: one.estimate.epsilon / one.claimed.epsilon)
-            found.append(f"the claim is in doubt: {least(view)}, and the canaries' scores look like {alike(view)}")
+            found.append(
+                f"the claim is in doubt: {least(view)}, and the canaries' scores look like {alike(view)}"
+            )
         if found:
             text = ", and ".join(found)
             return f"{text[0].upper()}{text[1:]}."
@@ -93,10 +107,26 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
-        facts = {"passed": self.passed, "verdict": self.verdict, "runs": self.runs, "seed": self.seed, "notes": list(self.notes)}
-        false_alarm = sum(check.false_alarm for check in self.checks) + len(self.views) * views.FALSE_ALARM
-        facts |= {"false_alarm": {"checks and estimates": false_alarm, "each lower bound": 1 - self.views[0].confidence}}
-        return facts | {"views": [view.to_dict() for view in self.views], "checks": [check.to_dict() for check in self.checks]}
+        facts = {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "runs": self.runs,
+            "seed": self.seed,
+            "notes": list(self.notes),
+        }
+        false_alarm = (
+            sum(check.false_alarm for check in self.checks) + len(self.views) * views.FALSE_ALARM
+        )
+        facts |= {
+            "false_alarm": {
+                "checks and estimates": false_alarm,
+                "each lower bound": 1 - self.views[0].confidence,
+            }
+        }
+        return facts | {
+            "views": [view.to_dict() for view in self.views],
+            "checks": [check.to_dict() for check in self.checks],
+        }
 
     def text(self) -> str:
         """The report, for a terminal."""
@@ -111,8 +141,13 @@ class Audit:
                 f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})",
             ]
             if claim.relation != "replace_one":
-                lines[-1] += f"; with variances as fitted {estimate.forward:.4g} one way and {estimate.backward:.4g} the other"
-        lines += [f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}" for check in self.checks]
+                lines[-1] += (
+                    f"; with variances as fitted {estimate.forward:.4g} one way and {estimate.backward:.4g} the other"
+                )
+        lines += [
+            f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}"
+            for check in self.checks
+        ]
         return "\n".join([*lines, *(f"note: {note}." for note in self.notes), self.verdict])
 
 
@@ -126,20 +161,24 @@ def audit(
     data_root: str | Path | None = None,
     on_round: Callable[[int, int], None] = lambda done, of: None,
 ) -> Audit:
-    """Audits `experiment` with `canaries` (1000 at least, for a bound worth having) in as many runs as the population needs for so many.
+    """Audits `experiment` with `canaries` (1000 at least, for a bound worth having) in as many runs
+    as the population needs for so many.
 
-    `confidence` is that of each lower bound. `delta` is where claims are looked at, the run's own by default: beyond 1 / (10 `canaries`)
-    it costs the bound much of its strength. With `out`, a new or empty directory, it writes `audit.json`, `audit.png` and `config.yaml`.
-    `on_round` is told of rounds done, of how many. It all happens in this process, whatever `client.actors` says.
+    `confidence` is that of each lower bound. `delta` is where claims are looked at, the run's own
+    by default: beyond 1 / (10 `canaries`) it costs the bound much of its strength. With `out`, a
+    new or empty directory, it writes `audit.json`, `audit.png` and `config.yaml`. `on_round` is
+    told of rounds done, of how many. It all happens in this process, whatever `client.actors` says.
 
-    Raises `ConfigError` for a run that claims nothing, and for what cannot be audited; `RunError` when a run fails.
+    Raises `ConfigError` for a run that claims nothing, and for what cannot be audited; `RunError`
+    when a run fails.
     """
     folder = Path(out) if out is not None else None
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("--out", str(folder), "a new or empty directory")
     _check(experiment, canaries, confidence, delta)
     plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
-    plan = replace(plan, platform={**plan.platform, "audit": "canaries"})  # another release than the run's own
+    # another release than the run's own
+    plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
     delta = delta or experiment.noise.delta
     if folder is not None:
         make_folder(folder)
@@ -148,7 +187,9 @@ def audit(
     else:
         records = _of_clients(plan, canaries, on_round)
         found = views.of_runs(plan, records, delta, confidence)
-        done = Audit(found, checks.of_runs(records), len(records), experiment.seed, _notes(records, found))
+        done = Audit(
+            found, checks.of_runs(records), len(records), experiment.seed, _notes(records, found)
+        )
     if folder is not None:
         from raydpfl.audit.figure import draw
 
@@ -162,15 +203,33 @@ def audit(
 
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:
     if not e.private:
-        raise ConfigError("noise.kind", e.noise.kind, "gaussian: without noise nothing is claimed, and there is nothing to audit")
+        raise ConfigError(
+            "noise.kind",
+            e.noise.kind,
+            "gaussian: without noise nothing is claimed, and there is nothing to audit",
+        )
     if not rigorous(e.privacy.accountants):
-        raise ConfigError("privacy.accountants", list(e.privacy.accountants), "pld or rdp among them: an audit holds a run against a rigorous claim")
+        raise ConfigError(
+            "privacy.accountants",
+            list(e.privacy.accountants),
+            "pld or rdp among them: an audit holds a run against a rigorous claim",
+        )
     if e.noise.virtual_cohort:
-        raise ConfigError("noise.virtual_cohort", e.noise.virtual_cohort, "none: the clients that it stands for do not run, and cannot be audited")
+        raise ConfigError(
+            "noise.virtual_cohort",
+            e.noise.virtual_cohort,
+            "none: the clients that it stands for do not run, and cannot be audited",
+        )
     if e.selection.needs_losses:
-        raise ConfigError("selection.kind", e.selection.kind, "one that does not look at losses: a canary has none that would be its own")
+        raise ConfigError(
+            "selection.kind",
+            e.selection.kind,
+            "one that does not look at losses: a canary has none that would be its own",
+        )
     if canaries < 10:
-        raise ConfigError("canaries", canaries, "at least 10; 1000 and more for a bound worth having")
+        raise ConfigError(
+            "canaries", canaries, "at least 10; 1000 and more for a bound worth having"
+        )
     if not 0.5 <= confidence < 1:
         raise ConfigError("confidence", confidence, "from 0.5, below 1")
     if delta is not None and not 0 < delta < 1:
@@ -179,7 +238,12 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
 
 def _inline(e: Experiment) -> Experiment:
     """Without Ray, and without what is measured on the side (which trains clients a second time)."""
-    return e.model_copy(update={"client": e.client.model_copy(update={"actors": 0}), "measure": type(e.measure)(tensorboard=False)})
+    return e.model_copy(
+        update={
+            "client": e.client.model_copy(update={"actors": 0}),
+            "measure": type(e.measure)(tensorboard=False),
+        }
+    )
 
 
 def _of_clients(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
@@ -190,7 +254,9 @@ def _of_clients(plan: Plan, canaries: int, on_round: Callable[[int, int], None])
     for run in range(runs):
         again = _seeded(plan, (plan.experiment.seed + run) % (1 << 64))
         e = again.experiment
-        planted = Canaries.among(e.seed, population, each, plan.d, mirrored=e.relation == "replace_one")
+        planted = Canaries.among(
+            e.seed, population, each, plan.d, mirrored=e.relation == "replace_one"
+        )
         with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
             coordinator = PlantedCoordinator(again, scratch, planted)
             coordinator.start()
@@ -201,7 +267,9 @@ def _of_clients(plan: Plan, canaries: int, on_round: Callable[[int, int], None])
     return records
 
 
-def _of_samples(plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]) -> Audit:
+def _of_samples(
+    plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
+) -> Audit:
     """One run holds canaries enough, as every sample of some clients can be one."""
     e = plan.experiment
     with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
@@ -221,16 +289,24 @@ def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
         notes.append(f"{found[0].canaries} canaries prove little; {FEW} are worth having")
     crowd = max((share for record in records for share in record.crowds), default=0.0)
     if crowd > CROWD:
-        notes.append(f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one another, so that estimates come out low")
+        notes.append(
+            f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one another, so that estimates come out low"
+        )
     if any(view.claimed.delta * view.canaries > CROWD for view in found):
-        notes.append(f"at delta {found[0].claimed.delta:g} so many guesses may come true for free that bounds are weak; a smaller --delta helps")
+        notes.append(
+            f"at delta {found[0].claimed.delta:g} so many guesses may come true for free that bounds are weak; a smaller --delta helps"
+        )
     return tuple(notes)
 
 
 def _seeded(plan: Plan, seed: int) -> Plan:
-    """The same mechanism on the same data; cohorts, noise, coins and the first model of another seed."""
+    """The same mechanism on the same data; cohorts, noise, coins and the first model of another
+    seed.
+    """
     e = plan.experiment.model_copy(update={"seed": seed})
     exposures = composed(e.selection, seed, e.rounds, plan.population)
     survivors = e.selection.survivors(seed, e.rounds, plan.population)
     mechanism = replace(plan.mechanism, rounds=int(exposures[-1]))
-    return replace(plan, experiment=e, exposures=exposures, survivors=survivors, mechanism=mechanism)
+    return replace(
+        plan, experiment=e, exposures=exposures, survivors=survivors, mechanism=mechanism
+    )

@@ -1,18 +1,20 @@
-"""From guesses and scores of canaries to an epsilon: the one-run lower bound and the one-shot estimate.
+"""From guesses and scores of canaries to an epsilon: the one-run lower bound and the one-shot
+estimate.
 
 >>> round(one_run_bound(canaries=1000, guesses=200, right=180, delta=1e-5), 4)
 1.7963
 >>> one_run_bound(canaries=1000, guesses=200, right=110, delta=1e-5)  # a coin does as well
 0.0
 
-The lower bound [2] is a theorem: whatever the guesses are made from, a mechanism that is (epsilon, delta)-private for each canary by
-itself stays above it with the confidence asked for. That several runs are independent and hold different canaries makes
-them one such mechanism, so that canaries of several runs count together. The estimate [1] supposes that scores are Gaussian; it is
-sharp where they are, and proves nothing.
+The lower bound [2] is a theorem: whatever the guesses are made from, a mechanism that is (epsilon,
+delta)-private for each canary by itself stays above it with the confidence asked for. That several
+runs are independent and hold different canaries makes them one such mechanism, so that canaries of
+several runs count together. The estimate [1] supposes that scores are Gaussian; it is sharp where
+they are, and proves nothing.
 
-References:
-[1] Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot empirical privacy estimation for federated learning. ICLR 2024.
-[2] Steinke, Nasr, Jagielski. Privacy auditing with one (1) training run. NeurIPS 2023. Theorem 5.2.
+References: [1] Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot empirical privacy
+estimation for federated learning. ICLR 2024. [2] Steinke, Nasr, Jagielski. Privacy auditing with
+one (1) training run. NeurIPS 2023. Theorem 5.2.
 """
 
 from __future__ import annotations
@@ -32,21 +34,33 @@ INTERVAL = 1.96  # standard errors to either side: 95 %
 
 
 def one_run_p_value(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:
-    """The p-value of "(epsilon, delta)-private" after `right` of `guesses` on the coins of `canaries` came true ([2], Theorem 5.2).
+    """The p-value of "(epsilon, delta)-private" after `right` of `guesses` on the coins of
+    `canaries` came true ([2], Theorem 5.2).
 
-    P[Bin(r, s) >= v] + 2 m delta max_{1 <= i <= v} P[v > Bin(r, s) >= v - i] / i, where s = 1 / (1 + e^-epsilon).
+    P[Bin(r, s) >= v] + 2 m delta max_{1 <= i <= v} P[v > Bin(r, s) >= v - i] / i, where s = 1 / (1
+    + e^-epsilon).
     """
     if right == 0:
         return 1.0
-    at_least = binom.sf(np.arange(-1, right), guesses, expit(epsilon))  # P[Bin >= 0], ..., P[Bin >= v]
+    # P[Bin >= 0], ..., P[Bin >= v]
+    at_least = binom.sf(np.arange(-1, right), guesses, expit(epsilon))
     between = (at_least[right - 1 :: -1] - at_least[right]) / np.arange(1, right + 1)
     return float(min(1.0, at_least[right] + 2 * canaries * delta * between.max()))
 
 
-def one_run_bound(canaries: int, guesses: int, right: int, delta: float, confidence: float = 0.95, tolerance: float = 1e-9) -> float:
-    """The largest epsilon that the guesses refute: with that `confidence` the mechanism's epsilon at `delta` is no lower. 0 if they refute none.
+def one_run_bound(
+    canaries: int,
+    guesses: int,
+    right: int,
+    delta: float,
+    confidence: float = 0.95,
+    tolerance: float = 1e-9,
+) -> float:
+    """The largest epsilon that the guesses refute: with that `confidence` the mechanism's epsilon
+    at `delta` is no lower. 0 if they refute none.
 
-    `guesses` must have been fixed before the scores were seen. Raises ValueError unless 0 <= right <= guesses <= canaries.
+    `guesses` must have been fixed before the scores were seen. Raises ValueError unless 0 <= right
+    <= guesses <= canaries.
     """
     if not 0 <= right <= guesses <= canaries:
         raise ValueError(f"{right} right of {guesses} guesses on {canaries} canaries")
@@ -64,8 +78,9 @@ def one_run_bound(canaries: int, guesses: int, right: int, delta: float, confide
 def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:
     """How many of the canaries to guess on: the number from which the most is to be expected.
 
-    `evidence` float64 [n]: log-likelihood ratios of made-up canaries, as what is claimed would give them; a guess by its sign is right with
-    probability 1 / (1 + e^-|evidence|). So the number is fixed before anything is seen. The expectation is 1.5 standard deviations low.
+    `evidence` float64 [n]: log-likelihood ratios of made-up canaries, as what is claimed would give
+    them; a guess by its sign is right with probability 1 / (1 + e^-|evidence|). So the number is
+    fixed before anything is seen. The expectation is 1.5 standard deviations low.
     """
     chance = expit(np.sort(np.abs(evidence))[::-1])
     right, spread = np.cumsum(chance), np.cumsum(chance * (1 - chance))
@@ -80,8 +95,10 @@ def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: f
 
 @dataclass(frozen=True)
 class OneShot:
-    """An estimate of epsilon: `epsilon` with its interval from `low` to `high` (95 %) for two Gaussians of equal variance, and, for
-    the fitted ones as they are, from the world with the canary to that without (`forward`) and back (`backward`)."""
+    """An estimate of epsilon: `epsilon` with its interval from `low` to `high` (95 %) for two
+    Gaussians of equal variance, and, for the fitted ones as they are, from the world with the
+    canary to that without (`forward`) and back (`backward`).
+    """
 
     epsilon: float
     low: float
@@ -92,12 +109,21 @@ class OneShot:
     error: float  # standard error of mu
 
 
-def one_shot(statistics: np.ndarray, exposures: np.ndarray, inside: np.ndarray, mirrored: bool, worst: float, delta: float) -> OneShot:
+def one_shot(
+    statistics: np.ndarray,
+    exposures: np.ndarray,
+    inside: np.ndarray,
+    mirrored: bool,
+    worst: float,
+    delta: float,
+) -> OneShot:
     """The estimate [1] of epsilon at `delta` for a canary of exposure `worst`.
 
-    `statistics` float64 [m]: sqrt(d) cos(canary, what was released), N(0, 1) for a canary that is not there. `exposures` float64 [m]: how far
-    each one's presence should move it. `inside` bool [m]: the coins. With `mirrored` a canary outside sends its opposite, and the two
-    worlds are N(m, s^2) and N(-m, s^2), fitted to all; else it sends nothing, and they are N(m, s^2), fitted to those inside, and N(0, 1).
+    `statistics` float64 [m]: sqrt(d) cos(canary, what was released), N(0, 1) for a canary that is
+    not there. `exposures` float64 [m]: how far each one's presence should move it. `inside` bool
+    [m]: the coins. With `mirrored` a canary outside sends its opposite, and the two worlds are N(m,
+    s^2) and N(-m, s^2), fitted to all; else it sends nothing, and they are N(m, s^2), fitted to
+    those inside, and N(0, 1).
     """
     signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
     use = np.ones(len(inside), bool) if mirrored else inside
@@ -107,15 +133,21 @@ def one_shot(statistics: np.ndarray, exposures: np.ndarray, inside: np.ndarray, 
     apart = 2.0 if mirrored else 1.0
     mean, mu = slope * worst, apart * slope * worst / std
     error = math.hypot(apart * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
-    middle, low, high = gaussian_epsilon(np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0), delta).tolist()
+    middle, low, high = gaussian_epsilon(
+        np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0), delta
+    ).tolist()
     forward, backward = middle, middle
     if not mirrored:
-        forward, backward = (gaussian_pair_epsilon(*pair, delta) for pair in (((mean, std), (0.0, 1.0)), ((0.0, 1.0), (mean, std))))
+        forward, backward = (
+            gaussian_pair_epsilon(*pair, delta)
+            for pair in (((mean, std), (0.0, 1.0)), ((0.0, 1.0), (mean, std)))
+        )
     return OneShot(middle, low, high, forward, backward, mu, error)
 
 
 def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
-    """The smallest epsilon >= 0 with P(A) <= e^epsilon Q(A) + delta for all A, P and Q being Gaussians (mean, std); at most 700.
+    """The smallest epsilon >= 0 with P(A) <= e^epsilon Q(A) + delta for all A, P and Q being
+    Gaussians (mean, std); at most 700.
 
     >>> round(gaussian_pair_epsilon((1.0, 1.0), (0.0, 1.0), 1e-5), 3)
     4.377
@@ -139,11 +171,19 @@ def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) 
         return float(ndtr(w) - ndtr(z) if z + w < 0 else ndtr(-z) - ndtr(-w))
 
     if abs(a) < 1e-12:
-        pieces = [(-c / (2 * b), math.inf) if b > 0 else (-math.inf, -c / (2 * b))] if b else [(-math.inf, math.inf)] if c > 0 else []
+        pieces = (
+            [(-c / (2 * b), math.inf) if b > 0 else (-math.inf, -c / (2 * b))]
+            if b
+            else [(-math.inf, math.inf)]
+            if c > 0
+            else []
+        )
     elif b * b <= a * c:
         pieces = [(-math.inf, math.inf)] if a > 0 else []
     else:
-        low, high = sorted([(-b - math.sqrt(b * b - a * c)) / a, (-b + math.sqrt(b * b - a * c)) / a])
+        low, high = sorted(
+            [(-b - math.sqrt(b * b - a * c)) / a, (-b + math.sqrt(b * b - a * c)) / a]
+        )
         pieces = [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
     there, other = (sum(mass(*piece, law) for piece in pieces) for law in (p, q))
     return there - (math.exp(epsilon + math.log(other)) if other > 0 else 0.0)

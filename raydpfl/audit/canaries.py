@@ -1,10 +1,13 @@
-"""A run with canaries: real clients in all but their training, and a record of what an observer of the run sees.
+"""A run with canaries: real clients in all but their training, and a record of what an observer of
+the run sees.
 
-A canary's training is replaced by a random unit direction, far longer than the bound; a coin, tossed before the run, says whether
-it sends that direction or what the neighbouring relation puts in its place: its opposite under replace-one (the two worlds are then the
-whole sensitivity, twice the bound, apart), nothing where a client may be absent or zeroed out. Everything behind the
-training is the code that every run goes through: bounding, weights, the clients' noise, lanes and their grid, the server's noise, the
-ledger and the server's step. Directions are functions of a key, so that none of them is stored.
+A canary's training is replaced by a random unit direction, far longer than the bound; a coin,
+tossed before the run, says whether it sends that direction or what the neighbouring relation puts
+in its place: its opposite under replace-one (the two worlds are then the whole sensitivity, twice
+the bound, apart), nothing where a client may be absent or zeroed out. Everything behind the
+training is the code that every run goes through: bounding, weights, the clients' noise, lanes and
+their grid, the server's noise, the ledger and the server's step. Directions are functions of a key,
+so that none of them is stored.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ from raydpfl.tracking import Clock
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
 BUFFER = 1 << 28  # bytes of released sums that are held at once
 CHUNK = 256  # directions at once
-SKETCH, SMALL_SKETCH, SKETCHES = 4096, 256, 4000  # coordinates of a round's noise, of one update's, and how many of the latter
+# coordinates of a round's noise, of one update's, and how many of the latter
+SKETCH, SMALL_SKETCH, SKETCHES = 4096, 256, 4000
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """Whose training is replaced in one run. `mirrored`: the world without a canary has its opposite instead of nothing."""
+    """Whose training is replaced in one run. `mirrored`: the world without a canary has its
+    opposite instead of nothing.
+    """
 
     seed: int
     d: int
@@ -45,13 +51,20 @@ class Canaries:
     @classmethod
     def among(cls, seed: int, population: int, count: int, d: int, mirrored: bool) -> Canaries:
         """`count` clients drawn uniformly."""
-        drawn = stream(seed, Purpose.CANARY, step=1).choice(population, count, replace=False, shuffle=False)
+        drawn = stream(seed, Purpose.CANARY, step=1).choice(
+            population, count, replace=False, shuffle=False
+        )
         return cls(seed, d, np.sort(drawn), mirrored)
 
     @cached_property
     def inside(self) -> np.ndarray:
         """The coins, bool [k]."""
-        return np.array([stream(self.seed, Purpose.CANARY, client=client, step=2).random() < 0.5 for client in self.clients.tolist()])
+        return np.array(
+            [
+                stream(self.seed, Purpose.CANARY, client=client, step=2).random() < 0.5
+                for client in self.clients.tolist()
+            ]
+        )
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -73,28 +86,51 @@ class PlantedClient(ClientActor):
         super().__init__(plan.experiment, str(plan.shards))
         self.record, self.expected = record, torch.zeros(0)
 
-    def _train(self, parameters, shared, work: Work, lane: Lane, members: np.ndarray) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def _train(
+        self, parameters, shared, work: Work, lane: Lane, members: np.ndarray
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         planted = [self.record.canaries.places.get(client) for client in members.tolist()]
         others = np.where([place is None for place in planted], members, -1)
-        trained = super()._train(parameters, shared, work, lane, others) if (others >= 0).any() else iter(())
+        trained = (
+            super()._train(parameters, shared, work, lane, others)
+            if (others >= 0).any()
+            else iter(())
+        )
         for slot in np.flatnonzero(members >= 0).tolist():
             if planted[slot] is None:
                 yield next(trained)
             else:
-                yield slot, self._planted(planted[slot], parameters, work, self._memory(lane, slot, len(parameters))), math.nan
+                yield (
+                    slot,
+                    self._planted(
+                        planted[slot], parameters, work, self._memory(lane, slot, len(parameters))
+                    ),
+                    math.nan,
+                )
 
-    def _planted(self, place: int, parameters: torch.Tensor, work: Work, own: torch.Tensor | None) -> torch.Tensor:
+    def _planted(
+        self, place: int, parameters: torch.Tensor, work: Work, own: torch.Tensor | None
+    ) -> torch.Tensor:
         """The update float32 [d] of a canary, such that the vector to be bounded is its direction."""
         bounding, canaries = self.experiment.bounding, self.record.canaries
-        far = FAR * self.record.reach + 1000 * getattr(bounding, "a", 0.0)  # smoothing bounds by c only what is far beyond its a
+        # smoothing bounds by c only what is far beyond its a
+        far = FAR * self.record.reach + 1000 * getattr(bounding, "a", 0.0)
         vector = canaries.direction(place).to(self.device) * (canaries.sign(place) * far)
         vector = vector + own if bounding.stateful else vector
         if bounding.sends == "model":
             return vector - parameters
-        return vector * self.experiment.local.learning_rate(work.round) if bounding.scaling == "gradient" else vector
+        return (
+            vector * self.experiment.local.learning_rate(work.round)
+            if bounding.scaling == "gradient"
+            else vector
+        )
 
-    def _updates(self, parameters, shared, work: Work, lane: Lane, partial: Partial) -> Iterator[tuple[int, torch.Tensor | None, float]]:
-        """As the client's, having worked out what each client has to contribute if all that follows is right."""
+    def _updates(
+        self, parameters, shared, work: Work, lane: Lane, partial: Partial
+    ) -> Iterator[tuple[int, torch.Tensor | None, float]]:
+        """As the client's, having worked out what each client has to contribute if all that follows
+        is right.
+        """
         bounding, lr = self.experiment.bounding, self.experiment.local.learning_rate(work.round)
         for slot, delta, loss in super()._updates(parameters, shared, work, lane, partial):
             own = self._memory(lane, slot, len(parameters))
@@ -103,17 +139,23 @@ class PlantedClient(ClientActor):
             if not math.isfinite(norm):
                 sent = self._sent(parameters, None, own, shared, lr)
                 norm = float(torch.linalg.vector_norm(sent))
-            self.expected = sent * (bounding.factor(norm, self.record.bound) * float(lane.weights[slot]))
+            self.expected = sent * (
+                bounding.factor(norm, self.record.bound) * float(lane.weights[slot])
+            )
             yield slot, delta, loss
 
-    def _contributions(self, parameters, shared, work: Work, lane: Lane, partial: Partial) -> Iterator[torch.Tensor]:
+    def _contributions(
+        self, parameters, shared, work: Work, lane: Lane, partial: Partial
+    ) -> Iterator[torch.Tensor]:
         for vector in super()._contributions(parameters, shared, work, lane, partial):
             self.record.sent(partial.clients[-1], self.expected.cpu().numpy(), vector.cpu().numpy())
             yield vector
 
 
 class PlantedCoordinator(Coordinator):
-    """The coordinator, inline, with canaries among its clients; it releases and accounts as ever, and keeps neither rows nor checkpoints."""
+    """The coordinator, inline, with canaries among its clients; it releases and accounts as ever,
+    and keeps neither rows nor checkpoints.
+    """
 
     def __init__(self, plan: Plan, out: str, canaries: Canaries):
         super().__init__(plan, out, 0)
@@ -140,55 +182,82 @@ class PlantedCoordinator(Coordinator):
     def finished(self) -> Record:
         """The record of the whole run, its ledger included."""
         self.seen.flush()
-        self.seen.ledger = [json.loads(line) for line in self.ledger.path.read_text().splitlines()] if self.ledger.path.exists() else []
+        self.seen.ledger = (
+            [json.loads(line) for line in self.ledger.path.read_text().splitlines()]
+            if self.ledger.path.exists()
+            else []
+        )
         self.seen.counts = self.participations.copy()
         return self.seen
 
 
 class Whitening:
-    """Turns rows with banded noise y = C^-1 z into rows with z: the product with C, for float [d] rows given one after another."""
+    """Turns rows with banded noise y = C^-1 z into rows with z: the product with C, for float [d]
+    rows given one after another.
+    """
 
     def __init__(self, plan: Plan):
         noise = plan.experiment.noise
-        self.coefficients = np.array(noise.coefficients if isinstance(noise, BandedGaussian) else (1.0,))
+        self.coefficients = np.array(
+            noise.coefficients if isinstance(noise, BandedGaussian) else (1.0,)
+        )
         self._past: deque[np.ndarray] = deque(maxlen=len(self.coefficients))
 
     def __call__(self, row: np.ndarray) -> np.ndarray:
         self._past.appendleft(row)
-        return row if len(self.coefficients) == 1 else sum(c * past for c, past in zip(self.coefficients, self._past, strict=False))
+        return (
+            row
+            if len(self.coefficients) == 1
+            else sum(c * past for c, past in zip(self.coefficients, self._past, strict=False))
+        )
 
 
 @dataclass
 class Record:
-    """What an observer sees of one run, in units of the noise that the accountants were told of, and what it was made from.
+    """What an observer sees of one run, in units of the noise that the accountants were told of,
+    and what it was made from.
 
-    The observer knows all there is to know but for the coins and the noise: what clients that are no canaries contribute, it takes off.
-    Scores are sqrt(d) cos(direction, what is left): N(0, 1) for a canary that is not in it ([1] of `bounds`).
+    The observer knows all there is to know but for the coins and the noise: what clients that are
+    no canaries contribute, it takes off. Scores are sqrt(d) cos(direction, what is left): N(0, 1)
+    for a canary that is not in it ([1] of `bounds`).
     """
 
     plan: Plan
     canaries: Canaries
-    scores: np.ndarray = field(init=False)  # float64 [k, T], of the sums; of whitened sums where noise is banded
-    amplitudes: np.ndarray = field(init=False)  # float64 [k, T]: norm of a canary's contribution over the std of the sum
+    # float64 [k, T], of the sums; of whitened sums where noise is banded
+    scores: np.ndarray = field(init=False)
+    # float64 [k, T]: norm of a canary's contribution over the std of the sum
+    amplitudes: np.ndarray = field(init=False)
     times: np.ndarray = field(init=False)  # int64 [k, T]: how often the canary was in the cohort
-    single: np.ndarray = field(init=False)  # float64 [k]: sum of amplitude x score over a canary's own updates, each seen alone
+    # float64 [k]: sum of amplitude x score over a canary's own updates, each seen alone
+    single: np.ndarray = field(init=False)
     single_power: np.ndarray = field(init=False)  # float64 [k]: sum of the amplitudes' squares
     rounds: list[int] = field(default_factory=list)  # that were released
     ledger: list[dict] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)  # client -> times drawn
-    stds: list[float] = field(default_factory=list)  # of the sum of each round, as the mechanism has it for the nominal cohort
+    # of the sum of each round, as the mechanism has it for the nominal cohort
+    stds: list[float] = field(default_factory=list)
     cohorts: list[int] = field(default_factory=list)  # clients selected, those who failed included
-    squares: list[float] = field(default_factory=list)  # per round: squared norm of the noise on the sum, in its std
-    crowds: list[float] = field(default_factory=list)  # per round: squared norm of what canaries sent over that of the noise
-    noises: list[np.ndarray] = field(default_factory=list)  # per round: the first coordinates of that noise
-    update_squares: list[tuple[int, int, float]] = field(default_factory=list)  # (round, client, squared norm of its noise, in its std)
+    # per round: squared norm of the noise on the sum, in its std
+    squares: list[float] = field(default_factory=list)
+    # per round: squared norm of what canaries sent over that of the noise
+    crowds: list[float] = field(default_factory=list)
+    # per round: the first coordinates of that noise
+    noises: list[np.ndarray] = field(default_factory=list)
+    # (round, client, squared norm of its noise, in its std)
+    update_squares: list[tuple[int, int, float]] = field(default_factory=list)
     update_noises: list[np.ndarray] = field(default_factory=list)
-    along: list[tuple[int, int, float]] = field(default_factory=list)  # (round, client, what a canary sent beyond its bound)
+    # (round, client, what a canary sent beyond its bound)
+    along: list[tuple[int, int, float]] = field(default_factory=list)
     sum_error: float = 0.0  # the most by which a sum differs from its parts, in stds of its noise
 
     def __post_init__(self) -> None:
         k, rounds = len(self.canaries.clients), self.plan.experiment.rounds
-        self.scores, self.amplitudes, self.times = np.zeros((k, rounds)), np.zeros((k, rounds)), np.zeros((k, rounds), np.int64)
+        self.scores, self.amplitudes, self.times = (
+            np.zeros((k, rounds)),
+            np.zeros((k, rounds)),
+            np.zeros((k, rounds), np.int64),
+        )
         self.single, self.single_power = np.zeros(k), np.zeros(k)
         self.by_client = self.plan.experiment.noise.placement == "client"
         self._weights = self.plan.weights(self.canaries.clients)
@@ -201,7 +270,9 @@ class Record:
         self._round, self.bound = t, bound
         self.stds.append(updates.std / updates.bound * bound * self.plan.weight)
         # The clients' noise is sized for the round with most dropouts: all others carry more.
-        self._sum_std = self.stds[-1] * (math.sqrt(len(cohort) / self.plan.survivors) if self.by_client else 1.0)
+        self._sum_std = self.stds[-1] * (
+            math.sqrt(len(cohort) / self.plan.survivors) if self.by_client else 1.0
+        )
         self._client_std = self.stds[-1] / math.sqrt(self.plan.survivors) if self.by_client else 0.0
         self.reach = bound + self._client_std / self.plan.weight
         self.cohorts.append(len(cohort) + cohort.lost)
@@ -232,11 +303,19 @@ class Record:
         self.times[place, self._round] += 1
         if self.by_client:
             amplitude = most / self._client_std
-            self.single[place] += amplitude * math.sqrt(self.plan.d) * float(direction @ vector) / float(np.linalg.norm(vector))
+            self.single[place] += (
+                amplitude
+                * math.sqrt(self.plan.d)
+                * float(direction @ vector)
+                / float(np.linalg.norm(vector))
+            )
             self.single_power[place] += amplitude**2
 
     def collected(self, total: np.ndarray) -> None:
-        self.sum_error = max(self.sum_error, float(np.abs(total - self._sum).max(initial=0.0)) / (self._sum_std or 1.0))
+        self.sum_error = max(
+            self.sum_error,
+            float(np.abs(total - self._sum).max(initial=0.0)) / (self._sum_std or 1.0),
+        )
 
     def released(self, t: int, released: np.ndarray) -> None:
         """The sum of the round is out."""
@@ -259,5 +338,7 @@ class Record:
         for start in range(0, len(self.canaries.clients), CHUNK):
             places = range(start, min(start + CHUNK, len(self.canaries.clients)))
             directions = torch.stack([self.canaries.direction(place) for place in places])
-            self.scores[start : places.stop, last - len(rows) : last] = (directions @ rows.T).numpy()
+            self.scores[start : places.stop, last - len(rows) : last] = (
+                directions @ rows.T
+            ).numpy()
         self._rows.clear()

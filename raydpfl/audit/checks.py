@@ -1,7 +1,8 @@
 """Checks that an audit makes beside its canaries' guesses: is what ran what was accounted for?
 
-All that goes into an audited round is known but for its noise, so the noise itself can be looked at. Exact checks never raise a false
-alarm. A statistical check, all its comparisons taken together, raises one in at most `FALSE_ALARM` of sound runs.
+All that goes into an audited round is known but for its noise, so the noise itself can be looked
+at. Exact checks never raise a false alarm. A statistical check, all its comparisons taken together,
+raises one in at most `FALSE_ALARM` of sound runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _MOST = 2_000_000  # numbers that the test of normality looks at
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `false_alarm` bounds the probability that it fails for a sound run; 0 for an exact check."""
+    """One thing that was looked at. `false_alarm` bounds the probability that it fails for a sound
+    run; 0 for an exact check.
+    """
 
     name: str
     passed: bool
@@ -48,27 +51,54 @@ def of_runs(records: Sequence[Record]) -> list[Check]:
 
 
 def ledger(records: Sequence[Record]) -> Check:
-    """Every round that was released stands in the ledger, with the std that the accountants were told and the epsilon that they give."""
+    """Every round that was released stands in the ledger, with the std that the accountants were
+    told and the epsilon that they give.
+    """
     for record in records:
         e, plan = record.plan.experiment, record.plan
         recorded = {entry["round"]: entry for entry in record.ledger}
         missing = sorted(set(record.rounds) - recorded.keys())
         if missing:
-            return Check("ledger", False, f"round {missing[0]} was released and is not in the ledger", 0.0)
+            return Check(
+                "ledger", False, f"round {missing[0]} was released and is not in the ledger", 0.0
+            )
         for t, std in zip(record.rounds, record.stds, strict=True):
             if not math.isclose(recorded[t]["std"], std, rel_tol=_ROUNDING):
-                return Check("ledger", False, f"round {t} is recorded with noise of std {recorded[t]['std']:.6g}; the accountants were told {std:.6g}", 0.0)
+                return Check(
+                    "ledger",
+                    False,
+                    f"round {t} is recorded with noise of std {recorded[t]['std']:.6g}; the accountants were told {std:.6g}",
+                    0.0,
+                )
         last = recorded[max(recorded)]["epsilon"]
         for name in plan.covering:
             composed = int(plan.exposures[len(record.rounds) - 1])
-            truth = privacy.epsilon(plan.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v) if composed else 0.0
+            truth = (
+                privacy.epsilon(
+                    plan.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v
+                )
+                if composed
+                else 0.0
+            )
             if float(last[name]) < truth * (1 - _ROUNDING):
-                return Check("ledger", False, f"epsilon {last[name]:.6g} is recorded ({name}) where {len(record.rounds)} rounds spend {truth:.6g}", 0.0)
-    return Check("ledger", True, f"all {sum(len(record.rounds) for record in records)} released rounds are recorded, with their noise and what they spend", 0.0)
+                return Check(
+                    "ledger",
+                    False,
+                    f"epsilon {last[name]:.6g} is recorded ({name}) where {len(record.rounds)} rounds spend {truth:.6g}",
+                    0.0,
+                )
+    return Check(
+        "ledger",
+        True,
+        f"all {sum(len(record.rounds) for record in records)} released rounds are recorded, with their noise and what they spend",
+        0.0,
+    )
 
 
 def cohorts(records: Sequence[Record]) -> Check | None:
-    """As many clients take part as the accountants believe, and none of them in more rounds than chance gives it."""
+    """As many clients take part as the accountants believe, and none of them in more rounds than
+    chance gives it.
+    """
     plan = records[0].plan
     sampling, population = plan.mechanism.sampling, len(plan.population)
     if sampling.population != population or sampling.by_participation or sampling.law.repeats:
@@ -77,45 +107,96 @@ def cohorts(records: Sequence[Record]) -> Check | None:
     if sampling.law.sized:
         wrong = sizes[sizes != sampling.cohort]
         if len(wrong):
-            return Check("cohorts", False, f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.cohort}", 0.0)
+            return Check(
+                "cohorts",
+                False,
+                f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.cohort}",
+                0.0,
+            )
     rounds = len(records[0].rounds)
     share = FALSE_ALARM / 2
     total, trials = int(sizes.sum()), population * len(sizes)
-    if sampling.law.own_coins and min(binom.cdf(total, trials, sampling.q), binom.sf(total - 1, trials, sampling.q)) < share / 2:
-        return Check("cohorts", False, f"{total} clients took part in all, where {trials * sampling.q:.0f} were to be expected", FALSE_ALARM)
+    if (
+        sampling.law.own_coins
+        and min(binom.cdf(total, trials, sampling.q), binom.sf(total - 1, trials, sampling.q))
+        < share / 2
+    ):
+        return Check(
+            "cohorts",
+            False,
+            f"{total} clients took part in all, where {trials * sampling.q:.0f} were to be expected",
+            FALSE_ALARM,
+        )
     counts = [(times, client) for record in records for client, times in record.counts.items()]
     times, client = max(counts, default=(0, 0))
-    if sampling.q < 1 and binom.sf(times - 1, rounds, sampling.q) * population * len(records) < share:
-        return Check("cohorts", False, f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}", FALSE_ALARM)
-    return Check("cohorts", True, f"cohorts have the size that was accounted for; no client took part more often than {times} times", FALSE_ALARM)
+    if (
+        sampling.q < 1
+        and binom.sf(times - 1, rounds, sampling.q) * population * len(records) < share
+    ):
+        return Check(
+            "cohorts",
+            False,
+            f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}",
+            FALSE_ALARM,
+        )
+    return Check(
+        "cohorts",
+        True,
+        f"cohorts have the size that was accounted for; no client took part more often than {times} times",
+        FALSE_ALARM,
+    )
 
 
 def bounds(records: Sequence[Record]) -> Check:
-    """No canary's contribution, however far it goes, has more along its own direction than the bound lets it have."""
+    """No canary's contribution, however far it goes, has more along its own direction than the
+    bound lets it have.
+    """
     each = [(value, t, client) for record in records for t, client, value in record.along]
     if not records[0].by_client:  # the contribution bare, in bounds
         excess, t, client = max(each, default=(-1.0, 0, 0))
         passed = excess <= _ROUNDING
-        return Check("bounds", passed, _bounded(passed, client, t, f"{1 + excess:.6g} times its bound"), 0.0)
+        return Check(
+            "bounds", passed, _bounded(passed, client, t, f"{1 + excess:.6g} times its bound"), 0.0
+        )
     beyond, t, client = max(each, key=lambda one: abs(one[0]), default=(0.0, 0, 0))
     passed = abs(beyond) <= _normal_limit(len(each))
-    return Check("bounds", passed, _bounded(passed, client, t, f"{abs(beyond):.1f} stds of its noise from its bound"), FALSE_ALARM)
+    return Check(
+        "bounds",
+        passed,
+        _bounded(passed, client, t, f"{abs(beyond):.1f} stds of its noise from its bound"),
+        FALSE_ALARM,
+    )
 
 
 def _bounded(passed: bool, client: int, t: int, by: str) -> str:
-    return f"no contribution goes further than {by}" if passed else f"client {client} sent {by} in round {t}"
+    return (
+        f"no contribution goes further than {by}"
+        if passed
+        else f"client {client} sent {by} in round {t}"
+    )
 
 
 def sums(records: Sequence[Record]) -> Check:
     """What the coordinator sums up is what the clients sent, each once."""
     error = max(record.sum_error for record in records)
-    return Check("sums", error <= _ROUNDING, f"sums differ from what the clients sent by {error:.1e} of the noise's std at most", 0.0)
+    return Check(
+        "sums",
+        error <= _ROUNDING,
+        f"sums differ from what the clients sent by {error:.1e} of the noise's std at most",
+        0.0,
+    )
 
 
 def noise_of_sums(records: Sequence[Record]) -> Check:
-    """The noise on each round's sum has the std that the accountants were told: its squared norm is chi-squared."""
+    """The noise on each round's sum has the std that the accountants were told: its squared norm is
+    chi-squared.
+    """
     d = records[0].plan.d
-    each = [(square, t) for record in records for t, square in zip(record.rounds, record.squares, strict=True)]
+    each = [
+        (square, t)
+        for record in records
+        for t, square in zip(record.rounds, record.squares, strict=True)
+    ]
     return _chi_squared("noise of sums", d, [(square, f"round {t}") for square, t in each])
 
 
@@ -124,7 +205,15 @@ def noise_of_updates(records: Sequence[Record]) -> Check | None:
     if not records[0].by_client:
         return None
     d = records[0].plan.d
-    return _chi_squared("noise of updates", d, [(square, f"client {client} in round {t}") for record in records for t, client, square in record.update_squares])
+    return _chi_squared(
+        "noise of updates",
+        d,
+        [
+            (square, f"client {client} in round {t}")
+            for record in records
+            for t, client, square in record.update_squares
+        ],
+    )
 
 
 def _chi_squared(name: str, d: int, each: Sequence[tuple[float, str]]) -> Check:
@@ -140,9 +229,14 @@ def _chi_squared(name: str, d: int, each: Sequence[tuple[float, str]]) -> Check:
 
 
 def keys(records: Sequence[Record]) -> Check:
-    """No noise is drawn twice: no two vectors of it, of rounds or of single updates, are correlated."""
+    """No noise is drawn twice: no two vectors of it, of rounds or of single updates, are
+    correlated.
+    """
     worst, comparisons, where = 0.0, 0, ""
-    groups = [([noise for record in records for noise in record.noises], "sums"), ([noise for record in records for noise in record.update_noises], "updates")]
+    groups = [
+        ([noise for record in records for noise in record.noises], "sums"),
+        ([noise for record in records for noise in record.update_noises], "updates"),
+    ]
     for noises, what in groups:
         if len(noises) < 2:
             continue
@@ -155,10 +249,15 @@ def keys(records: Sequence[Record]) -> Check:
             high = float(products.max()) * math.sqrt(rows.shape[1])
             if high > worst:
                 first, second = np.unravel_index(int(products.argmax()), products.shape)
-                worst, where = high, f"{what} {min(start + first, second)} and {max(start + first, second)} (counted in order)"
+                worst, where = (
+                    high,
+                    f"{what} {min(start + first, second)} and {max(start + first, second)} (counted in order)",
+                )
     limit = _normal_limit(comparisons)
     passed = worst <= limit
-    finding = f"the largest of {comparisons:,} correlations is {worst:.1f} standard errors" + ("" if passed else f", of the noise of {where}")
+    finding = f"the largest of {comparisons:,} correlations is {worst:.1f} standard errors" + (
+        "" if passed else f", of the noise of {where}"
+    )
     return Check("keys", passed, finding, FALSE_ALARM)
 
 

@@ -1,8 +1,10 @@
-"""What each observer that a guarantee speaks of can tell about canaries, beside what the guarantee claims.
+"""What each observer that a guarantee speaks of can tell about canaries, beside what the guarantee
+claims.
 
-Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser does better: each guess is its sign, and
-the guesses are those of the largest size. With the cohort hidden a round's ratio is that of a mixture, the canary being there with
-probability q; with it known, and for single updates, the rounds in which the canary takes part count and no others.
+Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser
+does better: each guess is its sign, and the guesses are those of the largest size. With the cohort
+hidden a round's ratio is that of a mixture, the canary being there with probability q; with it
+known, and for single updates, the rounds in which the canary takes part count and no others.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class View:
-    """One observer's finding: what is `claimed`, the least that the guesses prove at `confidence` (`lower`), and an `estimate`."""
+    """One observer's finding: what is `claimed`, the least that the guesses prove at `confidence`
+    (`lower`), and an `estimate`.
+    """
 
     claimed: Guarantee
     canaries: int
@@ -54,7 +58,9 @@ class View:
     @property
     def reach(self) -> float:
         """The most that so many guesses can prove, all of them being right."""
-        return one_run_bound(self.canaries, self.guesses, self.guesses, self.claimed.delta, self.confidence)
+        return one_run_bound(
+            self.canaries, self.guesses, self.guesses, self.claimed.delta, self.confidence
+        )
 
     @property
     def refuted(self) -> bool:
@@ -69,33 +75,89 @@ class View:
 
     def to_dict(self) -> dict[str, Any]:
         estimate = {name: round(value, 6) for name, value in asdict(self.estimate).items()}
-        proven = {name: getattr(self, name) for name in ("canaries", "guesses", "right", "lower", "reach", "confidence")}
-        return {"claimed": self.claimed.to_dict(), **proven, "estimate": estimate, "refuted": self.refuted, "exceeded": self.exceeded}
+        proven = {
+            name: getattr(self, name)
+            for name in ("canaries", "guesses", "right", "lower", "reach", "confidence")
+        }
+        return {
+            "claimed": self.claimed.to_dict(),
+            **proven,
+            "estimate": estimate,
+            "refuted": self.refuted,
+            "exceeded": self.exceeded,
+        }
 
 
 def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: float) -> list[View]:
-    """A view for each rigorous guarantee of a run of `plan`; the claim is the least that any of its rigorous accountants gives at `delta`."""
+    """A view for each rigorous guarantee of a run of `plan`; the claim is the least that any of its
+    rigorous accountants gives at `delta`.
+    """
     e = plan.experiment
     names = rigorous(e.privacy.accountants)
     rounds = max(int(record.plan.exposures[-1]) for record in records)
     most = max((times for record in records for times in record.counts.values()), default=0)
     found = []
-    for observer, words, mechanism, relation, times in observers(plan.mechanism, e.relation, rounds, most):
-        spent = {name: epsilon(mechanism, relation, delta, times, name) for name in names if times and not covers(name, mechanism, relation)}
+    for observer, words, mechanism, relation, times in observers(
+        plan.mechanism, e.relation, rounds, most
+    ):
+        spent = {
+            name: epsilon(mechanism, relation, delta, times, name)
+            for name in names
+            if times and not covers(name, mechanism, relation)
+        }
         if not spent:
             continue
         name = min(spent, key=spent.get)
         kind = "unproven" if unproved(mechanism) else "rigorous"
-        claimed = Guarantee(kind, name, "client", relation, observer, words, spent[name], delta, mechanism.exclusions)
+        claimed = Guarantee(
+            kind,
+            name,
+            "client",
+            relation,
+            observer,
+            words,
+            spent[name],
+            delta,
+            mechanism.exclusions,
+        )
         hidden, single = mechanism.sampling.hidden, observer == "every single update"
-        parts, imagined = zip(*[_scores(record, mechanism.sampling.q if hidden else None, single) for record in records], strict=True)
-        scores = Scores(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Scores)))
-        found.append(view(scores, np.concatenate(imagined), claimed, _worst(mechanism, times), relation == "replace_one", confidence))
+        parts, imagined = zip(
+            *[
+                _scores(record, mechanism.sampling.q if hidden else None, single)
+                for record in records
+            ],
+            strict=True,
+        )
+        scores = Scores(
+            *(
+                np.concatenate([getattr(part, each.name) for part in parts])
+                for each in fields(Scores)
+            )
+        )
+        found.append(
+            view(
+                scores,
+                np.concatenate(imagined),
+                claimed,
+                _worst(mechanism, times),
+                relation == "replace_one",
+                confidence,
+            )
+        )
     return found
 
 
-def view(scores: Scores, imagined: np.ndarray, claimed: Guarantee, worst: float, mirrored: bool, confidence: float) -> View:
-    """The finding for one observer. `imagined`: evidence on made-up canaries; `worst`: the exposure of the canary that the claim is about."""
+def view(
+    scores: Scores,
+    imagined: np.ndarray,
+    claimed: Guarantee,
+    worst: float,
+    mirrored: bool,
+    confidence: float,
+) -> View:
+    """The finding for one observer. `imagined`: evidence on made-up canaries; `worst`: the exposure
+    of the canary that the claim is about.
+    """
     m = len(scores.inside)
     guesses = guesses_for(imagined, m, claimed.delta, confidence)
     order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
@@ -103,30 +165,56 @@ def view(scores: Scores, imagined: np.ndarray, claimed: Guarantee, worst: float,
     lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
     there = scores.exposures > 0
     if not (there & scores.inside).any():
-        raise ConfigError("canaries", m, "more of them, or more rounds: no canary took part in the run")
-    estimate = one_shot(scores.statistics[there], scores.exposures[there], scores.inside[there], mirrored, worst, claimed.delta)
-    return View(claimed, m, guesses, right, lower, confidence, estimate, scores.statistics[there], scores.inside[there])
+        raise ConfigError(
+            "canaries", m, "more of them, or more rounds: no canary took part in the run"
+        )
+    estimate = one_shot(
+        scores.statistics[there],
+        scores.exposures[there],
+        scores.inside[there],
+        mirrored,
+        worst,
+        claimed.delta,
+    )
+    return View(
+        claimed,
+        m,
+        guesses,
+        right,
+        lower,
+        confidence,
+        estimate,
+        scores.statistics[there],
+        scores.inside[there],
+    )
 
 
 def _worst(mechanism: Mechanism, times: int) -> float:
-    """By how much the client that the claim is about should move its statistic: q sqrt(rounds) c / std."""
+    """By how much the client that the claim is about should move its statistic: q sqrt(rounds) c /
+    std.
+    """
     updates = mechanism.queries[0]
     share = mechanism.sampling.q if mechanism.sampling.hidden else 1.0
     return share * math.sqrt(times) * updates.bound / updates.std
 
 
 def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
-    """Of one run, and the evidence float64 [k] on as many canaries that are made up as the claim has them.
+    """Of one run, and the evidence float64 [k] on as many canaries that are made up as the claim
+    has them.
 
     `q` is the probability to be in a round's cohort, None where the cohort is known.
     """
     canaries = record.canaries
     made_up = stream(canaries.seed, Purpose.CANARY, step=3)
-    signs = np.where(made_up.random(len(canaries.clients)) < 0.5, 1.0, -1.0 if canaries.mirrored else 0.0)
+    signs = np.where(
+        made_up.random(len(canaries.clients)) < 0.5, 1.0, -1.0 if canaries.mirrored else 0.0
+    )
     if q is not None:
         a = record.amplitudes * _available(record)
         there = signs[:, None] * (made_up.random(a.shape) < q)
-        return _hidden(record, _gathered(record, record.scores), a, q), _hidden(record, made_up.standard_normal(a.shape) + there * a, a, q).evidence
+        return _hidden(record, _gathered(record, record.scores), a, q), _hidden(
+            record, made_up.standard_normal(a.shape) + there * a, a, q
+        ).evidence
     if single:
         product, power = record.single, record.single_power
     else:
@@ -138,9 +226,16 @@ def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.n
 
 
 def _known(record: Record, product: np.ndarray, exposures: np.ndarray) -> Scores:
-    """From the scores' products with what a canary adds to them, N(exposures^2, exposures^2) for one that is there."""
+    """From the scores' products with what a canary adds to them, N(exposures^2, exposures^2) for
+    one that is there.
+    """
     evidence = 2 * product if record.canaries.mirrored else product - exposures**2 / 2
-    return Scores(record.canaries.inside, evidence, np.divide(product, exposures, out=np.zeros_like(product), where=exposures > 0), exposures)
+    return Scores(
+        record.canaries.inside,
+        evidence,
+        np.divide(product, exposures, out=np.zeros_like(product), where=exposures > 0),
+        exposures,
+    )
 
 
 def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scores:
@@ -156,7 +251,9 @@ def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scor
 
 
 def _available(record: Record) -> np.ndarray:
-    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort (see `raydpfl.selection.windows`)."""
+    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort (see
+    `raydpfl.selection.windows`).
+    """
     selection, rounds = record.plan.experiment.selection, np.arange(record.plan.experiment.rounds)
     period, window = getattr(selection, "period", 1), getattr(selection, "window", 1)
     return (rounds - record.canaries.clients[:, None]) % period < window
@@ -167,12 +264,22 @@ def _coefficients(record: Record) -> tuple[float, ...]:
 
 
 def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
-    """C x for the rows x of `pattern`: what a participation adds to whitened sums, this round's and those after it."""
+    """C x for the rows x of `pattern`: what a participation adds to whitened sums, this round's and
+    those after it.
+    """
     rounds = pattern.shape[1]
-    return sum(c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds] for j, c in enumerate(_coefficients(record)))
+    return sum(
+        c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
+        for j, c in enumerate(_coefficients(record))
+    )
 
 
 def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
-    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in each round."""
+    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in each
+    round.
+    """
     rounds = scores.shape[1]
-    return sum(c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds] for j, c in enumerate(_coefficients(record)))
+    return sum(
+        c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
+        for j, c in enumerate(_coefficients(record))
+    )

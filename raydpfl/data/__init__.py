@@ -7,10 +7,11 @@
 >>> done["samples_per_client"], done["classes_per_client"]
 ({'min': 30, 'median': 30.0, 'max': 30}, {'min': 2, 'median': 4.0, 'max': 5})
 
-A source (`sources`, `table`, `synthetic`, `quadratics`) gives samples, a front end may make columns of them (`features`), a partition
-(`partitions`) says whose they are, `prepare` writes them once in client order, and `Shards` reads them (`shards`). Public to the
-run: shapes, the numbers of clients, of samples per client and of classes. Everything random is keyed by (seed, PARTITION) or
-(seed, DATA, client).
+A source (`sources`, `table`, `synthetic`, `quadratics`) gives samples, a front end may make columns
+of them (`features`), a partition (`partitions`) says whose they are, `prepare` writes them once in
+client order, and `Shards` reads them (`shards`). Public to the run: shapes, the numbers of clients,
+of samples per client and of classes. Everything random is keyed by (seed, PARTITION) or (seed,
+DATA, client).
 """
 
 from __future__ import annotations
@@ -72,22 +73,38 @@ def catalogue(root: Path | None = None) -> list[dict[str, str]]:
     """A row per kind: `kind`, `summary`, and `where` its samples are (`raydpfl data list`)."""
     folder, rows = data_root(root), []
     for kind, cls in FAMILY.items():
-        where = "in the package" if cls is FashionMnistMini else "your own file" if cls is Table else "generated"
+        where = (
+            "in the package"
+            if cls is FashionMnistMini
+            else "your own file"
+            if cls is Table
+            else "generated"
+        )
         if issubclass(cls, TorchvisionImages):
-            where = str(folder) if cls.present(folder) else f"not under {folder}; raydpfl data fetch {kind}"
+            where = (
+                str(folder)
+                if cls.present(folder)
+                else f"not under {folder}; raydpfl data fetch {kind}"
+            )
         rows.append({"kind": kind, "summary": (cls.__doc__ or "").split("\n\n")[0], "where": where})
     return rows
 
 
 def fetch(kind: str, root: Path | None = None) -> Path:
-    """Downloads a data set unless it is there, and returns the root that holds it (`raydpfl data fetch`). Raises `ConfigError`."""
+    """Downloads a data set unless it is there, and returns the root that holds it (`raydpfl data
+    fetch`). Raises `ConfigError`.
+    """
     cls = FAMILY.get(kind)
     if cls is None or not issubclass(cls, TorchvisionImages):
-        fetched = ", ".join(name for name, member in FAMILY.items() if issubclass(member, TorchvisionImages))
+        fetched = ", ".join(
+            name for name, member in FAMILY.items() if issubclass(member, TorchvisionImages)
+        )
         raise ConfigError("data.kind", kind, f"one that can be fetched: {fetched}")
     return cls().ensure(root)
 
 
 def describe(data: Data, seed: int = 0, root: Path | None = None) -> dict:
-    """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See `Shards.describe`."""
+    """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See
+    `Shards.describe`.
+    """
     return Shards.open(prepare(data, seed, root)).describe()

@@ -1,7 +1,9 @@
-"""Fixed front ends: samples become a table of columns once, before they are dealt, and a small model is trained on top.
+"""Fixed front ends: samples become a table of columns once, before they are dealt, and a small
+model is trained on top.
 
-A member promises columns float32 [rows, k] that are a function of (its fields, the rows, the files it reads) alone. Principal
-components learned from rows that lie about a circle in 3 dimensions need 2 columns, centred at the rows' mean:
+A member promises columns float32 [rows, k] that are a function of (its fields, the rows, the files
+it reads) alone. Principal components learned from rows that lie about a circle in 3 dimensions need
+2 columns, centred at the rows' mean:
 
 >>> angle = np.linspace(0, 2 * np.pi, 12, endpoint=False)
 >>> x = np.stack([np.cos(angle), np.sin(angle), 5 + 0 * angle], 1).astype(np.float32)
@@ -9,8 +11,9 @@ components learned from rows that lie about a circle in 3 dimensions need 2 colu
 >>> columns.shape, bool(np.allclose(np.linalg.norm(columns, axis=1), 1))
 ((12, 2), True)
 
-What a front end learns from the training rows is a query of them that no accountant counts: it is listed among the exclusions of the
-run's guarantee. Components from a file and the weights of a pretrained net are taken to come from public data, and cost nothing.
+What a front end learns from the training rows is a query of them that no accountant counts: it is
+listed among the exclusions of the run's guarantee. Components from a file and the weights of a
+pretrained net are taken to come from public data, and cost nothing.
 """
 
 from __future__ import annotations
@@ -49,16 +52,22 @@ class Features(Member):
         """The contents of the files that the columns depend on, in JSON types."""
         return []
 
-    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
-        """The training and the test rows (uint8 or float32 [rows, *shape]) as float32 [rows, k]. Raises `ConfigError`."""
+    def columns(
+        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The training and the test rows (uint8 or float32 [rows, *shape]) as float32 [rows, k].
+        Raises `ConfigError`.
+        """
         raise NotImplementedError
 
 
 class Pca(Features):
-    """A projection of centred rows on `components` principal components (002 sec. VI: 60), images being scaled to [0, 1] first.
+    """A projection of centred rows on `components` principal components (002 sec. VI: 60), images
+    being scaled to [0, 1] first.
 
-    Mean and components are those of the training rows; or public, from `file`: an NPZ with `mean` [p] and `components` [k, p], k at least
-    `components`, as `principal_components` gives them and scikit-learn's PCA names them (p numbers to a sample).
+    Mean and components are those of the training rows; or public, from `file`: an NPZ with `mean`
+    [p] and `components` [k, p], k at least `components`, as `principal_components` gives them and
+    scikit-learn's PCA names them (p numbers to a sample).
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"file"})
@@ -69,42 +78,75 @@ class Pca(Features):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        return () if self.file else ("the principal components are computed from the training data without noise",)
+        return (
+            ()
+            if self.file
+            else ("the principal components are computed from the training data without noise",)
+        )
 
     def identity(self, root: Path | None) -> list:
         return [file_identity("data.features.file", self.file, root)] if self.file else []
 
-    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    def columns(
+        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         p = int(np.prod(x.shape[1:]))
         if self.components > p:
-            raise ConfigError("data.features.components", self.components, f"at most the {p} numbers of a sample")
-        mean, axes = self._public(p, root) if self.file else principal_components(x, self.components)
+            raise ConfigError(
+                "data.features.components", self.components, f"at most the {p} numbers of a sample"
+            )
+        mean, axes = (
+            self._public(p, root) if self.file else principal_components(x, self.components)
+        )
         empty = np.zeros((0, self.components))
-        projected, test_projected = (np.concatenate([empty, *(part @ axes.T for part in _centred(rows, mean))]) for rows in (x, test_x))
+        projected, test_projected = (
+            np.concatenate([empty, *(part @ axes.T for part in _centred(rows, mean))])
+            for rows in (x, test_x)
+        )
         return projected.astype(np.float32), test_projected.astype(np.float32)
 
     def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         accepted = f"an NPZ file with mean [{p}] and components [{self.components} or more, {p}], finite numbers"
         try:
-            with np.load(find_file("data.features.file", self.file, root), allow_pickle=False) as arrays:
-                mean, axes = arrays["mean"].astype(np.float64), arrays["components"].astype(np.float64)[: self.components]
+            with np.load(
+                find_file("data.features.file", self.file, root), allow_pickle=False
+            ) as arrays:
+                mean, axes = (
+                    arrays["mean"].astype(np.float64),
+                    arrays["components"].astype(np.float64)[: self.components],
+                )
         except ConfigError:
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
-            raise ConfigError("data.features.file", self.file, f"{accepted} ({type(error).__name__}: {error})") from None
-        if mean.shape != (p,) or axes.shape != (self.components, p) or not (np.isfinite(mean).all() and np.isfinite(axes).all()):
-            raise ConfigError("data.features.file", self.file, f"{accepted}; this one has {mean.shape} and {axes.shape}")
+            raise ConfigError(
+                "data.features.file", self.file, f"{accepted} ({type(error).__name__}: {error})"
+            ) from None
+        if (
+            mean.shape != (p,)
+            or axes.shape != (self.components, p)
+            or not (np.isfinite(mean).all() and np.isfinite(axes).all())
+        ):
+            raise ConfigError(
+                "data.features.file",
+                self.file,
+                f"{accepted}; this one has {mean.shape} and {axes.shape}",
+            )
         return mean, axes
 
 
 def principal_components(x: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean [p] and principal components [components, p] of rows x [n, *shape], float64; uint8 is scaled to [0, 1].
+    """Mean [p] and principal components [components, p] of rows x [n, *shape], float64; uint8 is
+    scaled to [0, 1].
 
-    Of public rows, they are what `Pca.file` reads: `np.savez("public.npz", mean=mean, components=axes)`.
+    Of public rows, they are what `Pca.file` reads: `np.savez("public.npz", mean=mean,
+    components=axes)`.
     """
     mean = x.reshape(len(x), -1).mean(0, dtype=np.float64) / _levels(x)
-    axes = np.linalg.eigh(sum((part.T @ part).astype(np.float64) for part in _centred(x, mean)))[1][:, ::-1][:, :components]
-    axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])  # eigenvectors have no sign of their own
+    axes = np.linalg.eigh(sum((part.T @ part).astype(np.float64) for part in _centred(x, mean)))[1][
+        :, ::-1
+    ][:, :components]
+    # eigenvectors have no sign of their own
+    axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])
     return mean, axes.T
 
 
@@ -115,16 +157,22 @@ def _levels(x: np.ndarray) -> float:
 def _centred(x: np.ndarray, mean: np.ndarray) -> Iterator[np.ndarray]:
     """The rows less `mean` [p], float32 [<= 4096, p] at a time."""
     flat, levels = x.reshape(len(x), -1), _levels(x)
-    return ((flat[at : at + 4096] / levels - mean).astype(np.float32) for at in range(0, len(flat), 4096))
+    return (
+        (flat[at : at + 4096] / levels - mean).astype(np.float32)
+        for at in range(0, len(flat), 4096)
+    )
 
 
 class ResNet18Features(Features):
-    """The 512 averaged outputs of a frozen ResNet-18 without its last layer (003 sec. VI; Tramer and Boneh 2021), images only.
+    """The 512 averaged outputs of a frozen ResNet-18 without its last layer (003 sec. VI; Tramer
+    and Boneh 2021), images only.
 
-    `weights`: `imagenet` (torchvision's IMAGENET1K_V1, downloaded by torchvision once), or a file with a state dict of torchvision's
-    `resnet18`, as `torch.save` writes it; its last layer may be missing and is not used. Images are made ready as these weights ask:
-    grey repeated to 3 channels, the shorter side resized to `resize`, the middle `crop` x `crop` cut out, ImageNet's mean and standard
-    deviation. The table is kept in the cache by the digests of weights and images, so it is extracted once for all partitions and seeds.
+    `weights`: `imagenet` (torchvision's IMAGENET1K_V1, downloaded by torchvision once), or a file
+    with a state dict of torchvision's `resnet18`, as `torch.save` writes it; its last layer may be
+    missing and is not used. Images are made ready as these weights ask: grey repeated to 3
+    channels, the shorter side resized to `resize`, the middle `crop` x `crop` cut out, ImageNet's
+    mean and standard deviation. The table is kept in the cache by the digests of weights and
+    images, so it is extracted once for all partitions and seeds.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"weights"})
@@ -137,7 +185,9 @@ class ResNet18Features(Features):
     @model_validator(mode="after")
     def _fits(self) -> ResNet18Features:
         if self.crop > self.resize:
-            raise ConfigError("data.features.crop", self.crop, f"at most data.features.resize, {self.resize}")
+            raise ConfigError(
+                "data.features.crop", self.crop, f"at most data.features.resize, {self.resize}"
+            )
         return self
 
     def files(self) -> dict[str, str]:
@@ -149,9 +199,15 @@ class ResNet18Features(Features):
             return [_pretrained().url]
         return [file_identity("data.features.weights", self.weights, root)]
 
-    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    def columns(
+        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3):
-            raise ConfigError("data.features.kind", self.kind, f"grey or colour images; the samples are {x.dtype} {x.shape[1:]}")
+            raise ConfigError(
+                "data.features.kind",
+                self.kind,
+                f"grey or colour images; the samples are {x.dtype} {x.shape[1:]}",
+            )
         weights = self.identity(root)
 
         def extract(images: np.ndarray) -> np.ndarray:
@@ -161,7 +217,13 @@ class ResNet18Features(Features):
             return columns
 
         def table(images: np.ndarray) -> np.ndarray:
-            key = [*weights, self.resize, self.crop, images.shape, _digest(np.ascontiguousarray(images))]
+            key = [
+                *weights,
+                self.resize,
+                self.crop,
+                images.shape,
+                _digest(np.ascontiguousarray(images)),
+            ]
             return _kept(_digest(repr(key).encode()), lambda: extract(images))
 
         return table(x), table(test_x)
@@ -170,7 +232,9 @@ class ResNet18Features(Features):
         return find_file("data.features.weights", self.weights, root)
 
     def _net(self, root: Path | None) -> nn.Module:
-        """torchvision's resnet18 with these weights and nothing for its last layer, to be used as it is."""
+        """torchvision's resnet18 with these weights and nothing for its last layer, to be used as
+        it is.
+        """
         import torch
         from torchvision.models import resnet18
 
@@ -184,7 +248,10 @@ class ResNet18Features(Features):
             with torch.device("meta"):  # no parameters are drawn
                 net = resnet18()
             net.fc = torch.nn.Identity()
-            net.load_state_dict({name: value for name, value in state.items() if not name.startswith("fc.")}, assign=True)
+            net.load_state_dict(
+                {name: value for name, value in state.items() if not name.startswith("fc.")},
+                assign=True,
+            )
         except OSError as error:  # no network, or no room
             where = Path(torch.hub.get_dir()) / "checkpoints"
             accepted = f"a file with these weights: {_pretrained().url}, put in {where} or named here; it was not downloaded ({error})"
@@ -204,12 +271,30 @@ class ResNet18Features(Features):
         net = self._net(root).to(device, memory_format=torch.channels_last)
         ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
         columns, began = np.empty((len(images), 512), np.float32), time.monotonic()
-        with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        with (
+            torch.inference_mode(),
+            torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False),
+        ):
             for at in range(0, len(images), IMAGES):
                 batch = torch.from_numpy(images[at : at + IMAGES]).to(device)
-                columns[at : at + IMAGES] = net(ready(batch.expand(-1, 3, -1, -1)).contiguous(memory_format=torch.channels_last)).cpu().numpy()
-                if at == 0 and (seconds := (time.monotonic() - began) * (len(images) / IMAGES)) > 60:
-                    log.warning("extracting the features of %d images takes about %.0f minutes, once", len(images), seconds / 60)
+                columns[at : at + IMAGES] = (
+                    net(
+                        ready(batch.expand(-1, 3, -1, -1)).contiguous(
+                            memory_format=torch.channels_last
+                        )
+                    )
+                    .cpu()
+                    .numpy()
+                )
+                if (
+                    at == 0
+                    and (seconds := (time.monotonic() - began) * (len(images) / IMAGES)) > 60
+                ):
+                    log.warning(
+                        "extracting the features of %d images takes about %.0f minutes, once",
+                        len(images),
+                        seconds / 60,
+                    )
         return columns
 
 
@@ -223,10 +308,13 @@ def _pretrained() -> WeightsEnum:
 
 
 def _check_published() -> None:
-    """Raises `ConfigError` where torchvision would take a file for ImageNet's weights that is another."""
+    """Raises `ConfigError` where torchvision would take a file for ImageNet's weights that is
+    another.
+    """
     import torch
 
-    name = _pretrained().url.rpartition("/")[2]  # resnet18-f37072fd.pth, by the start of its SHA-256
+    # resnet18-f37072fd.pth, by the start of its SHA-256
+    name = _pretrained().url.rpartition("/")[2]
     path = Path(torch.hub.get_dir()) / "checkpoints" / name
     published = name.rpartition("-")[2].removesuffix(".pth")
     if path.exists() and not digest(path).startswith(published):
@@ -239,7 +327,9 @@ def _digest(data: bytes | np.ndarray) -> str:
 
 
 def _kept(name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array of this name in the cache, computed and put there unless it is there as it was computed."""
+    """The array of this name in the cache, computed and put there unless it is there as it was
+    computed.
+    """
     folder = cache_root() / "features" / name
     if not whole(folder):
         put(folder, lambda scratch: np.save(scratch / "columns.npy", compute()))

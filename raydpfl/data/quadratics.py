@@ -1,14 +1,18 @@
-"""Quadratic objectives as regression data, and what federated averaging makes of them, solved exactly.
+"""Quadratic objectives as regression data, and what federated averaging makes of them, solved
+exactly.
 
-A linear model w without bias on rows x with targets y has the loss 1/2 mean_j (x_j . w - y_j)^2, so rows and targets of a client are a
-quadratic f_i of its own, and methods can be checked against solutions instead of against other runs.
+A linear model w without bias on rows x with targets y has the loss 1/2 mean_j (x_j . w - y_j)^2, so
+rows and targets of a client are a quadratic f_i of its own, and methods can be checked against
+solutions instead of against other runs.
 
-Clients with f_i(x) = 1/2 (a_i x - b_i)^2 (000 sec. 2.1) that make Q full gradient steps with learning rate eta move from x to
+Clients with f_i(x) = 1/2 (a_i x - b_i)^2 (000 sec. 2.1) that make Q full gradient steps with
+learning rate eta move from x to
 
     x + s_i (b_i / a_i - x),    s_i = 1 - (1 - eta a_i^2)^Q,
 
-so where a method stands still is the zero of a piecewise linear function. On 000 eq. 8, with the optimum 0, one step of clipped SGD
-(Q = 1) stands off it, and the plain average of many steps stands further off than the clipped one, which is the second half of Claim 2.2:
+so where a method stands still is the zero of a piecewise linear function. On 000 eq. 8, with the
+optimum 0, one step of clipped SGD (Q = 1) stands off it, and the plain average of many steps stands
+further off than the clipped one, which is the second half of Claim 2.2:
 
 >>> a, b = (1, 2, 6), (4, 1, -1)
 >>> for steps, bound in ((1, None), (1, 0.01), (1000, None), (1000, 0.01)):
@@ -36,16 +40,20 @@ from raydpfl.keys import Purpose, stream
 
 
 class Quadratics(Data):
-    """001 sec. 5.3: f_i(w) = 1/2 (w - w_i)^T A_i A_i^T (w - w_i), each client with its own A_i [dimension, rank] and optimum w_i.
+    """001 sec. 5.3: f_i(w) = 1/2 (w - w_i)^T A_i A_i^T (w - w_i), each client with its own A_i
+    [dimension, rank] and optimum w_i.
 
-    A_i has entries N(0, variance) (1/dimension unless given); w_i is `heterogeneity` times a draw from N(0, I) or U(0,1)^d. The scalars of
-    the paper are lost; all are parameters. A client's `rank` rows are sqrt(rank) times the columns of A_i, so that its mean
-    loss is f_i, and the test set is all rows of all clients, so that the test loss is f(w), the mean of all f_i.
+    A_i has entries N(0, variance) (1/dimension unless given); w_i is `heterogeneity` times a draw
+    from N(0, I) or U(0,1)^d. The scalars of the paper are lost; all are parameters. A client's
+    `rank` rows are sqrt(rank) times the columns of A_i, so that its mean loss is f_i, and the test
+    set is all rows of all clients, so that the test loss is f(w), the mean of all f_i.
 
-    Coordinates are shifted: the origin is w*, the optimum of f (of the least norm in the coordinates before, if there are several), and
-    f_i is 0 at w_i - w*. Every method that looks at gradients and updates alone does the same in both; clipping of the model itself and
-    weight decay, which pull towards the origin, do not. A start at a distance from the optimum is thus one from 0: `model.spread`
-    0.2 and 1 are the starts w* + z/5 and w* + z, z ~ U(0,1)^d, of 001. `describe` has f(w*) as `optimum`.
+    Coordinates are shifted: the origin is w*, the optimum of f (of the least norm in the
+    coordinates before, if there are several), and f_i is 0 at w_i - w*. Every method that looks at
+    gradients and updates alone does the same in both; clipping of the model itself and weight
+    decay, which pull towards the origin, do not. A start at a distance from the optimum is thus one
+    from 0: `model.spread` 0.2 and 1 are the starts w* + z/5 and w* + z, z ~ U(0,1)^d, of 001.
+    `describe` has f(w*) as `optimum`.
     """
 
     kind: str = "quadratics"
@@ -64,7 +72,9 @@ class Quadratics(Data):
         for client in range(self.clients):
             generator = stream(seed, Purpose.DATA, client=client)
             x[client] = scale * generator.standard_normal((rank, d))
-            own = self.heterogeneity * (generator.standard_normal(d) if self.optima == "normal" else generator.random(d))
+            own = self.heterogeneity * (
+                generator.standard_normal(d) if self.optima == "normal" else generator.random(d)
+            )
             rows = x[client].astype(np.float64)
             y[client] = rows @ own
             hessian += rows.T @ rows
@@ -75,10 +85,12 @@ class Quadratics(Data):
 
 
 class ScalarQuadratics(Data):
-    """000 sec. 2.1: f_i(x) = 1/2 (a_i x - b_i)^2, one client for each pair, in the coordinates of the paper.
+    """000 sec. 2.1: f_i(x) = 1/2 (a_i x - b_i)^2, one client for each pair, in the coordinates of
+    the paper.
 
-    Claim 2.1 is a = (1, 1, 1), b = (-c/2, -c/2, kc); eq. 8 is a = (1, 2, 6), b = (4, 1, -1). A client has the one row a_i with target b_i; the
-    test set is all of them, so the test loss is the mean of all f_i, 1/N of the paper's f.
+    Claim 2.1 is a = (1, 1, 1), b = (-c/2, -c/2, kc); eq. 8 is a = (1, 2, 6), b = (4, 1, -1). A
+    client has the one row a_i with target b_i; the test set is all of them, so the test loss is the
+    mean of all f_i, 1/N of the paper's f.
     """
 
     kind: str = "scalar_quadratics"
@@ -90,7 +102,9 @@ class ScalarQuadratics(Data):
         if len(self.b) != len(self.a):
             raise ConfigError("data.b", self.b, f"{len(self.a)} numbers, one for each of data.a")
         if self.clients not in (None, len(self.a)):
-            raise ConfigError("data.clients", self.clients, f"{len(self.a)}, one for each of data.a, or none")
+            raise ConfigError(
+                "data.clients", self.clients, f"{len(self.a)}, one for each of data.a, or none"
+            )
         return self
 
     def split(self, seed: int, root: Path | None) -> Split:
@@ -100,7 +114,9 @@ class ScalarQuadratics(Data):
 
 
 def _split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
-    """Clients with rows x float32 [clients, rows, d] and targets y [clients, rows]; `best` [d] is where the mean loss is least."""
+    """Clients with rows x float32 [clients, rows, d] and targets y [clients, rows]; `best` [d] is
+    where the mean loss is least.
+    """
     y = y.astype(np.float32)
     residuals = x.astype(np.float64) @ best - y
 
@@ -108,25 +124,47 @@ def _split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
         return x[first:last].reshape(-1, x.shape[2]), y[first:last].reshape(-1)
 
     optimum = float(np.mean(residuals**2) / 2)
-    return Split(np.full(len(x), x.shape[1]), (x.shape[2],), 0, rows, lambda: rows(0, len(x)), optimum=optimum)
+    return Split(
+        np.full(len(x), x.shape[1]),
+        (x.shape[2],),
+        0,
+        rows,
+        lambda: rows(0, len(x)),
+        optimum=optimum,
+    )
 
 
 def stationary(
-    a: Sequence[float], b: Sequence[float], steps: int, lr: float, bound: float | None, sends: Literal["update", "model"] = "update"
+    a: Sequence[float],
+    b: Sequence[float],
+    steps: int,
+    lr: float,
+    bound: float | None,
+    sends: Literal["update", "model"] = "update",
 ) -> tuple[float, float]:
-    """Where federated averaging of f_i(x) = 1/2 (a_i x - b_i)^2 stands still: the least and the greatest such x, mostly one and the same.
+    """Where federated averaging of f_i(x) = 1/2 (a_i x - b_i)^2 stands still: the least and the
+    greatest such x, mostly one and the same.
 
-    All clients take part, each with `steps` full gradient steps of learning rate `lr`, and what one sends is clipped to `bound` (None: not
-    at all): its update, sum_i clip(s_i (b_i/a_i - x), c) = 0 (000 eq. 8, Table 1); or its model,
-    mean_i clip(x + s_i (b_i/a_i - x), c) = x (000 eq. 5). Neither side minus the other ever rises with x, and both are linear between
-    breakpoints; the zero is found in fractions, from s_i in float64. The server's learning rate does not matter. Raises
-    ValueError where clients diverge, lr a_i^2 not below 2, or no a_i is other than 0.
+    All clients take part, each with `steps` full gradient steps of learning rate `lr`, and what one
+    sends is clipped to `bound` (None: not at all): its update, sum_i clip(s_i (b_i/a_i - x), c) = 0
+    (000 eq. 8, Table 1); or its model, mean_i clip(x + s_i (b_i/a_i - x), c) = x (000 eq. 5).
+    Neither side minus the other ever rises with x, and both are linear between breakpoints; the
+    zero is found in fractions, from s_i in float64. The server's learning rate does not matter.
+    Raises ValueError where clients diverge, lr a_i^2 not below 2, or no a_i is other than 0.
     """
     rate = lr * np.square(np.asarray(a, float))
     if not rate.any() or rate.max() >= 2:
-        raise ValueError(f"some a_i must not be 0, and lr a_i^2 must be below 2; it is {rate.tolist()}")
-    share = np.where(rate < 0.5, -np.expm1(steps * np.log1p(-np.minimum(rate, 0.5))), 1 - (1 - rate) ** steps)  # s_i
-    clients = [(Fraction(s), Fraction(target) / Fraction(slope) if slope else Fraction(0)) for s, slope, target in zip(share, a, b, strict=True)]
+        raise ValueError(
+            f"some a_i must not be 0, and lr a_i^2 must be below 2; it is {rate.tolist()}"
+        )
+    # s_i
+    share = np.where(
+        rate < 0.5, -np.expm1(steps * np.log1p(-np.minimum(rate, 0.5))), 1 - (1 - rate) ** steps
+    )
+    clients = [
+        (Fraction(s), Fraction(target) / Fraction(slope) if slope else Fraction(0))
+        for s, slope, target in zip(share, a, b, strict=True)
+    ]
     if bound is None:
         return (float(sum(s * own for s, own in clients) / sum(s for s, _ in clients)),) * 2
     c = Fraction(bound)
@@ -136,7 +174,11 @@ def stationary(
         def excess(x: Fraction) -> Fraction:
             return sum(min(max(s * (own - x), -c), c) for s, own in clients)
     else:
-        points = [c, -c, *((side - s * own) / (1 - s) for s, own in clients if s != 1 for side in (c, -c))]
+        points = [
+            c,
+            -c,
+            *((side - s * own) / (1 - s) for s, own in clients if s != 1 for side in (c, -c)),
+        ]
 
         def excess(x: Fraction) -> Fraction:
             return sum(min(max(x + s * (own - x), -c), c) - x for s, own in clients)
@@ -152,9 +194,11 @@ def stationary(
 
 
 def model_clip_limit(bound: float, steps: int, lr: float) -> float:
-    """lambda c / (3 - 2 lambda), lambda = (1 - lr)^Q: where clipping the model converges for a = (1, 1, 1), b = (-c/2, -c/2, kc).
+    """lambda c / (3 - 2 lambda), lambda = (1 - lr)^Q: where clipping the model converges for a =
+    (1, 1, 1), b = (-c/2, -c/2, kc).
 
-    000 Claim 2.1, for k > 4 and lr below 1. The optimum is (k - 1) c / 3, more than `bound`, whatever Q and lr are.
+    000 Claim 2.1, for k > 4 and lr below 1. The optimum is (k - 1) c / 3, more than `bound`,
+    whatever Q and lr are.
 
     >>> model_clip_limit(1.0, 1, 0.5), stationary((1, 1, 1), (-0.5, -0.5, 5), 1, 0.5, bound=1.0, sends="model")[0]
     (0.25, 0.25)
@@ -164,11 +208,12 @@ def model_clip_limit(bound: float, steps: int, lr: float) -> float:
 
 
 def harmless_lr(a: Sequence[float], b: Sequence[float], bound: float) -> float:
-    """The largest learning rate with which one local step, its update clipped to `bound`, still stands still at the optimum: nothing is
-    clipped there (000 Claim 2.2; infinite if no client moves there).
+    """The largest learning rate with which one local step, its update clipped to `bound`, still
+    stands still at the optimum: nothing is clipped there (000 Claim 2.2; infinite if no client
+    moves there).
 
-    It is c / max_i |f_i'(x*)|. The paper prints 1 / max_i, which is that for c = 1 and too large for any smaller c. It must also be below
-    2 / max_i a_i^2, or clients diverge.
+    It is c / max_i |f_i'(x*)|. The paper prints 1 / max_i, which is that for c = 1 and too large
+    for any smaller c. It must also be below 2 / max_i a_i^2, or clients diverge.
     """
     a, b = np.asarray(a, float), np.asarray(b, float)
     steepest = np.abs(a * (a * (a @ b / (a @ a)) - b)).max()

@@ -1,4 +1,5 @@
-"""Clients' samples on disk: one Arrow IPC file of training rows sorted by client, shared by whoever trains on this machine.
+"""Clients' samples on disk: one Arrow IPC file of training rows sorted by client, shared by whoever
+trains on this machine.
 
 >>> import tempfile
 >>> from raydpfl.data.synthetic import Synthetic
@@ -8,8 +9,8 @@
 ...     shards.clients, shards.shape, shards.classes, x.shape, n
 (3, (60,), 10, (2, 5, 60), array([4, 0]))
 
-A prepared folder is named by a digest of (format, data config, seed, contents of the source files, code of the user's own
-members), wherever the files are, and never changes:
+A prepared folder is named by a digest of (format, data config, seed, contents of the source files,
+code of the user's own members), wherever the files are, and never changes:
 
 | file          | rows        | columns                                                                            |
 |---------------|-------------|------------------------------------------------------------------------------------|
@@ -20,12 +21,14 @@ members), wherever the files are, and never changes:
 | data.json     |             | shape, classes (0: regression), unseen, mean and std, how it was dealt |
 | digests.json  |             | size and digest of each; what does not agree with them is prepared again            |
 
-It is written beside its place under another name and renamed, so a half-written one is never used, and of two runs that
-prepare the same data the later takes the earlier's.
+It is written beside its place under another name and renamed, so a half-written one is never used,
+and of two runs that prepare the same data the later takes the earlier's.
 
-Clients and test rows are memory-mapped; training rows are read at the place in the file that the map names, straight into the
-caller's arrays. Both are the page cache's one copy for all processes. But a page that is mapped counts as memory of the process, and one
-touch maps its whole neighbourhood: 4,800 clients of 4.8 kB out of a million made 3 GB, and nothing when read. It is also faster.
+Clients and test rows are memory-mapped; training rows are read at the place in the file that the
+map names, straight into the caller's arrays. Both are the page cache's one copy for all processes.
+But a page that is mapped counts as memory of the process, and one touch maps its whole
+neighbourhood: 4,800 clients of 4.8 kB out of a million made 3 GB, and nothing when read. It is also
+faster.
 """
 
 from __future__ import annotations
@@ -51,15 +54,19 @@ from raydpfl.files import STILL, cache_root, put, whole
 from raydpfl.member import own_code
 
 FORMAT = 4
-NEAR = 32 << 10  # bytes that are read as fast as another call is made: so many for each row wanted, before rows are read one by one
+# bytes that are read as fast as another call is made: so many for each row wanted, before rows are
+# read one by one
+NEAR = 32 << 10
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 
 def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None = None) -> Path:
-    """The folder that holds `data` dealt to clients, written now unless it is there already, whole and unchanged.
+    """The folder that holds `data` dealt to clients, written now unless it is there already, whole
+    and unchanged.
 
-    `root` is where the source files are (None: RAYDPFL_DATA), `cache` where folders are kept (None: RAYDPFL_CACHE, or raydpfl under
-    XDG_CACHE_HOME or ~/.cache). Raises `ConfigError` before anything is written for what the data cannot give.
+    `root` is where the source files are (None: RAYDPFL_DATA), `cache` where folders are kept (None:
+    RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME or ~/.cache). Raises `ConfigError` before
+    anything is written for what the data cannot give.
     """
     with _blamed(data):
         described = _described(data, seed, root)
@@ -92,7 +99,9 @@ def _blamed(data: Data) -> Iterator[None]:
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error}; {place.filename}, line {place.lineno}"
-        raise ConfigError("data.kind", data.kind, f"a source that gives its samples ({reason})") from None
+        raise ConfigError(
+            "data.kind", data.kind, f"a source that gives its samples ({reason})"
+        ) from None
 
 
 def _described(data: Data, seed: int, root: Path | None) -> dict[str, Any]:
@@ -112,13 +121,20 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     row_bytes = split.rows(some, some + 1)[0][0].nbytes
     needed, free = int(ends[-1]) * (row_bytes + 8), shutil.disk_usage(folder).free
     if needed > free:
-        raise ConfigError("RAYDPFL_CACHE", str(folder.parent), f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}")
-    held, most = np.zeros((2, len(split.sizes)), np.int64)  # classes of a client, and its samples of the commonest
+        raise ConfigError(
+            "RAYDPFL_CACHE",
+            str(folder.parent),
+            f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}",
+        )
+    # classes of a client, and its samples of the commonest
+    held, most = np.zeros((2, len(split.sizes)), np.int64)
     counted = np.zeros(split.classes, np.int64)  # training samples of each class
     writer, first = None, 0
     while first < len(ends):
         start = ends[first] - split.sizes[first]
-        last = max(first + 1, int(np.searchsorted(ends, start + BATCH_BYTES // row_bytes, side="right")))
+        last = max(
+            first + 1, int(np.searchsorted(ends, start + BATCH_BYTES // row_bytes, side="right"))
+        )
         batch = _batch(*(part := split.rows(first, last)), split.classes)
         writer = writer or pa.ipc.new_file(str(folder / "train.arrow"), batch.schema)
         writer.write_batch(batch)
@@ -138,7 +154,10 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     labels = {}
     if split.classes:
         has = split.sizes > 0
-        labels = {"classes_per_client": _spread(held), "commonest_class_per_client": _spread((most[has] / split.sizes[has]).round(4))}
+        labels = {
+            "classes_per_client": _spread(held),
+            "commonest_class_per_client": _spread((most[has] / split.sizes[has]).round(4)),
+        }
     about = {
         "shape": list(split.shape), "classes": split.classes,
         "unseen": np.flatnonzero(counted == 0).tolist(),
@@ -152,25 +171,39 @@ def _write(split: Split, config: dict, folder: Path) -> None:
 
 
 def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
-    flat = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(x).reshape(-1)), int(np.prod(x.shape[1:])))
-    return pa.record_batch({"x": flat, "y": y.astype(np.int64 if classes else np.float32, copy=False)})
+    flat = pa.FixedSizeListArray.from_arrays(
+        pa.array(np.ascontiguousarray(x).reshape(-1)), int(np.prod(x.shape[1:]))
+    )
+    return pa.record_batch(
+        {"x": flat, "y": y.astype(np.int64 if classes else np.float32, copy=False)}
+    )
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    return {"min": values.min().item(), "median": float(np.median(values)), "max": values.max().item()}
+    return {
+        "min": values.min().item(),
+        "median": float(np.median(values)),
+        "max": values.max().item(),
+    }
 
 
 class _Mapped:
-    """An Arrow IPC file, mapped: `columns` of each batch as read-only arrays on the map; `at` is where such an array is in the file."""
+    """An Arrow IPC file, mapped: `columns` of each batch as read-only arrays on the map; `at` is
+    where such an array is in the file.
+    """
 
     def __init__(self, path: Path):
         self.file = path.open("rb", buffering=0)
-        if hasattr(os, "posix_fadvise"):  # cohorts are spread over the file: reading on beyond a client is a waste
+        # cohorts are spread over the file: reading on beyond a client is a waste
+        if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.map = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
         batches = [reader.get_batch(index).columns for index in range(reader.num_record_batches)]
-        self.columns = [[getattr(column, "values", column).to_numpy() for column in columns] for columns in batches]
+        self.columns = [
+            [getattr(column, "values", column).to_numpy() for column in columns]
+            for columns in batches
+        ]
 
     def at(self, column: np.ndarray) -> int:
         return column.ctypes.data - np.frombuffer(self.map, np.uint8).ctypes.data
@@ -200,8 +233,8 @@ class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
 
     `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0:
-    regression); `unseen`: classes without a training sample; `test_size`. What `lane`
-    and `test` return is the caller's to write to. Where y is said to be int64, it is float32 for regression.
+    regression); `unseen`: classes without a training sample; `test_size`. What `lane` and `test`
+    return is the caller's to write to. Where y is said to be int64, it is float32 for regression.
     """
 
     def __init__(self, folder: Path):
@@ -210,16 +243,22 @@ class Shards:
         self.shape, self.classes = tuple(about["shape"]), about["classes"]
         self.unseen = tuple(about["unseen"])
         self._description = about["description"]
-        self._train, self._clients, self._test = (_Mapped(folder / f"{part}.arrow") for part in ("train", "clients", "test"))
+        self._train, self._clients, self._test = (
+            _Mapped(folder / f"{part}.arrow") for part in ("train", "clients", "test")
+        )
         ((self._first, self.sizes),) = self._clients.columns
         ((test_x, self._test_y),) = self._test.columns
         self._test_x = test_x.reshape(-1, *self.shape)
-        self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])  # first row of each batch
+        # first row of each batch
+        self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])
         self._places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
         self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
         # uint8 v becomes (v / 255 - mean) / std per channel, by one product and one sum.
         per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(about["mean"]) > 1 else ()
-        mean, std = (np.array(about[key] or [other]).reshape(per_channel) for key, other in (("mean", 0.0), ("std", 1.0)))
+        mean, std = (
+            np.array(about[key] or [other]).reshape(per_channel)
+            for key, other in (("mean", 0.0), ("std", 1.0))
+        )
         self._scale, self._shift = np.float32(1 / (255 * std)), np.float32(-mean / std)
 
     @classmethod
@@ -240,51 +279,84 @@ class Shards:
     def lane(
         self, clients: Sequence[int], rows: int, picked: Sequence[np.ndarray | None] | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples of some clients, each padded with zeros to `rows`; a client of -1 is a dummy without samples.
+        """The samples of some clients, each padded with zeros to `rows`; a client of -1 is a dummy
+        without samples.
 
-        `picked` has the rows to take of each client, ascending, or None for all. Returns x float32 [len(clients), rows, *shape], y int64
-        [len(clients), rows] and the numbers of samples taken, int64 [len(clients)]. Raises ValueError if that is more than `rows`.
+        `picked` has the rows to take of each client, ascending, or None for all. Returns x float32
+        [len(clients), rows, *shape], y int64 [len(clients), rows] and the numbers of samples taken,
+        int64 [len(clients)]. Raises ValueError if that is more than `rows`.
         """
         members = np.asarray(clients, np.int64)
         x = np.zeros((len(members), rows, *self.shape), np.float32)
         y = np.zeros((len(members), rows), self._test_y.dtype)
         sizes = np.where(members < 0, 0, self.sizes[members])
         picked = [None] * len(members) if picked is None else picked
-        n = np.array([size if some is None else len(some) for size, some in zip(sizes, picked, strict=True)], np.int64)
+        n = np.array(
+            [size if some is None else len(some) for size, some in zip(sizes, picked, strict=True)],
+            np.int64,
+        )
         if n.max(initial=0) > rows:
-            raise ValueError(f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane")
+            raise ValueError(
+                f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane"
+            )
         raw = np.empty((rows, *self.shape), self._test_x.dtype)
-        for lane, (batch, before, count) in enumerate(zip(*self._rows_of(members), n.tolist(), strict=True)):
+        for lane, (batch, before, count) in enumerate(
+            zip(*self._rows_of(members), n.tolist(), strict=True)
+        ):
             if count:
                 stored = raw[:count] if raw.dtype == np.uint8 else x[lane, :count]
                 for into, at in zip((stored, y[lane, :count]), self._places[batch], strict=True):
-                    self._train.take(into, at + before * into[0].nbytes, int(sizes[lane]), picked[lane])
+                    self._train.take(
+                        into, at + before * into[0].nbytes, int(sizes[lane]), picked[lane]
+                    )
                 if raw.dtype == np.uint8:
                     self._scaled(stored, x[lane, :count])
         return x, y, n
 
     def _rows_of(self, members: np.ndarray) -> tuple[list[int], list[int]]:
-        """Of each client, the batch of the file that holds its rows, and how many rows of others stand before them there."""
+        """Of each client, the batch of the file that holds its rows, and how many rows of others
+        stand before them there.
+        """
         batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
         return batches.tolist(), (self._first[members] - self._starts[batches]).tolist()
 
     def prefetch(self, clients: np.ndarray, rows: int) -> None:
-        """Asks the system to have these clients (int64, -1 for a dummy) in memory soon, but for those of whom `rows` are a small part; returns at once."""
+        """Asks the system to have these clients (int64, -1 for a dummy) in memory soon, but for
+        those of whom `rows` are a small part; returns at once.
+        """
         if not hasattr(os, "posix_fadvise"):
             return
         members = np.asarray(clients, np.int64)
         members = members[members >= 0]
         sizes = self.sizes[members]
-        members = members[(sizes > 0) & ((sizes <= rows) | (sizes * self._row_bytes <= NEAR * rows))]
-        for batch, before, count in zip(*self._rows_of(members), self.sizes[members].tolist(), strict=True):
-            for at, width in zip(self._places[batch], (self._row_bytes, self._test_y.itemsize), strict=True):
-                os.posix_fadvise(self._train.file.fileno(), at + before * width, count * width, os.POSIX_FADV_WILLNEED)
+        members = members[
+            (sizes > 0) & ((sizes <= rows) | (sizes * self._row_bytes <= NEAR * rows))
+        ]
+        for batch, before, count in zip(
+            *self._rows_of(members), self.sizes[members].tolist(), strict=True
+        ):
+            for at, width in zip(
+                self._places[batch], (self._row_bytes, self._test_y.itemsize), strict=True
+            ):
+                os.posix_fadvise(
+                    self._train.file.fileno(),
+                    at + before * width,
+                    count * width,
+                    os.POSIX_FADV_WILLNEED,
+                )
 
     def test(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The test samples in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<= batch]."""
+        """The test samples in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<=
+        batch].
+        """
         for start in range(0, self.test_size, batch):
             stored, y = self._test_x[start : start + batch], self._test_y[start : start + batch]
-            yield self._scaled(stored, np.empty(stored.shape, np.float32)) if stored.dtype == np.uint8 else stored.copy(), y.copy()
+            yield (
+                self._scaled(stored, np.empty(stored.shape, np.float32))
+                if stored.dtype == np.uint8
+                else stored.copy(),
+                y.copy(),
+            )
 
     def _scaled(self, pixels: np.ndarray, x: np.ndarray) -> np.ndarray:
         x[...] = pixels
@@ -294,14 +366,18 @@ class Shards:
         return x
 
     def release(self) -> None:
-        """Gives the mapped pages back, so that this process holds no more memory than it works with. They return when touched."""
+        """Gives the mapped pages back, so that this process holds no more memory than it works
+        with. They return when touched.
+        """
         for file in (self._train, self._clients, self._test):
             file.map.madvise(mmap.MADV_DONTNEED)
 
     def describe(self) -> dict:
-        """What the partition did: clients, samples, test samples, unused samples; and per client (min, median, max) samples, classes, and the
-        share of its samples that are of its commonest class.
+        """What the partition did: clients, samples, test samples, unused samples; and per client
+        (min, median, max) samples, classes, and the share of its samples that are of its commonest
+        class.
 
-        For regression no classes; and `optimum` where the least loss on the test set that a linear model can reach is known.
+        For regression no classes; and `optimum` where the least loss on the test set that a linear
+        model can reach is known.
         """
         return dict(self._description)

@@ -1,15 +1,18 @@
-"""Where samples come from: the base of the family, what a member gives, and the named image data sets.
+"""Where samples come from: the base of the family, what a member gives, and the named image data
+sets.
 
-A member promises a `Split` that is a function of (its fields, seed, the files it reads) alone, and checks all it can before the
-first byte is written. A named data set is read from torchvision's own layout under a root:
+A member promises a `Split` that is a function of (its fields, seed, the files it reads) alone, and
+checks all it can before the first byte is written. A named data set is read from torchvision's own
+layout under a root:
 
 >>> data = FashionMnistMini(clients=300)
 >>> split = data.split(seed=0, root=None)
 >>> split.shape, split.classes, split.sizes[:3]
 ((1, 28, 28), 10, array([30, 30, 30]))
 
-Public, because published: the normalisation constants. They belong to the published files, so `normalize` is refused for
-files whose own mean or standard deviation is off by more than 0.01: they are not the published ones.
+Public, because published: the normalisation constants. They belong to the published files, so
+`normalize` is refused for files whose own mean or standard deviation is off by more than 0.01: they
+are not the published ones.
 """
 
 from __future__ import annotations
@@ -35,26 +38,31 @@ LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million p
 
 @dataclass(frozen=True)
 class Split:
-    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or float32, y [rows]).
+    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or
+    float32, y [rows]).
 
-    y is int64, the class from 0 to `classes` - 1; or for regression, where `classes` is 0, the target in float32.
+    y is int64, the class from 0 to `classes` - 1; or for regression, where `classes` is 0, the
+    target in float32.
     """
 
     sizes: np.ndarray  # int64 [clients]
     shape: tuple[int, ...]  # of one sample
     classes: int
-    rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]  # training rows of clients first to last - 1, client after client
+    # training rows of clients first to last - 1, client after client
+    rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     test: Callable[[], tuple[np.ndarray, np.ndarray]]
     mean: tuple[float, ...] = ()  # per channel, of samples scaled to [0, 1]; empty: not normalised
     std: tuple[float, ...] = ()
     unused: int = 0  # training samples that no client holds
-    optimum: float | None = None  # the least loss on the test set that any model of `kind: linear` can reach, where it is known
+    # the least loss on the test set that any model of `kind: linear` can reach, where it is known
+    optimum: float | None = None
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y [rows] in int64 (classes) or float32 (regression), and
-    int64 [rows] of clients if the rows tell."""
+    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y [rows] in int64
+    (classes) or float32 (regression), and int64 [rows] of clients if the rows tell.
+    """
 
     x: np.ndarray
     y: np.ndarray
@@ -69,15 +77,21 @@ class Data(Member):
     clients: int | None = Field(default=None, ge=1, le=10**9)
 
     def split(self, seed: int, root: Path | None) -> Split:
-        """The samples and who holds them. Raises `ConfigError` for what the data cannot give; writes nothing."""
+        """The samples and who holds them. Raises `ConfigError` for what the data cannot give;
+        writes nothing.
+        """
         raise NotImplementedError
 
     def identity(self, root: Path | None) -> list:
-        """The contents of the files that the samples depend on, in JSON types (see `raydpfl.files.file_identity`)."""
+        """The contents of the files that the samples depend on, in JSON types (see
+        `raydpfl.files.file_identity`).
+        """
         return []
 
     def facts(self) -> dict[str, Any]:
-        """The config of the data in JSON types, without names of files: `identity` has what is in them."""
+        """The config of the data in JSON types, without names of files: `identity` has what is in
+        them.
+        """
         return self.model_dump(mode="json", exclude=set(self.named))
 
     @property
@@ -98,7 +112,9 @@ class Sized(Data):
 
 
 class Dealt(Sized):
-    """A data set in memory, its samples made columns by `features` if asked for, dealt to clients by a partition."""
+    """A data set in memory, its samples made columns by `features` if asked for, dealt to clients
+    by a partition.
+    """
 
     partition: SerializeAsAny[Partition] = Iid()
     features: SerializeAsAny[Features] | None = None
@@ -116,7 +132,9 @@ class Dealt(Sized):
     @model_validator(mode="after")
     def _consistent(self) -> Dealt:
         if not self.partition.sized and not isinstance(self.sizes, Balanced):
-            accepted = f"balanced with partition {self.partition.kind}, which itself decides the sizes"
+            accepted = (
+                f"balanced with partition {self.partition.kind}, which itself decides the sizes"
+            )
             raise ConfigError("data.sizes.kind", self.sizes.kind, accepted)
         if self.features and self.constants() != ((), ()):
             accepted = "none with constants to normalise pixels by (data.normalize, data.mean): it scales them itself"
@@ -141,7 +159,9 @@ class Dealt(Sized):
         return found
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not normalised."""
+        """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not
+        normalised.
+        """
         return (), ()
 
     @property
@@ -155,34 +175,64 @@ class Dealt(Sized):
             raise ConfigError("data.kind", self.kind, accepted)
         order, sizes = self._deal(found, stream(seed, Purpose.PARTITION))
         mean, std = self.constants()
-        x, test_x = self.features.columns(found.x, found.test_x, root) if self.features else (found.x, found.test_x)
+        x, test_x = (
+            self.features.columns(found.x, found.test_x, root)
+            if self.features
+            else (found.x, found.test_x)
+        )
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
         def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
             chosen = order[ends[first] : ends[last]]
             return x[chosen], found.y[chosen]
 
-        classes = 0 if found.y.dtype.kind == "f" else 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
+        classes = (
+            0
+            if found.y.dtype.kind == "f"
+            else 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
+        )
         unused = len(found.y) - len(np.unique(order))
-        return Split(sizes, x.shape[1:], classes, rows, lambda: (test_x, found.test_y), mean, std, unused)
+        return Split(
+            sizes, x.shape[1:], classes, rows, lambda: (test_x, found.test_y), mean, std, unused
+        )
 
-    def _deal(self, found: Samples, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _deal(
+        self, found: Samples, generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         if self.partition.by != "client":
             if self.clients is None:
-                raise ConfigError("data.clients", None, "a number of clients (only partition natural finds it in the data)")
+                raise ConfigError(
+                    "data.clients",
+                    None,
+                    "a number of clients (only partition natural finds it in the data)",
+                )
             if self.partition.by == "label" and found.y.dtype.kind == "f":
-                raise ConfigError("data.partition.kind", self.partition.kind, "iid or natural for regression, which has no classes to deal by")
+                raise ConfigError(
+                    "data.partition.kind",
+                    self.partition.kind,
+                    "iid or natural for regression, which has no classes to deal by",
+                )
             return self.partition.deal(found.y, self.clients, self.sizes, generator)
         if found.client is None:
-            raise ConfigError("data.partition.kind", self.partition.kind, "a table whose column of client ids data.client names")
+            raise ConfigError(
+                "data.partition.kind",
+                self.partition.kind,
+                "a table whose column of client ids data.client names",
+            )
         present = int(found.client.max()) + 1
         if self.clients not in (None, present):
-            raise ConfigError("data.clients", self.clients, f"{present}, the number of clients in the data, or none")
+            raise ConfigError(
+                "data.clients",
+                self.clients,
+                f"{present}, the number of clients in the data, or none",
+            )
         return self.partition.deal(found.client, present, self.sizes, generator)
 
 
 class Images(Dealt):
-    """A named image data set with published normalisation constants; otherwise pixels are scaled to [0, 1]."""
+    """A named image data set with published normalisation constants; otherwise pixels are scaled to
+    [0, 1].
+    """
 
     normalize: bool = False
     mean: ClassVar[tuple[float, ...]]
@@ -192,23 +242,34 @@ class Images(Dealt):
         return (self.mean, self.std) if self.normalize else ((), ())
 
     def check(self, x: np.ndarray) -> None:
-        """Raises `ConfigError` if `normalize` would use the published constants on other pixels than the published ones."""
+        """Raises `ConfigError` if `normalize` would use the published constants on other pixels
+        than the published ones.
+        """
         if not self.normalize:
             return
         levels = np.arange(256) / 255
-        counts = sum(_histograms(x[at : at + 4096]) for at in range(0, len(x), 4096)) / (x.size / x.shape[1])
+        counts = sum(_histograms(x[at : at + 4096]) for at in range(0, len(x), 4096)) / (
+            x.size / x.shape[1]
+        )
         mean, square = counts @ levels, counts @ levels**2
         std = np.sqrt(np.maximum(square - mean**2, 0))
         if not np.allclose([*mean, *std], [*self.mean, *self.std], rtol=0, atol=0.01):
             found = f"{mean.round(3).tolist()} and {std.round(3).tolist()}"
-            raise ConfigError("data.normalize", True, f"false: mean and std are {found}, not {self.mean} and {self.std} as published")
+            raise ConfigError(
+                "data.normalize",
+                True,
+                f"false: mean and std are {found}, not {self.mean} and {self.std} as published",
+            )
 
 
 class FashionMnistMini(Images):
-    """The first 900 training and 200 test images of each class of Fashion-MNIST, embedded in the package (see `raydpfl.data.embedded`)."""
+    """The first 900 training and 200 test images of each class of Fashion-MNIST, embedded in the
+    package (see `raydpfl.data.embedded`).
+    """
 
     kind: str = "fashion_mnist_mini"
-    mean: ClassVar[tuple[float, ...]] = (0.3032,)  # of these 9,000 images; see raydpfl.data.embedded for why not 0.2860 and 0.3530
+    # of these 9,000 images; see raydpfl.data.embedded for why not 0.2860 and 0.3530
+    mean: ClassVar[tuple[float, ...]] = (0.3032,)
     std: ClassVar[tuple[float, ...]] = (0.2701,)
 
     def samples(self, seed: int, root: Path | None) -> Samples:
@@ -225,7 +286,9 @@ class FashionMnistMini(Images):
 
 
 class TorchvisionImages(Images):
-    """A data set that torchvision can download and read; `files` are relative to the root, in torchvision's layout."""
+    """A data set that torchvision can download and read; `files` are relative to the root, in
+    torchvision's layout.
+    """
 
     dataset: ClassVar[str]  # name in torchvision.datasets
     files: ClassVar[tuple[str, ...]]
@@ -236,13 +299,18 @@ class TorchvisionImages(Images):
             found = Samples(*self._read(folder, True), *self._read(folder, False))
         except Exception as error:  # torchvision raises what its unpicklers and parsers raise
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError("data.kind", self.kind, f"intact files under {folder}, but they cannot be read ({reason})") from None
+            raise ConfigError(
+                "data.kind",
+                self.kind,
+                f"intact files under {folder}, but they cannot be read ({reason})",
+            ) from None
         self.check(found.x)
         return found
 
     def sources(self, root: Path | None) -> list:
         folder = self.ensure(root)
-        older = sorted((folder / self.dataset / "processed").glob("*.pt"))  # torchvision prefers them
+        # torchvision prefers them
+        older = sorted((folder / self.dataset / "processed").glob("*.pt"))
         names = [*self.files, *(str(path.relative_to(folder)) for path in older)]
         try:
             return [[name, digest(folder / name)] for name in names]
@@ -265,7 +333,9 @@ class TorchvisionImages(Images):
         return all((root / name).is_file() for name in cls.files)
 
     def ensure(self, root: Path | None) -> Path:
-        """The root that holds the files, downloaded first if they are missing and a network and a writable folder are there."""
+        """The root that holds the files, downloaded first if they are missing and a network and a
+        writable folder are there.
+        """
         folder = data_root(root)
         if self.present(folder):
             return folder
@@ -276,15 +346,22 @@ class TorchvisionImages(Images):
             with impatient():
                 for train in (True, False):
                     self._part(folder, train, download=True)
-        except Exception as error:  # no network, no space, a mirror's own error page: all end the same way
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        # no network, no space, a mirror's own error page: all end the same way
+        except Exception as error:
+            reason = (
+                str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            )
             accepted = f"a data set that is under {folder} (--data-root, RAYDPFL_DATA); it is not, and was not downloaded ({reason})"
             raise ConfigError("data.kind", self.kind, accepted) from None
         return folder
 
 
 def _idx(folder: str, train: str, test: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/raw/{part}-{what}-ubyte" for part in (train, test) for what in ("images-idx3", "labels-idx1"))
+    return tuple(
+        f"{folder}/raw/{part}-{what}-ubyte"
+        for part in (train, test)
+        for what in ("images-idx3", "labels-idx1")
+    )
 
 
 class Mnist(TorchvisionImages):
@@ -308,7 +385,9 @@ class FashionMnist(TorchvisionImages):
 
 
 class EmnistDigits(TorchvisionImages):
-    """Cohen et al. 2017, the digits: 240,000 + 40,000, 28 x 28 grey, turned upright (the files hold them transposed)."""
+    """Cohen et al. 2017, the digits: 240,000 + 40,000, 28 x 28 grey, turned upright (the files hold
+    them transposed).
+    """
 
     kind: str = "emnist_digits"
     dataset: ClassVar[str] = "EMNIST"
@@ -330,7 +409,8 @@ class Cifar10(TorchvisionImages):
     kind: str = "cifar10"
     dataset: ClassVar[str] = "CIFAR10"
     files: ClassVar[tuple[str, ...]] = tuple(
-        f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch", "batches.meta")
+        f"cifar-10-batches-py/{name}"
+        for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch", "batches.meta")
     )
     mean: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
     std: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
@@ -341,7 +421,9 @@ class Cifar100(TorchvisionImages):
 
     kind: str = "cifar100"
     dataset: ClassVar[str] = "CIFAR100"
-    files: ClassVar[tuple[str, ...]] = tuple(f"cifar-100-python/{name}" for name in ("train", "test", "meta"))
+    files: ClassVar[tuple[str, ...]] = tuple(
+        f"cifar-100-python/{name}" for name in ("train", "test", "meta")
+    )
     mean: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
     std: ClassVar[tuple[float, ...]] = (0.2673, 0.2564, 0.2762)
 
@@ -367,4 +449,6 @@ class Svhn(TorchvisionImages):
 
 def _histograms(x: np.ndarray) -> np.ndarray:
     """How often each level 0 to 255 occurs in each channel of uint8 images, [channels, 256]."""
-    return np.stack([np.bincount(x[:, channel].ravel(), minlength=256) for channel in range(x.shape[1])])
+    return np.stack(
+        [np.bincount(x[:, channel].ravel(), minlength=256) for channel in range(x.shape[1])]
+    )

@@ -1,15 +1,17 @@
-"""Synthetic(u, v): softmax data whose heterogeneity has two knobs (Li et al., FedProx, MLSys 2020, sec. 5.1; 002 sec. VI).
+"""Synthetic(u, v): softmax data whose heterogeneity has two knobs (Li et al., FedProx, MLSys 2020,
+sec. 5.1; 002 sec. VI).
 
 Client k draws its own model and its own inputs:
 
     U_k ~ N(0, u),  W_k[j, c], b_k[c] ~ N(U_k, 1);   B_k ~ N(0, v),  v_k[j] ~ N(B_k, 1)
     x ~ N(v_k, diag(j^-1.2)),  y = argmax_c (x W_k + b_k)[c]
 
-The second argument is a variance, as printed; the code that Li et al. released takes u and v for standard deviations (the same for
-0 and 1). U_k adds (1 + sum_j x_j) U_k to the score of every class alike, so u changes no label: of the two knobs only v
-turns anything, and a sweep over Synthetic(u, u) is a sweep over v. The iid form shares W and b, from N(0, 1), and has
-v_k = 0. Sizes follow a power law unless `sizes` says otherwise: the largest of a thousand clients holds 13 % of all samples, of a
-million 7 %. A client's samples depend on (seed, k) and on how many it has:
+The second argument is a variance, as printed; the code that Li et al. released takes u and v for
+standard deviations (the same for 0 and 1). U_k adds (1 + sum_j x_j) U_k to the score of every class
+alike, so u changes no label: of the two knobs only v turns anything, and a sweep over Synthetic(u,
+u) is a sweep over v. The iid form shares W and b, from N(0, 1), and has v_k = 0. Sizes follow a
+power law unless `sizes` says otherwise: the largest of a thousand clients holds 13 % of all
+samples, of a million 7 %. A client's samples depend on (seed, k) and on how many it has:
 
 >>> data = Synthetic(clients=3, samples=4, u=1, v=1, sizes={"kind": "balanced"})
 >>> x, y = data.split(seed=0, root=None).rows(1, 2)
@@ -28,12 +30,15 @@ from raydpfl.data.partitions import PowerLaw, Sizes
 from raydpfl.data.sources import Sized, Split
 from raydpfl.keys import Purpose, stream
 
-# Steps of a client's stream: its model and training rows; its test rows; the model of the iid form (of client 0).
+# Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
+# (of client 0).
 _TRAIN, _TEST, _SHARED = range(3)
 
 
 class Synthetic(Sized):
-    """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in all, spread evenly over clients."""
+    """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in
+    all, spread evenly over clients.
+    """
 
     kind: str = "synthetic"
     clients: int = Field(ge=1, le=10**9)
@@ -47,7 +52,9 @@ class Synthetic(Sized):
     classes: int = Field(default=10, ge=2)
 
     def split(self, seed: int, root: Path | None) -> Split:
-        sizes = self.sizes.counts(self.clients * self.samples, self.clients, stream(seed, Purpose.PARTITION))
+        sizes = self.sizes.counts(
+            self.clients * self.samples, self.clients, stream(seed, Purpose.PARTITION)
+        )
         shared = self._model(stream(seed, Purpose.DATA, step=_SHARED)) if self.iid else None
 
         def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,19 +67,35 @@ class Synthetic(Sized):
         return Split(sizes, (self.features,), self.classes, rows, test)
 
     def _model(self, generator: np.random.Generator) -> np.ndarray:
-        """Float32 [2 + features classes + classes + features]: standard normals for U, B, W, b, v, in this order."""
-        return generator.standard_normal(2 + (self.features + 1) * self.classes + self.features, np.float32)
+        """Float32 [2 + features classes + classes + features]: standard normals for U, B, W, b, v,
+        in this order.
+        """
+        return generator.standard_normal(
+            2 + (self.features + 1) * self.classes + self.features, np.float32
+        )
 
     def _rows(
-        self, seed: int, shared: np.ndarray | None, clients: np.ndarray, counts: np.ndarray, step: int
+        self,
+        seed: int,
+        shared: np.ndarray | None,
+        clients: np.ndarray,
+        counts: np.ndarray,
+        step: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples of these clients, one after the other: x float32 [sum counts, features], y int64 [sum counts]."""
+        """Samples of these clients, one after the other: x float32 [sum counts, features], y int64
+        [sum counts].
+        """
         weights = self.features * self.classes
         ends = np.cumsum(counts)
-        x, y = np.empty((int(counts.sum()), self.features), np.float32), np.empty(int(counts.sum()), np.int64)
+        x, y = (
+            np.empty((int(counts.sum()), self.features), np.float32),
+            np.empty(int(counts.sum()), np.int64),
+        )
         scale = (np.arange(1, self.features + 1) ** -0.6).astype(np.float32)
         shift = np.sqrt(np.float32([self.u, self.v]))
-        for client, end, count in zip(clients.tolist(), ends.tolist(), counts.tolist(), strict=True):
+        for client, end, count in zip(
+            clients.tolist(), ends.tolist(), counts.tolist(), strict=True
+        ):
             generator = stream(seed, Purpose.DATA, client=client)
             model = self._model(generator) if shared is None else shared
             if step == _TEST:
@@ -84,5 +107,7 @@ class Synthetic(Sized):
             if shared is None:
                 own += model[-self.features :] + shift[1] * model[1]
                 linear = linear + shift[0] * model[0]
-            y[end - count : end] = (own @ linear[:weights].reshape(self.features, self.classes) + linear[weights:]).argmax(1)
+            y[end - count : end] = (
+                own @ linear[:weights].reshape(self.features, self.classes) + linear[weights:]
+            ).argmax(1)
         return x, y

@@ -3,10 +3,11 @@
 >>> Table(train="cifar10_jpeg/train.parquet", test="cifar10_jpeg/test.parquet", x="image", y="label", clients=100).kind
 'table'
 
-What `x` may be: one column of encoded images (see `FORMATS`; bytes, or a struct with a field `bytes`), all of one size, which is at
-most `PIXELS`; one column of lists of one length; or several columns of numbers. In NPZ one array [rows, ...]: uint8 is taken for images, grey [rows, h, w]
-or channels first [rows, c, h, w], or channels last if only that way there are 1 or 3 channels; anything else becomes float32 as it is.
-Images are kept as uint8 and scaled to [0, 1] when read.
+What `x` may be: one column of encoded images (see `FORMATS`; bytes, or a struct with a field
+`bytes`), all of one size, which is at most `PIXELS`; one column of lists of one length; or several
+columns of numbers. In NPZ one array [rows, ...]: uint8 is taken for images, grey [rows, h, w] or
+channels first [rows, c, h, w], or channels last if only that way there are 1 or 3 channels;
+anything else becomes float32 as it is. Images are kept as uint8 and scaled to [0, 1] when read.
 """
 
 from __future__ import annotations
@@ -30,21 +31,26 @@ from raydpfl.keys import Purpose, stream
 PIXELS = 1 << 26  # of an image at most
 SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
 WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
-BOMB, RATIO = 1 << 31, 200  # bytes of images that are suspect where they are so many times what was encoded
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # no others: some would run other programs
+# bytes of images that are suspect where they are so many times what was encoded
+BOMB, RATIO = 1 << 31, 200
+# no others: some would run other programs
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
 EIGHT_BITS = "images of 8 bits a channel (scale others, or give them as numbers)"
-CLASSES = 1 << 20  # at most: a larger class number is an id or a mistake, and a model would have an output for each number below it
+# at most: a larger class number is an id or a mistake, and a model would have an output for each
+# number below it
+CLASSES = 1 << 20
 
 
 class Table(Dealt):
     """Training rows, test rows from a second file or held out at random, and columns by name.
 
-    `train`, `test`: files (.parquet, .arrow, .feather, .npz), absolute, or relative to the data root or the working folder.
-    `test_fraction`: of the training rows, held out when there is no `test` (but from no client, where `client` names them, its last).
-    `y`: whole numbers from 0, or names, which are numbered in sorted order; with `regression`, any numbers, the targets.
-    `client`: column of client ids, for partition natural.
-    `mean`, `std`: per channel, public constants to normalise images by, after scaling to [0, 1].
+    `train`, `test`: files (.parquet, .arrow, .feather, .npz), absolute, or relative to the data
+    root or the working folder. `test_fraction`: of the training rows, held out when there is no
+    `test` (but from no client, where `client` names them, its last). `y`: whole numbers from 0, or
+    names, which are numbered in sorted order; with `regression`, any numbers, the targets.
+    `client`: column of client ids, for partition natural. `mean`, `std`: per channel, public
+    constants to normalise images by, after scaling to [0, 1].
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
@@ -68,7 +74,9 @@ class Table(Dealt):
     @model_validator(mode="after")
     def _constants(self) -> Table:
         if len(self.mean) != len(self.std) or min(self.std, default=1) <= 0:
-            raise ConfigError("data.std", self.std, f"positive numbers, one for each of data.mean = {self.mean}")
+            raise ConfigError(
+                "data.std", self.std, f"positive numbers, one for each of data.mean = {self.mean}"
+            )
         if not self.x:
             raise ConfigError("data.x", self.x, "the name of a column, or several")
         return self
@@ -86,66 +94,134 @@ class Table(Dealt):
             test_x, test_y, _ = self._read("test", self.test, root)
             if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
                 kinds = f"{x.dtype} {x.shape[1:]}, not {test_x.dtype} {test_x.shape[1:]}"
-                raise ConfigError("data.test", self.test, f"samples like those of data.train: {kinds}")
+                raise ConfigError(
+                    "data.test", self.test, f"samples like those of data.train: {kinds}"
+                )
         else:
             held = np.zeros(len(y), bool)
             order = stream(seed, Purpose.PARTITION, step=1).permutation(len(y))
             if client is not None:  # the last of each client's rows is left to it
-                order = np.delete(order, len(y) - 1 - np.unique(client[order][::-1], return_index=True)[1])
+                order = np.delete(
+                    order, len(y) - 1 - np.unique(client[order][::-1], return_index=True)[1]
+                )
             held[order[: max(1, round(self.test_fraction * len(y)))]] = True
-            test_x, test_y, x, y, client = x[held], y[held], x[~held], y[~held], None if client is None else client[~held]
+            test_x, test_y, x, y, client = (
+                x[held],
+                y[held],
+                x[~held],
+                y[~held],
+                None if client is None else client[~held],
+            )
         for key, rows in (("train", y), ("test", test_y)):
             if not len(rows) and key == "test" and client is not None:
                 accepted = "a table that leaves at least one row to test, or a file of test rows: each client keeps one row"
                 raise ConfigError("data.test", self.test, accepted)
             if not len(rows):
-                raise ConfigError(f"data.{key}", getattr(self, key), f"a table that leaves at least one row to {key}")
+                raise ConfigError(
+                    f"data.{key}",
+                    getattr(self, key),
+                    f"a table that leaves at least one row to {key}",
+                )
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
-            raise ConfigError("data.mean", self.mean, f"one number per channel of an image; the samples are {x.dtype} {x.shape[1:]}")
+            raise ConfigError(
+                "data.mean",
+                self.mean,
+                f"one number per channel of an image; the samples are {x.dtype} {x.shape[1:]}",
+            )
         y, test_y = _targets(self.y, y, test_y) if self.regression else _numbered(self.y, y, test_y)
-        return Samples(x, y, test_x, test_y, None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64))
+        return Samples(
+            x,
+            y,
+            test_x,
+            test_y,
+            None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64),
+        )
 
-    def _read(self, key: str, name: str, root: Path | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _read(
+        self, key: str, name: str, root: Path | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         path = find_file(f"data.{key}", name, root)
         wanted = [*self.x, self.y, *([self.client] if self.client and key == "train" else [])]
         try:
             columns = read_columns(path)
         except Exception as error:  # whatever a broken file makes its reader raise
-            raise ConfigError(f"data.{key}", name, f"a Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
+            raise ConfigError(
+                f"data.{key}",
+                name,
+                f"a Parquet, Arrow or NPZ file ({type(error).__name__}: {error})",
+            ) from None
         for column in wanted:
             if column not in columns:
-                field = "data.x" if column in self.x else "data.y" if column == self.y else "data.client"
+                field = (
+                    "data.x"
+                    if column in self.x
+                    else "data.y"
+                    if column == self.y
+                    else "data.client"
+                )
                 raise ConfigError(field, column, f"a column of {path.name}: {', '.join(columns)}")
         arrays = [columns[column] for column in wanted]
         if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
             raise ConfigError(f"data.{key}", name, "a table with rows; this one has none")
         parts = [_features(columns[column], column) for column in self.x]
         if len(parts) > 1 and any(part.ndim > 1 for part in parts):
-            raise ConfigError("data.x", self.x, "one column of images or lists, or several of numbers")
-        x = parts[0] if parts[0].ndim > 1 else np.stack([part.astype(np.float32) for part in parts], 1)
+            raise ConfigError(
+                "data.x", self.x, "one column of images or lists, or several of numbers"
+            )
+        x = (
+            parts[0]
+            if parts[0].ndim > 1
+            else np.stack([part.astype(np.float32) for part in parts], 1)
+        )
         if x.dtype == np.float32 and not np.isfinite(x).all():
-            raise ConfigError("data.x", self.x, f"finite numbers; row {int(np.argwhere(~np.isfinite(x))[0, 0])} of {path.name} has another")
+            raise ConfigError(
+                "data.x",
+                self.x,
+                f"finite numbers; row {int(np.argwhere(~np.isfinite(x))[0, 0])} of {path.name} has another",
+            )
         y = plain(columns[self.y], self.y, "data.y")
-        client = plain(columns[self.client], self.client, "data.client") if self.client and key == "train" else None
+        client = (
+            plain(columns[self.client], self.client, "data.client")
+            if self.client and key == "train"
+            else None
+        )
         if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
-            raise ConfigError("data.client", self.client, f"a column without gaps; row {np.argmin(np.isfinite(client))} of {path.name} is one")
+            raise ConfigError(
+                "data.client",
+                self.client,
+                f"a column without gaps; row {np.argmin(np.isfinite(client))} of {path.name} is one",
+            )
         if len({len(x), len(y), *([len(client)] if client is not None else [])}) > 1:
             raise ConfigError(f"data.{key}", name, "columns of one length")
         return x, y, client
 
 
-def clients_table(field: str, path: str, root: Path | None, **wanted: str | None) -> dict[str, np.ndarray]:
-    """Columns of a CSV, Parquet, Arrow or NPZ file that says something of every client: by the key of the section `field` that names it, where one
-    does (`column="epsilon"`). `path`: absolute, or relative to the data root or the working folder. Raises `ConfigError` naming the field."""
+def clients_table(
+    field: str, path: str, root: Path | None, **wanted: str | None
+) -> dict[str, np.ndarray]:
+    """Columns of a CSV, Parquet, Arrow or NPZ file that says something of every client: by the key
+    of the section `field` that names it, where one does (`column="epsilon"`). `path`: absolute, or
+    relative to the data root or the working folder. Raises `ConfigError` naming the field.
+    """
     file = find_file(f"{field}.path", path, root)
     try:
         columns = _csv_columns(file) if file.suffix == ".csv" else read_columns(file)
     except Exception as error:  # whatever a broken file makes its reader raise
-        raise ConfigError(f"{field}.path", path, f"a CSV, Parquet, Arrow or NPZ file ({type(error).__name__}: {error})") from None
+        raise ConfigError(
+            f"{field}.path",
+            path,
+            f"a CSV, Parquet, Arrow or NPZ file ({type(error).__name__}: {error})",
+        ) from None
     for key, name in wanted.items():
         if name is not None and name not in columns:
-            raise ConfigError(f"{field}.{key}", name, f"a column of {file.name}: {', '.join(columns)}")
-    return {key: plain(columns[name], name, f"{field}.{key}") for key, name in wanted.items() if name is not None}
+            raise ConfigError(
+                f"{field}.{key}", name, f"a column of {file.name}: {', '.join(columns)}"
+            )
+    return {
+        key: plain(columns[name], name, f"{field}.{key}")
+        for key, name in wanted.items()
+        if name is not None
+    }
 
 
 def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:
@@ -197,7 +273,9 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
     if not isinstance(column, np.ndarray):
         if column.null_count:
-            raise ConfigError(field, name, f"a column without gaps; this one lacks {column.null_count} values")
+            raise ConfigError(
+                field, name, f"a column without gaps; this one lacks {column.null_count} values"
+            )
         if pa.types.is_nested(column.type):
             raise ConfigError(field, name, f"one number or name to a row, not {column.type}")
         listed = pa.types.is_dictionary(column.type)
@@ -207,7 +285,9 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
             accepted = f"one number or name to a row, not {column.type} ({error})"
             raise ConfigError(field, name, accepted) from None
     if column.ndim != 1:
-        raise ConfigError(field, name, f"one number or name to a row; this array has shape {column.shape}")
+        raise ConfigError(
+            field, name, f"one number or name to a row; this array has shape {column.shape}"
+        )
     return column
 
 
@@ -224,17 +304,31 @@ def _samples(column: Any, name: str) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return _array(column, name)
     if column.null_count:
-        raise ConfigError("data.x", name, f"a column without gaps; this one lacks {column.null_count} values")
+        raise ConfigError(
+            "data.x", name, f"a column without gaps; this one lacks {column.null_count} values"
+        )
     column = column.combine_chunks()
     if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
         column = column.field("bytes")
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
         return _decoded(column, name)
-    if pa.types.is_fixed_size_list(column.type) or pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+    if (
+        pa.types.is_fixed_size_list(column.type)
+        or pa.types.is_list(column.type)
+        or pa.types.is_large_list(column.type)
+    ):
         values, rows = column.flatten(), len(column)
-        lengths = {column.type.list_size} if pa.types.is_fixed_size_list(column.type) else set(column.value_lengths().unique().to_pylist())
+        lengths = (
+            {column.type.list_size}
+            if pa.types.is_fixed_size_list(column.type)
+            else set(column.value_lengths().unique().to_pylist())
+        )
         if len(lengths) > 1 or values.null_count:
-            raise ConfigError("data.x", name, f"lists of one length without gaps; the lengths here are {sorted(lengths)[:5]}")
+            raise ConfigError(
+                "data.x",
+                name,
+                f"lists of one length without gaps; the lengths here are {sorted(lengths)[:5]}",
+            )
         width = max(lengths, default=0) or 0
         return _array(values.to_numpy(zero_copy_only=False).reshape(rows, width), name)
     return _array(column.to_numpy(zero_copy_only=False), name)
@@ -242,9 +336,13 @@ def _samples(column: Any, name: str) -> np.ndarray:
 
 def _array(values: np.ndarray, name: str) -> np.ndarray:
     if values.dtype.kind not in "biuf":
-        raise ConfigError("data.x", name, f"numbers, lists of numbers, or encoded images, not {values.dtype}")
+        raise ConfigError(
+            "data.x", name, f"numbers, lists of numbers, or encoded images, not {values.dtype}"
+        )
     if not values.ndim or not all(values.shape[1:]):
-        raise ConfigError("data.x", name, f"at least one number to a row; this array has shape {values.shape}")
+        raise ConfigError(
+            "data.x", name, f"at least one number to a row; this array has shape {values.shape}"
+        )
     if values.dtype != np.uint8 or values.ndim < 3:
         with np.errstate(over="ignore"):  # it is refused as not finite
             return values.astype(np.float32)
@@ -298,12 +396,18 @@ def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, row: in
         raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has {pixels:,}")
     scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
     if pixels * scans > WORK:  # a progressive JPEG goes over its pixels again in every scan
-        accepted = f"images that are soon decoded; row {row} has {pixels:,} pixels in {scans:,} scans"
+        accepted = (
+            f"images that are soon decoded; row {row} has {pixels:,} pixels in {scans:,} scans"
+        )
         raise ConfigError("data.x", name, accepted)
 
 
-def _check_images(column: pa.Array | pa.ChunkedArray, shape: tuple[int, int, int], name: str) -> None:
-    """Raises `ConfigError` for images that, all of one shape, no memory would hold, or no camera took."""
+def _check_images(
+    column: pa.Array | pa.ChunkedArray, shape: tuple[int, int, int], name: str
+) -> None:
+    """Raises `ConfigError` for images that, all of one shape, no memory would hold, or no camera
+    took.
+    """
     decoded, encoded = len(column) * int(np.prod(shape)), column.nbytes
     try:
         check_memory(decoded)
@@ -325,7 +429,9 @@ def _numbered(name: str, y: np.ndarray, test_y: np.ndarray) -> tuple[np.ndarray,
     both = np.concatenate([y, test_y])
     if both.dtype.kind in "biuf":
         if not (both.min() >= 0 and both.max() < CLASSES and (both == np.floor(both)).all()):
-            raise ConfigError("data.y", name, f"whole numbers from 0, or names; at most {CLASSES:,} classes")
+            raise ConfigError(
+                "data.y", name, f"whole numbers from 0, or names; at most {CLASSES:,} classes"
+            )
         both = both.astype(np.int64)
     else:
         both = np.unique(both.astype(str), return_inverse=True)[1].astype(np.int64)

@@ -1,8 +1,10 @@
 """What a client runs: its local steps, carried out for a whole lane of clients at once.
 
-`Sgd` says what is computed, `resolve` which way, `Trainer` does it. All ways have the mathematics of a plain loop over the clients, with
-cross-entropy or, for float targets and a module with a single output, half the squared error; corrections (`Scaffold`) are added by all
-but sample_space, and all but sample_space can clip each sample's gradient and add noise to every step (the loop sample by sample):
+`Sgd` says what is computed, `resolve` which way, `Trainer` does it. All ways have the mathematics
+of a plain loop over the clients, with cross-entropy or, for float targets and a module with a
+single output, half the squared error; corrections (`Scaffold`) are added by all but sample_space,
+and all but sample_space can clip each sample's gradient and add noise to every step (the loop
+sample by sample):
 
 | way          | for                                                     | how                                                       |
 |--------------|---------------------------------------------------------|-----------------------------------------------------------|
@@ -23,4 +25,16 @@ from raydpfl.local.engine import WAYS, Trainer, resolve
 from raydpfl.local.process import single_thread, tune_allocator
 from raydpfl.local.sgd import FAMILY, Local, Scaffold, Sgd
 
-__all__ = ["FAMILY", "WAYS", "Local", "Scaffold", "Sgd", "Trainer", "batches", "picked", "resolve", "single_thread", "tune_allocator"]
+__all__ = [
+    "FAMILY",
+    "WAYS",
+    "Local",
+    "Scaffold",
+    "Sgd",
+    "Trainer",
+    "batches",
+    "picked",
+    "resolve",
+    "single_thread",
+    "tune_allocator",
+]

@@ -1,4 +1,5 @@
-"""Which rows a client trains on at each of its local steps: a function of its own key and size alone.
+"""Which rows a client trains on at each of its local steps: a function of its own key and size
+alone.
 
 >>> index, batch_sizes = batches(0, 0, clients=[4, 9], draws=[0, 0], sizes=[5, 2], local=Sgd(steps=2, batch=3))
 >>> index.tolist(), batch_sizes.tolist()
@@ -14,18 +15,27 @@ import numpy as np
 from raydpfl.keys import Purpose, stream
 from raydpfl.local.sgd import Local, Sgd  # noqa: F401  (Sgd: the example above)
 
-FEW = 8  # a batch of at least 1/FEW of the rows is drawn by ranking all rows, a smaller one row by row
-BITS = 24  # of a shuffled word that hold the row's number; more for a client with more rows than that
+# a batch of at least 1/FEW of the rows is drawn by ranking all rows, a smaller one row by row
+FEW = 8
+# of a shuffled word that hold the row's number; more for a client with more rows than that
+BITS = 24
 
 
 def batches(
-    seed: int, round: int, clients: Sequence[int], draws: Sequence[int], sizes: Sequence[int], local: Local, rows: int | None = None
+    seed: int,
+    round: int,
+    clients: Sequence[int],
+    draws: Sequence[int],
+    sizes: Sequence[int],
+    local: Local,
+    rows: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(rows of every batch, int64 [C, Q, B]; rows in each batch of a client, int64 [C]).
 
-    `clients`, `draws` and `sizes` have length C, a dummy has size 0. B is the batch size of a client with `rows` rows (default: the
-    largest here), and a smaller batch ends in zeros. In `epochs` a batch may straddle two of them, so that all have one size and each
-    row comes up once in every n_i.
+    `clients`, `draws` and `sizes` have length C, a dummy has size 0. B is the batch size of a
+    client with `rows` rows (default: the largest here), and a smaller batch ends in zeros. In
+    `epochs` a batch may straddle two of them, so that all have one size and each row comes up once
+    in every n_i.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     width = local.batch_size(int(sizes.max(initial=1)) if rows is None else rows)
@@ -36,30 +46,42 @@ def batches(
         if b == n:
             index[slot, :, :n] = np.arange(n)
             continue
-        keyed = stream(seed, Purpose.BATCH, round=round, client=int(clients[slot]), draw=int(draws[slot]))
+        keyed = stream(
+            seed, Purpose.BATCH, round=round, client=int(clients[slot]), draw=int(draws[slot])
+        )
         if local.sampling == "epochs":
-            epochs = _shuffled(keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n))
+            epochs = _shuffled(
+                keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n)
+            )
             index[slot, :, :b] = epochs.ravel()[: local.steps * b].reshape(local.steps, b)
         elif n <= FEW * b and n <= 1 << BITS:
             ranked.append(slot)
             raw.append(keyed.bit_generator.random_raw(local.steps * n))
         elif n <= FEW * b:  # alone: how many bits its rows take is not to show in the others
-            index[slot, :, :b] = _shuffled(keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n))[:, :b]
+            index[slot, :, :b] = _shuffled(
+                keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n)
+            )[:, :b]
         else:
             index[slot, :, :b] = _floyd(keyed.random((local.steps, b)), n)
     if ranked:  # all of these have batches of the full width
-        words = np.full((len(raw), local.steps, max(map(len, raw)) // local.steps), np.iinfo(np.uint64).max)
+        words = np.full(
+            (len(raw), local.steps, max(map(len, raw)) // local.steps), np.iinfo(np.uint64).max
+        )
         for lines, each in zip(words, raw, strict=True):
             lines[:, : len(each) // local.steps] = each.reshape(local.steps, -1)
         index[ranked] = _shuffled(words)[:, :, :width]
     return index, batch_sizes
 
 
-def picked(index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local: Local) -> tuple[list[np.ndarray | None], np.ndarray]:
-    """(the rows of each client that its batches take, int64, ascending; `index` with their places among these in place of the rows).
+def picked(
+    index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local: Local
+) -> tuple[list[np.ndarray | None], np.ndarray]:
+    """(the rows of each client that its batches take, int64, ascending; `index` with their places
+    among these in place of the rows).
 
-    A client that could use all of its rows (`Local.rows_used`) keeps them, whatever this round takes: None, and its part of `index` as
-    it is. So what a client of millions of rows costs is what it trains on.
+    A client that could use all of its rows (`Local.rows_used`) keeps them, whatever this round
+    takes: None, and its part of `index` as it is. So what a client of millions of rows costs is
+    what it trains on.
     """
     rows: list[np.ndarray | None] = [None] * len(sizes)
     places = index.copy()
@@ -71,10 +93,11 @@ def picked(index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local:
 
 
 def _shuffled(words: np.ndarray) -> np.ndarray:
-    """Row numbers shuffled along the last axis by random uint64 `words` (changed in place); where all bits of a word are set, last.
+    """Row numbers shuffled along the last axis by random uint64 `words` (changed in place); where
+    all bits of a word are set, last.
 
-    The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their order, with probability 2^-40, or
-    2^(b - 64) where its number takes b > 24 bits.
+    The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their
+    order, with probability 2^-40, or 2^(b - 64) where its number takes b > 24 bits.
     """
     count = words.shape[-1]
     low = np.uint64((1 << max(BITS, (count - 1).bit_length())) - 1)
@@ -85,7 +108,9 @@ def _shuffled(words: np.ndarray) -> np.ndarray:
 
 
 def _floyd(uniform: np.ndarray, n: int) -> np.ndarray:
-    """A uniform subset of range(n) from each line of `uniform` (float64 [times, b], in [0, 1)), ascending (Floyd; Bentley 1987)."""
+    """A uniform subset of range(n) from each line of `uniform` (float64 [times, b], in [0, 1)),
+    ascending (Floyd; Bentley 1987).
+    """
     chosen = np.empty(uniform.shape, dtype=np.int64)
     for k, last in enumerate(range(n - uniform.shape[1], n)):
         drawn = (uniform[:, k] * (last + 1)).astype(np.int64)

@@ -46,28 +46,54 @@ from raydpfl.local.vmap import Vmap
 from raydpfl.local.way import LaneData, Way, sample_loss
 
 log = logging.getLogger("raydpfl")
-WAYS: dict[str, type[Way]] = {"sample_space": SampleSpace, "fused": Fused, "layerwise": Layerwise, "vmap": Vmap, "loop": Loop, "noop": Noop}
+WAYS: dict[str, type[Way]] = {
+    "sample_space": SampleSpace,
+    "fused": Fused,
+    "layerwise": Layerwise,
+    "vmap": Vmap,
+    "loop": Loop,
+    "noop": Noop,
+}
 REFERENCE = "loop"  # trains any module
-TOLERANCE = 1e-3  # of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong gradient about 1
+# of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong
+# gradient about 1
+TOLERANCE = 1e-3
 TRIAL = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 
 
-def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], way: str = "auto", clip: float | None = None, regression: bool = False) -> str:
+def resolve(
+    module: nn.Module,
+    local: Sgd,
+    rows: int,
+    shape: tuple[int, ...],
+    way: str = "auto",
+    clip: float | None = None,
+    regression: bool = False,
+) -> str:
     """The way to train `module` on samples of `shape` when a typical client has `rows` of them.
 
-    A function of the architecture, `local`, the shapes and whether each sample is clipped alone, never of timing: a stack of linear layers
-    in sample space or fused, whichever takes fewer operations; a module with convolutions or recurrent layers by the loop; any other by
-    vmap. With `clip`, the bound on a sample's gradient: a stack of linear layers fused, any other module layerwise, or else by vmap. The
-    way's first steps are compared with the loop's on made-up rows. Where they fail or differ, `auto` takes the next, in the end the loop,
-    and logs why. Raises `ConfigError` for a way that does not fit and was asked for by name; for a module that has BatchNorm or changes its
-    buffers or parameters, with `clip`; and for one with more than one output, for `regression`.
+    A function of the architecture, `local`, the shapes and whether each sample is clipped alone,
+    never of timing: a stack of linear layers in sample space or fused, whichever takes fewer
+    operations; a module with convolutions or recurrent layers by the loop; any other by vmap. With
+    `clip`, the bound on a sample's gradient: a stack of linear layers fused, any other module
+    layerwise, or else by vmap. The way's first steps are compared with the loop's on made-up rows.
+    Where they fail or differ, `auto` takes the next, in the end the loop, and logs why. Raises
+    `ConfigError` for a way that does not fit and was asked for by name; for a module that has
+    BatchNorm or changes its buffers or parameters, with `clip`; and for one with more than one
+    output, for `regression`.
     """
     if not isinstance(local, Sgd):
-        raise ConfigError("local.kind", local.kind, "sgd, or the import path of a class that derives from raydpfl.local.Sgd")
+        raise ConfigError(
+            "local.kind",
+            local.kind,
+            "sgd, or the import path of a class that derives from raydpfl.local.Sgd",
+        )
     rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
     if rates[:3] != rates[3:]:
-        raise ConfigError("local.kind", local.kind, "a class whose learning_rate depends on the round alone")
+        raise ConfigError(
+            "local.kind", local.kind, "a class whose learning_rate depends on the round alone"
+        )
     if regression:
         _check_single_output(module, shape)
     if clip is not None:
@@ -75,10 +101,16 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
     choices = _choices(module, local, rows, clip) if way == "auto" else [way]
     drawn = _drawn(module, shape)
     if drawn and way == "auto":
-        log.warning("clients are trained by the loop, one at a time, as the module draws from %s", drawn)
+        log.warning(
+            "clients are trained by the loop, one at a time, as the module draws from %s", drawn
+        )
         choices = [REFERENCE]
     elif drawn and way in WAYS and way != "noop" and not WAYS[way].one_by_one:
-        raise ConfigError("client.way", way, f"auto or {REFERENCE}; the module draws from {drawn}, which has to be client by client")
+        raise ConfigError(
+            "client.way",
+            way,
+            f"auto or {REFERENCE}; the module draws from {drawn}, which has to be client by client",
+        )
     for chosen, other in pairwise([*choices, REFERENCE]):
         _check_way(chosen, local, clip)
         reason = None
@@ -88,8 +120,15 @@ def resolve(module: nn.Module, local: Sgd, rows: int, shape: tuple[int, ...], wa
         if reason is None:
             return chosen
         if way != "auto":
-            raise ConfigError("client.way", way, f"auto or {REFERENCE}; this way does not fit the model: {reason}")
-        log.warning("clients are trained by %s; %s does not fit the model: %s", "the loop" if other == REFERENCE else other, chosen, reason)
+            raise ConfigError(
+                "client.way", way, f"auto or {REFERENCE}; this way does not fit the model: {reason}"
+            )
+        log.warning(
+            "clients are trained by %s; %s does not fit the model: %s",
+            "the loop" if other == REFERENCE else other,
+            chosen,
+            reason,
+        )
     return REFERENCE
 
 
@@ -118,22 +157,40 @@ def _choices(module: nn.Module, local: Sgd, rows: int, clip: float | None) -> li
         layers = stack(module)
         if clip is not None:
             return ["fused", "layerwise", "vmap"]
-        return ["sample_space" if not local.stateful and SampleSpace.pays(layers, rows, local) else "fused"]
+        return [
+            "sample_space"
+            if not local.stateful and SampleSpace.pays(layers, rows, local)
+            else "fused"
+        ]
     except NoStack:
         if clip is not None:
             return ["layerwise", "vmap"]
-        return ["loop" if any(isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in module.modules()) else "vmap"]
+        return [
+            "loop"
+            if any(isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in module.modules())
+            else "vmap"
+        ]
 
 
 def _check_way(way: str, local: Sgd, clip: float | None) -> None:
-    """Raises `ConfigError` for a way that is none, or cannot do what `local` and the clipping of each sample ask for."""
+    """Raises `ConfigError` for a way that is none, or cannot do what `local` and the clipping of
+    each sample ask for.
+    """
 
     def can(kind: type[Way]) -> bool:
         return kind.private in (None, clip is not None) and (kind.corrects or not local.stateful)
 
     if way not in WAYS or not can(WAYS[way]):
-        reason = "" if way not in WAYS else f" (local.kind {local.kind}, {'with' if clip is not None else 'without'} clipping of each sample)"
-        raise ConfigError("client.way", way, f"auto or one of {', '.join(name for name in WAYS if can(WAYS[name]))}{reason}")
+        reason = (
+            ""
+            if way not in WAYS
+            else f" (local.kind {local.kind}, {'with' if clip is not None else 'without'} clipping of each sample)"
+        )
+        raise ConfigError(
+            "client.way",
+            way,
+            f"auto or one of {', '.join(name for name in WAYS if can(WAYS[name]))}{reason}",
+        )
 
 
 def _check_single_output(module: nn.Module, shape: tuple[int, ...]) -> None:
@@ -143,24 +200,43 @@ def _check_single_output(module: nn.Module, shape: tuple[int, ...]) -> None:
     except RAISED:  # it will raise in training too, and be reported with its client
         return
     if outputs not in ((2, 1), (2,)):
-        raise ConfigError("model", type(module).__name__, f"a module with a single output, for regression; 2 samples give it shape {outputs}")
+        raise ConfigError(
+            "model",
+            type(module).__name__,
+            f"a module with a single output, for regression; 2 samples give it shape {outputs}",
+        )
 
 
 def _check_apart(module: nn.Module, shape: tuple[int, ...]) -> None:
-    """Raises `ConfigError` for a module in which one sample's gradient depends on the others by another path than the noised parameters."""
+    """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
+    another path than the noised parameters.
+    """
 
     def refuse(what: str) -> ConfigError:
-        return ConfigError("model", type(module).__name__, f"a module that keeps samples apart, as they are clipped one by one; {what}")
+        return ConfigError(
+            "model",
+            type(module).__name__,
+            f"a module that keeps samples apart, as they are clipped one by one; {what}",
+        )
 
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm):
-            raise refuse(f"{name or 'it'} is a {type(layer).__name__} (raydpfl.models.group_norm converts it)")
-        if getattr(layer, "max_norm", None) is not None:  # of an Embedding: it shortens the rows that it is asked for
-            raise refuse(f"{name or 'it'} is a {type(layer).__name__} with max_norm, which changes its weight with what it is given")
+            raise refuse(
+                f"{name or 'it'} is a {type(layer).__name__} (raydpfl.models.group_norm converts it)"
+            )
+        # of an Embedding: it shortens the rows that it is asked for
+        if getattr(layer, "max_norm", None) is not None:
+            raise refuse(
+                f"{name or 'it'} is a {type(layer).__name__} with max_norm, which changes its weight with what it is given"
+            )
     tried = copy.deepcopy(module).train()
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():  # what it raises it will raise in training too
+    # what it raises it will raise in training too
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
         tried(torch.ones(2, *shape))
-    for kind, named, afterwards in (("buffer", module.named_buffers(), tried.buffers()), ("parameter", module.named_parameters(), tried.parameters())):
+    for kind, named, afterwards in (
+        ("buffer", module.named_buffers(), tried.buffers()),
+        ("parameter", module.named_parameters(), tried.parameters()),
+    ):
         for (name, before), after in zip(named, afterwards, strict=True):
             if not torch.equal(before, after):
                 raise refuse(f"its {kind} {name} changes with what it is given")
@@ -172,17 +248,30 @@ def _median_norm(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     norms = []
     for sample in zip(x.split(1), y.split(1), strict=True):
-        gradients = torch.autograd.grad(sample_loss(module(sample[0]), sample[1]), parameters, allow_unused=True)
+        gradients = torch.autograd.grad(
+            sample_loss(module(sample[0]), sample[1]), parameters, allow_unused=True
+        )
         norms.append(torch.stack([each.norm() for each in gradients if each is not None]).norm())
     return float(torch.stack(norms).median())
 
 
-def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, clip: float | None, regression: bool) -> str | None:
-    """Why `way` cannot train `module`, or None: its first steps against the loop's, for three clients of 6, 5 and 3 made-up rows.
+def _mismatch(
+    module: nn.Module,
+    local: Sgd,
+    shape: tuple[int, ...],
+    way: str,
+    clip: float | None,
+    regression: bool,
+) -> str | None:
+    """Why `way` cannot train `module`, or None: its first steps against the loop's, for three
+    clients of 6, 5 and 3 made-up rows.
 
-    With `clip` the rows, and so their gradients, are of different norms, and the bound is such that half of them are clipped.
+    With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
+    half of them are clipped.
     """
-    if way == "layerwise":  # a dropout layer draws for each sample apart, but not what the loop draws, one sample after another
+    # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
+    # another
+    if way == "layerwise":
         module = copy.deepcopy(module)
         for layer in module.modules():
             if isinstance(layer, _DropoutNd):
@@ -192,12 +281,20 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, c
     x = torch.from_numpy(generator.random((3, 6, *shape), dtype=np.float32))
     steps: list[list[torch.Tensor]] = []
     # A proximal term is 0 at the first step.
-    few = {"steps": 2 if local.proximal else 1, "batch": local.batch if local.batch == "full" else 4, "lr": 1.0}
+    few = {
+        "steps": 2 if local.proximal else 1,
+        "batch": local.batch if local.batch == "full" else 4,
+        "lr": 1.0,
+    }
     local = local.model_copy(update=few)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = copy.deepcopy(module)(x[0])
-        drawn = generator.random((3, 6)) if regression else generator.integers(outputs.shape[1], size=(3, 6))
+        drawn = (
+            generator.random((3, 6))
+            if regression
+            else generator.integers(outputs.shape[1], size=(3, 6))
+        )
         y = torch.from_numpy(drawn).to(torch.float32 if regression else torch.int64)
         if clip is not None:
             x *= torch.linspace(1, 0.2, 6).view(1, 6, *[1] * len(shape))
@@ -205,23 +302,42 @@ def _mismatch(module: nn.Module, local: Sgd, shape: tuple[int, ...], way: str, c
                 clip = _median_norm(module, x[0], y[0])
         corrections = None
         if local.stateful:  # of about the norm that gradients have
-            corrections = torch.from_numpy(generator.standard_normal((3, len(parameters))) / len(parameters) ** 0.5)
+            corrections = torch.from_numpy(
+                generator.standard_normal((3, len(parameters))) / len(parameters) ** 0.5
+            )
         for name in (way, REFERENCE):
             trainer = Trainer(module, local, way=name, seed=0, clip=clip, own=True)
-            lane = trainer.lane(parameters, x, y, sizes, round=0, clients=range(3), draws=[0] * 3, corrections=corrections)
+            lane = trainer.lane(
+                parameters,
+                x,
+                y,
+                sizes,
+                round=0,
+                clients=range(3),
+                draws=[0] * 3,
+                corrections=corrections,
+            )
             steps.append([delta for _, delta, _ in lane])
     except RAISED as error:  # a module may do anything when it is traced or vmapped
-        return str(error) if isinstance(error, (NoStack, NotLayerwise)) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    far = max(float((a - b).norm() / (b.norm() + ROUNDING / TOLERANCE * parameters.norm())) for a, b in zip(*steps, strict=True))
+        return (
+            str(error)
+            if isinstance(error, (NoStack, NotLayerwise))
+            else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        )
+    far = max(
+        float((a - b).norm() / (b.norm() + ROUNDING / TOLERANCE * parameters.norm()))
+        for a, b in zip(*steps, strict=True)
+    )
     return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"
 
 
 class Trainer:
     """Trains lanes of clients, one way. `way` is what `resolve` gave; the module is never changed.
 
-    `clip` is the bound on the L2 norm of one sample's gradient. `own` says that code of the user's takes part: what it draws from the
-    generators of the process is then keyed by the client. Raises `ConfigError` for a way that cannot clip each sample, or cannot add
-    the corrections that `local` needs. Call `single_thread` first: a number of threads that changes would change bits.
+    `clip` is the bound on the L2 norm of one sample's gradient. `own` says that code of the user's
+    takes part: what it draws from the generators of the process is then keyed by the client. Raises
+    `ConfigError` for a way that cannot clip each sample, or cannot add the corrections that `local`
+    needs. Call `single_thread` first: a number of threads that changes would change bits.
     """
 
     def __init__(
@@ -257,52 +373,85 @@ class Trainer:
         drawn: tuple[np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
-        """(slot, update float32 [d] on the device, mean training loss over the steps) of each client of the lane, in its order.
+        """(slot, update float32 [d] on the device, mean training loss over the steps) of each
+        client of the lane, in its order.
 
-        `parameters` is the model, float32 [d] as `raydpfl.models.flatten` gives it; x float32 [C, n, *shape], sizes [C]; y [C, n] holds
-        integers for cross-entropy, floats for half the squared error; rows from sizes[i] on are never looked at. `clients` [C] has -1 for
-        an empty slot; `draws` [C] tells apart the times a client was drawn. A client's bits depend on its rows, key, slot and the shapes C
-        and n, not on what is in the other slots. A client without rows gives zeros and the loss NaN; a diverged update comes back as it is.
+        `parameters` is the model, float32 [d] as `raydpfl.models.flatten` gives it; x float32 [C,
+        n, *shape], sizes [C]; y [C, n] holds integers for cross-entropy, floats for half the
+        squared error; rows from sizes[i] on are never looked at. `clients` [C] has -1 for an empty
+        slot; `draws` [C] tells apart the times a client was drawn. A client's bits depend on its
+        rows, key, slot and the shapes C and n, not on what is in the other slots. A client without
+        rows gives zeros and the loss NaN; a diverged update comes back as it is.
 
-        `stds` float64 [C] is the std of the Gaussian noise on the mean gradient of each step, in each coordinate, and needs `clip`;
-        `corrections` float32 [C, d] is added to every gradient after that. `drawn` are the batches, as `batches` gives them, where x holds
-        other rows than all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for stds without clip, and
-        for a stateful `local` without corrections or corrections for a way that cannot add them.
+        `stds` float64 [C] is the std of the Gaussian noise on the mean gradient of each step, in
+        each coordinate, and needs `clip`; `corrections` float32 [C, d] is added to every gradient
+        after that. `drawn` are the batches, as `batches` gives them, where x holds other rows than
+        all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for
+        stds without clip, and for a stateful `local` without corrections or corrections for a way
+        that cannot add them.
 
-        Into `clipped`, float64 [C], is written, by the time that a slot is yielded, the share of its (sample, step) pairs whose gradient was
-        longer than `clip`: a gradient that is not finite is not. NaN for a slot without rows, and for all where nothing is clipped.
+        Into `clipped`, float64 [C], is written, by the time that a slot is yielded, the share of
+        its (sample, step) pairs whose gradient was longer than `clip`: a gradient that is not
+        finite is not. NaN for a slot without rows, and for all where nothing is clipped.
         """
         if clipped is not None:
             clipped.fill(np.nan)
         if stds is not None and self.clip is None:
             raise ValueError("noise on a step needs gradients that are clipped per sample")
-        if (corrections is None) if self.local.stateful else (corrections is not None and not self._way.corrects):
-            raise ValueError(f"{self.local.kind} needs corrections" if corrections is None else "this way adds no corrections")
+        if (
+            (corrections is None)
+            if self.local.stateful
+            else (corrections is not None and not self._way.corrects)
+        ):
+            raise ValueError(
+                f"{self.local.kind} needs corrections"
+                if corrections is None
+                else "this way adds no corrections"
+            )
         members = np.asarray(clients) >= 0
         present = np.where(members, sizes, 0)
-        names = {"clients": np.asarray(clients), "draws": np.asarray(draws), "stds": np.asarray(stds)}
+        names = {
+            "clients": np.asarray(clients),
+            "draws": np.asarray(draws),
+            "stds": np.asarray(stds),
+        }
 
         def noise(slots: Sequence[int], step: int) -> torch.Tensor:
             who = {name: each[slots] for name, each in names.items()}
-            return keys.clients_normals(self.noise_seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who).to(self.device)
+            return keys.clients_normals(
+                self.noise_seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who
+            ).to(self.device)
 
         regression = torch.as_tensor(y).is_floating_point()
-        index, batch_sizes = drawn or batches(self.seed, round, clients, draws, present, self.local, rows=y.shape[1])
+        index, batch_sizes = drawn or batches(
+            self.seed, round, clients, draws, present, self.local, rows=y.shape[1]
+        )
         lane = LaneData(
             x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
-            y=torch.as_tensor(y, dtype=torch.float32 if regression else torch.int64, device=self.device),
+            y=torch.as_tensor(
+                y, dtype=torch.float32 if regression else torch.int64, device=self.device
+            ),
             sizes=present,
             index=index,
             batch_sizes=batch_sizes,
             slots=np.flatnonzero(present).tolist(),
             lr=self.local.learning_rate(round),
-            generator=lambda slot: torch_stream(self.seed, Purpose.MODULE, round=round, client=int(clients[slot]), draw=int(draws[slot])),
+            generator=lambda slot: torch_stream(
+                self.seed,
+                Purpose.MODULE,
+                round=round,
+                client=int(clients[slot]),
+                draw=int(draws[slot]),
+            ),
             clip=self.clip,
-            corrections=None if corrections is None else torch.as_tensor(corrections, dtype=torch.float32, device=self.device),
+            corrections=None
+            if corrections is None
+            else torch.as_tensor(corrections, dtype=torch.float32, device=self.device),
             noise=None if stds is None else noise,
             clipped=clipped,
         )
-        # A copy, in torch's own alignment: how the model is aligned in memory could change the bits of a product.
+        # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
+        # of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
         trained = self._way.run(parameters, lane)
         for slot in np.flatnonzero(members).tolist():
@@ -314,7 +463,9 @@ class Trainer:
             yield found
 
     def _keyed(self, round: int, client: int, draw: int) -> AbstractContextManager[None]:
-        """Whatever the user's own code draws: by the client, or by the round where a lane is trained at once."""
+        """Whatever the user's own code draws: by the client, or by the round where a lane is
+        trained at once.
+        """
         if not self.own:
             return nullcontext()
         if not self._way.one_by_one:
@@ -323,5 +474,7 @@ class Trainer:
 
     @property
     def module(self) -> nn.Module | None:
-        """The working copy of the module, where its own code is run; None where its layers are taken apart."""
+        """The working copy of the module, where its own code is run; None where its layers are
+        taken apart.
+        """
         return getattr(self._way, "module", None)

@@ -1,8 +1,11 @@
-"""Per-sample clipping of networks: one forward and one backward pass of a batch, the rest from what its layers leave behind.
+"""Per-sample clipping of networks: one forward and one backward pass of a batch, the rest from what
+its layers leave behind.
 
-A sample's gradient by a layer's parameters follows from the layer's inputs a [T, D] and the gradient g [T, p] by its outputs alone; T is
-the number of positions, 1 for a plain linear layer. So one `autograd.grad` by the outputs of all layers gives the squared norm of every
-sample's gradient, layer by layer, and the sum of the clipped gradients is one product a layer, of the same a and the scaled g:
+A sample's gradient by a layer's parameters follows from the layer's inputs a [T, D] and the
+gradient g [T, p] by its outputs alone; T is the number of positions, 1 for a plain linear layer. So
+one `autograd.grad` by the outputs of all layers gives the squared norm of every sample's gradient,
+layer by layer, and the sum of the clipped gradients is one product a layer, of the same a and the
+scaled g:
 
 | layer                | a sample's gradient                   | its squared norm                                                   |
 |----------------------|---------------------------------------|--------------------------------------------------------------------|
@@ -12,9 +15,11 @@ sample's gradient, layer by layer, and the sum of the clipped gradients is one p
 | GroupNorm, LayerNorm | sums of g and of g times the normal   | formed                                                             |
 | any other            | vmap of the layer's own backward      | formed                                                             |
 
-The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming (Rochette, Manoel and Tramel 2019) takes
-D p numbers to be kept and read again; `GHOST` products cost as much as one number. Where the positions' contributions cancel, rounding
-could make a ghost norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t |a_t| |g_t|)^2 is added to its square.
+The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming
+(Rochette, Manoel and Tramel 2019) takes D p numbers to be kept and read again; `GHOST` products
+cost as much as one number. Where the positions' contributions cancel, rounding could make a ghost
+norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t |a_t| |g_t|)^2 is
+added to its square.
 
 >>> from raydpfl.local.sgd import Sgd
 >>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Sgd(), torch.device("cpu"))
@@ -44,16 +49,21 @@ from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
 GHOST = 32
-FEW = 32  # numbers in a patch: up to so many, a product of patches takes less than a convolution of as many groups as samples
+# numbers in a patch: up to so many, a product of patches takes less than a convolution of as many
+# groups as samples
+FEW = 32
 SLACK = 2.0**-22  # four roundings of float32
-LIMIT = 1 << 29  # bytes that one pass should keep at most, about; a batch that needs more is cut into several
+# bytes that one pass should keep at most, about; a batch that needs more is cut into several
+LIMIT = 1 << 29
 
 Term = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """Of one parameter: its gradient's squared norm for each sample [B], and what gives the sum of the gradients weighted by factors [B]."""
 
 
 class NotLayerwise(Exception):
-    """The module's parameters do not all sit in layers that are called once in a pass; says what stands in the way."""
+    """The module's parameters do not all sit in layers that are called once in a pass; says what
+    stands in the way.
+    """
 
 
 @dataclass
@@ -61,50 +71,78 @@ class _Leaf:
     """A layer with parameters, and what a forward pass leaves of it."""
 
     layer: nn.Module
-    places: list[tuple[str, int]]  # of its trainable parameters: the name, and which of the module's it is
+    # of its trainable parameters: the name, and which of the module's it is
+    places: list[tuple[str, int]]
     inputs: tuple[torch.Tensor, ...] = ()
     versions: list[int] = field(default_factory=list)
     output: tuple[int, ...] = ()  # its shape
     edge: GradientEdge | None = None
 
-    def keep(self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def keep(
+        self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> None:
         """A forward hook."""
         kind = type(layer).__name__
         if self.inputs:
             raise NotLayerwise(f"{kind} is called more than once")
-        if named or not all(isinstance(each, torch.Tensor) and each.dim() for each in (*inputs, output)):
+        if named or not all(
+            isinstance(each, torch.Tensor) and each.dim() for each in (*inputs, output)
+        ):
             raise NotLayerwise(f"{kind} takes or gives more than tensors")
         if len({len(each) for each in (*inputs, output)}) > 1:
             raise NotLayerwise(f"the first axis of {kind}'s inputs is not that of its output")
-        self.inputs, self.versions, self.output = inputs, [each._version for each in inputs], output.shape
-        self.edge = get_gradient_edge(output) if output.requires_grad else None  # now: the output may be changed in place later
+        self.inputs, self.versions, self.output = (
+            inputs,
+            [each._version for each in inputs],
+            output.shape,
+        )
+        # now: the output may be changed in place later
+        self.edge = get_gradient_edge(output) if output.requires_grad else None
 
     def terms(self, g: torch.Tensor) -> Iterator[tuple[int, Term]]:
         """(which parameter, its term), from the gradient by the outputs."""
         if [each._version for each in self.inputs] != self.versions:
-            raise NotLayerwise(f"the input of {type(self.layer).__name__} is changed in place after it")
+            raise NotLayerwise(
+                f"the input of {type(self.layer).__name__} is changed in place after it"
+            )
         for name, place in self.places:
             yield place, RULES.get(type(self.layer), _other)(self.layer, name, self.inputs, g)
 
 
 def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
-    """Whether the ghost norm by this parameter can be taken and costs less than forming gradients; from the shape of the layer's output."""
-    if name != "weight" or type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "groups", 1) > 1:
+    """Whether the ghost norm by this parameter can be taken and costs less than forming gradients;
+    from the shape of the layer's output.
+    """
+    if (
+        name != "weight"
+        or type(layer) not in (nn.Linear, nn.Conv2d)
+        or getattr(layer, "groups", 1) > 1
+    ):
         return False
-    positions, outputs, inputs = prod(output[1:]) // len(layer.weight), len(layer.weight), layer.weight[0].numel()
+    positions, outputs, inputs = (
+        prod(output[1:]) // len(layer.weight),
+        len(layer.weight),
+        layer.weight[0].numel(),
+    )
     return positions**2 * (inputs + outputs) < GHOST * inputs * outputs
 
 
 def _formed(gradients: torch.Tensor) -> Term:
     flat = gradients.flatten(1)
-    return torch.linalg.vector_norm(flat, dim=1).square(), lambda s: (s @ flat).view(gradients.shape[1:])
+    return torch.linalg.vector_norm(flat, dim=1).square(), lambda s: (s @ flat).view(
+        gradients.shape[1:]
+    )
 
 
 def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """[B], from a [B, T, D] and g [B, T, p]."""
     if a.shape[1] == 1:
-        return (torch.linalg.vector_norm(a, dim=(1, 2)) * torch.linalg.vector_norm(g, dim=(1, 2))).square()
-    slack = (torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(1).square() * SLACK
+        return (
+            torch.linalg.vector_norm(a, dim=(1, 2)) * torch.linalg.vector_norm(g, dim=(1, 2))
+        ).square()
+    slack = (torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(
+        1
+    ).square() * SLACK
     return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + slack
 
 
@@ -122,42 +160,83 @@ def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: to
     return _formed(torch.bmm(g.mT, a))
 
 
-def _convolution(layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+def _convolution(
+    layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
+) -> Term:
     if name == "bias":
         return _formed(g.sum(tuple(range(2, g.dim()))))
     (x,), shape, padding = inputs, layer.weight.shape, layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0,) * len(layer.kernel_size)
+        x, padding = (
+            F.pad(x, layer._reversed_padding_repeated_twice, mode=mode),
+            (0,) * len(layer.kernel_size),
+        )
 
     def backward(x: torch.Tensor, g: torch.Tensor, times: int) -> torch.Tensor:
         """The gradient by a weight that is `times` as many channels and groups."""
         weight, groups = x.new_empty(times * shape[0], *shape[1:]), times * layer.groups
-        geometry = (layer.stride, padding, layer.dilation, layer.transposed, layer.output_padding, groups)
-        return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, (False, True, False))[1]
+        geometry = (
+            layer.stride,
+            padding,
+            layer.dilation,
+            layer.transposed,
+            layer.output_padding,
+            groups,
+        )
+        return torch.ops.aten.convolution_backward(
+            g, x, weight, None, *geometry, (False, True, False)
+        )[1]
 
     if _ghostly(layer, name, g.shape):
-        return _ghost(_patches(layer, x, padding, g.shape[2:]).mT, g.flatten(2).mT), lambda s: backward(x, _scaled(g, s), 1)
+        return _ghost(
+            _patches(layer, x, padding, g.shape[2:]).mT, g.flatten(2).mT
+        ), lambda s: backward(x, _scaled(g, s), 1)
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= FEW:
-        return _formed(torch.bmm(_patches(layer, x, padding, g.shape[2:]), g.flatten(2).mT).mT.reshape(len(g), *shape))
-    apart = backward(*(each.reshape(1, -1, *each.shape[2:]) for each in (x, g)), len(g))  # each sample in channels of its own
+        return _formed(
+            torch.bmm(_patches(layer, x, padding, g.shape[2:]), g.flatten(2).mT).mT.reshape(
+                len(g), *shape
+            )
+        )
+    # each sample in channels of its own
+    apart = backward(*(each.reshape(1, -1, *each.shape[2:]) for each in (x, g)), len(g))
     return _formed(apart.reshape(len(g), *shape))
 
 
-def _patches(layer: nn.Conv2d, x: torch.Tensor, padding: tuple[int, int], size: torch.Size) -> torch.Tensor:
-    """What `torch.nn.functional.unfold` gives, [B, D, T], for an output of `size`; a strided copy is many times faster."""
+def _patches(
+    layer: nn.Conv2d, x: torch.Tensor, padding: tuple[int, int], size: torch.Size
+) -> torch.Tensor:
+    """What `torch.nn.functional.unfold` gives, [B, D, T], for an output of `size`; a strided copy
+    is many times faster.
+    """
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     sample, channel, *place = x.stride()
-    strides = [times * stride for each in (layer.dilation, layer.stride) for times, stride in zip(each, place, strict=True)]
-    return x.as_strided((*x.shape[:2], *layer.kernel_size, *size), (sample, channel, *strides)).reshape(len(x), -1, size.numel())
+    strides = [
+        times * stride
+        for each in (layer.dilation, layer.stride)
+        for times, stride in zip(each, place, strict=True)
+    ]
+    return x.as_strided(
+        (*x.shape[:2], *layer.kernel_size, *size), (sample, channel, *strides)
+    ).reshape(len(x), -1, size.numel())
 
 
-def _norm(layer: nn.GroupNorm | nn.LayerNorm, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+def _norm(
+    layer: nn.GroupNorm | nn.LayerNorm, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
+) -> Term:
     (x,) = inputs
     if isinstance(layer, nn.GroupNorm):
-        normal, shape, over = lambda: F.group_norm(x, layer.num_groups, eps=layer.eps), (layer.num_channels, -1), 2
+        normal, shape, over = (
+            lambda: F.group_norm(x, layer.num_groups, eps=layer.eps),
+            (layer.num_channels, -1),
+            2,
+        )
     else:
-        normal, shape, over = lambda: F.layer_norm(x, layer.normalized_shape, eps=layer.eps), (-1, *layer.normalized_shape), 1
+        normal, shape, over = (
+            lambda: F.layer_norm(x, layer.normalized_shape, eps=layer.eps),
+            (-1, *layer.normalized_shape),
+            1,
+        )
     return _formed((g if name == "bias" else g * normal()).reshape(len(g), *shape).sum(over))
 
 
@@ -173,7 +252,17 @@ def _other(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: tor
 
 RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch.Tensor], Term]] = {
     nn.Linear: _linear,
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _convolution),
+    **dict.fromkeys(
+        (
+            nn.Conv1d,
+            nn.Conv2d,
+            nn.Conv3d,
+            nn.ConvTranspose1d,
+            nn.ConvTranspose2d,
+            nn.ConvTranspose3d,
+        ),
+        _convolution,
+    ),
     **dict.fromkeys((nn.GroupNorm, nn.LayerNorm), _norm),
 }
 
@@ -181,8 +270,9 @@ RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch
 class Layerwise(Loop):
     """Trains one client after another as `Loop` does, with each sample's gradient clipped.
 
-    Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are called once in a pass and take
-    samples along the first axis of their inputs to the first axis of their output.
+    Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are
+    called once in a pass and take samples along the first axis of their inputs to the first axis of
+    their output.
     """
 
     private = True
@@ -194,25 +284,42 @@ class Layerwise(Loop):
         self.leaves: list[_Leaf] = []
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
         for layer in self.module.modules():
-            own = [(name, places.pop(id(each), None)) for name, each in layer.named_parameters(recurse=False) if each.requires_grad]
+            own = [
+                (name, places.pop(id(each), None))
+                for name, each in layer.named_parameters(recurse=False)
+                if each.requires_grad
+            ]
             if isinstance(layer, _BatchNorm):
                 raise NotLayerwise(f"{type(layer).__name__} mixes the samples of a batch")
             if any(place is None for _, place in own):
-                raise NotLayerwise(f"a parameter of {type(layer).__name__} is tied to another layer's")
+                raise NotLayerwise(
+                    f"a parameter of {type(layer).__name__} is tied to another layer's"
+                )
             if own and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
-                raise NotLayerwise(f"{type(layer).__name__} has parameters of its own beside those of its layers")
+                raise NotLayerwise(
+                    f"{type(layer).__name__} has parameters of its own beside those of its layers"
+                )
             if own:
                 self.leaves.append(_Leaf(layer, own))
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         if self.samples is None:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
+            with (
+                torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+                torch.no_grad(),
+            ):
                 self._forward(lane.x.new_zeros(1, *lane.x.shape[2:]))
             numbers = 0
             for leaf in self.leaves:  # activations count twice, for what lies between the layers
                 numbers += 2 * sum(each.numel() for each in leaf.inputs) + 2 * prod(leaf.output)
-                numbers += sum(prod(self.shapes[place]) for name, place in leaf.places if not _ghostly(leaf.layer, name, leaf.output))
+                numbers += sum(
+                    prod(self.shapes[place])
+                    for name, place in leaf.places
+                    if not _ghostly(leaf.layer, name, leaf.output)
+                )
             self.samples = max(1, LIMIT // (4 * numbers))
         yield from super().run(parameters, lane)
 
@@ -227,7 +334,9 @@ class Layerwise(Loop):
             if not leaf.inputs:
                 raise NotLayerwise(f"{type(leaf.layer).__name__} is not called")
             if len(leaf.inputs[0]) != len(x):
-                raise NotLayerwise(f"the first axis of {type(leaf.layer).__name__}'s input is not that of the samples")
+                raise NotLayerwise(
+                    f"the first axis of {type(leaf.layer).__name__}'s input is not that of the samples"
+                )
         return outputs
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
@@ -236,9 +345,16 @@ class Layerwise(Loop):
         for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
             loss = sample_loss(self._forward(some), labels, "none").sum()
             losses += loss.detach()
-            gradients = torch.autograd.grad(loss, [leaf.edge for leaf in self.leaves], allow_unused=True)
+            gradients = torch.autograd.grad(
+                loss, [leaf.edge for leaf in self.leaves], allow_unused=True
+            )
             with torch.no_grad():
-                terms = [term for leaf, g in zip(self.leaves, gradients, strict=True) if g is not None for term in leaf.terms(g)]
+                terms = [
+                    term
+                    for leaf, g in zip(self.leaves, gradients, strict=True)
+                    if g is not None
+                    for term in leaf.terms(g)
+                ]
                 norms = torch.stack([squares for _, (squares, _) in terms]).sum(0).sqrt()
                 self.factors.append(clip_factors(norms, clip))
                 s = self.factors[-1] / len(x)

@@ -1,20 +1,26 @@
-"""Stacks of linear layers, a whole lane in batched products: forward, backward and step by hand, without autograd.
+"""Stacks of linear layers, a whole lane in batched products: forward, backward and step by hand,
+without autograd.
 
-Two ways, which differ in the first layer, the one whose inputs are the client's rows X [n, p] throughout:
+Two ways, which differ in the first layer, the one whose inputs are the client's rows X [n, p]
+throughout:
 
-**fused** holds its weights, [C, out, in] for a lane, and the step is made inside the backward product, W <- (1 - lr wd) W - lr G^T a:
-one `baddbmm_`, no gradient, no optimiser. **sample space** never forms them. They move only within the span of the client's rows,
-W = gamma W0 + A^T X (and b = gamma b0 + A^T 1), so it carries the layer's outputs on all rows, Z = X W^T + b, and A [n, out]. With
-K = X X^T + 1 (the 1 is the bias), the step along a batch's gradient G by the outputs is
+**fused** holds its weights, [C, out, in] for a lane, and the step is made inside the backward
+product, W <- (1 - lr wd) W - lr G^T a: one `baddbmm_`, no gradient, no optimiser. **sample space**
+never forms them. They move only within the span of the client's rows, W = gamma W0 + A^T X (and b =
+gamma b0 + A^T 1), so it carries the layer's outputs on all rows, Z = X W^T + b, and A [n, out].
+With K = X X^T + 1 (the 1 is the bias), the step along a batch's gradient G by the outputs is
 
-    Z <- (1 - lr wd) Z - lr K[:, batch] G,        A[batch] += c_t G,        W_Q - W_0 = (gamma - 1) W_0 + A^T X,
+    Z <- (1 - lr wd) Z - lr K[:, batch] G,        A[batch] += c_t G,        W_Q - W_0 = (gamma - 1)
+    W_0 + A^T X,
 
-where c_t and gamma are numbers that lr, weight decay, momentum and the proximal term give. Momentum keeps a second Z, its velocity's
-outputs, and a proximal term mu the first one, Z_0: its gradient mu (W - W_0) gives mu (Z - Z_0), for the outputs are linear in W and b.
-That is n coefficients an output instead of p weights. The mathematics is that of the loop, up to rounding.
+where c_t and gamma are numbers that lr, weight decay, momentum and the proximal term give. Momentum
+keeps a second Z, its velocity's outputs, and a proximal term mu the first one, Z_0: its gradient mu
+(W - W_0) gives mu (Z - Z_0), for the outputs are linear in W and b. That is n coefficients an
+output instead of p weights. The mathematics is that of the loop, up to rounding.
 
-Where each sample's gradient is clipped (fused alone), its squared norm is the sum over the layers of (||a||^2 + 1) ||g||^2, a the layer's
-inputs and g the gradient by its outputs, and to clip it is to scale its g in every layer (Goodfellow 2015).
+Where each sample's gradient is clipped (fused alone), its squared norm is the sum over the layers
+of (||a||^2 + 1) ||g||^2, a the layer's inputs and g the gradient by its outputs, and to clip it is
+to scale its g in every layer (Goodfellow 2015).
 
 >>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=20, local=Sgd(steps=20, batch=10))
 True
@@ -45,11 +51,18 @@ class _Weights:
     def __init__(self, layer: Layer, parameters: torch.Tensor, lane: LaneData, local: Sgd):
         self.layer, self.local, self.lr, clients = layer, local, lane.lr, len(lane.sizes)
         self.start = layer.views(parameters)
-        # What a step adds to the gradient that stays the same throughout: the correction, and of proximal (x - start) the start's part.
-        self.constant = [] if lane.corrections is None else [part.contiguous() for part in layer.views(lane.corrections)]
+        # What a step adds to the gradient that stays the same throughout: the correction, and of
+        # proximal (x - start) the start's part.
+        self.constant = (
+            []
+            if lane.corrections is None
+            else [part.contiguous() for part in layer.views(lane.corrections)]
+        )
         if local.proximal:
             pull = [part * -local.proximal for part in self.start]
-            self.constant = [a + b for a, b in zip(self.constant, pull, strict=True)] if self.constant else pull
+            self.constant = (
+                [a + b for a, b in zip(self.constant, pull, strict=True)] if self.constant else pull
+            )
         self.now = [part.expand(clients, *part.shape).clone() for part in self.start]
         self.velocity = [torch.zeros_like(part) for part in self.now] if local.momentum else []
 
@@ -57,27 +70,50 @@ class _Weights:
         """[C, B, in] -> [C, B, out], which lies in memory as [C, out, B]."""
         self.inputs = inputs
         weight, *bias = self.now
-        return (torch.baddbmm(bias[0].mT, weight, inputs.mT) if bias else torch.bmm(weight, inputs.mT)).mT
+        return (
+            torch.baddbmm(bias[0].mT, weight, inputs.mT) if bias else torch.bmm(weight, inputs.mT)
+        ).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
-        """The gradient by the inputs, laid out as they are, from the gradient `g` by the outputs, [C, B, out]."""
+        """The gradient by the inputs, laid out as they are, from the gradient `g` by the outputs,
+        [C, B, out].
+        """
         weight = self.now[0]
-        return torch.bmm(g, weight) if self.inputs.is_contiguous() else torch.bmm(weight.mT, g.mT).mT
+        return (
+            torch.bmm(g, weight) if self.inputs.is_contiguous() else torch.bmm(weight.mT, g.mT).mT
+        )
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
-        """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from each sample's `g`: (||a||^2 + 1) ||g||^2."""
-        return torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True).square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
+        """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from
+        each sample's `g`: (||a||^2 + 1) ||g||^2.
+        """
+        return (
+            torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
+            .square_()
+            .add_(len(self.now) - 1)
+            .mul_(g.square().sum(2, keepdim=True))
+        )
 
     def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
-        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added to the gradient by the parameters."""
-        momentum, decay, lr = self.local.momentum, self.local.weight_decay + self.local.proximal, self.lr
-        moved, keep, step = (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
+        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added
+        to the gradient by the parameters.
+        """
+        momentum, decay, lr = (
+            self.local.momentum,
+            self.local.weight_decay + self.local.proximal,
+            self.lr,
+        )
+        moved, keep, step = (
+            (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
+        )
         moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
         for bias in moved[1:]:
             (bias if keep == 1 else bias.mul_(keep)).add_(g.sum(1, keepdim=True), alpha=step)
         for part, constant in zip(moved, self.constant, strict=False):
             part.add_(constant, alpha=step)
-        for part, drawn in zip(moved, () if noise is None else self.layer.views(noise), strict=False):
+        for part, drawn in zip(
+            moved, () if noise is None else self.layer.views(noise), strict=False
+        ):
             part.add_(drawn, alpha=step)
         for now, velocity in zip(self.now, self.velocity, strict=False):
             now.sub_(velocity.add_(now, alpha=decay), alpha=lr)
@@ -91,7 +127,15 @@ class _Weights:
 class _Inputs(_Weights):
     """The first layer by its weights; `x` [C, n, in]."""
 
-    def __init__(self, layer: Layer, parameters: torch.Tensor, x: torch.Tensor, lane: LaneData, local: Sgd, whole: bool):
+    def __init__(
+        self,
+        layer: Layer,
+        parameters: torch.Tensor,
+        x: torch.Tensor,
+        lane: LaneData,
+        local: Sgd,
+        whole: bool,
+    ):
         super().__init__(layer, parameters, lane, local)
         self.x = x
 
@@ -100,16 +144,28 @@ class _Inputs(_Weights):
 
 
 class _Span:
-    """The first layer in sample space; `x` [C, n, in]. Z and A are [C, n, out], or [C, out, n] if steps take the `whole` of them."""
+    """The first layer in sample space; `x` [C, n, in]. Z and A are [C, n, out], or [C, out, n] if
+    steps take the `whole` of them.
+    """
 
-    def __init__(self, layer: Layer, parameters: torch.Tensor, x: torch.Tensor, lane: LaneData, local: Sgd, whole: bool):
+    def __init__(
+        self,
+        layer: Layer,
+        parameters: torch.Tensor,
+        x: torch.Tensor,
+        lane: LaneData,
+        local: Sgd,
+        whole: bool,
+    ):
         self.layer, self.x, self.local, self.lr, self.whole = layer, x, local, lane.lr, whole
         self.start = layer.views(parameters)
         self.gamma, responses = _responses(local, lane.lr, lane.index.shape[1])
         self.responses = iter(responses)
         weight, *bias = self.start
         flat = x.flatten(0, 1)
-        now = (torch.addmm(*bias, flat, weight.mT) if bias else torch.mm(flat, weight.mT)).view(*x.shape[:2], -1)
+        now = (torch.addmm(*bias, flat, weight.mT) if bias else torch.mm(flat, weight.mT)).view(
+            *x.shape[:2], -1
+        )
         self.now = now.mT.contiguous() if whole else now  # Z
         self.first = self.now.clone() if local.proximal else None  # Z_0
         self.velocity = torch.zeros_like(self.now) if local.momentum else None
@@ -123,8 +179,14 @@ class _Span:
         return self.now.mT.clone() if self.layer.activation else self.now.mT
 
     def step(self, g: torch.Tensor, noise: None) -> None:
-        momentum, decay, lr = self.local.momentum, self.local.weight_decay + self.local.proximal, self.lr
-        moved, keep, step = (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
+        momentum, decay, lr = (
+            self.local.momentum,
+            self.local.weight_decay + self.local.proximal,
+            self.lr,
+        )
+        moved, keep, step = (
+            (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
+        )
         product = (g.mT, self.kernel) if self.whole else (take(self.kernel, self.rows).mT, g)
         moved.baddbmm_(*product, beta=keep, alpha=step)
         if self.first is not None:
@@ -134,7 +196,9 @@ class _Span:
         if self.whole:
             self.coefficients.add_(g.mT, alpha=next(self.responses))
         else:  # a row may stand in a batch twice, at the end of an epoch and the start of the next
-            self.coefficients.view(-1, g.shape[2]).index_add_(0, self.rows, g.flatten(0, 1), alpha=next(self.responses))
+            self.coefficients.view(-1, g.shape[2]).index_add_(
+                0, self.rows, g.flatten(0, 1), alpha=next(self.responses)
+            )
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         a, shrunk = self.coefficients[slots], self.gamma - 1
@@ -146,10 +210,14 @@ class _Span:
 
 
 def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
-    """(gamma, [c_0, ..., c_{Q-1}]) such that W_Q = gamma W_0 + sum_t c_t g_t when step t meets the gradient g_t."""
+    """(gamma, [c_0, ..., c_{Q-1}]) such that W_Q = gamma W_0 + sum_t c_t g_t when step t meets the
+    gradient g_t.
+    """
 
     def run(start: float, w: float, v: float, steps: int) -> list[float]:
-        """A number w that stands for the weights' part along W_0, of which the start has `start`, or along a gradient, which it lacks."""
+        """A number w that stands for the weights' part along W_0, of which the start has `start`,
+        or along a gradient, which it lacks.
+        """
         seen = [w]
         for _ in range(steps):
             v = local.momentum * v + local.weight_decay * w + local.proximal * (w - start)
@@ -158,10 +226,14 @@ def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
         return seen
 
     def single(number: float) -> float:
-        """Infinite where float32 would be: torch raises for a factor that overflows, and a client that diverged is to show it."""
+        """Infinite where float32 would be: torch raises for a factor that overflows, and a client
+        that diverged is to show it.
+        """
         return number if abs(number) < 3e38 else math.inf
 
-    return single(run(1.0, 1.0, 0.0, steps)[-1]), [single(c) for c in run(0.0, -lr, 1.0, steps - 1)[::-1]]
+    return single(run(1.0, 1.0, 0.0, steps)[-1]), [
+        single(c) for c in run(0.0, -lr, 1.0, steps - 1)[::-1]
+    ]
 
 
 class _Stack:
@@ -172,10 +244,14 @@ class _Stack:
         self.local, self.layers = local, stack(module)
 
     def whole(self, lane: LaneData) -> bool:
-        """Whether a step takes all rows, those outside of the batch with share 0, rather than picking some out."""
+        """Whether a step takes all rows, those outside of the batch with share 0, rather than
+        picking some out.
+        """
         return False
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         with torch.inference_mode():
             chain, losses = self._train(parameters, lane)
@@ -193,7 +269,9 @@ class _Stack:
             for slot in wanted:
                 yield slot, deltas[slot - first], losses[slot]
 
-    def _train(self, parameters: torch.Tensor, lane: LaneData) -> tuple[list[_Weights | _Span], list[float]]:
+    def _train(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> tuple[list[_Weights | _Span], list[float]]:
         """The layers after the last step, and the mean losses [C]."""
         batches = lane.batches(self.whole(lane))
         whole = batches[0][0] is None
@@ -217,16 +295,22 @@ class _Stack:
                 losses.addcmul_(g * shares, g, value=-0.5)
             else:
                 log_p = torch.log_softmax(a.mT, 1)
-                losses.addcmul_(log_p, shares if whole else wanted)  # of the two the one that changes; the other at the end
+                # of the two the one that changes; the other at the end
+                losses.addcmul_(log_p, shares if whole else wanted)
                 g = log_p.exp_().sub_(wanted)
             g = (g if lane.clip is not None else g.mul_(shares)).mT
-            gradients = []  # of each sample, by the outputs of each layer from the last to the first
-            for place, later, a in zip(reversed(chain), (None, *reversed(chain)), reversed(outputs), strict=False):
+            # of each sample, by the outputs of each layer from the last to the first
+            gradients = []
+            for place, later, a in zip(
+                reversed(chain), (None, *reversed(chain)), reversed(outputs), strict=False
+            ):
                 g = later.backward(g) if later else g
                 g = place.layer.activation.backward(g, a) if place.layer.activation else g
                 gradients.append(g)
             if lane.clip is not None:
-                norms = sum(place.squares(g) for place, g in zip(reversed(chain), gradients, strict=True)).sqrt_()
+                norms = sum(
+                    place.squares(g) for place, g in zip(reversed(chain), gradients, strict=True)
+                ).sqrt_()
                 clipped_by.append(clip_factors(norms, lane.clip))
                 factors = clipped_by[-1] * shares.mT
                 gradients = [g * factors for g in gradients]
@@ -240,9 +324,11 @@ class _Stack:
 
 
 def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
-    """What the outputs are held against, [C, n, outputs]: classes as one-hot, the numbers of regression as they are.
+    """What the outputs are held against, [C, n, outputs]: classes as one-hot, the numbers of
+    regression as they are.
 
-    Raises RuntimeError for a class that the model does not know, and for regression with several outputs.
+    Raises RuntimeError for a class that the model does not know, and for regression with several
+    outputs.
     """
     if not y.is_floating_point():
         return torch.zeros(*y.shape, outputs, device=y.device).scatter_(2, y[:, :, None], 1.0)
@@ -274,5 +360,11 @@ class SampleSpace(_Stack):
     @staticmethod
     def pays(layers: tuple[Layer, ...], rows: int, local: Sgd) -> bool:
         """Whether a client with so many rows takes fewer operations in sample space than fused."""
-        p, o, n, b, q = layers[0].inputs, layers[0].outputs, rows, local.batch_size(rows), local.steps
+        p, o, n, b, q = (
+            layers[0].inputs,
+            layers[0].outputs,
+            rows,
+            local.batch_size(rows),
+            local.steps,
+        )
         return 2 * n * p * o + n * n * p + q * n * b * o < q * (2 * b + MEMORY) * p * o

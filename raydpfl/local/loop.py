@@ -1,8 +1,9 @@
 """One client after another: any module, on one flat vector of parameters.
 
-The parameters of a working copy of the module are views of one flat buffer and their gradients of another, so a step is one or two
-in-place operations over all of them and needs no optimiser. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out is in torch's logical order.
+The parameters of a working copy of the module are views of one flat buffer and their gradients of
+another, so a step is one or two in-place operations over all of them and needs no optimiser.
+Convolutional nets with max-pooling keep their weights and images channels-last inside, which is
+faster there and slower where GroupNorm follows; what goes in and out is in torch's logical order.
 Large linear layers take their products from oneDNN (`raydpfl.local.products`).
 """
 
@@ -21,38 +22,55 @@ from raydpfl.local.way import LaneData, clip_factors, sample_loss
 
 
 class Loop:
-    """Trains each client with autograd, sample by sample where each sample's gradient is to be clipped.
+    """Trains each client with autograd, sample by sample where each sample's gradient is to be
+    clipped.
 
-    What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts afresh with each, so nothing passes
-    from one client to the next.
+    What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts
+    afresh with each, so nothing passes from one client to the next.
     """
 
     private, corrects, one_by_one = None, True, True
-    inputs_only = False  # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made in another way
+    # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
+    # in another way
+    inputs_only = False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local, self.device = local, device
         self.module = copy.deepcopy(module).to(device).train()
         speed_up(self.module, inputs_only=self.inputs_only)
-        has = [any(isinstance(layer, kind) for layer in self.module.modules()) for kind in (nn.MaxPool2d, nn.GroupNorm)]
+        has = [
+            any(isinstance(layer, kind) for layer in self.module.modules())
+            for kind in (nn.MaxPool2d, nn.GroupNorm)
+        ]
         self.layout = torch.channels_last if has == [True, False] else torch.contiguous_format
-        self.trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.trainable = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
         self.shapes = [parameter.shape for parameter in self.trainable]
         self.flat = torch.empty(models.parameter_count(module), device=device)
         self.gradient, self.velocity = torch.empty_like(self.flat), torch.empty_like(self.flat)
-        for parameter, now, gradient in zip(self.trainable, self._views(self.flat), self._views(self.gradient), strict=True):
+        for parameter, now, gradient in zip(
+            self.trainable, self._views(self.flat), self._views(self.gradient), strict=True
+        ):
             parameter.data, parameter.grad = now, gradient
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        self.factors: list[torch.Tensor] = []  # that the client's samples were clipped by in the steps so far
+        # that the client's samples were clipped by in the steps so far
+        self.factors: list[torch.Tensor] = []
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Of a vector in the order that the parameters have inside, the part of each parameter, in its shape."""
+        """Of a vector in the order that the parameters have inside, the part of each parameter, in
+        its shape.
+        """
         parts = flat.split([shape.numel() for shape in self.shapes])
         return [self._view(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _add_inside(self, to: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """Adds `vector` [d], which is in the order of `raydpfl.models.flatten`, to `to`, which is in the order that the parameters have inside."""
-        for view, part in zip(self._views(to), vector.split([shape.numel() for shape in self.shapes]), strict=True):
+        """Adds `vector` [d], which is in the order of `raydpfl.models.flatten`, to `to`, which is
+        in the order that the parameters have inside.
+        """
+        for view, part in zip(
+            self._views(to), vector.split([shape.numel() for shape in self.shapes]), strict=True
+        ):
             view.add_(part.view(view.shape))
         return to
 
@@ -62,7 +80,9 @@ class Loop:
             return part.view(out, height, width, channels).permute(0, 3, 1, 2)
         return part.view(shape)
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         for slot in lane.slots:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -76,13 +96,21 @@ class Loop:
     def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
         models.load(self.module, parameters)
         start = self.flat.clone() if self.local.proximal else None
-        correction = None if lane.corrections is None else self._add_inside(torch.zeros_like(self.flat), lane.corrections[slot])
+        correction = (
+            None
+            if lane.corrections is None
+            else self._add_inside(torch.zeros_like(self.flat), lane.corrections[slot])
+        )
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
         self.velocity.zero_()
         self.factors.clear()
         losses = torch.zeros((), device=self.device)
-        x, y, index = lane.x[slot], lane.y[slot], torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device)
+        x, y, index = (
+            lane.x[slot],
+            lane.y[slot],
+            torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device),
+        )
         for step, rows in enumerate(index):
             batch = x.index_select(0, rows)
             batch = batch.to(memory_format=self.layout) if batch.dim() == 4 else batch
@@ -95,13 +123,19 @@ class Loop:
         return float(losses) / len(index)
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        """Writes the mean of the samples' gradients, each clipped if asked, into `self.gradient`; returns the mean of their losses."""
+        """Writes the mean of the samples' gradients, each clipped if asked, into `self.gradient`;
+        returns the mean of their losses.
+        """
         if clip is None:
             self.gradient.zero_()
             loss = sample_loss(self.module(x), y)
             loss.backward()
             return loss.detach()
-        total, losses, factors = torch.zeros_like(self.gradient), torch.zeros((), device=self.device), []
+        total, losses, factors = (
+            torch.zeros_like(self.gradient),
+            torch.zeros((), device=self.device),
+            [],
+        )
         for sample in zip(x.split(1), y.split(1), strict=True):
             losses += self._gradient(*sample, None)
             factors.append(clip_factors(torch.linalg.vector_norm(self.gradient), clip))
@@ -112,7 +146,9 @@ class Loop:
 
     @torch.no_grad()
     def _step(self, lr: float, start: torch.Tensor | None, correction: torch.Tensor | None) -> None:
-        """`start` is the model of the round, there with a proximal term; both it and the correction are in the order inside."""
+        """`start` is the model of the round, there with a proximal term; both it and the correction
+        are in the order inside.
+        """
         direction = self.gradient
         if self.local.weight_decay:
             direction.add_(self.flat, alpha=self.local.weight_decay)

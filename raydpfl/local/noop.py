@@ -18,7 +18,9 @@ class Noop:
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         for slot in lane.slots:
             yield slot, torch.zeros_like(parameters), 0.0

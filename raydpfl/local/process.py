@@ -12,14 +12,18 @@ KEEP = 1 << 30  # bytes
 
 
 def single_thread() -> None:
-    """One thread for torch's operations: a client's bits depend on their number, and more than one loses to a busy neighbour."""
+    """One thread for torch's operations: a client's bits depend on their number, and more than one
+    loses to a busy neighbour.
+    """
     torch.set_num_threads(1)
 
 
 def tune_allocator() -> None:
-    """Lets glibc keep the memory of freed tensors, up to `KEEP`, rather than give it back and fault it in again at every step.
+    """Lets glibc keep the memory of freed tensors, up to `KEEP`, rather than give it back and fault
+    it in again at every step.
 
-    Page faults cost up to a quarter of a round of a convolutional net. Does nothing where the C library is another.
+    Page faults cost up to a quarter of a round of a convolutional net. Does nothing where the C
+    library is another.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:

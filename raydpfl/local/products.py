@@ -1,9 +1,10 @@
 """Large matrix products by oneDNN, where torch would take them to MKL.
 
-MKL keeps processors of other makers than Intel from their AVX-512 units; oneDNN, which torch builds in for its convolutions, does not. On
-such a processor the CNN of `experiments/benchmarks/engine.py --only cnn` went from 1.5 to 1.7 times the plain loop. torch reaches oneDNN's
-product of float32 matrices by one operator alone, which its compiler uses and which has no public name; where it is missing, and below
-`FEW`, the products are torch's.
+MKL keeps processors of other makers than Intel from their AVX-512 units; oneDNN, which torch builds
+in for its convolutions, does not. On such a processor the CNN of `experiments/benchmarks/engine.py
+--only cnn` went from 1.5 to 1.7 times the plain loop. torch reaches oneDNN's product of float32
+matrices by one operator alone, which its compiler uses and which has no public name; where it is
+missing, and below `FEW`, the products are torch's.
 
 >>> layer = nn.Linear(1568, 512)
 >>> x = torch.ones(128, 1568)
@@ -21,7 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 FEW = 1 << 22  # multiplications: up to so many, what calling the operator costs is not won back
-_dnnl = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+_dnnl = (
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if torch.backends.mkldnn.is_available()
+    else None
+)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -30,27 +35,45 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(layer: nn.Linear, input: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
-    """What the layer gives for `input`, as `nn.Linear.forward` does; with `inputs_only` no gradient goes back to its weight and bias."""
-    plain = torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu")  # what _Linear does not know of
+    """What the layer gives for `input`, as `nn.Linear.forward` does; with `inputs_only` no gradient
+    goes back to its weight and bias.
+    """
+    # what _Linear does not know of
+    plain = torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu")
     if plain or not _pays(input, layer.out_features):
         return F.linear(input, layer.weight, layer.bias)
-    return _Linear.apply(input.reshape(-1, input.shape[-1]), layer.weight, layer.bias, inputs_only).view(*input.shape[:-1], -1)
+    return _Linear.apply(
+        input.reshape(-1, input.shape[-1]), layer.weight, layer.bias, inputs_only
+    ).view(*input.shape[:-1], -1)
 
 
 def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
-    """Has the layers of `module` that are `nn.Linear`, of no class derived from it, take their products here. Changes the module."""
+    """Has the layers of `module` that are `nn.Linear`, of no class derived from it, take their
+    products here. Changes the module.
+    """
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.forward = partial(linear, layer, inputs_only=inputs_only)
 
 
 def _pays(a: torch.Tensor, outputs: int) -> bool:
-    return _dnnl is not None and a.device.type == "cpu" and a.dtype == torch.float32 and a.numel() * outputs > FEW
+    return (
+        _dnnl is not None
+        and a.device.type == "cpu"
+        and a.dtype == torch.float32
+        and a.numel() * outputs > FEW
+    )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inputs_only: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        inputs_only: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.inputs_only = inputs_only
         return _dnnl(x, weight, bias, "none", [], "")
@@ -59,7 +82,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         by_x, by_weight, by_bias, _ = ctx.needs_input_grad
-        multiply = torch.matmul if torch.is_grad_enabled() else product  # a gradient of this gradient: oneDNN's operator has none
+        # a gradient of this gradient: oneDNN's operator has none
+        multiply = torch.matmul if torch.is_grad_enabled() else product
         by_x = multiply(g, weight) if by_x else None
         if ctx.inputs_only:
             return by_x, None, None, None

@@ -31,7 +31,9 @@ class NoStack(Exception):
 
 @dataclass(frozen=True)
 class Activation:
-    """`forward` works in place; `backward(g, a)` is the gradient by the input, from that by the output and the output itself."""
+    """`forward` works in place; `backward(g, a)` is the gradient by the input, from that by the
+    output and the output itself.
+    """
 
     name: str
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -50,8 +52,14 @@ class Layer:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """W [..., out, in] and b [..., 1, out], if there is one, within `flat` [..., d]."""
-        weight = flat[..., self.weight : self.weight + self.inputs * self.outputs].unflatten(-1, (self.outputs, self.inputs))
-        return [weight] if self.bias is None else [weight, flat[..., None, self.bias : self.bias + self.outputs]]
+        weight = flat[..., self.weight : self.weight + self.inputs * self.outputs].unflatten(
+            -1, (self.outputs, self.inputs)
+        )
+        return (
+            [weight]
+            if self.bias is None
+            else [weight, flat[..., None, self.bias : self.bias + self.outputs]]
+        )
 
 
 RELU = Activation("relu", torch.relu_, lambda g, a: aten.threshold_backward(g, a, 0))
@@ -61,8 +69,14 @@ SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward)
 
 def _leaky(slope: float) -> Activation:
     if slope <= 0:
-        raise NoStack(f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input")
-    return Activation("leaky_relu", lambda z: F.leaky_relu_(z, slope), lambda g, a: aten.leaky_relu_backward(g, a, slope, True))
+        raise NoStack(
+            f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input"
+        )
+    return Activation(
+        "leaky_relu",
+        lambda z: F.leaky_relu_(z, slope),
+        lambda g, a: aten.leaky_relu_backward(g, a, slope, True),
+    )
 
 
 ACTIVATIONS: dict[Any, Activation] = {
@@ -75,11 +89,13 @@ ACTIVATIONS: dict[Any, Activation] = {
 def stack(module: nn.Module) -> tuple[Layer, ...]:
     """The layers of a chain [flatten] (Linear [activation])*, in modules or in functions.
 
-    Raises `NoStack` for anything else: a layer used twice, tied to another, frozen or with hooks, an active Dropout, a branch,
-    control flow that torch.fx cannot follow. A `view` is taken for a flatten; whether it is one shows when the way is checked.
+    Raises `NoStack` for anything else: a layer used twice, tied to another, frozen or with hooks,
+    an active Dropout, a branch, control flow that torch.fx cannot follow. A `view` is taken for a
+    flatten; whether it is one shows when the way is checked.
     """
     try:
-        traced = fx.symbolic_trace(nn.Sequential(module))  # wrapped, so that a lone Linear is seen as a layer
+        # wrapped, so that a lone Linear is seen as a layer
+        traced = fx.symbolic_trace(nn.Sequential(module))
     except RAISED as error:  # whatever the module's own code does when it runs on proxies
         raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
     places, place = {}, 0
@@ -89,7 +105,8 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     activation = None
     node = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-    while isinstance(node, fx.Node) and node.op != "placeholder":  # from the output back to the input
+    # from the output back to the input
+    while isinstance(node, fx.Node) and node.op != "placeholder":
         step = _step(traced, node)
         if isinstance(step, Activation):
             if activation:
@@ -108,11 +125,20 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     return tuple(reversed(layers))
 
 
-def _step(traced: fx.GraphModule, node: fx.Node) -> Activation | tuple[nn.Parameter, nn.Parameter | None] | None:
-    """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but the shape."""
+def _step(
+    traced: fx.GraphModule, node: fx.Node
+) -> Activation | tuple[nn.Parameter, nn.Parameter | None] | None:
+    """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but
+    the shape.
+    """
     if node.op == "call_module":
         module = traced.get_submodule(node.target)
-        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        hooked = (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        )
         if type(module) is nn.Linear and not hooked:
             return module.weight, module.bias
         if type(module) in ACTIVATIONS and not hooked:
@@ -120,20 +146,37 @@ def _step(traced: fx.GraphModule, node: fx.Node) -> Activation | tuple[nn.Parame
         if type(module) is nn.LeakyReLU and not hooked:
             return _leaky(module.negative_slope)
         flat = isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
-        if (flat or isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)) and not hooked:
+        if (
+            flat
+            or isinstance(module, nn.Identity)
+            or (isinstance(module, nn.Dropout) and module.p == 0)
+        ) and not hooked:
             return None
-        raise NoStack(f"{type(module).__name__}{' with hooks' if hooked else ''} is none of its layers")
+        raise NoStack(
+            f"{type(module).__name__}{' with hooks' if hooked else ''} is none of its layers"
+        )
     arguments = node.args[1:]
     if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
         return ACTIVATIONS[node.target]
     if node.target is F.leaky_relu:
         return _leaky(arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01))
     if node.target is F.linear:
-        sources = [*arguments, *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs)]
-        tensors = [None if source is None else operator.attrgetter(source.target)(traced) for source in sources]
+        sources = [
+            *arguments,
+            *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
+        ]
+        tensors = [
+            None if source is None else operator.attrgetter(source.target)(traced)
+            for source in sources
+        ]
         return tensors[0], tensors[1] if len(tensors) > 1 else None
-    if node.target in (torch.flatten, "flatten") and (arguments == (1,) or node.kwargs.get("start_dim") == 1):
+    if node.target in (torch.flatten, "flatten") and (
+        arguments == (1,) or node.kwargs.get("start_dim") == 1
+    ):
         return None
-    if node.target in ("view", "reshape") and len(arguments[0] if isinstance(arguments[0], tuple) else arguments) == 2:
+    if (
+        node.target in ("view", "reshape")
+        and len(arguments[0] if isinstance(arguments[0], tuple) else arguments) == 2
+    ):
         return None
     raise NoStack(f"{getattr(node.target, '__name__', node.target)} is none of its layers")

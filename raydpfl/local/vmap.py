@@ -1,7 +1,8 @@
 """A whole lane by torch.func: vmap over clients of the gradient of one client's loss.
 
-It pays for small modules that are no stack of linear layers, and loses to the loop on convolutions and recurrent layers. Where each
-sample's gradient is to be clipped, it is vmap over clients of vmap over samples, of as many at a time as `LIMIT` allows.
+It pays for small modules that are no stack of linear layers, and loses to the loop on convolutions
+and recurrent layers. Where each sample's gradient is to be clipped, it is vmap over clients of vmap
+over samples, of as many at a time as `LIMIT` allows.
 """
 
 from __future__ import annotations
@@ -22,59 +23,108 @@ LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
 
 class Vmap:
-    """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers raises RuntimeError when it is run."""
+    """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers
+    raises RuntimeError when it is run.
+    """
 
     private, corrects, one_by_one = None, True, False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local = local
         self.module = copy.deepcopy(module).to(device).train()
-        self.names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        self.names = [
+            name for name, parameter in self.module.named_parameters() if parameter.requires_grad
+        ]
         self.shapes = [self.module.get_parameter(name).shape for name in self.names]
         self._gradients = vmap(grad_and_value(self._loss), randomness="error")
-        self._each = vmap(grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error")
+        self._each = vmap(
+            grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error"
+        )
 
-    def _loss(self, parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return sample_loss(functional_call(self.module, parameters, (x,)), y, reduction="none") @ weights
+    def _loss(
+        self,
+        parameters: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        return (
+            sample_loss(functional_call(self.module, parameters, (x,)), y, reduction="none")
+            @ weights
+        )
 
-    def _clipped(self, parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, clip: float) -> Any:
-        """Of one client, what `_gradients` gives: the sum of its samples' clipped gradients, and that of their losses, by their shares.
+    def _clipped(
+        self,
+        parameters: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        shares: torch.Tensor,
+        clip: float,
+    ) -> Any:
+        """Of one client, what `_gradients` gives: the sum of its samples' clipped gradients, and
+        that of their losses, by their shares.
 
         And the factors that they were clipped by, float32 [B].
         """
-        total, loss, found = {name: torch.zeros_like(part) for name, part in parameters.items()}, 0.0, []
+        total, loss, found = (
+            {name: torch.zeros_like(part) for name, part in parameters.items()},
+            0.0,
+            [],
+        )
         samples = max(1, LIMIT // (4 * sum(shape.numel() for shape in self.shapes)))
-        for some, labels, share in zip(x.split(samples), y.split(samples), shares.split(samples), strict=True):
-            gradients, losses = self._each(parameters, some[:, None], labels[:, None], torch.ones_like(share[:1]))
+        for some, labels, share in zip(
+            x.split(samples), y.split(samples), shares.split(samples), strict=True
+        ):
+            gradients, losses = self._each(
+                parameters, some[:, None], labels[:, None], torch.ones_like(share[:1])
+            )
             squares = [each.flatten(1).square().sum(1) for each in gradients.values()]
             found.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
             factors = found[-1] * share
-            total = {name: total[name] + torch.tensordot(factors, each, 1) for name, each in gradients.items()}
+            total = {
+                name: total[name] + torch.tensordot(factors, each, 1)
+                for name, each in gradients.items()
+            }
             loss = loss + losses @ share
         return total, loss, torch.cat(found)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of `flat` [..., d], as [..., *its shape]."""
         parts = flat.split([shape.numel() for shape in self.shapes], dim=-1)
-        return [part.reshape(part.shape[:-1] + shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [
+            part.reshape(part.shape[:-1] + shape)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
         """See `raydpfl.local.way.Way`."""
         clients = len(lane.sizes)
         batches = lane.batches()
         x, y = lane.rows(picked=batches[0][0] is not None)
         starts = self._parts(parameters)
-        corrections = [] if lane.corrections is None else [part.contiguous() for part in self._parts(lane.corrections)]
+        corrections = (
+            []
+            if lane.corrections is None
+            else [part.contiguous() for part in self._parts(lane.corrections)]
+        )
         now = [start.expand(clients, *start.shape).clone() for start in starts]
         velocity = [torch.zeros_like(part) for part in now] if self.local.momentum else []
         losses, factors = x.new_zeros(clients), []
         gradients_of = self._gradients
         if lane.clip is not None:
             numbers = lane.index.shape[2] * len(parameters)
-            gradients_of = vmap(partial(self._clipped, clip=lane.clip), randomness="error", chunk_size=max(1, LIMIT // (4 * numbers)))
+            gradients_of = vmap(
+                partial(self._clipped, clip=lane.clip),
+                randomness="error",
+                chunk_size=max(1, LIMIT // (4 * numbers)),
+            )
         for step, (rows, shares) in enumerate(batches):
             named = dict(zip(self.names, now, strict=True))
-            gradients, loss, *found = gradients_of(named, take(x, rows), take(y, rows), shares[:, 0])
+            gradients, loss, *found = gradients_of(
+                named, take(x, rows), take(y, rows), shares[:, 0]
+            )
             factors += found
             losses += loss
             direction = list(gradients.values())
@@ -83,7 +133,11 @@ class Vmap:
             if self.local.weight_decay:
                 torch._foreach_add_(direction, now, alpha=self.local.weight_decay)
             if self.local.proximal:
-                torch._foreach_add_(direction, [part - start for part, start in zip(now, starts, strict=True)], alpha=self.local.proximal)
+                torch._foreach_add_(
+                    direction,
+                    [part - start for part, start in zip(now, starts, strict=True)],
+                    alpha=self.local.proximal,
+                )
             if corrections:
                 torch._foreach_add_(direction, corrections)
             if velocity:
@@ -92,5 +146,16 @@ class Vmap:
                 direction = velocity
             torch._foreach_add_(now, direction, alpha=-lane.lr)
         lane.count_clipped(factors)
-        for slot, loss in zip(lane.slots, (losses[list(lane.slots)] / lane.index.shape[1]).tolist(), strict=True):
-            yield slot, torch.cat([(part[slot] - start).flatten() for part, start in zip(now, starts, strict=True)]), loss
+        for slot, loss in zip(
+            lane.slots, (losses[list(lane.slots)] / lane.index.shape[1]).tolist(), strict=True
+        ):
+            yield (
+                slot,
+                torch.cat(
+                    [
+                        (part[slot] - start).flatten()
+                        for part, start in zip(now, starts, strict=True)
+                    ]
+                ),
+                loss,
+            )

@@ -1,7 +1,9 @@
-"""What a way of training promises: the same mathematics as a plain loop, and bits that depend on the client alone.
+"""What a way of training promises: the same mathematics as a plain loop, and bits that depend on
+the client alone.
 
-A way trains a lane of C clients. What it gives for a client depends on that client's rows, batches and key, on its slot and on
-the shapes of the lane, never on what stands in the other slots: so a client alone in its lane, the others empty, gets the same bits.
+A way trains a lane of C clients. What it gives for a client depends on that client's rows, batches
+and key, on its slot and on the shapes of the lane, never on what stands in the other slots: so a
+client alone in its lane, the others empty, gets the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from raydpfl.local.sgd import Sgd
 class LaneData:
     """What the clients of a lane train on, on the way's device."""
 
-    x: torch.Tensor  # float32 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
+    # float32 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
+    x: torch.Tensor
     y: torch.Tensor  # int64 [C, n], the class; or float32 [C, n], what regression is to give
     sizes: np.ndarray  # int64 [C]; 0: an empty slot
     index: np.ndarray  # int64 [C, Q, B], rows of each batch
@@ -30,30 +33,44 @@ class LaneData:
     slots: Sequence[int]  # the slots to train, none of them empty
     lr: float
     generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
-    clip: float | None = None  # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
-    corrections: torch.Tensor | None = None  # float32 [C, d]: what is added to every gradient of the client
-    noise: Callable[[Sequence[int], int], torch.Tensor] | None = None  # on the mean gradients of some slots at a step, float32 [slots, d]
-    clipped: np.ndarray | None = None  # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip factor below 1
+    # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
+    clip: float | None = None
+    # float32 [C, d]: what is added to every gradient of the client
+    corrections: torch.Tensor | None = None
+    # on the mean gradients of some slots at a step, float32 [slots, d]
+    noise: Callable[[Sequence[int], int], torch.Tensor] | None = None
+    # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip
+    # factor below 1
+    clipped: np.ndarray | None = None
 
     @property
     def regression(self) -> bool:
         return self.y.is_floating_point()
 
     def step_noise(self, step: int) -> torch.Tensor | None:
-        """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if there is none."""
+        """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if
+        there is none.
+        """
         if self.noise is None:
             return None
         drawn = self.noise(self.slots, step)
         if len(drawn) == len(self.sizes):
             return drawn
-        return drawn.new_zeros(len(self.sizes), drawn.shape[1]).index_copy_(0, torch.tensor(self.slots, device=drawn.device), drawn)
+        return drawn.new_zeros(len(self.sizes), drawn.shape[1]).index_copy_(
+            0, torch.tensor(self.slots, device=drawn.device), drawn
+        )
 
     def rows(self, picked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y with zeros for padding. Copies, for a product may depend on how its factors are aligned in memory.
+        """x and y with zeros for padding. Copies, for a product may depend on how its factors are
+        aligned in memory.
 
-        With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none of which is padding.
+        With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none
+        of which is padding.
         """
-        x, y = self.x if picked else self.x.clone(memory_format=torch.contiguous_format), self.y.clone()
+        x, y = (
+            self.x if picked else self.x.clone(memory_format=torch.contiguous_format),
+            self.y.clone(),
+        )
         for slot, size in enumerate(self.sizes.tolist()):
             if size < y.shape[1]:
                 y[slot, size:] = 0
@@ -62,24 +79,32 @@ class LaneData:
         return x, y
 
     def batches(self, whole: bool = False) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-        """For each step its rows, int64 [C B] into `rows`, and the share of each in its client's mean over the batch, float32 [C, 1, B].
+        """For each step its rows, int64 [C B] into `rows`, and the share of each in its client's
+        mean over the batch, float32 [C, 1, B].
 
-        With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their order, and the shares are [C, 1, n]:
-        what a row outside of the batch has is 0, as has a place that a smaller batch leaves empty.
+        With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their
+        order, and the shares are [C, 1, n]: what a row outside of the batch has is 0, as has a
+        place that a smaller batch leaves empty.
         """
         (clients, n), (steps, width) = self.y.shape, self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[:, None]
-        shares = torch.from_numpy((real / np.maximum(self.batch_sizes, 1)[:, None]).astype(np.float32))[:, None]
+        shares = torch.from_numpy(
+            (real / np.maximum(self.batch_sizes, 1)[:, None]).astype(np.float32)
+        )[:, None]
         index = torch.from_numpy(self.index)
         if whole or width == n:
-            placed = torch.zeros(clients, steps, n).scatter_add_(2, index, shares.expand(index.shape))
+            placed = torch.zeros(clients, steps, n).scatter_add_(
+                2, index, shares.expand(index.shape)
+            )
             return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind(1)]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
         shares = shares.to(self.y.device)
         return [(each, shares) for each in rows.to(self.y.device).unbind()]
 
     def count_clipped(self, factors: list[torch.Tensor]) -> None:
-        """Fills `clipped`, where it is wanted, from every step's clip factors, [C, B] or [C, B, 1], of the rows that `batches` gave."""
+        """Fills `clipped`, where it is wanted, from every step's clip factors, [C, B] or [C, B, 1],
+        of the rows that `batches` gave.
+        """
         if self.clipped is None or self.clip is None:
             return
         below = torch.stack(factors).flatten(2).lt(1).transpose(0, 1).cpu().numpy()
@@ -87,7 +112,9 @@ class LaneData:
             below = np.take_along_axis(below, self.index, 2)
         slots, (steps, width) = list(self.slots), self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[slots, None]
-        self.clipped[slots] = (below[slots] & real[:, None]).sum((1, 2)) / (steps * self.batch_sizes[slots])
+        self.clipped[slots] = (below[slots] & real[:, None]).sum((1, 2)) / (
+            steps * self.batch_sizes[slots]
+        )
 
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -99,9 +126,11 @@ def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def sample_loss(outputs: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Cross-entropy of `outputs` [B, classes] for int64 y [B]; half the squared error of the single output, [B, 1], for float y.
+    """Cross-entropy of `outputs` [B, classes] for int64 y [B]; half the squared error of the single
+    output, [B, 1], for float y.
 
-    `reduction` as in torch: mean, a number; none, [B]. Raises RuntimeError for a float y and more outputs than samples.
+    `reduction` as in torch: mean, a number; none, [B]. Raises RuntimeError for a float y and more
+    outputs than samples.
     """
     if y.is_floating_point():
         return F.mse_loss(outputs.reshape(y.shape), y, reduction=reduction) / 2
@@ -109,7 +138,8 @@ def sample_loss(outputs: torch.Tensor, y: torch.Tensor, reduction: str = "mean")
 
 
 def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
-    """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so that it shows in the update.
+    """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so
+    that it shows in the update.
 
     All in float32: a clipped gradient may be longer than the bound by a few 1e-7 of it.
     """
@@ -119,15 +149,21 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
 class Way(Protocol):
     """One way of carrying out `Sgd`. Made once from the module, which it never changes."""
 
-    private: ClassVar[bool | None] = False  # whether it clips each sample's gradient and adds the step's noise; None: it can do both
+    # whether it clips each sample's gradient and adds the step's noise; None: it can do both
+    private: ClassVar[bool | None] = False
     corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
-    one_by_one: ClassVar[bool] = False  # whether a slot is trained when it is asked for, and not before
+    # whether a slot is trained when it is asked for, and not before
+    one_by_one: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[tuple[int, torch.Tensor, float]]:
-        """(slot, update float32 [d], mean over the steps of the batches' losses) of each of `lane.slots`, in order.
+    def run(
+        self, parameters: torch.Tensor, lane: LaneData
+    ) -> Iterator[tuple[int, torch.Tensor, float]]:
+        """(slot, update float32 [d], mean over the steps of the batches' losses) of each of
+        `lane.slots`, in order.
 
-        `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged update is passed on as it is. A way that
-        clips fills a slot of `lane.clipped` by the time that it gives it.
+        `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged
+        update is passed on as it is. A way that clips fills a slot of `lane.clipped` by the time
+        that it gives it.
         """

@@ -11,8 +11,8 @@ A module of the user's own is named by import path and used unchanged:
 >>> parameter_count(module)
 610
 
-The parameters that a run sends, bounds and noises are the trainable ones, each once however many layers share it, in the order of
-`module.parameters()`; frozen ones stay as they were built.
+The parameters that a run sends, bounds and noises are the trainable ones, each once however many
+layers share it, in the order of `module.parameters()`; frozen ones stay as they were built.
 """
 
 from __future__ import annotations
@@ -57,15 +57,21 @@ def parse(values: Mapping[str, Any]) -> Model:
 
 
 def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """A float32 module on the CPU whose initial parameters (torch's default ones) are a function of (model, shape, classes, seed).
+    """A float32 module on the CPU whose initial parameters (torch's default ones) are a function of
+    (model, shape, classes, seed).
 
-    With `classes` 0, for regression, it has one output. The global random state is left as it was. Raises `ConfigError` for a classifier
-    on regression data, and for a module that does not take [batch, *shape] to [batch, classes or 1], has nothing to train, is not float32
-    throughout, or changes its buffers in training, as BatchNorm does, or what it keeps in Python.
+    With `classes` 0, for regression, it has one output. The global random state is left as it was.
+    Raises `ConfigError` for a classifier on regression data, and for a module that does not take
+    [batch, *shape] to [batch, classes or 1], has nothing to train, is not float32 throughout, or
+    changes its buffers in training, as BatchNorm does, or what it keeps in Python.
     """
     outputs = classes or 1
     if not classes and not model.regression:
-        raise ConfigError("model.kind", model.kind, "linear, mlp or another that is no classifier: the targets of the data are numbers, not classes")
+        raise ConfigError(
+            "model.kind",
+            model.kind,
+            "linear, mlp or another that is no classifier: the targets of the data are numbers, not classes",
+        )
     with keyed_globals(seed):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
         module = model.module(tuple(shape), outputs)
@@ -81,23 +87,36 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
         raise refuse(f"a torch.nn.Module, not {type(module).__name__}")
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm):
-            raise refuse(f"a module without BatchNorm ({name or 'itself'}), which mixes samples; raydpfl.models.group_norm converts it")
+            raise refuse(
+                f"a module without BatchNorm ({name or 'itself'}), which mixes samples; raydpfl.models.group_norm converts it"
+            )
     try:
         late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
         with torch.no_grad(), limited(FORWARD, late):
             module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
-            before, state = {name: buffer.clone() for name, buffer in module.named_buffers()}, kept(module)
+            before, state = (
+                {name: buffer.clone() for name, buffer in module.named_buffers()},
+                kept(module),
+            )
             scores = module(torch.rand(2, *shape))
     except RAISED as error:  # a user's module may raise anything
-        raise refuse(f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})") from None
+        raise refuse(
+            f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})"
+        ) from None
     if not isinstance(scores, torch.Tensor) or scores.shape != (2, outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise refuse(f"a module that returns [batch, {outputs}] for {['batch', *shape]}; for a batch of 2 it returns {got}")
+        raise refuse(
+            f"a module that returns [batch, {outputs}] for {['batch', *shape]}; for a batch of 2 it returns {got}"
+        )
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
-            raise refuse(f"a module that changes no buffer in training; {name} changes (raydpfl.models.group_norm converts BatchNorm)")
+            raise refuse(
+                f"a module that changes no buffer in training; {name} changes (raydpfl.models.group_norm converts BatchNorm)"
+            )
     if names := changed(state, kept(module)):
-        raise refuse(f"a module that keeps nothing from one batch to the next; {', '.join(names[:5])} changes")
+        raise refuse(
+            f"a module that keeps nothing from one batch to the next; {', '.join(names[:5])} changes"
+        )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
             raise refuse(f"a float32 module; {name} is {tensor.dtype}")
@@ -115,12 +134,15 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def flatten(module: nn.Module) -> torch.Tensor:
-    """A copy of the trainable parameters as float32 [d], each in its logical (row-major) order, whatever its memory layout."""
+    """A copy of the trainable parameters as float32 [d], each in its logical (row-major) order,
+    whatever its memory layout.
+    """
     return torch.cat([parameter.detach().reshape(-1) for parameter in _trainable(module)])
 
 
 def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
-    """Copies `flat` [d] into the trainable parameters in place, and returns the module; the inverse of `flatten`.
+    """Copies `flat` [d] into the trainable parameters in place, and returns the module; the inverse
+    of `flatten`.
 
     Raises ValueError for another length than d.
     """
@@ -128,6 +150,8 @@ def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
     if flat.shape != (parameter_count(module),):
         raise ValueError(f"{list(flat.shape)} numbers for {parameter_count(module)} parameters")
     with torch.no_grad():
-        for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True
+        ):
             parameter.copy_(part.view(parameter.shape))
     return module

@@ -1,7 +1,8 @@
 """The models of the papers, and any module of the user's own.
 
-Every convolutional net is a stack of ordinary torch layers in a `torch.nn.Sequential`, pooled before the activation where that is
-monotone (they commute, and the activation then works on a quarter of the numbers). None has dropout or BatchNorm.
+Every convolutional net is a stack of ordinary torch layers in a `torch.nn.Sequential`, pooled
+before the activation where that is monotone (they commute, and the activation then works on a
+quarter of the numbers). None has dropout or BatchNorm.
 
 | kind         | parameters                                            | source                                       |
 |--------------|-------------------------------------------------------|----------------------------------------------|
@@ -36,10 +37,11 @@ Shape = tuple[int, ...]
 
 
 class Model(Member):
-    """Base of the family: `module` gives a fresh module that takes [batch, *shape] and returns [batch, outputs]: a score for each class, or
-    the one number of a regression.
+    """Base of the family: `module` gives a fresh module that takes [batch, *shape] and returns
+    [batch, outputs]: a score for each class, or the one number of a regression.
 
-    It draws its initial parameters from torch's default generator, which `raydpfl.models.build` sets.
+    It draws its initial parameters from torch's default generator, which `raydpfl.models.build`
+    sets.
     """
 
     regression: ClassVar[bool] = True  # whether it takes regression data too
@@ -48,7 +50,9 @@ class Model(Member):
         raise NotImplementedError
 
     def image(self, shape: Shape, least: int) -> Shape:
-        """`shape` if it is (channels, height, width) with height and width at least `least`; else raises `ConfigError`."""
+        """`shape` if it is (channels, height, width) with height and width at least `least`; else
+        raises `ConfigError`.
+        """
         if len(shape) != 3 or min(shape[1:]) < least:
             accepted = f"a model for samples of shape {shape}; this one takes images (channels, height, width), {least} x {least} or more"
             raise ConfigError("model.kind", self.kind, accepted)
@@ -66,9 +70,11 @@ class Softmax(Model):
 
 
 class Linear(Model):
-    """One linear layer, every parameter of which starts at `start` + U(0, `spread`), for regression and classification.
+    """One linear layer, every parameter of which starts at `start` + U(0, `spread`), for regression
+    and classification.
 
-    With the quadratics of 001 sec. 5.3, whose optimum is the origin, `spread` 0.2 and 1 are its starts w* + z/5 and w* + z, z ~ U(0,1)^d.
+    With the quadratics of 001 sec. 5.3, whose optimum is the origin, `spread` 0.2 and 1 are its
+    starts w* + z/5 and w* + z, z ~ U(0,1)^d.
     """
 
     kind: str = "linear"
@@ -84,9 +90,11 @@ class Linear(Model):
 
 
 class Mlp(Model):
-    """Dense layers of `hidden` units each, one or several (000: 200; 002: 1200 on 60 principal components).
+    """Dense layers of `hidden` units each, one or several (000: 200; 002: 1200 on 60 principal
+    components).
 
-    Sigmoid and ELU are left out: torch computes them differently by the position in a tensor, so a run's bits would depend on the lane.
+    Sigmoid and ELU are left out: torch computes them differently by the position in a tensor, so a
+    run's bits would depend on the lane.
     """
 
     kind: str = "mlp"
@@ -111,9 +119,11 @@ class Mlp(Model):
 
 
 class Cnn(Model):
-    """The CNN of 003 sec. VI-C: convolutions of 16 and 32 channels, each 2 x 2 max-pooled, dense layers of 512 and 32 units, ReLU.
+    """The CNN of 003 sec. VI-C: convolutions of 16 and 32 channels, each 2 x 2 max-pooled, dense
+    layers of 512 and 32 units, ReLU.
 
-    The paper prints neither the kernel size nor the padding: here 5 x 5 by default, padded to keep the size.
+    The paper prints neither the kernel size nor the padding: here 5 x 5 by default, padded to keep
+    the size.
     """
 
     kind: str = "cnn"
@@ -130,13 +140,24 @@ class Cnn(Model):
         channels, height, width = self.image(shape, 4)
         layers: list[nn.Module] = []
         for width_in, width_out in ((channels, 16), (16, 32)):
-            layers += [nn.Conv2d(width_in, width_out, self.kernel, padding=self.kernel // 2), nn.MaxPool2d(2), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Flatten(), *_dense([32 * (height // 4) * (width // 4), 512, 32], nn.ReLU), nn.Linear(32, outputs))
+            layers += [
+                nn.Conv2d(width_in, width_out, self.kernel, padding=self.kernel // 2),
+                nn.MaxPool2d(2),
+                nn.ReLU(),
+            ]
+        return nn.Sequential(
+            *layers,
+            nn.Flatten(),
+            *_dense([32 * (height // 4) * (width // 4), 512, 32], nn.ReLU),
+            nn.Linear(32, outputs),
+        )
 
 
 class DpCnn(Model):
-    """The CNN that Tramer and Boneh 2021 train on CIFAR-10 with differential privacy: three pairs of 3 x 3 convolutions of 32, 64 and 128
-    channels, each pair 2 x 2 max-pooled, a dense layer of 128 units, tanh."""
+    """The CNN that Tramer and Boneh 2021 train on CIFAR-10 with differential privacy: three pairs
+    of 3 x 3 convolutions of 32, 64 and 128 channels, each pair 2 x 2 max-pooled, a dense layer of
+    128 units, tanh.
+    """
 
     kind: str = "dp_cnn"
 
@@ -146,14 +167,20 @@ class DpCnn(Model):
         for width_in, width_out in ((channels, 32), (32, 64), (64, 128)):
             layers += [nn.Conv2d(width_in, width_out, 3, padding=1), nn.Tanh()]
             layers += [nn.Conv2d(width_out, width_out, 3, padding=1), nn.MaxPool2d(2), nn.Tanh()]
-        return nn.Sequential(*layers, nn.Flatten(), *_dense([128 * (height // 8) * (width // 8), 128], nn.Tanh), nn.Linear(128, outputs))
+        return nn.Sequential(
+            *layers,
+            nn.Flatten(),
+            *_dense([128 * (height // 8) * (width // 8), 128], nn.Tanh),
+            nn.Linear(128, outputs),
+        )
 
 
 class AlexNet(Model):
-    """AlexNet for small images: five 3 x 3 convolutions of 32, 64, 128, 256 and 256 channels, max-pooled after the first, second and fifth,
-    a dense layer of 1024 units, ReLU.
+    """AlexNet for small images: five 3 x 3 convolutions of 32, 64, 128, 256 and 256 channels,
+    max-pooled after the first, second and fifth, a dense layer of 1024 units, ReLU.
 
-    000 prints 3.3M parameters and no layer; this form has 3.35M on EMNIST, on 28 x 28 and 32 x 32 alike (both end in 256 x 3 x 3).
+    000 prints 3.3M parameters and no layer; this form has 3.35M on EMNIST, on 28 x 28 and 32 x 32
+    alike (both end in 256 x 3 x 3).
     """
 
     kind: str = "alexnet"
@@ -161,25 +188,42 @@ class AlexNet(Model):
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, height, width = self.image(shape, 12)
         layers: list[nn.Module] = []
-        for width_in, width_out, pool in ((channels, 32, 2), (32, 64, 2), (64, 128, 0), (128, 256, 0), (256, 256, 3)):
-            layers += [nn.Conv2d(width_in, width_out, 3, padding=1), *([nn.MaxPool2d(pool, 2)] if pool else []), nn.ReLU()]
+        for width_in, width_out, pool in (
+            (channels, 32, 2),
+            (32, 64, 2),
+            (64, 128, 0),
+            (128, 256, 0),
+            (256, 256, 3),
+        ):
+            layers += [
+                nn.Conv2d(width_in, width_out, 3, padding=1),
+                *([nn.MaxPool2d(pool, 2)] if pool else []),
+                nn.ReLU(),
+            ]
         last = 256 * prod((side // 4 - 3) // 2 + 1 for side in (height, width))
-        return nn.Sequential(*layers, nn.Flatten(), *_dense([last, 1024], nn.ReLU), nn.Linear(1024, outputs))
+        return nn.Sequential(
+            *layers, nn.Flatten(), *_dense([last, 1024], nn.ReLU), nn.Linear(1024, outputs)
+        )
 
 
 class MobileNetV2(Model):
-    """torchvision's MobileNetV2 with GroupNorm for BatchNorm. `stem: small` leaves out the first two strides, for small images."""
+    """torchvision's MobileNetV2 with GroupNorm for BatchNorm. `stem: small` leaves out the first
+    two strides, for small images.
+    """
 
     kind: str = "mobilenet_v2"
     stem: Literal["small", "imagenet"] = "small"
-    groups: int = Field(default=32, ge=1)  # at most; a layer uses the largest number that divides both this and its channels
+    # at most; a layer uses the largest number that divides both this and its channels
+    groups: int = Field(default=32, ge=1)
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         from torchvision.models import mobilenet_v2
 
         channels, *_ = self.image(shape, 8)
         net = mobilenet_v2(num_classes=outputs, dropout=0.0)
-        net.features[0][0] = nn.Conv2d(channels, 32, 3, stride=1 if self.stem == "small" else 2, padding=1, bias=False)
+        net.features[0][0] = nn.Conv2d(
+            channels, 32, 3, stride=1 if self.stem == "small" else 2, padding=1, bias=False
+        )
         nn.init.kaiming_normal_(net.features[0][0].weight, mode="fan_out")
         if self.stem == "small":
             net.features[2].conv[1][0].stride = (1, 1)
@@ -187,7 +231,9 @@ class MobileNetV2(Model):
 
 
 class ResNet18(Model):
-    """torchvision's ResNet-18 with GroupNorm for BatchNorm. `stem: small`, for small images: a 3 x 3 convolution, no stride, no pooling."""
+    """torchvision's ResNet-18 with GroupNorm for BatchNorm. `stem: small`, for small images: a 3 x
+    3 convolution, no stride, no pooling.
+    """
 
     kind: str = "resnet18"
     stem: Literal["small", "imagenet"] = "small"
@@ -199,7 +245,14 @@ class ResNet18(Model):
         channels, *_ = self.image(shape, 8)
         net = resnet18(num_classes=outputs)
         small = self.stem == "small"
-        net.conv1 = nn.Conv2d(channels, 64, 3 if small else 7, stride=1 if small else 2, padding=1 if small else 3, bias=False)
+        net.conv1 = nn.Conv2d(
+            channels,
+            64,
+            3 if small else 7,
+            stride=1 if small else 2,
+            padding=1 if small else 3,
+            bias=False,
+        )
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
         if small:
             net.maxpool = nn.Identity()
@@ -218,7 +271,11 @@ class Module(Model):
         try:
             return make(**self.args)
         except RAISED as error:  # a user's constructor may raise anything
-            raise ConfigError("model.args", self.args, f"what {self.kind} can be called with ({type(error).__name__}: {error})") from None
+            raise ConfigError(
+                "model.args",
+                self.args,
+                f"what {self.kind} can be called with ({type(error).__name__}: {error})",
+            ) from None
 
 
 def factory(path: str) -> Callable[..., Any]:

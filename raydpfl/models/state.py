@@ -11,8 +11,9 @@
 >>> changed(before, kept(module))
 ['calls']
 
-A client's update must not depend on who was trained before it in the same process. Numbers, texts, arrays, generators and containers
-of these are looked at: attributes of the module and of those within it, and globals and class attributes of the user's own files.
+A client's update must not depend on who was trained before it in the same process. Numbers, texts,
+arrays, generators and containers of these are looked at: attributes of the module and of those
+within it, and globals and class attributes of the user's own files.
 """
 
 from __future__ import annotations
@@ -35,14 +36,19 @@ INSTALLED = ("torch", "torchvision", "raydpfl", "numpy", "builtins", "functools"
 
 
 def kept(*things: Any) -> dict[str, bytes]:
-    """By name, a text of all that they and their files keep. `things`: modules, or members of the user's own."""
+    """By name, a text of all that they and their files keep. `things`: modules, or members of the
+    user's own.
+    """
     found: dict[str, bytes] = {}
     files: dict[str, ModuleType] = {}
     for thing in things:
         parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
         for name, part in parts:
             for cls in type(part).__mro__:
-                if cls.__module__.partition(".")[0] not in INSTALLED and cls.__module__ in sys.modules:
+                if (
+                    cls.__module__.partition(".")[0] not in INSTALLED
+                    and cls.__module__ in sys.modules
+                ):
                     files[cls.__module__] = sys.modules[cls.__module__]
                     _take(found, vars(cls), f"{cls.__qualname__}.")
             if isinstance(part, nn.Module):
@@ -81,7 +87,9 @@ def _text(value: Any, depth: int) -> bytes | None:
     if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > LONG:
         return str(len(value)).encode()
     if depth and isinstance(value, dict):
-        return b"".join(repr(name).encode() + (_text(each, depth - 1) or b"?") for name, each in value.items())
+        return b"".join(
+            repr(name).encode() + (_text(each, depth - 1) or b"?") for name, each in value.items()
+        )
     if depth and isinstance(value, (list, tuple, set, frozenset)):
         return b"".join(_text(each, depth - 1) or b"?" for each in value) + str(len(value)).encode()
     return None

@@ -17,12 +17,13 @@ epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another, aga
 epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another, against whoever sees every aggregate \
 (fixed size 80 of 1920, cohort known, a client in at most 12 of 100 rounds): rigorous, by pld.
 
-One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to mean something),
-`accountants` (a file an accountant), `laws` (a file a sampling law), `accounting`, `memory` (clients that remember),
-`pld` (privacy loss distributions), `renyi`, `calibrate`, `paper` (formulas as printed), `ledger` (spending on disk),
-`personal` (noise at local steps, client by client), `budgets` (laws of personal budgets; imported by that name, since it reads tables).
-References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and
-003 (Section III-C3).
+One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to
+mean something), `accountants` (a file an accountant), `laws` (a file a sampling law), `accounting`,
+`memory` (clients that remember), `pld` (privacy loss distributions), `renyi`, `calibrate`, `paper`
+(formulas as printed), `ledger` (spending on disk), `personal` (noise at local steps, client by
+client), `budgets` (laws of personal budgets; imported by that name, since it reads tables).
+References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2), 001 (Theorem 1),
+002 (Theorem 5) and 003 (Section III-C3).
 """
 
 from raydpfl.privacy.accounting import covers, delta, epsilon, epsilon_curve, guarantees, rigorous

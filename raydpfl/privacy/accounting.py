@@ -1,7 +1,8 @@
 """What a mechanism costs, by each accountant, and what it guarantees whom.
 
-`pld` (privacy loss distributions) and `rdp` (Renyi, by dp-accounting) are rigorous; `paper` is Theorem 3.2 of 000 as
-printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else, and refuses one that it does not cover.
+`pld` (privacy loss distributions) and `rdp` (Renyi, by dp-accounting) are rigorous; `paper` is
+Theorem 3.2 of 000 as printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else,
+and refuses one that it does not cover.
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
 >>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (Query("update", bound=1.0, std=4.0),), rounds=100)
@@ -10,13 +11,14 @@ printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else, a
 >>> covers("rdp", mechanism, "add_remove")
 'a cohort of fixed size is covered under replace_one only; nearest: selection poisson with add_remove'
 
-Design note: what is secret. Sampling amplifies privacy only against someone who does not see who was sampled, so
-`guarantees` reports a hidden cohort and a known one apart. With the cohort known a client spends only in the rounds it
-takes part in, and they compose without amplification: `participations`, the realised most of any client, or every round
-when it is not given (a server that picks cohorts could pick one client always). Where a public rule names the cohorts there is
-nothing else: `rounds` then counts a client's participations. The expected number T r / N holds for no
-client in particular: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the cohort hidden, it would give 6.2 (and 124
-when each update is seen), where all 100 rounds give 49.4 (and 2006).
+Design note: what is secret. Sampling amplifies privacy only against someone who does not see who
+was sampled, so `guarantees` reports a hidden cohort and a known one apart. With the cohort known a
+client spends only in the rounds it takes part in, and they compose without amplification:
+`participations`, the realised most of any client, or every round when it is not given (a server
+that picks cohorts could pick one client always). Where a public rule names the cohorts there is
+nothing else: `rounds` then counts a client's participations. The expected number T r / N holds for
+no client in particular: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the cohort hidden, it
+would give 6.2 (and 124 when each update is seen), where all 100 rounds give 49.4 (and 2006).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
-    """None if the accountant covers the mechanism under the relation, else the reason and the nearest combination it does cover."""
+    """None if the accountant covers the mechanism under the relation, else the reason and the
+    nearest combination it does cover.
+    """
     one_of("privacy.relation", relation, Relation)
     return named(accountant).covers(mechanism, relation)
 
@@ -57,31 +61,53 @@ def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
 
 
 def epsilon(
-    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None = None, accountant: str = "pld", v: float = 4.0
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    rounds: int | None = None,
+    accountant: str = "pld",
+    v: float = 4.0,
 ) -> float:
-    """Epsilon at `delta` after `rounds` rounds (all of the mechanism's when None); infinite without noise.
+    """Epsilon at `delta` after `rounds` rounds (all of the mechanism's when None); infinite without
+    noise.
 
-    `v` is the constant of the paper formula. Raises `ConfigError` for a combination that the accountant does not cover.
+    `v` is the constant of the paper formula. Raises `ConfigError` for a combination that the
+    accountant does not cover.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     return float(_epsilons(mechanism, relation, delta, rounds, rounds, accountant, v)[0])
 
 
 def epsilon_curve(
-    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None = None, accountant: str = "pld", v: float = 4.0
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    rounds: int | None = None,
+    accountant: str = "pld",
+    v: float = 4.0,
 ) -> np.ndarray:
-    """Epsilon at `delta` after 1, 2, ..., `rounds` rounds, float64 [rounds]; arguments as for `epsilon`.
+    """Epsilon at `delta` after 1, 2, ..., `rounds` rounds, float64 [rounds]; arguments as for
+    `epsilon`.
 
-    By the same composition as `epsilon`, on one grid, so the two agree to about 1e-9 and neither is below the truth: pld pays one inverse
-    FFT a round, rdp adds up one Renyi curve.
+    By the same composition as `epsilon`, on one grid, so the two agree to about 1e-9 and neither is
+    below the truth: pld pays one inverse FFT a round, rdp adds up one Renyi curve.
     """
-    return _epsilons(mechanism, relation, delta, 1, mechanism.rounds if rounds is None else rounds, accountant, v)
+    return _epsilons(
+        mechanism, relation, delta, 1, mechanism.rounds if rounds is None else rounds, accountant, v
+    )
 
 
 def delta(
-    mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int | None = None, accountant: str = "pld", v: float = 4.0
+    mechanism: Mechanism,
+    relation: Relation,
+    epsilon: float,
+    rounds: int | None = None,
+    accountant: str = "pld",
+    v: float = 4.0,
 ) -> float:
-    """Delta at `epsilon` after `rounds` rounds; arguments as for the function `epsilon`. 1 without noise."""
+    """Delta at `epsilon` after `rounds` rounds; arguments as for the function `epsilon`. 1 without
+    noise.
+    """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("noise.epsilon", epsilon, "a finite number, zero or above")
     rounds = mechanism.rounds if rounds is None else rounds
@@ -100,11 +126,13 @@ def guarantees(
     participations: int | None = None,
     v: float = 4.0,
 ) -> list[Guarantee]:
-    """What holds after `rounds` rounds, by every accountant asked, against each observer worth telling apart.
+    """What holds after `rounds` rounds, by every accountant asked, against each observer worth
+    telling apart.
 
-    With the cohort hidden; with it known (see the module); and, where each client draws its own noise, against one who sees every single
-    update: std / sqrt(r), the client's own rounds alone. `participations` is the largest number of times that any client was drawn. A
-    mechanism that an accountant does not cover gets an infinite epsilon and the reason, never a number.
+    With the cohort hidden; with it known (see the module); and, where each client draws its own
+    noise, against one who sees every single update: std / sqrt(r), the client's own rounds alone.
+    `participations` is the largest number of times that any client was drawn. A mechanism that an
+    accountant does not cover gets an infinite epsilon and the reason, never a number.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     found = []
@@ -112,38 +140,71 @@ def guarantees(
         if not named(name).rigorous:
             found.append(_as_printed(mechanism, delta, rounds, v))
             continue
-        for observer, sampling, observed, under, times in views(mechanism, relation, rounds, participations):
+        for observer, sampling, observed, under, times in views(
+            mechanism, relation, rounds, participations
+        ):
             reason = covers(name, observed, under) if mechanism.private else NOISELESS
-            spent = math.inf if reason else epsilon(observed, under, delta, times, name) if times else 0.0
+            spent = (
+                math.inf
+                if reason
+                else epsilon(observed, under, delta, times, name)
+                if times
+                else 0.0
+            )
             failed = (reason,) if reason else (UNREACHED.format(name),) if math.isinf(spent) else ()
             unproved = memory.unproved(observed)
             kind = "unproven" if unproved else "rigorous"
             if unproved:
                 failed += (unproved,)
-            found.append(Guarantee(kind, name, mechanism.unit, under, observer, sampling, spent, delta, mechanism.exclusions, failed))
+            found.append(
+                Guarantee(
+                    kind,
+                    name,
+                    mechanism.unit,
+                    under,
+                    observer,
+                    sampling,
+                    spent,
+                    delta,
+                    mechanism.exclusions,
+                    failed,
+                )
+            )
     return found
 
 
 def views(mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None):
-    """(observer, sampling in words, the mechanism as that observer meets it, relation, rounds it composes over)."""
+    """(observer, sampling in words, the mechanism as that observer meets it, relation, rounds it
+    composes over).
+    """
     sampling, r = mechanism.sampling, mechanism.sampling.cohort
     whole = f"{sampling}, cohort hidden" if sampling.hidden else str(sampling)
     if mechanism.placement == "step":
-        yield "every single update", f"batches: {sampling}" + (", batch hidden" if sampling.hidden else ""), mechanism, relation, rounds
+        yield (
+            "every single update",
+            f"batches: {sampling}" + (", batch hidden" if sampling.hidden else ""),
+            mechanism,
+            relation,
+            rounds,
+        )
         return
     if sampling.hidden or sampling.everyone:
         yield "every aggregate", whole, mechanism, relation, rounds
     known = None if sampling.everyone else participations
     draws, composed, seen_as = sampling.law.known(sampling, rounds, known)
-    unsampled = replace(mechanism, sampling=Sampling("full", sampling.population, sampling.population))
-    # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an absent contribution.
+    unsampled = replace(
+        mechanism, sampling=Sampling("full", sampling.population, sampling.population)
+    )
+    # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an absent
+    # contribution.
     under = "zero_out" if relation == "add_remove" and not sampling.everyone else relation
     where = f"{sampling}, cohort known, {seen_as}"
     if not sampling.everyone:
         yield "every aggregate", where, unsampled, under, composed
     if mechanism.placement == "client":
         seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(r))
-        seen = replace(seen, remembers_noise=False)  # what a client remembers of what it sent is seen
+        # what a client remembers of what it sent is seen
+        seen = replace(seen, remembers_noise=False)
         yield "every single update", whole if sampling.everyone else where, seen, under, draws
 
 
@@ -152,20 +213,41 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
     printed = paper.client_epsilon(mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v)
     failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
     if others := [query.name for query in mechanism.queries if query.apart]:
-        failed += (f"nothing is released beside the sum (here too: the {', '.join(others)} of clients)",)
+        failed += (
+            f"nothing is released beside the sum (here too: the {', '.join(others)} of clients)",
+        )
     return Guarantee(
-        "paper", "paper", mechanism.unit, "unstated", "every aggregate", sampling, printed.value, delta, mechanism.exclusions, failed
+        "paper",
+        "paper",
+        mechanism.unit,
+        "unstated",
+        "every aggregate",
+        sampling,
+        printed.value,
+        delta,
+        mechanism.exclusions,
+        failed,
     )
 
 
-def _epsilons(mechanism: Mechanism, relation: Relation, delta: float, first: int, last: int, accountant: str, v: float) -> np.ndarray:
+def _epsilons(
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    first: int,
+    last: int,
+    accountant: str,
+    v: float,
+) -> np.ndarray:
     _check(mechanism, relation, delta, last, accountant)
     if not mechanism.private:
         return np.full(last - first + 1, math.inf)
     return named(accountant).epsilons(mechanism, relation, delta, first, last, v)
 
 
-def _check(mechanism: Mechanism, relation: Relation, delta: float, rounds: int, accountant: str) -> None:
+def _check(
+    mechanism: Mechanism, relation: Relation, delta: float, rounds: int, accountant: str
+) -> None:
     reason = covers(accountant, mechanism, relation)
     if reason:
         raise ConfigError("privacy.accountants", accountant, reason)

@@ -13,11 +13,12 @@ array([0.437, 0.887])
 >>> parse(0.3).draw(seed=0, clients=2)
 array([0.3, 0.3])
 
-003 writes N(mean, variance), as in its N(0, sigma^2 I): its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs 4, 5; Fig. 6 case 1) is the mixture
-above, std 0.2 and 1; 0.3 N(2, 0.04) + 0.7 N(8, 1) (Fig. 6 case 2) likewise. Negative values are discarded and drawn again, component and all.
+003 writes N(mean, variance), as in its N(0, sigma^2 I): its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs
+4, 5; Fig. 6 case 1) is the mixture above, std 0.2 and 1; 0.3 N(2, 0.04) + 0.7 N(8, 1) (Fig. 6 case
+2) likewise. Negative values are discarded and drawn again, component and all.
 
-Public: the law, and every budget drawn from it. Randomness: client k reads block k (four words) of the stream (seed, BUDGET), so a million
-clients take one pass over it.
+Public: the law, and every budget drawn from it. Randomness: client k reads block k (four words) of
+the stream (seed, BUDGET), so a million clients take one pass over it.
 """
 
 from __future__ import annotations
@@ -41,24 +42,35 @@ FIELD = "noise.epsilon"
 
 
 class Law(Member):
-    """Base of the family: a member gives `budgets`. Lower ones are raised to `floor` (PRIVACY.md sec. 5); a share `public` of the clients,
-    drawn each on its own, has an infinite budget."""
+    """Base of the family: a member gives `budgets`. Lower ones are raised to `floor` (PRIVACY.md
+    sec. 5); a share `public` of the clients, drawn each on its own, has an infinite budget.
+    """
 
     floor: float = Field(default=FLOOR, gt=0)
     public: float = Field(default=0.0, ge=0, le=1)
 
     def draw(self, seed: int, clients: int, root: Path | None = None) -> np.ndarray:
-        """The budgets of clients 0, ..., clients - 1: epsilons float64 [clients], infinite for public clients. `root`: of data sets."""
-        words = stream(seed, Purpose.BUDGET).bit_generator.random_raw(4 * clients).reshape(clients, 4)[:, :3]
+        """The budgets of clients 0, ..., clients - 1: epsilons float64 [clients], infinite for
+        public clients. `root`: of data sets.
+        """
+        words = (
+            stream(seed, Purpose.BUDGET)
+            .bit_generator.random_raw(4 * clients)
+            .reshape(clients, 4)[:, :3]
+        )
         uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0, never 1
         budgets = np.maximum(self.budgets(uniform[:, 1:], root), self.floor)
         if np.isnan(budgets).any():
-            raise ConfigError(FIELD, self.model_dump(), "a law that gives numbers; this one has no mass above 0")
+            raise ConfigError(
+                FIELD, self.model_dump(), "a law that gives numbers; this one has no mass above 0"
+            )
         budgets[uniform[:, 0] < self.public] = math.inf
         return budgets
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
-        """Epsilons float64 [clients] made of two uniform numbers in (0, 1) for each client, `uniform` float64 [clients, 2]."""
+        """Epsilons float64 [clients] made of two uniform numbers in (0, 1) for each client,
+        `uniform` float64 [clients, 2].
+        """
         raise NotImplementedError
 
 
@@ -71,7 +83,11 @@ class Constant(Law):
     @model_validator(mode="after")
     def _above_the_floor(self) -> Constant:
         if self.epsilon < self.floor:
-            raise ConfigError(f"{FIELD}.epsilon", self.epsilon, f"at least the floor of {self.floor:g}; or a lower {FIELD}.floor")
+            raise ConfigError(
+                f"{FIELD}.epsilon",
+                self.epsilon,
+                f"at least the floor of {self.floor:g}; or a lower {FIELD}.floor",
+            )
         return self
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
@@ -88,7 +104,11 @@ class Uniform(Law):
     @model_validator(mode="after")
     def _interval(self) -> Uniform:
         if self.high <= max(self.low, self.floor):
-            raise ConfigError(f"{FIELD}.high", self.high, f"above {FIELD}.low = {self.low:g} and {FIELD}.floor = {self.floor:g}")
+            raise ConfigError(
+                f"{FIELD}.high",
+                self.high,
+                f"above {FIELD}.low = {self.low:g} and {FIELD}.floor = {self.floor:g}",
+            )
         return self
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
@@ -96,7 +116,9 @@ class Uniform(Law):
 
 
 class Component(BaseModel):
-    """A normal law with `std`, not variance, and its weight in the mixture (weights count in proportion)."""
+    """A normal law with `std`, not variance, and its weight in the mixture (weights count in
+    proportion).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -112,10 +134,13 @@ class NormalMixture(Law):
     components: tuple[Component, ...] = Field(min_length=1)
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
-        # Rejection leaves component i with a chance in proportion to w_i P[X_i > 0], and X_i with its law above 0.
+        # Rejection leaves component i with a chance in proportion to w_i P[X_i > 0], and X_i with
+        # its law above 0.
         from scipy.special import log_ndtr, ndtri_exp
 
-        weight, mean, std = np.array([(each.weight, each.mean, each.std) for each in self.components]).T
+        weight, mean, std = np.array(
+            [(each.weight, each.mean, each.std) for each in self.components]
+        ).T
         log_positive = log_ndtr(mean / std)
         log_chance = np.log(weight) + log_positive
         chance = np.exp(log_chance - log_chance.max())
@@ -126,8 +151,9 @@ class NormalMixture(Law):
 class Column(Law):
     """Budgets from a column of a CSV, Parquet, Arrow or NPZ file; a public client's is inf.
 
-    Row k is client k's; or `client` names a column of ids, which are numbered in sorted order as partition `natural` numbers them, and
-    all rows of a client must say the same. `path`: absolute, or relative to the data root or the working folder.
+    Row k is client k's; or `client` names a column of ids, which are numbered in sorted order as
+    partition `natural` numbers them, and all rows of a client must say the same. `path`: absolute,
+    or relative to the data root or the working folder.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -142,27 +168,48 @@ class Column(Law):
         found, clients = numbers(f"{FIELD}.column", self.column, columns["column"]), len(uniform)
         rows = np.flatnonzero(~(found > 0))
         if len(rows):
-            raise ConfigError(f"{FIELD}.column", self.column, f"positive numbers, inf for a public client; row {rows[0]} has {found[rows[0]]:g}")
+            raise ConfigError(
+                f"{FIELD}.column",
+                self.column,
+                f"positive numbers, inf for a public client; row {rows[0]} has {found[rows[0]]:g}",
+            )
         rows = np.flatnonzero(found < self.floor)
         if len(rows):
             first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, which asks for {found[rows[0]]:g}"
             log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
         if self.client is not None:
-            ids, first, number = np.unique(columns["client"], return_index=True, return_inverse=True)
+            ids, first, number = np.unique(
+                columns["client"], return_index=True, return_inverse=True
+            )
             rows = np.flatnonzero(found != found[first][number])
             if len(rows):
-                raise ConfigError(f"{FIELD}.column", self.column, f"one budget for each client; client {ids[number[rows[0]]]} has several")
+                raise ConfigError(
+                    f"{FIELD}.column",
+                    self.column,
+                    f"one budget for each client; client {ids[number[rows[0]]]} has several",
+                )
             found = found[first]
         if len(found) != clients:
-            raise ConfigError(f"{FIELD}.path", self.path, f"a budget for each of the {clients} clients; it has {len(found)}")
+            raise ConfigError(
+                f"{FIELD}.path",
+                self.path,
+                f"a budget for each of the {clients} clients; it has {len(found)}",
+            )
         return found
 
 
-FAMILY: dict[str, type[Law]] = {"constant": Constant, "uniform": Uniform, "normal_mixture": NormalMixture, "column": Column}
+FAMILY: dict[str, type[Law]] = {
+    "constant": Constant,
+    "uniform": Uniform,
+    "normal_mixture": NormalMixture,
+    "column": Column,
+}
 
 
 def parse(values: Any) -> Law:
-    """A law from what noise.epsilon says: a number (the same for everyone, with no floor above it), or a mapping with a kind."""
+    """A law from what noise.epsilon says: a number (the same for everyone, with no floor above it),
+    or a mapping with a kind.
+    """
     if isinstance(values, int | float) and not isinstance(values, bool):
         if not 0 < values < math.inf:
             raise ConfigError(FIELD, values, "a positive finite number, or a law of budgets")

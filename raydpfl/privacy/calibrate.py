@@ -8,9 +8,10 @@
 >>> rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
 100
 
-Results are always on the safe side: the epsilon of what is returned is at most the target. The search is a secant in
-(log z, log epsilon) between bounds, some ten evaluations; a bracket by the Renyi answer would cost more than the
-whole search by pld, whose price does not grow as the noise shrinks.
+Results are always on the safe side: the epsilon of what is returned is at most the target. The
+search is a secant in (log z, log epsilon) between bounds, some ten evaluations; a bracket by the
+Renyi answer would cost more than the whole search by pld, whose price does not grow as the noise
+shrinks.
 """
 
 from __future__ import annotations
@@ -39,21 +40,34 @@ def noise_for(
     rounds: int | None = None,
     v: float = 4.0,
 ) -> float:
-    """The noise multiplier z (std of the sum / bound, all queries of a round together) that spends at most `target` epsilon.
+    """The noise multiplier z (std of the sum / bound, all queries of a round together) that spends
+    at most `target` epsilon.
 
-    At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only how its queries share
-    it; that of queries `apart` stays, and z is what the rest needs beside them. Cached on disk in $RAYDPFL_CACHE, else
-    $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl. Raises `ConfigError` for a target that is not positive and finite, for a combination
-    the accountant does not cover, and where no noise is enough or any is.
+    At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only
+    how its queries share it; that of queries `apart` stays, and z is what the rest needs beside
+    them. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl.
+    Raises `ConfigError` for a target that is not positive and finite, for a combination the
+    accountant does not cover, and where no noise is enough or any is.
     """
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
-    return cached(question, lambda: _search(target, mechanism, relation, delta, accountant, rounds, v))
+    return cached(
+        question, lambda: _search(target, mechanism, relation, delta, accountant, rounds, v)
+    )
 
 
-def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: str = "pld", v: float = 4.0) -> int:
-    """The most rounds of `mechanism` that spend at most `target` epsilon; 0 if one is too many, 2^20 if that many are not."""
+def rounds_for(
+    target: float,
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    accountant: str = "pld",
+    v: float = 4.0,
+) -> int:
+    """The most rounds of `mechanism` that spend at most `target` epsilon; 0 if one is too many,
+    2^20 if that many are not.
+    """
     _check(target)
 
     def fits(rounds: int) -> bool:
@@ -73,7 +87,9 @@ def rounds_for(target: float, mechanism: Mechanism, relation: Relation, delta: f
 
 
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
-    """`compute()`, one noise multiplier or a list of `length` of them: from the cache if `question` (JSON values) was asked before."""
+    """`compute()`, one noise multiplier or a list of `length` of them: from the cache if `question`
+    (JSON values) was asked before.
+    """
     question = [_VERSION, version("dp-accounting"), version("scipy"), version("numpy"), *question]
     path = cache_root() / f"noise-{check(question)}.json"
     try:
@@ -92,11 +108,22 @@ def cached(question: list, compute: Callable[[], Any], length: int | None = None
     return found
 
 
-def _search(target: float, mechanism: Mechanism, relation: Relation, delta: float, accountant: str, rounds: int, v: float) -> float:
-    aim = target * (1 - 1e-6)  # so that rounding in a curve of the same mechanism cannot overstep the budget
+def _search(
+    target: float,
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    accountant: str,
+    rounds: int,
+    v: float,
+) -> float:
+    # so that rounding in a curve of the same mechanism cannot overstep the budget
+    aim = target * (1 - 1e-6)
 
     def excess(log_z: float) -> float:
-        spent = epsilon(mechanism.with_noise(math.exp(log_z)), relation, delta, rounds, accountant, v)
+        spent = epsilon(
+            mechanism.with_noise(math.exp(log_z)), relation, delta, rounds, accountant, v
+        )
         return min(math.log(max(spent / aim, 1e-9)), 20.0)
 
     guess = mechanism.sampling.q * math.sqrt(2 * rounds * math.log(1 / delta)) / target
@@ -113,23 +140,40 @@ def _search(target: float, mechanism: Mechanism, relation: Relation, delta: floa
             below = excess(low)
     else:
         run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
-        if above > 0 and math.isinf(epsilon(mechanism.with_noise(math.exp(high)), relation, delta, rounds, accountant, v)):
-            raise ConfigError("noise.delta", delta, f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}")
+        if above > 0 and math.isinf(
+            epsilon(mechanism.with_noise(math.exp(high)), relation, delta, rounds, accountant, v)
+        ):
+            raise ConfigError(
+                "noise.delta",
+                delta,
+                f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}",
+            )
         if others := [query.name for query in mechanism.queries if query.apart]:
             alone = epsilon(mechanism.with_noise(1e12), relation, delta, rounds, accountant, v)
             run += f" (the {', '.join(others)} alone, with the noise they are given, spend {alone:.4g})"
         if above > 0:
-            raise ConfigError("noise.epsilon", target, f"more: at delta {delta:g} no noise, however large, spends so little {run}")
-        raise ConfigError("noise.delta", delta, f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}")
+            raise ConfigError(
+                "noise.epsilon",
+                target,
+                f"more: at delta {delta:g} no noise, however large, spends so little {run}",
+            )
+        raise ConfigError(
+            "noise.delta",
+            delta,
+            f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}",
+        )
     for turn in range(200):
         if high - low <= _TOLERANCE:
             break
         share = below / (below - above) if turn % 4 < 3 else 0.5
         root = low + share * (high - low)
-        # A little past the root as seen from the nearer bound, which closes that side; the next turn closes the other.
+        # A little past the root as seen from the nearer bound, which closes that side; the next
+        # turn closes the other.
         root += 0.4 * _TOLERANCE if share < 0.5 else -0.4 * _TOLERANCE
         value = excess(root)
-        low, below, high, above = (root, value, high, above) if value > 0 else (low, below, root, value)
+        low, below, high, above = (
+            (root, value, high, above) if value > 0 else (low, below, root, value)
+        )
     return math.exp(high)
 
 

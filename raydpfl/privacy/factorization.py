@@ -1,46 +1,61 @@
-"""Correlated noise: banded Toeplitz factorisations, whose noise of one round takes back a part of the noise of the rounds before.
+"""Correlated noise: banded Toeplitz factorisations, whose noise of one round takes back a part of
+the noise of the rounds before.
 
-What trains the model is the sum of the updates so far, A x, with x the rounds' sums (one row a round) and A the lower triangle
-of ones. With A = B C the server releases A x + B z = A (x + C^-1 z): C x + z is one Gaussian mechanism, and round t shows x_t + y_t,
-y = C^-1 z. Here C is lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few of its own values
-(`raydpfl.noise.Correlated`), and c is chosen so that the noise in the sums so far is least:
+What trains the model is the sum of the updates so far, A x, with x the rounds' sums (one row a
+round) and A the lower triangle of ones. With A = B C the server releases A x + B z = A (x + C^-1
+z): C x + z is one Gaussian mechanism, and round t shows x_t + y_t, y = C^-1 z. Here C is
+lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few
+of its own values (`raydpfl.noise.Correlated`), and c is chosen so that the noise in the sums so far
+is least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)
 >>> c.round(3)
 array([0.5  , 0.387, 0.356, 0.338, 0.323, 0.309, 0.293, 0.269])
 
-Std of the noise in the sum so far (root mean square over the rounds), in units of noise multiplier x bound, without and with it:
+Std of the noise in the sum so far (root mean square over the rounds), in units of noise multiplier
+x bound, without and with it:
 
 >>> round(error([1.0], 1000), 2), round(error(c, 1000), 2)
 (22.37, 8.35)
 
-**Privacy.** A client that changes its updates (each of norm at most 1) moves C x by the sum of c's shifted copies at the rounds it takes
-part in, each times its update. Participations at least `bands` rounds apart make those columns orthogonal, so for k of them the norm is at most
-sqrt(k) |c| (`sensitivity`; twice that under replace_one), |c| being the norm of the first column and the others', cut off at the end, no larger. So with
+**Privacy.** A client that changes its updates (each of norm at most 1) moves C x by the sum of c's
+shifted copies at the rounds it takes part in, each times its update. Participations at least
+`bands` rounds apart make those columns orthogonal, so for k of them the norm is at most sqrt(k) |c|
+(`sensitivity`; twice that under replace_one), |c| being the norm of the first column and the
+others', cut off at the end, no larger. So with
 |c| = 1 and z of std sigma this costs exactly what k = ceil(rounds / separation) rounds of the plain Gaussian mechanism of std sigma cost:
-`Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k)`, updates chosen adaptively included [1, 2]. The bound may change from
-round to round, as y has the scale of the bound in force. The sampling may be
+`Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k)`, updates chosen adaptively included
+[1, 2]. The bound may change from round to round, as y has the scale of the bound in force. The
+sampling may be
 
-- full, or `public`: the clients are dealt into `separation` fixed groups that take turns, and all of a group take part (whose turn it is may
-  be known, so any public rule will do that lets `separation` rounds pass; k is then the rounds a client takes part in);
-- Poisson within the group whose turn it is, `population` being a group's size: the participation at one turn decides about `bands` rows of C x alone,
-  which no other turn touches, so the k turns compose as k Poisson-sampled Gaussians ([3], amplification by sampling from
-  disjoint groups), under add_remove and zero_out. With groups of unequal size the smallest is the one to account for;
+- full, or `public`: the clients are dealt into `separation` fixed groups that take turns, and all
+  of a group take part (whose turn it is may
+  be known, so any public rule will do that lets `separation` rounds pass; k is then the rounds a
+  client takes part in);
+- Poisson within the group whose turn it is, `population` being a group's size: the participation at
+  one turn decides about `bands` rows of C x alone,
+  which no other turn touches, so the k turns compose as k Poisson-sampled Gaussians ([3],
+  amplification by sampling from disjoint groups), under add_remove and zero_out. With groups of
+  unequal size the smallest is the one to account for;
 - anything with one band: that is independent noise.
 
-Other cases are refused by `check`, above all selections that can draw a client again before `bands` rounds are over, where columns overlap.
+Other cases are refused by `check`, above all selections that can draw a client again before `bands`
+rounds are over, where columns overlap.
 
-Design note. Optimal among Toeplitz matrices: for a single participation over 8 to 128 rounds their error is 3.3 to 3.8 % above that of
-the best lower-triangular matrix of any form, which has rounds^2 / 2 unknowns and no recurrence. jax_privacy optimises the same objective, but
-would bring JAX along; here the gradient is two linear filters, and L-BFGS needs a few dozen of them.
+Design note. Optimal among Toeplitz matrices: for a single participation over 8 to 128 rounds their
+error is 3.3 to 3.8 % above that of the best lower-triangular matrix of any form, which has rounds^2
+/ 2 unknowns and no recurrence. jax_privacy optimises the same objective, but would bring JAX along;
+here the gradient is two linear filters, and L-BFGS needs a few dozen of them.
 
-References:
-[1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal private linear operators on adaptive
+References: [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via
+optimal private linear operators on adaptive
     streams. NeurIPS 2022. Theorem 2.1.
-[2] Choquette-Choo, McMahan, Rush, Thakurta. Multi-epoch matrix factorization mechanisms for private machine learning. ICML 2023.
-[3] Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta, Xu. (Amplified) banded matrix factorization: a unified approach to
+[2] Choquette-Choo, McMahan, Rush, Thakurta. Multi-epoch matrix factorization mechanisms for private
+machine learning. ICML 2023. [3] Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta, Xu.
+(Amplified) banded matrix factorization: a unified approach to
     private training. NeurIPS 2023.
-[4] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially private ML. 2024.
+[4] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
+private ML. 2024.
 """
 
 from __future__ import annotations
@@ -56,14 +71,18 @@ from raydpfl.privacy.mechanism import Sampling
 
 
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The c, float64 [bands], of norm 1, of least `error` over `rounds` rounds. Raises `ConfigError` for bands below 1 or above rounds."""
+    """The c, float64 [bands], of norm 1, of least `error` over `rounds` rounds. Raises
+    `ConfigError` for bands below 1 or above rounds.
+    """
     _check_shape(bands, rounds, momentum)
     return _optimum(bands, rounds, momentum).copy()
 
 
 def _check_shape(bands: int, rounds: int, momentum: float) -> None:
     if not 1 <= bands <= rounds:
-        raise ConfigError("noise.bands", bands, f"an integer from 1 to the {rounds} rounds of the run")
+        raise ConfigError(
+            "noise.bands", bands, f"an integer from 1 to the {rounds} rounds of the run"
+        )
     if not 0 <= momentum < 1:
         raise ConfigError("momentum", momentum, "a number from 0, below 1")
 
@@ -73,8 +92,16 @@ def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
     from scipy.optimize import minimize
 
     steps = np.arange(1, bands)
-    root = np.cumprod((2 * steps - 1) / (2 * steps))  # of the square root of A: 1, 1/2, 3/8, ..., to start from
-    found = minimize(_log_error, root, (_workload(rounds, momentum),), jac=True, method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-9})
+    # of the square root of A: 1, 1/2, 3/8, ..., to start from
+    root = np.cumprod((2 * steps - 1) / (2 * steps))
+    found = minimize(
+        _log_error,
+        root,
+        (_workload(rounds, momentum),),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": 1e-15, "gtol": 1e-9},
+    )
     c = np.concatenate([[1.0], found.x])
     return c / np.linalg.norm(c)
 
@@ -85,7 +112,9 @@ def _workload(rounds: int, momentum: float) -> np.ndarray:
 
 
 def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarray]:
-    """Log of (mean over the rounds of the squares in A C^-1, times |c|^2), with c = (1, tail), and its gradient in tail."""
+    """Log of (mean over the rounds of the squares in A C^-1, times |c|^2), with c = (1, tail), and
+    its gradient in tail.
+    """
     from scipy.signal import lfilter
 
     c = np.concatenate([[1.0], tail])
@@ -96,16 +125,19 @@ def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarra
         mean = weighted @ column
         fall = lfilter([1.0], c, column)  # d column / d c_j = -fall, j places later
         slope = -2 * np.array([weighted[j:] @ fall[: rounds - j] for j in range(1, len(c))])
-    if not (np.isfinite(mean) and np.isfinite(slope).all()):  # a step too far, where C^-1 grows exponentially
+    # a step too far, where C^-1 grows exponentially
+    if not (np.isfinite(mean) and np.isfinite(slope).all()):
         return 1e300, np.zeros(len(tail))
     return math.log(mean * (c @ c)), slope / mean + 2 * tail / (c @ c)
 
 
 def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -> float:
-    """Std of the noise on each coordinate of the sum so far, root mean square over the rounds, per unit of noise multiplier x bound.
+    """Std of the noise on each coordinate of the sum so far, root mean square over the rounds, per
+    unit of noise multiplier x bound.
 
-    `momentum`: of the server, when the sum so far is that of its velocities (v = momentum v + u). The length of c does not matter, only
-    its direction: the noise scales with the largest column of C. Raises `ConfigError` for more bands than rounds.
+    `momentum`: of the server, when the sum so far is that of its velocities (v = momentum v + u).
+    The length of c does not matter, only its direction: the noise scales with the largest column of
+    C. Raises `ConfigError` for more bands than rounds.
     """
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
@@ -113,21 +145,28 @@ def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -
 
 
 def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -> float:
-    """The most that one client's updates, of norm at most 1 and at least `separation` rounds apart, can add to C x (L2 norm).
+    """The most that one client's updates, of norm at most 1 and at least `separation` rounds apart,
+    can add to C x (L2 norm).
 
-    Exact when `separation` divides `rounds` and is `len(c)`; else an upper bound, the last columns being cut off.
-    Raises `ConfigError` when participations may be nearer than the bands, where columns overlap.
+    Exact when `separation` divides `rounds` and is `len(c)`; else an upper bound, the last columns
+    being cut off. Raises `ConfigError` when participations may be nearer than the bands, where
+    columns overlap.
     """
     if separation < len(c):
-        raise ConfigError("noise.bands", len(c), f"at most the {separation} rounds that lie between two participations of a client")
+        raise ConfigError(
+            "noise.bands",
+            len(c),
+            f"at most the {separation} rounds that lie between two participations of a client",
+        )
     return math.sqrt(math.ceil(rounds / separation)) * float(np.linalg.norm(c))
 
 
 def check(bands: int, sampling: Sampling, separation: int) -> None:
     """Raises `ConfigError` unless noise of so many bands is covered (see Privacy above).
 
-    `sampling` is the law within the group whose turn it is (the whole population under selections without turns), `separation` the
-    number of rounds between two turns of a group (1 without turns).
+    `sampling` is the law within the group whose turn it is (the whole population under selections
+    without turns), `separation` the number of rounds between two turns of a group (1 without
+    turns).
     """
     if bands == 1:
         return
@@ -135,4 +174,8 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
         accepted = f"at most {separation}, the rounds after which a client may take part again; or a selection by turns with more groups"
         raise ConfigError("noise.bands", bands, accepted)
     if not (sampling.everyone or not sampling.hidden or sampling.law.own_coins):
-        raise ConfigError("noise.bands", bands, f"1 under {sampling}; above 1 all of a group must take part, or a Poisson sample of it")
+        raise ConfigError(
+            "noise.bands",
+            bands,
+            f"1 under {sampling}; above 1 all of a group must take part, or a Poisson sample of it",
+        )

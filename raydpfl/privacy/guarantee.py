@@ -26,11 +26,13 @@ _RELATIONS = {
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant (PRIVACY.md sec. 1).
+    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant
+    (PRIVACY.md sec. 1).
 
-    `kind`: `paper`, the formula as printed; `rigorous`, what holds for the mechanism that ran; or `unproven`, computed as if it were
-    rigorous for a mechanism for which no proof is known. `epsilon` is infinite when nothing is guaranteed; `conditions_failed` then
-    says why. `exclusions` lists in words what is not accounted for.
+    `kind`: `paper`, the formula as printed; `rigorous`, what holds for the mechanism that ran; or
+    `unproven`, computed as if it were rigorous for a mechanism for which no proof is known.
+    `epsilon` is infinite when nothing is guaranteed; `conditions_failed` then says why.
+    `exclusions` lists in words what is not accounted for.
     """
 
     kind: Literal["paper", "rigorous", "unproven"]
@@ -53,18 +55,30 @@ class Guarantee:
     @property
     def meaning(self) -> tuple:
         """What two guarantees must have in common for their epsilons to be comparable."""
-        clients = self.sampling if self.unit == "client" else ""  # of samples it names the worst client, by this accountant
+        # of samples it names the worst client, by this accountant
+        clients = self.sampling if self.unit == "client" else ""
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them: tuples as lists, an infinite epsilon as the string "infinity" (`float` reads it back)."""
-        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        """The fields as JSON can hold them: tuples as lists, an infinite epsilon as the string
+        "infinity" (`float` reads it back).
+        """
+        fields = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
         return fields | {"epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon}
 
     def sentence(self) -> str:
         """The whole guarantee in plain English, no part left out."""
-        what = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}" if math.isfinite(self.epsilon) else "No privacy is shown (epsilon infinite)"
-        how = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}[self.kind]
+        what = (
+            f"epsilon {self.epsilon:.4g} at delta {self.delta:g}"
+            if math.isfinite(self.epsilon)
+            else "No privacy is shown (epsilon infinite)"
+        )
+        how = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}[
+            self.kind
+        ]
         text = f"{what} for one {self.unit}, {_RELATIONS[self.relation]}, against whoever sees {self.observer} "
         text += f"({self.sampling}): {how}, by {self.accountant}."
         if self.exclusions:
@@ -84,9 +98,11 @@ def column(accountant: str) -> str:
 
 
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
-    """Of the guarantees that say the same by several accountants, the one with the smallest epsilon.
+    """Of the guarantees that say the same by several accountants, the one with the smallest
+    epsilon.
 
-    Each of them is valid, so the smallest is what holds. Those of the papers' formulas and without a proof are left out, and what is infinite.
+    Each of them is valid, so the smallest is what holds. Those of the papers' formulas and without
+    a proof are left out, and what is infinite.
     """
     alike: dict[tuple, list[Guarantee]] = {}
     for one in guarantees:
@@ -97,10 +113,16 @@ def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
 
 
 def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
-    """Every guarantee in plain English; where several accountants say the same, the smallest is said to be what holds."""
+    """Every guarantee in plain English; where several accountants say the same, the smallest is
+    said to be what holds.
+    """
     least, found = holding(guarantees), []
     for one in guarantees:
-        alike = [other.accountant for other in guarantees if other.kind != "paper" and other.meaning == one.meaning]
+        alike = [
+            other.accountant
+            for other in guarantees
+            if other.kind != "paper" and other.meaning == one.meaning
+        ]
         text = one.sentence()
         if len(alike) > 1 and one in least:
             text += f" This holds, the smallest by {' and '.join(alike)}."
@@ -114,4 +136,8 @@ def loose(delta: float, size: int, unit: str) -> str | None:
     >>> loose(1e-2, 600, "sample")
     "delta 0.01 is above 1/600: it would allow some sample's data to be published outright"
     """
-    return f"delta {delta:g} is above 1/{size}: it would allow some {unit}'s data to be published outright" if delta * size > 1 else None
+    return (
+        f"delta {delta:g} is above 1/{size}: it would allow some {unit}'s data to be published outright"
+        if delta * size > 1
+        else None
+    )

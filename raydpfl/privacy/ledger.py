@@ -8,9 +8,10 @@
 >>> Ledger(path, resume=True).spent()
 Spent(rounds=1, epsilon={'pld': 0.5})
 
-A round is recorded first and released second, so what a crash can leave is a round recorded and not released: the epsilon
-read back is never below what was released. The noise of a round comes from keyed generators, which makes a repeated round
-one release, not two; they are for simulation and not cryptographic.
+A round is recorded first and released second, so what a crash can leave is a round recorded and not
+released: the epsilon read back is never below what was released. The noise of a round comes from
+keyed generators, which makes a repeated round one release, not two; they are for simulation and not
+cryptographic.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Spent:
 class Segment:
     """Rounds `first` .. `end` - 1, released one after another under one key of the noise.
 
-    `again` counts how often the run had been begun anew with fresh noise: 0 for the rounds it began with.
+    `again` counts how often the run had been begun anew with fresh noise: 0 for the rounds it began
+    with.
     """
 
     again: int
@@ -62,16 +64,20 @@ def segments(path: Path) -> tuple[Segment, ...]:
 class Ledger:
     """The ledger at `path`, which a fresh run creates and a resumed one (`resume`) continues.
 
-    A last line torn by a kill is cut off: its round was never released. Raises `ConfigError` when a fresh run finds entries
-    there, `RunError` when a complete line is damaged or a round is missing, and `FileError` when what is there is no file
-    that can be read and written.
+    A last line torn by a kill is cut off: its round was never released. Raises `ConfigError` when a
+    fresh run finds entries there, `RunError` when a complete line is damaged or a round is missing,
+    and `FileError` when what is there is no file that can be read and written.
     """
 
     def __init__(self, path: str | Path, resume: bool = False):
         self.path = Path(path)
         text = _read(self.path, written=True)
         if text and not resume:
-            raise ConfigError("--out", str(self.path.parent), f"a directory without {self.path.name}, or --resume to go on with that run")
+            raise ConfigError(
+                "--out",
+                str(self.path.parent),
+                f"a directory without {self.path.name}, or --resume to go on with that run",
+            )
         self._entries, torn = _entries(self.path, text)
         if torn and _parse(torn) is None:
             with _named(self.path):
@@ -89,14 +95,18 @@ class Ledger:
         """The rounds recorded, cut where the run was begun anew with fresh noise."""
         return _segments(self._entries)
 
-    def record(self, *, round: int, epsilon: Mapping[str, float], again: int = 0, **release: Any) -> None:
-        """Writes one round: `epsilon` by accountant after it, and what its `release` was (mechanism digest, bound, std, ...; JSON values).
+    def record(
+        self, *, round: int, epsilon: Mapping[str, float], again: int = 0, **release: Any
+    ) -> None:
+        """Writes one round: `epsilon` by accountant after it, and what its `release` was (mechanism
+        digest, bound, std, ...; JSON values).
 
-        `again` above that of the last line begins a new segment, at any round up to the one after the last: rounds
-        recorded before it then count as releases of their own.
+        `again` above that of the last line begins a new segment, at any round up to the one after
+        the last: rounds recorded before it then count as releases of their own.
 
-        On return the line is on disk. Does nothing for a round recorded already with the same release. Raises `RunError` if
-        that release was another one (its noise key would be used twice), or if `round` is not the one after the last.
+        On return the line is on disk. Does nothing for a round recorded already with the same
+        release. Raises `RunError` if that release was another one (its noise key would be used
+        twice), or if `round` is not the one after the last.
         """
         spent = {name: _to_json(value) for name, value in epsilon.items()}
         entry = {"round": round, **({"again": again} if again else {}), **release, "epsilon": spent}
@@ -105,7 +115,9 @@ class Ledger:
         before = self._recorded(round, again)
         if before is not None:
             if _release(before) != _release(entry):
-                raise RunError(f"round {round} was released before as {_release(before)}, and cannot be again as {_release(entry)}")
+                raise RunError(
+                    f"round {round} was released before as {_release(before)}, and cannot be again as {_release(entry)}"
+                )
             return
         if not _may_follow(self._entries, entry):
             last = self._entries[-1]["round"] if self._entries else None
@@ -125,7 +137,10 @@ class Ledger:
         """The rounds recorded and the epsilons after the last."""
         if not self._entries:
             return Spent(0)
-        return Spent(self._entries[-1]["round"] + 1, {name: float(value) for name, value in self._entries[-1]["epsilon"].items()})
+        return Spent(
+            self._entries[-1]["round"] + 1,
+            {name: float(value) for name, value in self._entries[-1]["epsilon"].items()},
+        )
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.
@@ -150,7 +165,9 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path, written: bool = False) -> bytes:
-    """What is in a ledger, which is to be `written` too; nothing where there is none. Raises `FileError`."""
+    """What is in a ledger, which is to be `written` too; nothing where there is none. Raises
+    `FileError`.
+    """
     if not os.path.lexists(path):
         return b""
     with _named(path):
@@ -162,14 +179,19 @@ def _read(path: Path, written: bool = False) -> bytes:
 
 
 def check_budget(round: int, epsilon: Mapping[str, float], budget: Mapping[str, float]) -> None:
-    """Raises `BudgetError` if after `round` some accountant's `epsilon` would exceed its `budget`; to be called before the round."""
+    """Raises `BudgetError` if after `round` some accountant's `epsilon` would exceed its `budget`;
+    to be called before the round.
+    """
     for name, most in budget.items():
         if epsilon[name] > most:
-            raise BudgetError(f"round {round} would spend epsilon {epsilon[name]:.4g} ({name}), above the budget of {most:g}")
+            raise BudgetError(
+                f"round {round} would spend epsilon {epsilon[name]:.4g} ({name}), above the budget of {most:g}"
+            )
 
 
 def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The lines of a ledger, and its last line again where a kill has torn that (one that lacks its end alone is among the lines).
+    """The lines of a ledger, and its last line again where a kill has torn that (one that lacks its
+    end alone is among the lines).
 
     Raises `RunError` for a line that is damaged, or whose round does not follow that before it.
     """
@@ -185,13 +207,18 @@ def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
-    """Whether `entry` may stand after `entries`: the next round, or any up to it where it begins a new segment; round 0 first."""
+    """Whether `entry` may stand after `entries`: the next round, or any up to it where it begins a
+    new segment; round 0 first.
+    """
     if not entries:
         return entry["round"] == 0 and entry.get("again", 0) == 0
     last = entries[-1]
     if entry.get("again", 0) == last.get("again", 0):
         return entry["round"] == last["round"] + 1
-    return entry.get("again", 0) == last.get("again", 0) + 1 and 0 <= entry["round"] <= last["round"] + 1
+    return (
+        entry.get("again", 0) == last.get("again", 0) + 1
+        and 0 <= entry["round"] <= last["round"] + 1
+    )
 
 
 def _segments(entries: list[dict[str, Any]]) -> tuple[Segment, ...]:

@@ -11,8 +11,9 @@
 Traceback (most recent call last):
 raydpfl.errors.ConfigError: selection.cohort = 11: an integer from 1 to the population of 10
 
-Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any one round:
-where a bound adapts, std adapts with it, so only their ratio counts and every round is the same event.
+Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any
+one round: where a bound adapts, std adapts with it, so only their ratio counts and every round is
+the same event.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ def one_of(field: str, value: object, choices: object) -> None:
 class Query:
     """One Gaussian sum released in every round.
 
-    `bound`: the L2 norm that one client can contribute to the sum, its weight included. `std`: the standard
-    deviation of the Gaussian on each coordinate of the *sum*, in the same units; 0 means no noise. A count of
-    indicators is centred first (indicator - 1/2), so its bound is 1/2.
+    `bound`: the L2 norm that one client can contribute to the sum, its weight included. `std`: the
+    standard deviation of the Gaussian on each coordinate of the *sum*, in the same units; 0 means
+    no noise. A count of indicators is centred first (indicator - 1/2), so its bound is 1/2.
 
-    `apart`: every client's contribution is released on its own with noise of that std, which is given: `Mechanism.with_noise` leaves it as it is,
-    and whoever sees single updates meets no less of it.
+    `apart`: every client's contribution is released on its own with noise of that std, which is
+    given: `Mechanism.with_noise` leaves it as it is, and whoever sees single updates meets no less
+    of it.
     """
 
     name: str
@@ -63,13 +65,16 @@ class Query:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Who takes part in a round: `cohort` of `population` (the expected number under Poisson), by a law of `raydpfl.privacy.laws`.
+    """Who takes part in a round: `cohort` of `population` (the expected number under Poisson), by a
+    law of `raydpfl.privacy.laws`.
 
-    `kind`: the name of a law, or one of one's own. `fixed`: a uniform subset of fixed size; `poisson`: each independently with
-    probability cohort / population; `full`: everyone; `with_replacement`: `cohort` draws, uniform or with no client likelier than
-    `p_max` at each; `public`: cohorts that a public rule names whatever the data are, so that only the rounds a client takes part in
-    count, and `rounds` of the mechanism counts those. `rule`, in words, is public too: whom the population consists of, or how a
-    public cohort came about. Raises `ConfigError` for numbers that the law cannot have.
+    `kind`: the name of a law, or one of one's own. `fixed`: a uniform subset of fixed size;
+    `poisson`: each independently with probability cohort / population; `full`: everyone;
+    `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max` at each;
+    `public`: cohorts that a public rule names whatever the data are, so that only the rounds a
+    client takes part in count, and `rounds` of the mechanism counts those. `rule`, in words, is
+    public too: whom the population consists of, or how a public cohort came about. Raises
+    `ConfigError` for numbers that the law cannot have.
     """
 
     kind: str | Law
@@ -84,9 +89,15 @@ class Sampling:
         if not (_is_count(self.population) and self.population >= 1):
             raise ConfigError("data.clients", self.population, "an integer, at least 1")
         if not (_is_count(self.cohort) and self.cohort >= 1):
-            raise ConfigError("selection.cohort", self.cohort, f"an integer from 1 to the population of {self.population}")
+            raise ConfigError(
+                "selection.cohort",
+                self.cohort,
+                f"an integer from 1 to the population of {self.population}",
+            )
         if self.p_max is not None and not self.law.repeats:
-            raise ConfigError("p_max", self.p_max, f"from 1/{self.population} to 1, for draws with replacement")
+            raise ConfigError(
+                "p_max", self.p_max, f"from 1/{self.population} to 1, for draws with replacement"
+            )
         self.law.check(self)
 
     @property
@@ -100,12 +111,16 @@ class Sampling:
 
     @property
     def everyone(self) -> bool:
-        """True when every round takes everyone, whatever the scheme is called: there is nothing to amplify."""
+        """True when every round takes everyone, whatever the scheme is called: there is nothing to
+        amplify.
+        """
         return self.law.everyone(self)
 
     @property
     def hidden(self) -> bool:
-        """True when there is a secret about who takes part, which amplifies privacy against whoever does not know it."""
+        """True when there is a secret about who takes part, which amplifies privacy against whoever
+        does not know it.
+        """
         return self.law.secret and not self.everyone
 
     @property
@@ -120,15 +135,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """`rounds` times: sample, bound, add, noise, release. What every accountant reads, and nothing else.
+    """`rounds` times: sample, bound, add, noise, release. What every accountant reads, and nothing
+    else.
 
-    `unit` is whose data a guarantee protects. `placement` is who draws the noise: `server`, one draw on the sum;
-    `client`, each of the r clients of a cohort draws std / sqrt(r), so that the sum carries std; `step`, one draw
-    on the sum over a mini-batch at each local step (`rounds` counts steps, the population are samples).
-    Against k participants who know their own noise, or after k dropouts, account for `with_noise(z * sqrt((r - k) / r))`.
-    `exclusions` are the data-dependent choices that are not accounted for, in words. `memory` names the member by which a client's
-    contribution depends on the rounds that it took part in before; empty where none does (see `raydpfl.privacy.memory`);
-    with `remembers_noise` that is what it sent, the noise that it drew on it included, of which an observer sees only the sum.
+    `unit` is whose data a guarantee protects. `placement` is who draws the noise: `server`, one
+    draw on the sum; `client`, each of the r clients of a cohort draws std / sqrt(r), so that the
+    sum carries std; `step`, one draw on the sum over a mini-batch at each local step (`rounds`
+    counts steps, the population are samples). Against k participants who know their own noise, or
+    after k dropouts, account for `with_noise(z * sqrt((r - k) / r))`. `exclusions` are the
+    data-dependent choices that are not accounted for, in words. `memory` names the member by which
+    a client's contribution depends on the rounds that it took part in before; empty where none does
+    (see `raydpfl.privacy.memory`); with `remembers_noise` that is what it sent, the noise that it
+    drew on it included, of which an observer sees only the sum.
     """
 
     sampling: Sampling
@@ -154,15 +172,31 @@ class Mechanism:
 
     @classmethod
     def of_local_steps(
-        cls, *, samples: int, batch: int, steps: int, bound: float, std: float, exclusions: tuple[str, ...] = ()
+        cls,
+        *,
+        samples: int,
+        batch: int,
+        steps: int,
+        bound: float,
+        std: float,
+        exclusions: tuple[str, ...] = (),
     ) -> Mechanism:
-        """One client's DP-SGD (002, 003; PRIVACY.md sec. 2): `steps` fresh mini-batches of `batch` of its `samples`.
+        """One client's DP-SGD (002, 003; PRIVACY.md sec. 2): `steps` fresh mini-batches of `batch`
+        of its `samples`.
 
-        `bound` is the per-sample clip norm, `std` that of the noise on the *mean* gradient of a batch; `steps` is the realised
-        number over the whole run. Shuffled epochs are not this mechanism.
+        `bound` is the per-sample clip norm, `std` that of the noise on the *mean* gradient of a
+        batch; `steps` is the realised number over the whole run. Shuffled epochs are not this
+        mechanism.
         """
         queries = (Query("gradient", bound, batch * std),)
-        return cls(Sampling("fixed", samples, batch), queries, steps, unit="sample", placement="step", exclusions=exclusions)
+        return cls(
+            Sampling("fixed", samples, batch),
+            queries,
+            steps,
+            unit="sample",
+            placement="step",
+            exclusions=exclusions,
+        )
 
     @property
     def private(self) -> bool:
@@ -171,18 +205,28 @@ class Mechanism:
 
     @property
     def noise_multiplier(self) -> float:
-        """z, std of the sum / bound, of the single Gaussian that the sums of a round amount to: 1/z^2 = sum (bound/std)^2. None of `apart`."""
+        """z, std of the sum / bound, of the single Gaussian that the sums of a round amount to:
+        1/z^2 = sum (bound/std)^2. None of `apart`.
+        """
         return _together(query for query in self.queries if not query.apart)
 
     def mu(self, relation: Relation) -> float:
-        """Sensitivity / std, all queries of a round together, those `apart` too: k / z, with k = 2 under replace-one and 1 otherwise."""
+        """Sensitivity / std, all queries of a round together, those `apart` too: k / z, with k = 2
+        under replace-one and 1 otherwise.
+        """
         one_of("privacy.relation", relation, Relation)
-        return (2 if relation == "replace_one" else 1) / _together(self.queries) if self.private else math.inf
+        return (
+            (2 if relation == "replace_one" else 1) / _together(self.queries)
+            if self.private
+            else math.inf
+        )
 
     def with_noise(self, z: float) -> Mechanism:
-        """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by one factor, but for queries `apart`.
+        """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by
+        one factor, but for queries `apart`.
 
-        A mechanism that has no noise yet gets equal shares: each of k queries std = sqrt(k) z bound.
+        A mechanism that has no noise yet gets equal shares: each of k queries std = sqrt(k) z
+        bound.
         """
         if not (0 <= z < math.inf):
             raise ConfigError("noise.multiplier", z, "a finite number, zero or above")
@@ -194,7 +238,13 @@ class Mechanism:
         def scaled(query: Query) -> float:
             return query.std * z / now if now else math.sqrt(len(sums)) * z * query.bound
 
-        return replace(self, queries=tuple(query if query.apart else replace(query, std=scaled(query)) for query in self.queries))
+        return replace(
+            self,
+            queries=tuple(
+                query if query.apart else replace(query, std=scaled(query))
+                for query in self.queries
+            ),
+        )
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of all fields: its name in the ledger and the cache.
@@ -207,15 +257,28 @@ class Mechanism:
             del tree["memory"]
         if not self.remembers_noise:
             del tree["remembers_noise"]
-        tree["queries"] = [{name: value for name, value in query.items() if value is not False} for query in tree["queries"]]
-        tree["sampling"] = {name: value for name, value in tree["sampling"].items() if value not in (None, "")}
-        return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        tree["queries"] = [
+            {name: value for name, value in query.items() if value is not False}
+            for query in tree["queries"]
+        ]
+        tree["sampling"] = {
+            name: value for name, value in tree["sampling"].items() if value not in (None, "")
+        }
+        return hashlib.sha256(
+            json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
 
 def _together(queries: Iterable[Query]) -> float:
-    """std / bound of the single Gaussian that Gaussian queries amount to; 0 when one of them has no noise."""
+    """std / bound of the single Gaussian that Gaussian queries amount to; 0 when one of them has no
+    noise.
+    """
     queries = tuple(queries)
-    return 1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in queries)) if all(query.std > 0 for query in queries) else 0.0
+    return (
+        1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in queries))
+        if all(query.std > 0 for query in queries)
+        else 0.0
+    )
 
 
 def _is_count(value: object) -> bool:

@@ -1,17 +1,19 @@
 """The papers' formulas as printed, each with the conditions under which its paper claims it.
 
-These are not guarantees of what ran: `raydpfl.privacy.epsilon` is. Every function returns `Printed(value, conditions_failed)`.
+These are not guarantees of what ran: `raydpfl.privacy.epsilon` is. Every function returns
+`Printed(value, conditions_failed)`.
 
 >>> from raydpfl.privacy.mechanism import Sampling
 >>> noise = client_noise(1.5, Sampling("fixed", 1920, 80), rounds=100, delta=1e-5, bound=1.0)
 >>> round(noise.value, 4), noise.conditions_failed
 (0.2108, ('epsilon 1.5 <= u q^2 T = 0.1736 (u = 1; the paper leaves u open)',))
 
-Units (000, 001). In 000 Algorithm 3 each client of the cohort adds N(0, sigma^2 I) to its clipped update and the server
-averages, so sigma of Theorem 3.2 is the std of one client's noise (000 eq. 12 has sigma^2 d / P for the average). In 001
-Algorithm 1 each client adds N(0, r sigma^2 I), so sigma of Theorem 1 is the std of the noise on the mean. With
-sigma_001 = sigma_000 / sqrt(r) they are one mechanism: the sum carries sqrt(r) sigma_000 = r sigma_001, and std of the
-sum / bound is z = (r/N) sqrt(v T ln(1/delta)) / epsilon.
+Units (000, 001). In 000 Algorithm 3 each client of the cohort adds N(0, sigma^2 I) to its clipped
+update and the server averages, so sigma of Theorem 3.2 is the std of one client's noise (000 eq. 12
+has sigma^2 d / P for the average). In 001 Algorithm 1 each client adds N(0, r sigma^2 I), so sigma
+of Theorem 1 is the std of the noise on the mean. With sigma_001 = sigma_000 / sqrt(r) they are one
+mechanism: the sum carries sqrt(r) sigma_000 = r sigma_001, and std of the sum / bound is z = (r/N)
+sqrt(v T ln(1/delta)) / epsilon.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Printed:
 # 000 Theorem 3.2, 001 Theorem 1: client-level, Gaussian (PRIVACY.md sec. 3).
 
 
-def paper_multiplier(epsilon: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0) -> float:
+def paper_multiplier(
+    epsilon: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
+) -> float:
     """z = std of the noise on the sum / bound, at which the theorem claims (epsilon, delta)."""
     for field, value in (("noise.epsilon", epsilon), ("noise.v", v)):
         if not (0 < value < math.inf):
@@ -47,19 +51,29 @@ def paper_multiplier(epsilon: float, sampling: Sampling, rounds: int, delta: flo
     return sampling.q * math.sqrt(v * rounds * math.log(1 / delta)) / epsilon
 
 
-def client_noise(epsilon: float, sampling: Sampling, rounds: int, delta: float, bound: float, v: float = 4.0) -> Printed:
-    """sigma of 000 Theorem 3.2: the std of one client's noise, in the units of `bound`; sigma^2 = v c^2 r T ln(1/delta) / (N^2 eps^2)."""
+def client_noise(
+    epsilon: float, sampling: Sampling, rounds: int, delta: float, bound: float, v: float = 4.0
+) -> Printed:
+    """sigma of 000 Theorem 3.2: the std of one client's noise, in the units of `bound`; sigma^2 = v
+    c^2 r T ln(1/delta) / (N^2 eps^2).
+    """
     z = paper_multiplier(epsilon, sampling, rounds, delta, v)
     return Printed(z * bound / math.sqrt(sampling.cohort), _conditions(epsilon, sampling, rounds))
 
 
-def client_epsilon(z: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0) -> Printed:
-    """The epsilon that the theorem claims at `z` = std of the noise on the sum / bound; infinite at z = 0."""
+def client_epsilon(
+    z: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
+) -> Printed:
+    """The epsilon that the theorem claims at `z` = std of the noise on the sum / bound; infinite at
+    z = 0.
+    """
     epsilon = paper_multiplier(1.0, sampling, rounds, delta, v) / z if z else math.inf
     return Printed(epsilon, _conditions(epsilon, sampling, rounds))
 
 
-def client_delta(z: float, sampling: Sampling, rounds: int, epsilon: float, v: float = 4.0) -> float:
+def client_delta(
+    z: float, sampling: Sampling, rounds: int, epsilon: float, v: float = 4.0
+) -> float:
     """The delta that the theorem claims at `z` = std of the noise on the sum / bound."""
     return math.exp(-((epsilon * z / sampling.q) ** 2) / (v * rounds))
 
@@ -68,19 +82,27 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
     failed = []
     limit = sampling.q**2 * rounds
     if not epsilon <= limit:
-        failed.append(f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)")
+        failed.append(
+            f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)"
+        )
     if not sampling.law.sized or sampling.law.repeats:
         failed.append(f"cohorts of one fixed size, drawn without replacement (here: {sampling})")
     return tuple(failed)
 
 
-# 002: truncated concentrated DP per client, every update seen, replace-one of one sample (PRIVACY.md sec. 4).
-# `std` is that of the noise on the mean gradient of a batch, `bound` the per-sample clip norm G, `steps` the client's
+# 002: truncated concentrated DP per client, every update seen, replace-one of one sample
+# (PRIVACY.md sec. 4).
+# `std` is that of the noise on the mean gradient of a batch, `bound` the per-sample clip norm G,
+# `steps` the client's
 # realised number of local steps.
 
 
-def tcdp(std: float, *, bound: float, batch: int, samples: int, steps: int) -> tuple[float, float, tuple[str, ...]]:
-    """(rho, omega, conditions_failed) of a client's `steps` subsampled steps: 002 Lemmas 1, 3 and 4; (infinity, 0) without noise."""
+def tcdp(
+    std: float, *, bound: float, batch: int, samples: int, steps: int
+) -> tuple[float, float, tuple[str, ...]]:
+    """(rho, omega, conditions_failed) of a client's `steps` subsampled steps: 002 Lemmas 1, 3 and
+    4; (infinity, 0) without noise.
+    """
     _check_client(batch, samples, steps)
     q, z = batch / samples, batch * std / bound
     rho1, amplification = 2 / z / z if z else math.inf, math.log(1 / q)
@@ -92,11 +114,19 @@ def tcdp(std: float, *, bound: float, batch: int, samples: int, steps: int) -> t
         f"ln(1/q) = {amplification:.4g} >= 3 rho1 (2 + log2(1/rho1))": amplification >= order,
         f"ln(1/q) / (2 rho1) = {2 * omega:.4g} >= 3": 2 * omega >= 3,
     }
-    return 13 * q * q * steps * rho1, omega, tuple(text for text, holds in conditions.items() if not holds)
+    return (
+        13 * q * q * steps * rho1,
+        omega,
+        tuple(text for text, holds in conditions.items() if not holds),
+    )
 
 
-def tcdp_epsilon(std: float, *, bound: float, batch: int, samples: int, steps: int, delta: float) -> Printed:
-    """Epsilon at `delta` by tCDP (002 Lemma 2 where its condition holds, else the general conversion); infinite where omega <= 1."""
+def tcdp_epsilon(
+    std: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
+) -> Printed:
+    """Epsilon at `delta` by tCDP (002 Lemma 2 where its condition holds, else the general
+    conversion); infinite where omega <= 1.
+    """
     surprise = math.log(1 / _delta(delta))
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
     if not omega > 1:
@@ -106,12 +136,17 @@ def tcdp_epsilon(std: float, *, bound: float, batch: int, samples: int, steps: i
     return Printed(rho * omega + surprise / (omega - 1), failed)
 
 
-def tcdp_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps: int, delta: float) -> Printed:
-    """The std at which tCDP claims (epsilon, delta), every condition checked: rho = (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2."""
+def tcdp_noise(
+    epsilon: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
+) -> Printed:
+    """The std at which tCDP claims (epsilon, delta), every condition checked: rho =
+    (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2.
+    """
     if not (0 < epsilon < math.inf):
         raise ConfigError("noise.epsilon", epsilon, "a positive finite number")
     surprise = math.log(1 / _delta(delta))
-    root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))  # of rho, without cancellation
+    # of rho, without cancellation
+    root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))
     std = bound / samples * math.sqrt(26 * steps) / root
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
     limit = _least_delta(rho, omega) if omega > 1 else 1.0
@@ -120,8 +155,11 @@ def tcdp_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps:
     return Printed(std, failed)
 
 
-def tcdp_theorem5(std: float, *, bound: float, batch: int, samples: int, steps: int) -> tuple[Printed, float]:
-    """002 Theorem 5 as printed: the single pair (epsilon, delta) that it gives at `std`; its epsilon *grows* with std.
+def tcdp_theorem5(
+    std: float, *, bound: float, batch: int, samples: int, steps: int
+) -> tuple[Printed, float]:
+    """002 Theorem 5 as printed: the single pair (epsilon, delta) that it gives at `std`; its
+    epsilon *grows* with std.
 
     It falls below 0 with too little noise, and is then infinite.
     """
@@ -131,13 +169,25 @@ def tcdp_theorem5(std: float, *, bound: float, batch: int, samples: int, steps: 
     return Printed(value if value >= 0 else math.inf, failed), _least_delta(rho, omega)
 
 
-def tcdp_theorem5_noise(epsilon: float, *, bound: float, batch: int, samples: int, steps: int) -> Printed:
+def tcdp_theorem5_noise(
+    epsilon: float, *, bound: float, batch: int, samples: int, steps: int
+) -> Printed:
     """002 Theorem 5 solved for the std, rho = 2 rho omega - epsilon; infinite where none will do."""
     most = _theorem5_limit(batch, samples, steps)
     if epsilon >= most:
-        return Printed(math.inf, (f"epsilon {epsilon:.4g} < {most:.4g}, which the formula approaches as the noise grows",))
+        return Printed(
+            math.inf,
+            (
+                f"epsilon {epsilon:.4g} < {most:.4g}, which the formula approaches as the noise grows",
+            ),
+        )
     std = bound / samples * math.sqrt(26 * steps / (most - epsilon))
-    return Printed(std, tcdp_theorem5(std, bound=bound, batch=batch, samples=samples, steps=steps)[0].conditions_failed)
+    return Printed(
+        std,
+        tcdp_theorem5(std, bound=bound, batch=batch, samples=samples, steps=steps)[
+            0
+        ].conditions_failed,
+    )
 
 
 def _theorem5_limit(batch: int, samples: int, steps: int) -> float:
@@ -150,52 +200,83 @@ def _least_delta(rho: float, omega: float) -> float:
     return math.exp(-((omega - 1) * rho * (omega - 1))) if rho else 0.0
 
 
-# 003: personal budgets (PRIVACY.md sec. 5). `samples` n_k, `batch` B; std is that of the noise on the mean gradient of a batch.
-# Epsilons, deltas, batches and samples may be numbers or arrays of one shape; what comes back has it too.
+# 003: personal budgets (PRIVACY.md sec. 5). `samples` n_k, `batch` B; std is that of the noise on
+# the mean gradient of a batch.
+# Epsilons, deltas, batches and samples may be numbers or arrays of one shape; what comes back has
+# it too.
 
 
 def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
-    """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before sampling."""
+    """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before
+    sampling.
+    """
     epsilon, r = np.asarray(epsilon, float), np.asarray(batch, float) / np.asarray(samples, float)
     small = np.log1p(np.expm1(np.minimum(epsilon, 30.0)) / r)
-    return np.where(epsilon > 30, epsilon - np.log(r) + np.log1p((r - 1) * np.exp(-epsilon)), small)[()]  # e^epsilon is best left out
+    # e^epsilon is best left out
+    return np.where(
+        epsilon > 30, epsilon - np.log(r) + np.log1p((r - 1) * np.exp(-epsilon)), small
+    )[()]
 
 
-def budget_variance(epsilon: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
-    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2: noise variance per step and squared bound; 0 at infinite epsilon (public).
+def budget_variance(
+    epsilon: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
+) -> Any:
+    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2: noise variance per step and squared bound; 0
+    at infinite epsilon (public).
 
-    Raises `ConfigError` for an epsilon that is not positive, a delta outside (0, 1) and a batch larger than the client's samples.
+    Raises `ConfigError` for an epsilon that is not positive, a delta outside (0, 1) and a batch
+    larger than the client's samples.
     """
     if not np.all(np.asarray(epsilon, float) > 0):
-        raise ConfigError("noise.epsilon", epsilon, "a positive number, or infinity for a public client")
+        raise ConfigError(
+            "noise.epsilon", epsilon, "a positive number, or infinity for a public client"
+        )
     _delta(delta)
     _check_client(batch, samples)
     if np.any(np.asarray(batch) > np.asarray(samples)):
         raise ConfigError("local.batch", batch, f"at most the client's samples ({samples})")
-    inner, r = unamplified_budget(epsilon, batch=batch, samples=samples), np.asarray(batch, float) / np.asarray(samples, float)
+    inner, r = (
+        unamplified_budget(epsilon, batch=batch, samples=samples),
+        np.asarray(batch, float) / np.asarray(samples, float),
+    )
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        surprise = np.logaddexp(1.0, np.log(r) + np.log(inner) - np.log(delta))  # ln(e + r eps' / delta), which may overflow
+        # ln(e + r eps' / delta), which may overflow
+        surprise = np.logaddexp(1.0, np.log(r) + np.log(inner) - np.log(delta))
         variance = np.square(np.sqrt(8 * surprise) / inner / np.asarray(batch, float))
     return np.where(np.isinf(epsilon), 0.0, variance)[()]
 
 
-def budget_noise(epsilon: float, delta: float, *, batch: int, samples: int, steps: int, bound: float) -> Printed:
-    """sigma_k = c sqrt(V_k T_k T_l), `steps` = T_k T_l; compare with `epsilon(Mechanism.of_local_steps(...))`, which is the truth."""
+def budget_noise(
+    epsilon: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
+) -> Printed:
+    """sigma_k = c sqrt(V_k T_k T_l), `steps` = T_k T_l; compare with
+    `epsilon(Mechanism.of_local_steps(...))`, which is the truth.
+    """
     _check_client(batch, samples, steps)
     std = bound * math.sqrt(budget_variance(epsilon, delta, batch=batch, samples=samples) * steps)
     return Printed(std, lemma2(epsilon, delta, batch=batch, samples=samples))
 
 
-def budget_epsilon(std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float) -> Printed:
+def budget_epsilon(
+    std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
+) -> Printed:
     """The epsilon that 003 claims at `std`: `budget_noise` solved for it; infinite without noise."""
     _check_client(batch, samples, steps)
-    epsilon = float(budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples))
+    epsilon = float(
+        budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples)
+    )
     return Printed(epsilon, lemma2(epsilon, delta, batch=batch, samples=samples))
 
 
-def budget_epsilons(root: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
-    """`budget_variance` solved for the epsilon, to a relative 1e-13, where V_k = root^2; infinite where `root` is 0."""
-    root, delta, batch, samples = np.broadcast_arrays(*(np.asarray(each, float) for each in (root, delta, batch, samples)))
+def budget_epsilons(
+    root: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
+) -> Any:
+    """`budget_variance` solved for the epsilon, to a relative 1e-13, where V_k = root^2; infinite
+    where `root` is 0.
+    """
+    root, delta, batch, samples = np.broadcast_arrays(
+        *(np.asarray(each, float) for each in (root, delta, batch, samples))
+    )
     low, high = np.full(root.shape, -500.0), np.full(root.shape, 500.0)  # of ln(epsilon)
     for _ in range(60):
         middle = (low + high) / 2
@@ -205,14 +286,21 @@ def budget_epsilons(root: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samp
 
 
 def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[str, ...]:
-    """The condition that fails, if it does: 003 Lemma 2 as it is used, at eps' and delta / r, held against the exact Gaussian curve.
+    """The condition that fails, if it does: 003 Lemma 2 as it is used, at eps' and delta / r, held
+    against the exact Gaussian curve.
 
     It gives too little noise to large budgets, at r = 1 and delta 1e-5 to those above 169.
     """
     r = batch / samples
 
     def holds(inner: float) -> bool:
-        return bool(gaussian_delta(inner, inner / math.sqrt(8 * np.logaddexp(1.0, math.log(inner) - math.log(delta / r)))) <= delta / r)
+        return bool(
+            gaussian_delta(
+                inner,
+                inner / math.sqrt(8 * np.logaddexp(1.0, math.log(inner) - math.log(delta / r))),
+            )
+            <= delta / r
+        )
 
     inner = float(unamplified_budget(epsilon, batch=batch, samples=samples))
     if math.isinf(epsilon) or inner < 10 or holds(inner):

@@ -1,8 +1,10 @@
-"""Noise at local steps: what it costs each client's samples, and how much of it each client's own budget needs (002, 003).
+"""Noise at local steps: what it costs each client's samples, and how much of it each client's own
+budget needs (002, 003).
 
-A client clips every sample's gradient, adds Gaussian noise to the mean of a batch at each of its steps, and sends its update as it is.
-Every single update is seen, so that a client's samples are protected by its own noise alone, and only its own participations
-compose: all of them known before training, since cohorts depend on the seed and on public sizes and budgets.
+A client clips every sample's gradient, adds Gaussian noise to the mean of a batch at each of its
+steps, and sends its update as it is. Every single update is seen, so that a client's samples are
+protected by its own noise alone, and only its own participations compose: all of them known before
+training, since cohorts depend on the seed and on public sizes and budgets.
 
 >>> steps = LocalSteps.calibrated(  # 002 on MNIST (PRIVACY.md sec. 4): one client takes part once, another four times
 ...     samples=[600, 600, 600], batch=10, steps=300, bound=1.0, participations=[1, 4, 0], budgets=[0.3, 0.3, 0.3], delta=1e-2)
@@ -16,12 +18,14 @@ array([0.3 , 0.18, 0.  ])
 Traceback (most recent call last):
 raydpfl.errors.BudgetError: the noise of paper 003 protects 1 of 1 clients less than it claims: client 0 (claimed epsilon 20, true 22.51)
 
-Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests hold this module against that one
-client at a time. Here clients of one size and noise are accounted for once, one composition serves all numbers of rounds, and
-the search for a client's noise starts from the central limit theorem [1], corrected by what the most similar client turned out to
-need, so that two or three evaluations suffice.
+Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests hold
+this module against that one client at a time. Here clients of one size and noise are accounted for
+once, one composition serves all numbers of rounds, and the search for a client's noise starts from
+the central limit theorem [1], corrected by what the most similar client turned out to need, so that
+two or three evaluations suffice.
 
-Public: sizes, budgets, participations, noise. A client with an infinite budget is public too: it draws no noise.
+Public: sizes, budgets, participations, noise. A client with an infinite budget is public too: it
+draws no noise.
 
 [1] Bu, Dong, Long, Su. Deep learning with Gaussian differential privacy. HDSR 2020. Section 3.
 """
@@ -59,13 +63,16 @@ Participations = Mapping[int, int] | ArrayLike
 class LocalSteps:
     """What N clients release, and what each was promised. Arrays have length N.
 
-    `samples` int64: n_k. `batch`: B, of which a smaller client uses n_k; None: all samples, always. `steps`: Q, local steps of one
-    participation. `bound`: per-sample clip norm. `stds` float64: of the noise on the mean gradient of a batch, 0 for none.
-    `sampling`: `fresh`, a uniform subset at each step, or `epochs`, shuffled samples in turn, for which nothing is amplified: see
-    `compositions`. `claims` float64: the epsilon promised to each client at `delta` for the participations of the whole run (infinite: a
-    public client), None if nothing was; `calibration` says by whom. `exclusions`: what is not accounted for, in words. `beside`: a query that every
-    participation answers in addition, by the mean over all n_k samples of something within [-bound, bound] and Gaussian noise of its std, so that
-    replacing a sample moves it by 2 bound / n_k; None for none. No formula knows of it.
+    `samples` int64: n_k. `batch`: B, of which a smaller client uses n_k; None: all samples, always.
+    `steps`: Q, local steps of one participation. `bound`: per-sample clip norm. `stds` float64: of
+    the noise on the mean gradient of a batch, 0 for none. `sampling`: `fresh`, a uniform subset at
+    each step, or `epochs`, shuffled samples in turn, for which nothing is amplified: see
+    `compositions`. `claims` float64: the epsilon promised to each client at `delta` for the
+    participations of the whole run (infinite: a public client), None if nothing was; `calibration`
+    says by whom. `exclusions`: what is not accounted for, in words. `beside`: a query that every
+    participation answers in addition, by the mean over all n_k samples of something within [-bound,
+    bound] and Gaussian noise of its std, so that replacing a sample moves it by 2 bound / n_k; None
+    for none. No formula knows of it.
     """
 
     samples: np.ndarray
@@ -93,7 +100,9 @@ class LocalSteps:
         object.__setattr__(self, "samples", np.asarray(self.samples, np.int64))
         stds = np.broadcast_to(np.asarray(self.stds, np.float64), self.samples.shape)
         if not ((stds >= 0) & np.isfinite(stds)).all():
-            raise ConfigError("noise.std", self.stds, "finite numbers, zero or above, one per client")
+            raise ConfigError(
+                "noise.std", self.stds, "finite numbers, zero or above, one per client"
+            )
         object.__setattr__(self, "stds", np.array(stds))
         if self.claims is not None:
             object.__setattr__(self, "claims", _budgets(self.claims, len(self.samples)))
@@ -115,15 +124,30 @@ class LocalSteps:
         exclusions: Sequence[str] = (),
         beside: Query | None = None,
     ) -> LocalSteps:
-        """The noise with which each client spends its own budget (`budgets`, one or [N]) over its `participations` of the whole run.
+        """The noise with which each client spends its own budget (`budgets`, one or [N]) over its
+        `participations` of the whole run.
 
-        `rigorous`: at most 1e-3 above the smallest noise that spends no more, what is released `beside` included, by `accountant` (pld or rdp).
-        `paper`: sigma_k of 003 eq. 6. `tcdp`: the usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it fails. No
-        noise for public clients and for those that never take part. Raises `ConfigError`, too where what is released `beside` leaves the steps of some
-        client less than a hundredth of its budget.
+        `rigorous`: at most 1e-3 above the smallest noise that spends no more, what is released
+        `beside` included, by `accountant` (pld or rdp). `paper`: sigma_k of 003 eq. 6. `tcdp`: the
+        usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it
+        fails. No noise for public clients and for those that never take part. Raises `ConfigError`,
+        too where what is released `beside` leaves the steps of some client less than a hundredth of
+        its budget.
         """
         one_of("noise.calibration", calibration, Calibration)
-        silent = cls(np.asarray(samples), batch, steps, bound, delta, np.zeros(len(samples)), sampling, budgets, calibration, tuple(exclusions), beside)
+        silent = cls(
+            np.asarray(samples),
+            batch,
+            steps,
+            bound,
+            delta,
+            np.zeros(len(samples)),
+            sampling,
+            budgets,
+            calibration,
+            tuple(exclusions),
+            beside,
+        )
         counts = silent._counts(participations)
         needy = np.flatnonzero((counts > 0) & (silent.samples > 0) & np.isfinite(silent.claims))
         stds = np.zeros(len(counts))
@@ -133,15 +157,23 @@ class LocalSteps:
             formula = _formula(calibration)
             failed = {}
             for k in needy.tolist():
-                printed = formula.noise(float(silent.claims[k]), delta, **silent._client(k, int(counts[k])))
+                printed = formula.noise(
+                    float(silent.claims[k]), delta, **silent._client(k, int(counts[k]))
+                )
                 stds[k] = printed.value
-                if calibration == "tcdp" and (reasons := silent._steps_alone(printed.conditions_failed)):
+                if calibration == "tcdp" and (
+                    reasons := silent._steps_alone(printed.conditions_failed)
+                ):
                     failed[k] = reasons
             if failed:
                 first, reasons = next(iter(failed.items()))
                 who = f"{len(failed)} of {len(needy)} clients ({_some(failed)})"
                 why = f"client {first}, with {silent.samples[first]} samples and batches of {silent.batches[first]}: {'; '.join(reasons)}"
-                raise ConfigError("noise.calibration", calibration, f"rigorous or paper: conditions of 002 fail for {who}; for {why}")
+                raise ConfigError(
+                    "noise.calibration",
+                    calibration,
+                    f"rigorous or paper: conditions of 002 fail for {who}; for {why}",
+                )
         return replace(silent, stds=stds)
 
     @property
@@ -156,11 +188,13 @@ class LocalSteps:
 
     @property
     def compositions(self) -> np.ndarray:
-        """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset, or over one that holds the sample for certain.
+        """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset, or
+        over one that holds the sample for certain.
 
-        Fresh batches: one for each of the Q steps. Shuffled epochs, whose order is taken as known: a sample comes up once in each of the
-        ceil(Q B / n) epochs begun and in no other step. A batch that ends one epoch and begins the next (n no multiple of B) may
-        hold it twice, which moves the sum twice as far and costs as much as four; every second time, at worst.
+        Fresh batches: one for each of the Q steps. Shuffled epochs, whose order is taken as known:
+        a sample comes up once in each of the ceil(Q B / n) epochs begun and in no other step. A
+        batch that ends one epoch and begins the next (n no multiple of B) may hold it twice, which
+        moves the sum twice as far and costs as much as four; every second time, at worst.
         """
         n, b = self.samples, np.maximum(self.batches, 1)
         if self.sampling == "fresh":
@@ -170,8 +204,14 @@ class LocalSteps:
 
     @property
     def beside_mu(self) -> np.ndarray:
-        """Sensitivity / std float64 [N] of what a participation releases `beside` its steps; 0 where that is nothing."""
-        return 2 * self.beside.bound / (np.maximum(self.samples, 1) * self.beside.std) if self.beside else np.zeros(len(self.samples))
+        """Sensitivity / std float64 [N] of what a participation releases `beside` its steps; 0
+        where that is nothing.
+        """
+        return (
+            2 * self.beside.bound / (np.maximum(self.samples, 1) * self.beside.std)
+            if self.beside
+            else np.zeros(len(self.samples))
+        )
 
     @property
     def private(self) -> bool:
@@ -185,7 +225,15 @@ class LocalSteps:
 
     def digest(self) -> str:
         """SHA-256 of all fields: the name of this mechanism in the ledger."""
-        plain = [self.batch, self.steps, self.bound, self.delta, self.sampling, self.calibration, list(self.exclusions)]
+        plain = [
+            self.batch,
+            self.steps,
+            self.bound,
+            self.delta,
+            self.sampling,
+            self.calibration,
+            list(self.exclusions),
+        ]
         plain += [asdict(self.beside)] if self.beside else []
         found = hashlib.sha256(json.dumps(plain).encode())
         for array in (self.samples, self.stds, *([] if self.claims is None else [self.claims])):
@@ -193,25 +241,35 @@ class LocalSteps:
         return found.hexdigest()
 
     def epsilons(self, accountant: str, participations: Participations) -> np.ndarray:
-        """Epsilon float64 [N] at `delta` of every client's samples after its `participations`, by pld, rdp or one of `FORMULAS`.
+        """Epsilon float64 [N] at `delta` of every client's samples after its `participations`, by
+        pld, rdp or one of `FORMULAS`.
 
-        0 for a client that took no part; infinite for one that did, without noise. 002 Theorem 5 has a delta of its own.
+        0 for a client that took no part; infinite for one that did, without noise. 002 Theorem 5
+        has a delta of its own.
         """
         counts, found = self._counts(participations), np.zeros(len(self.samples))
         exposed = (counts > 0) & (self.samples > 0)
         found[exposed & (self.stds == 0)] = math.inf
         noisy = np.flatnonzero(exposed & (self.stds > 0))
-        kinds = np.stack([self.samples[noisy], self.stds[noisy], counts[noisy]], 1)  # float64, exact for these integers
+        # float64, exact for these integers
+        kinds = np.stack([self.samples[noisy], self.stds[noisy], counts[noisy]], 1)
         _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-        each = [self._curve(accountant, k, int(counts[k]), int(counts[k]))[0] for k in noisy[first].tolist()]
+        each = [
+            self._curve(accountant, k, int(counts[k]), int(counts[k]))[0]
+            for k in noisy[first].tolist()
+        ]
         found[noisy] = np.array(each)[member.reshape(-1)]
         return found
 
-    def curves(self, accountants: Sequence[str], cohorts: Iterable[ArrayLike]) -> dict[str, np.ndarray]:
-        """The largest epsilon of any client's samples after each round, float64 [rounds], by pld, rdp or paper; public clients left out.
+    def curves(
+        self, accountants: Sequence[str], cohorts: Iterable[ArrayLike]
+    ) -> dict[str, np.ndarray]:
+        """The largest epsilon of any client's samples after each round, float64 [rounds], by pld,
+        rdp or paper; public clients left out.
 
-        `cohorts`: the clients of each round, one drawn twice standing twice. `paper` is the formula that the noise was calibrated
-        by, else 003's. The last value is the largest of `epsilons` to the bit.
+        `cohorts`: the clients of each round, one drawn twice standing twice. `paper` is the formula
+        that the noise was calibrated by, else 003's. The last value is the largest of `epsilons` to
+        the bit.
         """
         rounds = [np.unique(np.asarray(cohort, np.int64), return_counts=True) for cohort in cohorts]
         finals = np.zeros(len(self.samples), np.int64)
@@ -224,22 +282,31 @@ class LocalSteps:
             counts, worst, curve = np.zeros_like(finals), 0.0, np.zeros(len(rounds))
             for t, (clients, times) in enumerate(rounds):
                 counts[clients] += times
-                # Those with nothing to come first: they are known, and one that cannot pass the worst need not be known.
+                # Those with nothing to come first: they are known, and one that cannot pass the
+                # worst need not be known.
                 order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
                 for k in clients[order].tolist():
                     if most[k] > worst:
                         done, last = int(counts[k]), int(finals[k])
-                        now = most[k] if done == last or math.isinf(most[k]) else min(self._curve(name, k, 1, last)[done - 1], most[k])
+                        now = (
+                            most[k]
+                            if done == last or math.isinf(most[k])
+                            else min(self._curve(name, k, 1, last)[done - 1], most[k])
+                        )
                         worst = max(worst, float(now))
                 curve[t] = worst
             found[accountant] = curve
         return found
 
-    def guarantees(self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")) -> list[Guarantee]:
-        """What holds for the client that has spent most, by every accountant; its id and the quantiles over clients are in `sampling`.
+    def guarantees(
+        self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")
+    ) -> list[Guarantee]:
+        """What holds for the client that has spent most, by every accountant; its id and the
+        quantiles over clients are in `sampling`.
 
-        `paper` stands for each of `FORMULAS`, with the conditions that fail for that client. Public clients have no guarantee and
-        are listed among the exclusions; when there is nobody else, the epsilon is infinite.
+        `paper` stands for each of `FORMULAS`, with the conditions that fail for that client. Public
+        clients have no guarantee and are listed among the exclusions; when there is nobody else,
+        the epsilon is infinite.
         """
         counts = self._counts(participations)
         who = np.flatnonzero((counts > 0) & (self.samples > 0))
@@ -250,7 +317,10 @@ class LocalSteps:
             epsilon, delta, failed, words = 0.0, self.delta, (), "no client took part"
             if len(kept):
                 worst = int(kept[np.argmax(spent[kept])])
-                epsilon, words = float(spent[worst]), self._words(worst, int(counts[worst]), spent[kept])
+                epsilon, words = (
+                    float(spent[worst]),
+                    self._words(worst, int(counts[worst]), spent[kept]),
+                )
                 delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             elif len(who):
                 epsilon, failed, words = math.inf, (NOISELESS,), "public clients alone took part"
@@ -258,28 +328,55 @@ class LocalSteps:
             if name in FORMULAS:
                 kind, relation = "paper", FORMULAS[name].relation
             outside = (*self.exclusions, *self._public_words(len(who) - len(kept)))
-            found.append(Guarantee(kind, name, "sample", relation, "every single update", words, epsilon, delta, outside, failed))
+            found.append(
+                Guarantee(
+                    kind,
+                    name,
+                    "sample",
+                    relation,
+                    "every single update",
+                    words,
+                    epsilon,
+                    delta,
+                    outside,
+                    failed,
+                )
+            )
         return found
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
-        """Epsilon float64 [5] at the `SHARES` of the clients that took part, public ones left out; nothing where there are none."""
+        """Epsilon float64 [5] at the `SHARES` of the clients that took part, public ones left out;
+        nothing where there are none.
+        """
         counts = self._counts(participations)
         spent = self.epsilons(accountant, counts)[(counts > 0) & (self.samples > 0) & ~self.public]
         return np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else np.zeros(0)
 
-    def table(self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")) -> list[dict[str, Any]]:
-        """A row for each client that took part: sizes, participations, steps, noise, what was promised, and every accountant's epsilon.
+    def table(
+        self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")
+    ) -> list[dict[str, Any]]:
+        """A row for each client that took part: sizes, participations, steps, noise, what was
+        promised, and every accountant's epsilon.
 
-        `noise_std` is that of the noise on the mean gradient, `epsilon_claimed` None where nothing was promised, `conditions_failed` a list of
-        "formula: condition". Floats may be infinite.
+        `noise_std` is that of the noise on the mean gradient, `epsilon_claimed` None where nothing
+        was promised, `conditions_failed` a list of "formula: condition". Floats may be infinite.
         """
         counts = self._counts(participations)
         names = _expanded(accountants)
         spent = {name: self.epsilons(name, counts) for name in names}
         rows = []
         for k in np.flatnonzero(counts).tolist():
-            row = {"client": k, "samples": int(self.samples[k]), "batch": int(self.batches[k]), "participations": int(counts[k])}
-            row |= {"steps": self.steps * int(counts[k]), "noise_std": float(self.stds[k]), "delta": self.delta}
+            row = {
+                "client": k,
+                "samples": int(self.samples[k]),
+                "batch": int(self.batches[k]),
+                "participations": int(counts[k]),
+            }
+            row |= {
+                "steps": self.steps * int(counts[k]),
+                "noise_std": float(self.stds[k]),
+                "delta": self.delta,
+            }
             row["epsilon_claimed"] = None if self.claims is None else float(self.claims[k])
             failed = []
             for name in names:
@@ -292,7 +389,9 @@ class LocalSteps:
         return rows
 
     def check_claims(self, participations: Participations) -> None:
-        """Raises `BudgetError` naming the clients whose true epsilon, by pld or rdp, exceeds what was promised them; a relative 1e-6 is let pass."""
+        """Raises `BudgetError` naming the clients whose true epsilon, by pld or rdp, exceeds what
+        was promised them; a relative 1e-6 is let pass.
+        """
         if self.claims is None:
             return
         truth = self.epsilons("pld", participations)
@@ -302,7 +401,10 @@ class LocalSteps:
         broken = np.flatnonzero(truth > limit)
         if len(broken):
             worst = broken[np.argsort(self.claims[broken] / truth[broken], kind="stable")]
-            named = [f"client {k} (claimed epsilon {self.claims[k]:.4g}, true {truth[k]:.4g})" for k in worst[:5].tolist()]
+            named = [
+                f"client {k} (claimed epsilon {self.claims[k]:.4g}, true {truth[k]:.4g})"
+                for k in worst[:5].tolist()
+            ]
             more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
             whose = "this run" if self.calibration == "rigorous" else self.formula
             raise BudgetError(
@@ -310,12 +412,19 @@ class LocalSteps:
             )
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
-        """What a reader should know beside: deltas that would allow a sample to be published outright, public clients."""
+        """What a reader should know beside: deltas that would allow a sample to be published
+        outright, public clients.
+        """
         counts = self._counts(participations)
         exposed = counts > 0
         lax = np.flatnonzero(exposed & (self.delta * self.samples > 1))
-        found = [f"delta {self.delta:g} is above 1/n for {len(lax)} clients ({_some(lax.tolist())}): it would allow a sample to be published outright"]
-        return (*(found if len(lax) else ()), *self._public_words(int((exposed & self.public).sum())))
+        found = [
+            f"delta {self.delta:g} is above 1/n for {len(lax)} clients ({_some(lax.tolist())}): it would allow a sample to be published outright"
+        ]
+        return (
+            *(found if len(lax) else ()),
+            *self._public_words(int((exposed & self.public).sum())),
+        )
 
     @property
     def formula(self) -> str:
@@ -329,15 +438,26 @@ class LocalSteps:
             return counts
         counts = np.asarray(participations, np.int64)
         if counts.shape != self.samples.shape or (counts < 0).any():
-            raise ConfigError("participations", participations, f"{len(self.samples)} whole numbers from 0, one per client")
+            raise ConfigError(
+                "participations",
+                participations,
+                f"{len(self.samples)} whole numbers from 0, one per client",
+            )
         return counts
 
     def _client(self, k: int, count: int) -> dict[str, Any]:
         """The arguments of the papers' formulas."""
-        return {"bound": self.bound, "batch": int(self.batches[k]), "samples": int(self.samples[k]), "steps": self.steps * count}
+        return {
+            "bound": self.bound,
+            "batch": int(self.batches[k]),
+            "samples": int(self.samples[k]),
+            "steps": self.steps * count,
+        }
 
     def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
-        """Epsilon of client k after first, ..., last participations; for all clients of its size and noise."""
+        """Epsilon of client k after first, ..., last participations; for all clients of its size
+        and noise.
+        """
         key = (name, int(self.samples[k]), float(self.stds[k]), first, last)
         if key not in self._spent:
             self._spent[key] = self._account(name, k, first, last)
@@ -346,24 +466,49 @@ class LocalSteps:
     def _account(self, name: str, k: int, first: int, last: int) -> np.ndarray:
         counts = np.arange(first, last + 1)
         if name in FORMULAS:
-            return FORMULAS[name].curve(float(self.stds[k]), self.delta, counts, **self._client(k, 1))
+            return FORMULAS[name].curve(
+                float(self.stds[k]), self.delta, counts, **self._client(k, 1)
+            )
         mu = 2 * self.bound / (self.batches[k] * self.stds[k])
         q = self.batches[k] / self.samples[k] if self.hidden[k] else 1.0
-        return _epsilons(name, float(q), float(mu), self.delta, int(self.compositions[k]), first, last, float(self.beside_mu[k]))
+        return _epsilons(
+            name,
+            float(q),
+            float(mu),
+            self.delta,
+            int(self.compositions[k]),
+            first,
+            last,
+            float(self.beside_mu[k]),
+        )
 
-    def _conditions(self, name: str, k: int, count: int, epsilon: float) -> tuple[float, tuple[str, ...]]:
-        """(delta, conditions that fail) of the `epsilon` that an accountant or a formula gives for client k."""
+    def _conditions(
+        self, name: str, k: int, count: int, epsilon: float
+    ) -> tuple[float, tuple[str, ...]]:
+        """(delta, conditions that fail) of the `epsilon` that an accountant or a formula gives for
+        client k.
+        """
         if self.stds[k] == 0:
             return self.delta, (NOISELESS,)
         if name not in FORMULAS:
             return self.delta, (UNREACHED.format(name),) if math.isinf(epsilon) else ()
-        delta, failed = FORMULAS[name].conditions(epsilon, float(self.stds[k]), self.delta, **self._client(k, count))
+        delta, failed = FORMULAS[name].conditions(
+            epsilon, float(self.stds[k]), self.delta, **self._client(k, count)
+        )
         return delta, self._steps_alone(failed)
 
     def _steps_alone(self, failed: tuple[str, ...]) -> tuple[str, ...]:
         """And the conditions that every formula has: fresh batches, and no other release."""
-        failed += () if self.sampling == "fresh" else ("a fresh batch at each step (here: shuffled epochs)",)
-        return (*failed, f"nothing is released beside the steps (here too: the {self.beside.name})") if self.beside else failed
+        failed += (
+            ()
+            if self.sampling == "fresh"
+            else ("a fresh batch at each step (here: shuffled epochs)",)
+        )
+        return (
+            (*failed, f"nothing is released beside the steps (here too: the {self.beside.name})")
+            if self.beside
+            else failed
+        )
 
     def _words(self, k: int, count: int, spent: np.ndarray) -> str:
         n, b, steps = self.samples[k], self.batches[k], self.steps * count
@@ -373,15 +518,29 @@ class LocalSteps:
             batches = f"all {n}"
         else:
             batches = f"{b} of {n} in shuffled epochs, order known, {self.compositions[k] * count} Gaussians without amplification"
-        values = ", ".join(f"{value:.4g}" for value in np.quantile(spent, SHARES, method="inverted_cdf"))
-        among = f", the worst of {len(spent)} whose epsilons have quartiles {values}" if len(spent) > 1 else ""
+        values = ", ".join(
+            f"{value:.4g}" for value in np.quantile(spent, SHARES, method="inverted_cdf")
+        )
+        among = (
+            f", the worst of {len(spent)} whose epsilons have quartiles {values}"
+            if len(spent) > 1
+            else ""
+        )
         also = f", the {self.beside.name} released at each" if self.beside else ""
-        return f"batches: {batches}; client {k}, {steps} steps in {count} participations{also}{among}"
+        return (
+            f"batches: {batches}; client {k}, {steps} steps in {count} participations{also}{among}"
+        )
 
     def _public_words(self, count: int) -> tuple[str, ...]:
-        return (f"{count} public clients, who have an infinite budget and draw no noise",) if count else ()
+        return (
+            (f"{count} public clients, who have an infinite budget and draw no noise",)
+            if count
+            else ()
+        )
 
-    def _rigorous_stds(self, clients: np.ndarray, counts: np.ndarray, accountant: str) -> np.ndarray:
+    def _rigorous_stds(
+        self, clients: np.ndarray, counts: np.ndarray, accountant: str
+    ) -> np.ndarray:
         _rigorous(accountant)
         n, b, hidden = self.samples[clients], self.batches[clients], self.hidden[clients]
         q, times = np.where(hidden, b / n, 1.0), self.compositions[clients] * counts[clients]
@@ -391,29 +550,67 @@ class LocalSteps:
         if (seen <= self.delta).any():
             idle = clients[seen <= self.delta]
             accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is used at all: at this delta no noise is called for by"
-            raise ConfigError("noise.delta", self.delta, f"{accepted} {len(idle)} clients ({_some(idle.tolist())})")
-        columns = [q, self.compositions[clients], counts[clients], self.claims[clients], self.beside_mu[clients]]
-        kinds, first, member = np.unique(np.stack(columns, 1), axis=0, return_index=True, return_inverse=True)
+            raise ConfigError(
+                "noise.delta",
+                self.delta,
+                f"{accepted} {len(idle)} clients ({_some(idle.tolist())})",
+            )
+        columns = [
+            q,
+            self.compositions[clients],
+            counts[clients],
+            self.claims[clients],
+            self.beside_mu[clients],
+        ]
+        kinds, first, member = np.unique(
+            np.stack(columns, 1), axis=0, return_index=True, return_inverse=True
+        )
         if self.beside:
             self._check_left(clients[first], kinds, accountant)
         question = ["local steps", kinds.tolist(), self.delta, accountant]
-        z = cached(question, lambda: _noise_multipliers(*kinds.T, self.delta, accountant).tolist(), len(kinds))
+        z = cached(
+            question,
+            lambda: _noise_multipliers(*kinds.T, self.delta, accountant).tolist(),
+            len(kinds),
+        )
         return np.array(z)[member.reshape(-1)] * self.bound / b
 
     def _check_left(self, clients: np.ndarray, kinds: np.ndarray, accountant: str) -> None:
-        """Raises `ConfigError` where what is released `beside` the steps takes (nearly) all of the budget of one of these clients."""
-        alone = np.array([_epsilons(accountant, 1.0, mu, self.delta, 1, int(count), int(count))[0] for _, _, count, _, mu in kinds.tolist()])
+        """Raises `ConfigError` where what is released `beside` the steps takes (nearly) all of the
+        budget of one of these clients.
+        """
+        alone = np.array(
+            [
+                _epsilons(accountant, 1.0, mu, self.delta, 1, int(count), int(count))[0]
+                for _, _, count, _, mu in kinds.tolist()
+            ]
+        )
         budgets = kinds[:, 3]
         if (alone > _MOST_BESIDE * budgets).any():
             worst = int(np.argmax(alone / budgets))
             what = f"the {self.beside.name} of client {clients[worst]}, with {self.samples[clients[worst]]} samples"
             spent = f"spend epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in {kinds[worst, 2]:.0f} rounds, by {accountant}"
-            raise ConfigError("selection.loss_std", self.beside.std, f"more, as {what}, {spent} (99% at most, which leaves some to its steps)")
+            raise ConfigError(
+                "selection.loss_std",
+                self.beside.std,
+                f"more, as {what}, {spent} (99% at most, which leaves some to its steps)",
+            )
 
 
-def _epsilons(name: str, q: float, mu: float, delta: float, each: int, first: int, last: int, beside: float = 0.0) -> np.ndarray:
-    """Epsilon at `delta` after first, ..., last times `each` Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is hidden) and, if
-    `beside` is not 0, one Gaussian of that mu of everyone."""
+def _epsilons(
+    name: str,
+    q: float,
+    mu: float,
+    delta: float,
+    each: int,
+    first: int,
+    last: int,
+    beside: float = 0.0,
+) -> np.ndarray:
+    """Epsilon at `delta` after first, ..., last times `each` Gaussians of one `mu` on subsets of a
+    hidden fraction q (1: nothing is hidden) and, if `beside` is not 0, one Gaussian of that mu of
+    everyone.
+    """
     return _rigorous(name).of_steps(q, mu, delta, each, np.arange(first, last + 1), beside)
 
 
@@ -431,10 +628,17 @@ def _formula(calibration: str) -> Formula:
 
 
 def _noise_multipliers(
-    q: np.ndarray, each: np.ndarray, counts: np.ndarray, targets: np.ndarray, beside: np.ndarray, delta: float, accountant: str
+    q: np.ndarray,
+    each: np.ndarray,
+    counts: np.ndarray,
+    targets: np.ndarray,
+    beside: np.ndarray,
+    delta: float,
+    accountant: str,
 ) -> np.ndarray:
-    """z float64 [k]: std of the sum / bound with which `counts` times `each` Gaussians at fraction q, and one of mu `beside`, spend at most `targets`;
-    1e-3 above the least, at most."""
+    """z float64 [k]: std of the sum / bound with which `counts` times `each` Gaussians at fraction
+    q, and one of mu `beside`, spend at most `targets`; 1e-3 above the least, at most.
+    """
     times, others = each * counts, beside * np.sqrt(counts)
     mu = _central_limit_mu(q, times, targets, others, delta)
     features = np.log(np.stack([mu, targets, q, times]))
@@ -449,17 +653,40 @@ def _noise_multipliers(
 
         def excess(x: float, k: int = k, aim: float = aim, start: float = start) -> float:
             count = int(counts[k])
-            spent = _epsilons(accountant, float(q[k]), 2 * math.exp(-x), delta, int(each[k]), count, count, float(beside[k]))[0]
-            if math.isinf(spent) and x > start + 5:  # noise so far beyond what is looked for changes nothing any more
-                raise ConfigError("noise.delta", delta, f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} after {times[k]:.0f} steps")
+            spent = _epsilons(
+                accountant,
+                float(q[k]),
+                2 * math.exp(-x),
+                delta,
+                int(each[k]),
+                count,
+                count,
+                float(beside[k]),
+            )[0]
+            # noise so far beyond what is looked for changes nothing any more
+            if math.isinf(spent) and x > start + 5:
+                raise ConfigError(
+                    "noise.delta",
+                    delta,
+                    f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} after {times[k]:.0f} steps",
+                )
             return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 
-        offsets[k] += _root(excess, start, -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)) - start
+        offsets[k] += (
+            _root(
+                excess,
+                start,
+                -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta),
+            )
+            - start
+        )
     return np.exp(log_z + offsets)
 
 
 def _root(excess: Callable[[float], float], x: float, slope: float) -> float:
-    """x with excess at most 0, and above 0 within `_TOLERANCE` below it; `excess` falls about like `slope` at the given x."""
+    """x with excess at most 0, and above 0 within `_TOLERANCE` below it; `excess` falls about like
+    `slope` at the given x.
+    """
     low = high = None  # (x, excess) with too little noise, and with enough
     x += _TOLERANCE / 4
     for turn in range(200):
@@ -475,24 +702,34 @@ def _root(excess: Callable[[float], float], x: float, slope: float) -> float:
         if not (low and high):
             x -= min(max(value / slope, -1.0), 1.0) - _TOLERANCE / 4
         elif turn % 4 < 3:
-            x = min(max(high[0] - high[1] / slope + _TOLERANCE / 4, low[0] + _TOLERANCE / 4), high[0] - _TOLERANCE / 4)
+            x = min(
+                max(high[0] - high[1] / slope + _TOLERANCE / 4, low[0] + _TOLERANCE / 4),
+                high[0] - _TOLERANCE / 4,
+            )
         else:
             x = (low[0] + high[0]) / 2
     raise ConfigError("noise.epsilon", None, "an epsilon that some noise reaches at this delta")
 
 
 def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The one Gaussian that `times` subsampled ones come close to ([1], replace-one); exact where q = 1."""
+    """The one Gaussian that `times` subsampled ones come close to ([1], replace-one); exact where q
+    = 1.
+    """
     from scipy.special import ndtr
 
-    mu = np.minimum(mu, 26.0)  # e^(mu^2) must not overflow; more noise than that is called for by any epsilon below 300
+    # e^(mu^2) must not overflow; more noise than that is called for by any epsilon below 300
+    mu = np.minimum(mu, 26.0)
     spread = np.exp(mu**2) * ndtr(1.5 * mu) + 3 * ndtr(-mu / 2) - 2
     spread = np.where(mu < 1e-3, mu**2 / 2, spread)  # what cancellation would spoil
     return np.where(q == 1, mu * np.sqrt(times), q * np.sqrt(2 * times * spread))
 
 
-def _central_limit_mu(q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float) -> np.ndarray:
-    """mu float64 [k] at which `_total_mu`, together with one Gaussian of mu `others`, has the epsilons `targets`."""
+def _central_limit_mu(
+    q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float
+) -> np.ndarray:
+    """mu float64 [k] at which `_total_mu`, together with one Gaussian of mu `others`, has the
+    epsilons `targets`.
+    """
 
     def bisect(too_large: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         low, high = np.full(len(q), math.log(1e-9)), np.full(len(q), math.log(1e3))
@@ -508,7 +745,9 @@ def _central_limit_mu(q: np.ndarray, times: np.ndarray, targets: np.ndarray, oth
 
 
 def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:
-    """- d log epsilon / d log z by the central limit, from 0.3 to 20, or from less where a Gaussian of mu `other` takes part of epsilon."""
+    """- d log epsilon / d log z by the central limit, from 0.3 to 20, or from less where a Gaussian of
+    mu `other` takes part of epsilon.
+    """
     apart = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
     more, less = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(apart, other), delta), 1e-12))
     return float(np.clip((more - less) / 0.02, 0.03 if other else 0.3, 20.0))
@@ -518,7 +757,11 @@ def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
     budgets = np.array(np.broadcast_to(np.asarray(values, np.float64), clients))
     if not (budgets > 0).all():
         bad = int(np.flatnonzero(~(budgets > 0))[0])
-        raise ConfigError("noise.epsilon", float(budgets[bad]), f"positive numbers, infinity for a public client; this is client {bad}'s")
+        raise ConfigError(
+            "noise.epsilon",
+            float(budgets[bad]),
+            f"positive numbers, infinity for a public client; this is client {bad}'s",
+        )
     return budgets
 
 

@@ -1,7 +1,9 @@
-"""Privacy loss distributions: the exact Gaussian curve, the curves under sampling, and their composition.
+"""Privacy loss distributions: the exact Gaussian curve, the curves under sampling, and their
+composition.
 
-A curve is delta(epsilon), the hockey-stick divergence of what a round releases with and without one client; `mu` is
-sensitivity / std (2c/std under replace-one, c/std otherwise). All arrays are float64.
+A curve is delta(epsilon), the hockey-stick divergence of what a round releases with and without one
+client; `mu` is sensitivity / std (2c/std under replace-one, c/std otherwise). All arrays are
+float64.
 
 >>> float(gaussian_epsilon(1.0, 1e-5).round(3))  # exact; Renyi accounting gives 4.729
 4.377
@@ -9,19 +11,21 @@ sensitivity / std (2c/std under replace-one, c/std otherwise). All arrays are fl
 >>> round(float(one_round.epsilons(delta=1e-5, first=100, last=100)[0]), 3)
 0.984
 
-Design note. dp-accounting has no curve for fixed-size sampling or for sampling with replacement, and its own composition
-costs seconds where an epsilon per round is wanted, so curves are discretised here, by its own method (pessimistic connect-the-dots, [3]),
-and the tests hold the result against it. What makes it cheap: the grid step is 1/40 of the standard deviation of one
-round's loss, so tiny noise costs no more than large, and every number of rounds is one inverse FFT of a power of one transform.
-What makes it safe: connect-the-dots never underestimates; mass beyond the window (Chernoff, at most 1e-15 per number of rounds) and a bound
-on the rounding of the FFTs are added to the mass at infinity. The grid costs at most about 1e-4 of epsilon.
+Design note. dp-accounting has no curve for fixed-size sampling or for sampling with replacement,
+and its own composition costs seconds where an epsilon per round is wanted, so curves are
+discretised here, by its own method (pessimistic connect-the-dots, [3]), and the tests hold the
+result against it. What makes it cheap: the grid step is 1/40 of the standard deviation of one
+round's loss, so tiny noise costs no more than large, and every number of rounds is one inverse FFT
+of a power of one transform. What makes it safe: connect-the-dots never underestimates; mass beyond
+the window (Chernoff, at most 1e-15 per number of rounds) and a bound on the rounding of the FFTs
+are added to the mass at infinity. The grid costs at most about 1e-4 of epsilon.
 
-References:
-[1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
-[2] Balle, Barthe, Gaboardi. Privacy amplification by subsampling. NeurIPS 2018. Theorems 8-10.
-[3] Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the dots. PETS 2022. Algorithm 1.
-[4] Zhu, Dong, Wang. Optimal accounting of differential privacy via characteristic function. AISTATS 2022. Theorem 10, Proposition 8.
-[5] Lebeda, Regehr, Kamath, Steinke. Avoiding pitfalls for privacy accounting of subsampled mechanisms under composition. 2024.
+References: [1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
+[2] Balle, Barthe, Gaboardi. Privacy amplification by subsampling. NeurIPS 2018. Theorems 8-10. [3]
+Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the dots. PETS 2022. Algorithm 1. [4] Zhu,
+Dong, Wang. Optimal accounting of differential privacy via characteristic function. AISTATS 2022.
+Theorem 10, Proposition 8. [5] Lebeda, Regehr, Kamath, Steinke. Avoiding pitfalls for privacy
+accounting of subsampled mechanisms under composition. 2024.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# scipy is imported where it is used: every client actor imports this package, and only the accounting needs scipy.
+# scipy is imported where it is used: every client actor imports this package, and only the
+# accounting needs scipy.
 
 Curve = Callable[[np.ndarray], np.ndarray]  # delta at each epsilon >= 0
 
@@ -43,7 +48,9 @@ _WINDOW = 1e-15  # of the composed loss, likewise
 
 
 def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
-    """Delta of N(0, 1) against N(mu, 1) at `epsilon` (any sign), exact [1]: Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)."""
+    """Delta of N(0, 1) against N(mu, 1) at `epsilon` (any sign), exact [1]: Phi(mu/2 - eps/mu) -
+    e^eps Phi(-mu/2 - eps/mu).
+    """
     from scipy.special import log_ndtr
 
     above, below = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
@@ -51,7 +58,9 @@ def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.nd
 
 
 def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
-    """The smallest epsilon >= 0 at which `gaussian_delta` is at most `delta`, for each mu >= 0; rounded up by one part in 1e12."""
+    """The smallest epsilon >= 0 at which `gaussian_delta` is at most `delta`, for each mu >= 0;
+    rounded up by one part in 1e12.
+    """
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
     low, high = np.zeros_like(safe), safe**2 / 2 + safe * math.sqrt(2 * math.log(1 / delta))
@@ -66,19 +75,34 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
 class LossDistribution:
     """A pessimistic privacy loss distribution of one round.
 
-    `masses` [2n + 1]: probability of the losses -n*step, ..., n*step. `infinite`: that of an infinite loss.
+    `masses` [2n + 1]: probability of the losses -n*step, ..., n*step. `infinite`: that of an
+    infinite loss.
     """
 
     step: float
     masses: np.ndarray
     infinite: float
 
-    def epsilons(self, delta: float, first: int, last: int, every: int = 1, beside: LossDistribution | None = None) -> np.ndarray:
-        """Epsilon at `delta` after first, first + every, ..., last rounds, float64; infinite where delta is out of reach.
+    def epsilons(
+        self,
+        delta: float,
+        first: int,
+        last: int,
+        every: int = 1,
+        beside: LossDistribution | None = None,
+    ) -> np.ndarray:
+        """Epsilon at `delta` after first, first + every, ..., last rounds, float64; infinite where
+        delta is out of reach.
 
-        `beside`, on the same grid, is what is released once in every `every` rounds in addition (`first` being a multiple of them).
+        `beside`, on the same grid, is what is released once in every `every` rounds in addition
+        (`first` being a multiple of them).
         """
-        return np.array([_epsilon_at(delta, self.step, tail) for tail in self._tails(first, last, every, beside)])
+        return np.array(
+            [
+                _epsilon_at(delta, self.step, tail)
+                for tail in self._tails(first, last, every, beside)
+            ]
+        )
 
     def delta(self, epsilon: float, rounds: int) -> float:
         """Delta at `epsilon` after `rounds` rounds."""
@@ -87,7 +111,11 @@ class LossDistribution:
         if place >= len(deltas) - 1:
             return float(deltas[-1])
         i = int(place)  # between grid points a discrete curve is linear in e^epsilon
-        share = math.exp((place - i - 1) * self.step) * math.expm1((i - place) * self.step) / math.expm1(-self.step)
+        share = (
+            math.exp((place - i - 1) * self.step)
+            * math.expm1((i - place) * self.step)
+            / math.expm1(-self.step)
+        )
         return float(deltas[i] + share * (deltas[i + 1] - deltas[i]))
 
     def std(self) -> float:
@@ -96,7 +124,9 @@ class LossDistribution:
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
     def _tails(self, first: int, last: int, every: int = 1, beside: LossDistribution | None = None):
-        """For each number of rounds: delta at epsilon = 0, step, 2*step, ... up to where only the infinite mass is left."""
+        """For each number of rounds: delta at epsilon = 0, step, 2*step, ... up to where only the
+        infinite mass is left.
+        """
         from scipy.fft import irfft, next_fast_len, rfft
         from scipy.signal import lfilter
 
@@ -105,43 +135,69 @@ class LossDistribution:
         rounds = np.arange(first, last + 1, every)
         times = rounds // every if beside else 0 * rounds
         upper, lower = self._window(rounds, other, times)
-        size = next_fast_len(int(max((upper - lower).max() + 1, len(self.masses), len(other.masses))), real=True)
+        size = next_fast_len(
+            int(max((upper - lower).max() + 1, len(self.masses), len(other.masses))), real=True
+        )
         transform = rfft(self.masses, size)
         modulus = np.minimum(np.abs(transform), 1.0)
         power, fading = transform ** int(first), modulus ** (first - 1)
-        hop, fade = (transform, modulus) if every == 1 else (transform ** int(every), modulus**every)
+        hop, fade = (
+            (transform, modulus) if every == 1 else (transform ** int(every), modulus**every)
+        )
         if beside:
             transform = rfft(other.masses, size)
             modulus = np.minimum(np.abs(transform), 1.0)
             power, fading = power * transform ** int(times[0]), fading * modulus ** (times[0] - 1)
             hop, fade = hop * transform, fade * modulus
         for t, c, top in zip(rounds, times, upper, strict=True):
-            composed = np.roll(irfft(power, size), -half * t - other_half * c)  # now entry k is the loss k * step, modulo size
+            # now entry k is the loss k * step, modulo size
+            composed = np.roll(irfft(power, size), -half * t - other_half * c)
             masses = composed[top::-1].clip(min=0.0)
             above = np.concatenate([[0.0], masses[:-1].cumsum()])
-            # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to overflow.
+            # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to
+            # overflow.
             finite = lfilter([-math.expm1(-self.step)], [1.0, -math.exp(-self.step)], above)[::-1]
-            # Each coefficient of a transform is off by a few ulp, of its t-th power by t times that; by Parseval and
-            # Cauchy-Schwarz the entries of `composed`, however many are added, are off by no more than this in sum.
+            # Each coefficient of a transform is off by a few ulp, of its t-th power by t times
+            # that; by Parseval and
+            # Cauchy-Schwarz the entries of `composed`, however many are added, are off by no more
+            # than this in sum.
             rounding = 4 * np.finfo(float).eps * (t + c + 1) * math.sqrt(2 * (fading @ fading))
-            yield finite + (_WINDOW + rounding - math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite)))
+            yield finite + (
+                _WINDOW
+                + rounding
+                - math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
+            )
             power, fading = power * hop, fading * fade
 
-    def _window(self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each number of rounds, with `times` as often the `other` loss, grid indices that the sum is above, or below, with
-        probability at most 1e-15 (Chernoff)."""
+    def _window(
+        self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each number of rounds, with `times` as often the `other` loss, grid indices that the
+        sum is above, or below, with probability at most 1e-15 (Chernoff).
+        """
         half, other_half = len(self.masses) // 2, len(other.masses) // 2
         most = half * rounds + other_half * times
         surprise = math.log(1 / _WINDOW)
-        spread = max(math.sqrt(self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]) / self.step, 1e-3)
-        # The best order for one round, were the loss Gaussian; about 1 / half suits rare large losses.
+        spread = max(
+            math.sqrt(self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]) / self.step, 1e-3
+        )
+        # The best order for one round, were the loss Gaussian; about 1 / half suits rare large
+        # losses.
         gaussian = math.sqrt(2 * surprise) / spread
-        orders = np.geomspace(min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half), max(3 * gaussian, 100 / half), 40)
+        orders = np.geomspace(
+            min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half), max(3 * gaussian, 100 / half), 40
+        )
         with np.errstate(divide="ignore"):
-            parts = [(np.log(loss.masses), np.arange(-h, h + 1), n) for loss, h, n in ((self, half, rounds), (other, other_half, times))]
+            parts = [
+                (np.log(loss.masses), np.arange(-h, h + 1), n)
+                for loss, h, n in ((self, half, rounds), (other, other_half, times))
+            ]
         upper, lower = most, -most
         for order in orders:
-            up, down = (sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts) for sign in (1, -1))
+            up, down = (
+                sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
+                for sign in (1, -1)
+            )
             upper = np.minimum(upper, np.ceil((up + surprise) / order))
             lower = np.maximum(lower, -np.ceil((down + surprise) / order))
         return np.maximum(upper, 1).astype(int), np.minimum(lower, 0).astype(int)
@@ -163,10 +219,12 @@ def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
 
 
 def discretise(up: Curve, down: Curve) -> LossDistribution:
-    """Pessimistic connect-the-dots [3] of the pair (P, Q) with delta(P, Q) = `up` and delta(Q, P) = `down`.
+    """Pessimistic connect-the-dots [3] of the pair (P, Q) with delta(P, Q) = `up` and delta(Q, P) =
+    `down`.
 
-    The loss -x has under P e^-x times the probability that the loss x has under Q in the reversed pair, so both sides of
-    the grid come from curves at epsilon >= 0, where they are exact to many digits; the centre takes what is left.
+    The loss -x has under P e^-x times the probability that the loss x has under Q in the reversed
+    pair, so both sides of the grid come from curves at epsilon >= 0, where they are exact to many
+    digits; the centre takes what is left.
     """
     reach = max(_reach(up), _reach(down))
     step = reach / 4
@@ -208,23 +266,31 @@ def _reach(curve: Curve) -> float:
 
 
 def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
-    """ln(1 + (e^epsilon - 1)/q) for epsilon >= 0: the epsilon that sampling with probability q brings down to this one [2]."""
+    """ln(1 + (e^epsilon - 1)/q) for epsilon >= 0: the epsilon that sampling with probability q
+    brings down to this one [2].
+    """
     small = np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q)
-    return np.where(epsilon < 1.0, small, epsilon - math.log(q) + np.log1p((q - 1) * np.exp(-epsilon)))
+    return np.where(
+        epsilon < 1.0, small, epsilon - math.log(q) + np.log1p((q - 1) * np.exp(-epsilon))
+    )
 
 
 def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
-    """One round of the Poisson-sampled Gaussian, removing and adding a client (or its contribution): (P, Q) and (Q, P) with
-    P = (1-q) N(0, 1) + q N(mu, 1), Q = N(0, 1)."""
+    """One round of the Poisson-sampled Gaussian, removing and adding a client (or its
+    contribution): (P, Q) and (Q, P) with P = (1-q) N(0, 1) + q N(mu, 1), Q = N(0, 1).
+    """
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
         return q * gaussian_delta(_unsampled(epsilon, q), mu)
 
     def added(epsilon: np.ndarray) -> np.ndarray:
-        # Q - e^eps P = w (Q - e^eps' N(mu,1)) with w = 1 - e^eps (1-q) and e^eps' = e^eps q / w; nothing is left once w < 0.
+        # Q - e^eps P = w (Q - e^eps' N(mu,1)) with w = 1 - e^eps (1-q) and e^eps' = e^eps q / w;
+        # nothing is left once w < 0.
         weight = -np.expm1(np.minimum(epsilon + math.log1p(-q), 1.0))
         positive = np.maximum(weight, np.finfo(float).tiny)
-        return np.where(weight > 0, positive * gaussian_delta(epsilon + math.log(q) - np.log(positive), mu), 0.0)
+        return np.where(
+            weight > 0, positive * gaussian_delta(epsilon + math.log(q) - np.log(positive), mu), 0.0
+        )
 
     forward = discretise(removed, added)
     return forward, _on_grid(added, removed, forward.step, len(forward.masses) // 2)
@@ -235,21 +301,27 @@ def _fixed_size_curve(q: float, mu: float) -> Curve:
 
 
 def fixed_size(q: float, mu: float) -> LossDistribution:
-    """One round on a uniform subset of fixed size, replace-one: delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu) for eps >= 0.
+    """One round on a uniform subset of fixed size, replace-one: delta(eps) = q delta_G(ln(1 +
+    (e^eps - 1)/q); mu) for eps >= 0.
 
-    This bounds both directions of every neighbouring pair ([2] Theorem 9), and delta(-eps) = 1 - e^-eps + e^-eps delta(eps)
-    follows from the reversed pair. Together they decrease and are convex in e^eps, hence are the curve of some pair that
-    dominates the round, and domination survives adaptive composition [4].
+    This bounds both directions of every neighbouring pair ([2] Theorem 9), and delta(-eps) = 1 -
+    e^-eps + e^-eps delta(eps) follows from the reversed pair. Together they decrease and are convex
+    in e^eps, hence are the curve of some pair that dominates the round, and domination survives
+    adaptive composition [4].
     """
     curve = _fixed_size_curve(q, mu)
     return discretise(curve, curve)
 
 
-def fixed_size_and_gaussian(q: float, mu: float, every: int, other: float) -> tuple[LossDistribution, LossDistribution]:
-    """`fixed_size(q, mu)`, and the loss of a Gaussian over everyone with sensitivity / std `other`, on one grid.
+def fixed_size_and_gaussian(
+    q: float, mu: float, every: int, other: float
+) -> tuple[LossDistribution, LossDistribution]:
+    """`fixed_size(q, mu)`, and the loss of a Gaussian over everyone with sensitivity / std `other`,
+    on one grid.
 
-    The grid suits the composition of one of the latter with `every` of the former: on one of step h far above their std s their variance
-    grows from s^2 to about h s sqrt(2 / pi), and h keeps that below 1e-4 of the whole.
+    The grid suits the composition of one of the latter with `every` of the former: on one of step h
+    far above their std s their variance grows from s^2 to about h s sqrt(2 / pi), and h keeps that
+    below 1e-4 of the whole.
     """
 
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
@@ -257,7 +329,10 @@ def fixed_size_and_gaussian(q: float, mu: float, every: int, other: float) -> tu
 
     loss, reach = fixed_size(q, mu), _reach(gaussian)
     s = loss.std()
-    suits = min(other / _STEPS_PER_STD, 1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi)))
+    suits = min(
+        other / _STEPS_PER_STD,
+        1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi)),
+    )
     step = max(loss.step, suits, reach / _MOST_POINTS)
     if step > loss.step:
         curve = _fixed_size_curve(q, mu)
@@ -266,19 +341,24 @@ def fixed_size_and_gaussian(q: float, mu: float, every: int, other: float) -> tu
 
 
 def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
-    """One round on `draws` draws with replacement, no client likelier than `p_max` at each, replace-one; `mu` is that of a client drawn once.
+    """One round on `draws` draws with replacement, no client likelier than `p_max` at each,
+    replace-one; `mu` is that of a client drawn once.
 
-    For a client of probability p ([2] Theorem 10, where p = 1 / population; its proof never uses that all are equally likely):
-    delta(eps') <= sum_k Bin(k; draws, p) delta_G(eps; k mu), e^eps' - 1 = P (e^eps - 1), P = 1 - (1 - p)^draws.
+    For a client of probability p ([2] Theorem 10, where p = 1 / population; its proof never uses
+    that all are equally likely): delta(eps') <= sum_k Bin(k; draws, p) delta_G(eps; k mu), e^eps' -
+    1 = P (e^eps - 1), P = 1 - (1 - p)^draws.
 
-    It grows with p, so the likeliest client's holds for all. With K ~ Bin(draws, p) and x = e^eps' - 1 it is P h(x / P), h(y) the mean over
-    K given K >= 1 of delta_G(ln(1 + y); K mu). Given K >= 1, K grows with p in the likelihood-ratio order, and delta_G grows with mu, so h
-    grows; and P h(x / P) grows with P at fixed h, as h falls and is not negative: its derivative in P is h(y) - y h'(y) >= 0.
+    It grows with p, so the likeliest client's holds for all. With K ~ Bin(draws, p) and x = e^eps'
+    - 1 it is P h(x / P), h(y) the mean over K given K >= 1 of delta_G(ln(1 + y); K mu). Given K >=
+    1, K grows with p in the likelihood-ratio order, and delta_G grows with mu, so h grows; and P
+    h(x / P) grows with P at fixed h, as h falls and is not negative: its derivative in P is h(y) -
+    y h'(y) >= 0.
 
-    Composing it is justified as for `fixed_size`: replace-one is symmetric, so the bound holds in both directions and,
-    reflected, for every epsilon; for eps' >= 0 it is a convex function of an affine map of e^eps', its reflection is the
-    perspective of that, and the two meet convexly because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. A dominating pair with this
-    very curve therefore exists.
+    Composing it is justified as for `fixed_size`: replace-one is symmetric, so the bound holds in
+    both directions and, reflected, for every epsilon; for eps' >= 0 it is a convex function of an
+    affine map of e^eps', its reflection is the perspective of that, and the two meet convexly
+    because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. A dominating pair with this very curve therefore
+    exists.
     """
     from scipy.special import bdtrc, gammaln
 
@@ -295,6 +375,11 @@ def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         inner = _unsampled(epsilon, chance)
-        return sum(each * gaussian_delta(inner, k * mu) for k, each in zip(times, chances, strict=True)) + rest
+        return (
+            sum(
+                each * gaussian_delta(inner, k * mu) for k, each in zip(times, chances, strict=True)
+            )
+            + rest
+        )
 
     return discretise(curve, curve)

@@ -1,4 +1,5 @@
-"""Renyi divergences of a Gaussian sum, over everyone or over a uniform subset of fixed size, at all orders at once.
+"""Renyi divergences of a Gaussian sum, over everyone or over a uniform subset of fixed size, at all
+orders at once.
 
 >>> one_step = fixed_size(q=10 / 600, mu=2 / 3.43)  # 002 on MNIST, at the noise that exact accounting asks for
 >>> one_step.shape == ORDERS.shape
@@ -6,12 +7,14 @@ True
 >>> epsilons(one_step, delta=1e-2, counts=[1, 300]).round(3)  # the exact epsilon is 0.3
 array([0.028, 0.789])
 
-Design note. dp-accounting has the same bound ([1] Theorem 27), and the tests hold this against it, but takes it order by order in plain
-Python: 60 ms a mechanism, where clients with budgets of their own need a search for each of them. The moments in it depend on mu alone;
-as integrals of positive functions, where dp-accounting takes alternating sums, they lose nothing to cancellation.
+Design note. dp-accounting has the same bound ([1] Theorem 27), and the tests hold this against it,
+but takes it order by order in plain Python: 60 ms a mechanism, where clients with budgets of their
+own need a search for each of them. The moments in it depend on mu alone; as integrals of positive
+functions, where dp-accounting takes alternating sums, they lose nothing to cancellation.
 
-[1] Wang, Balle, Kasiviswanathan. Subsampled Renyi differential privacy and analytical moments accountant. AISTATS 2019.
-[2] Canonne, Kamath, Steinke. The discrete Gaussian for differential privacy. NeurIPS 2020. Proposition 12.
+[1] Wang, Balle, Kasiviswanathan. Subsampled Renyi differential privacy and analytical moments
+accountant. AISTATS 2019. [2] Canonne, Kamath, Steinke. The discrete Gaussian for differential
+privacy. NeurIPS 2020. Proposition 12.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-ORDERS = np.array([*(1 + k / 10 for k in range(1, 100)), *range(11, 64), 128, 256, 512, 1024])  # dp-accounting's own
+# dp-accounting's own
+ORDERS = np.array([*(1 + k / 10 for k in range(1, 100)), *range(11, 64), 128, 256, 512, 1024])
 _LOW, _HIGH = np.floor(ORDERS).astype(int), np.ceil(ORDERS).astype(int)
 _WHOLE = np.unique(np.concatenate([_LOW, _HIGH]))
 _EXACT = 256  # orders above it take the simpler bound on all moments, as dp-accounting does
@@ -35,16 +39,22 @@ def gaussian(mu: float) -> np.ndarray:
 
 
 def fixed_size(q: float, mu: float) -> np.ndarray:
-    """Bounds float64 [orders] on the divergences of one step on a uniform subset, a fraction 0 < q < 1, replace-one ([1] Theorem 27).
+    """Bounds float64 [orders] on the divergences of one step on a uniform subset, a fraction 0 < q
+    < 1, replace-one ([1] Theorem 27).
 
-    `mu` is sensitivity / std of the sum, 2c/std. Between whole orders the log-moments are interpolated ([1] Corollary 10).
+    `mu` is sensitivity / std of the sum, 2c/std. Between whole orders the log-moments are
+    interpolated ([1] Corollary 10).
     """
     i = np.arange(_WHOLE[-1] + 1)
-    # Logarithm of what [1] puts for the i-th moment of L - 1: 2 E L^i, or, if that is less, 4 times the moment, an odd one by its neighbours.
+    # Logarithm of what [1] puts for the i-th moment of L - 1: 2 E L^i, or, if that is less, 4 times
+    # the moment, an odd one by its neighbours.
     simple = math.log(2) + i * (i - 1) * (mu * mu / 2)
     even = _even_moments(mu)
     least = simple.copy()
-    least[2 : _EXACT + 1] = np.minimum(simple[2 : _EXACT + 1], math.log(4) + (even[i[2 : _EXACT + 1] // 2] + even[(i[2 : _EXACT + 1] + 1) // 2]) / 2)
+    least[2 : _EXACT + 1] = np.minimum(
+        simple[2 : _EXACT + 1],
+        math.log(4) + (even[i[2 : _EXACT + 1] // 2] + even[(i[2 : _EXACT + 1] + 1) // 2]) / 2,
+    )
     simple[2] = least[2]
     terms = np.where(_WHOLE[:, None] <= _EXACT, least, simple) + i * math.log(q) + _log_binomials()
     terms[:, 0], terms[:, 1] = 0.0, -np.inf
@@ -56,32 +66,48 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
 
 
 def epsilons(one_step: np.ndarray, delta: float, counts: ArrayLike) -> np.ndarray:
-    """Epsilon at `delta` after `counts` [...] steps with divergences `one_step` [orders] each, float64 [...] ([2], as dp-accounting has it)."""
+    """Epsilon at `delta` after `counts` [...] steps with divergences `one_step` [orders] each,
+    float64 [...] ([2], as dp-accounting has it).
+    """
     spent = np.asarray(counts, float)[..., None] * one_step
     found = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
-    # The total variation distance is at most sqrt(1 - e^-KL), and KL at most any of these divergences.
+    # The total variation distance is at most sqrt(1 - e^-KL), and KL at most any of these
+    # divergences.
     return np.where(-np.expm1(-spent) < delta**2, 0.0, found).min(axis=-1).clip(min=0.0)
 
 
 def _even_moments(mu: float) -> np.ndarray:
-    """log E (L - 1)^(2k), k = 0, ..., _EXACT / 2, with L = e^(mu x - mu^2/2) the likelihood ratio at x ~ N(0, 1)."""
+    """log E (L - 1)^(2k), k = 0, ..., _EXACT / 2, with L = e^(mu x - mu^2/2) the likelihood ratio
+    at x ~ N(0, 1).
+    """
     i = np.arange(0, _EXACT + 1, 2)[:, None]
-    # Peaks lie near i mu, and near +-sqrt(i) where mu is small; what is 40 below i mu has no weight where i mu is large.
+    # Peaks lie near i mu, and near +-sqrt(i) where mu is small; what is 40 below i mu has no weight
+    # where i mu is large.
     low = np.maximum(-np.sqrt(i) - 10, i * mu - 40)
     high = np.maximum(np.sqrt(i), i * mu) + 10 + np.sqrt(i)
     x = low + (high - low) * np.linspace(0, 1, _POINTS)
     loss = mu * x - mu * mu / 2
     with np.errstate(divide="ignore"):
-        size = np.where(loss > 1, loss + np.log1p(-np.exp(-np.maximum(loss, 1))), np.log(np.abs(np.expm1(np.minimum(loss, 1)))))
+        size = np.where(
+            loss > 1,
+            loss + np.log1p(-np.exp(-np.maximum(loss, 1))),
+            np.log(np.abs(np.expm1(np.minimum(loss, 1)))),
+        )
         logs = i * np.where(i > 0, size, 0.0) - x * x / 2
     top = logs.max(axis=1)
     step = (high - low)[:, 0] / (_POINTS - 1)
-    return top + np.log(np.exp(logs - top[:, None]).sum(axis=1)) + np.log(step / math.sqrt(2 * math.pi))
+    return (
+        top
+        + np.log(np.exp(logs - top[:, None]).sum(axis=1))
+        + np.log(step / math.sqrt(2 * math.pi))
+    )
 
 
 @lru_cache
 def _log_binomials() -> np.ndarray:
-    """Logarithms of (order over i), [whole orders, i = 0, ..., the largest order]; -infinity for i above the order."""
+    """Logarithms of (order over i), [whole orders, i = 0, ..., the largest order]; -infinity for i
+    above the order.
+    """
     from scipy.special import gammaln
 
     order, i = _WHOLE[:, None], np.arange(_WHOLE[-1] + 1)

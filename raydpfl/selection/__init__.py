@@ -1,8 +1,9 @@
 """Who takes part in a round.
 
-A member of this family promises: the cohort of a round is a function of (seed, round) and of what is public about the
-`Population` alone; its clients come in ascending order, one drawn twice standing twice; and `sampling` says to the
-accountants exactly the law that `select` follows, so that sampler and accountant cannot disagree.
+A member of this family promises: the cohort of a round is a function of (seed, round) and of what
+is public about the `Population` alone; its clients come in ascending order, one drawn twice
+standing twice; and `sampling` says to the accountants exactly the law that `select` follows, so
+that sampler and accountant cannot disagree.
 
 >>> clients = Population.balanced(10)
 >>> Uniform(cohort=3).draw(seed=0, round=5, population=clients).clients
@@ -22,9 +23,10 @@ fixed size 3 of 10
 | availability                   | r of those whose window is open                              | fixed size within those       |
 | power_of_choice                | of some candidates the r with the largest losses             | public candidates, and losses |
 
-Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether the drawn cohort is secret is a matter of
-the observer, and every guarantee says which it assumes. The cost of a draw grows with the cohort, and with the population at most
-as its logarithm; what takes longer (the sums of probabilities, Problem 1) is done once.
+Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether the drawn cohort
+is secret is a matter of the observer, and every guarantee says which it assumes. The cost of a draw
+grows with the cohort, and with the population at most as its logarithm; what takes longer (the sums
+of probabilities, Problem 1) is done once.
 """
 
 from __future__ import annotations

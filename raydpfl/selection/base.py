@@ -1,4 +1,6 @@
-"""What every selection shares: the public facts about the clients, a cohort, and the base of the family."""
+"""What every selection shares: the public facts about the clients, a cohort, and the base of the
+family.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,40 @@ from raydpfl.privacy import Query, Sampling
 class Population:
     """What is public about the clients, and all that a selection may look at.
 
-    `sizes` int64 [N]: samples per client. `privacy_cost` float64 [N], or None where no client has a budget of its own: d V_k, the squared norm
-    of client k's noise per squared bound and step (003 Problem 1); 0 for a public client. `table` float64 [N]: what a file that the selection
-    names says of each client (`Selection.table`), or None. `samples`: of all clients together.
+    `sizes` int64 [N]: samples per client. `privacy_cost` float64 [N], or None where no client has a
+    budget of its own: d V_k, the squared norm of client k's noise per squared bound and step (003
+    Problem 1); 0 for a public client. `table` float64 [N]: what a file that the selection names
+    says of each client (`Selection.table`), or None. `samples`: of all clients together.
 
-    Arrays derived from these are computed once and remembered, so that a draw costs O(cohort log N) and not O(N). A pickle leaves them out.
+    Arrays derived from these are computed once and remembered, so that a draw costs O(cohort log N)
+    and not O(N). A pickle leaves them out.
     """
 
-    def __init__(self, sizes: np.ndarray, privacy_cost: np.ndarray | None = None, table: np.ndarray | None = None):
+    def __init__(
+        self,
+        sizes: np.ndarray,
+        privacy_cost: np.ndarray | None = None,
+        table: np.ndarray | None = None,
+    ):
         self.sizes = np.asarray(sizes, np.int64)
         if self.sizes.flags.writeable:  # accountants read it, and members are handed it
             self.sizes = self.sizes.copy()
             self.sizes.flags.writeable = False
-        if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.min() < 0 or not self.sizes.any():
+        if (
+            self.sizes.ndim != 1
+            or not len(self.sizes)
+            or self.sizes.min() < 0
+            or not self.sizes.any()
+        ):
             raise ConfigError("sizes", sizes, "samples per client: whole numbers from 0, not all 0")
         self.samples = int(self.sizes.sum())
         self.privacy_cost = None if privacy_cost is None else np.asarray(privacy_cost, np.float64)
-        if self.privacy_cost is not None and (self.privacy_cost.shape != self.sizes.shape or not (self.privacy_cost >= 0).all()):
-            raise ConfigError("privacy_cost", privacy_cost, f"{len(self.sizes)} numbers from 0, one per client")
+        if self.privacy_cost is not None and (
+            self.privacy_cost.shape != self.sizes.shape or not (self.privacy_cost >= 0).all()
+        ):
+            raise ConfigError(
+                "privacy_cost", privacy_cost, f"{len(self.sizes)} numbers from 0, one per client"
+            )
         self.table = table
         self._memo: dict[Hashable, Any] = {}
 
@@ -54,7 +72,11 @@ class Population:
 
     def __reduce__(self):
         alike = self.sizes.strides == (0,) and self.privacy_cost is None and self.table is None
-        return (Population.balanced, (len(self),)) if alike else (Population, (self.sizes, self.privacy_cost, self.table))
+        return (
+            (Population.balanced, (len(self),))
+            if alike
+            else (Population, (self.sizes, self.privacy_cost, self.table))
+        )
 
     def remember(self, name: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, once for every `name`."""
@@ -70,7 +92,8 @@ class Population:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of one round: `clients` int64 [r], ascending; `draws` int64 [r] counts a client's repeats from 0.
+    """The clients of one round: `clients` int64 [r], ascending; `draws` int64 [r] counts a client's
+    repeats from 0.
 
     `lost` more were selected and trained, but failed before they could send anything.
     """
@@ -91,17 +114,22 @@ class Cohort:
 
 
 class Selection(Member):
-    """Base of the family. A member gives `select` and `sampling`; the rest has an answer that holds for cohorts of distinct clients.
+    """Base of the family. A member gives `select` and `sampling`; the rest has an answer that holds
+    for cohorts of distinct clients.
 
-    `dropout` is the probability that a selected client fails after training, on its own (keyed by seed, round, client and draw). The divisor
-    stays what it was; noise that the failed ones would have drawn is missing, which `survivors` tells the accountants.
+    `dropout` is the probability that a selected client fails after training, on its own (keyed by
+    seed, round, client and draw). The divisor stays what it was; noise that the failed ones would
+    have drawn is missing, which `survivors` tells the accountants.
     """
 
     needs: ClassVar[dict[str, tuple[str, ...]]] = {"needs_losses": ("candidates", "choose")}
-    needs_losses: ClassVar[bool] = False  # whether the cohort is chosen among `candidates` by their local losses
+    # whether the cohort is chosen among `candidates` by their local losses
+    needs_losses: ClassVar[bool] = False
     needs_costs: ClassVar[bool] = False  # whether it looks at `Population.privacy_cost`
-    exclusions: ClassVar[tuple[str, ...]] = ()  # data-dependent choices that no accountant counts, in words
-    loss_query: ClassVar[Query | None] = None  # what `answer` releases, as accountants count it; None: nothing they know of
+    # data-dependent choices that no accountant counts, in words
+    exclusions: ClassVar[tuple[str, ...]] = ()
+    # what `answer` releases, as accountants count it; None: nothing they know of
+    loss_query: ClassVar[Query | None] = None
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
@@ -125,7 +153,10 @@ class Selection(Member):
         if not self.dropout:
             return cohort
         drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
-        coins = [stream(seed, Purpose.DROPOUT, round=round, client=client, draw=draw).random() for client, draw in drawn]
+        coins = [
+            stream(seed, Purpose.DROPOUT, round=round, client=client, draw=draw).random()
+            for client, draw in drawn
+        ]
         kept = np.array(coins) >= self.dropout
         return Cohort(cohort.clients[kept], cohort.draws[kept], cohort.lost + int((~kept).sum()))
 
@@ -135,7 +166,9 @@ class Selection(Member):
 
     @property
     def own_coins(self) -> bool:
-        """Whether each client takes part by a coin of its own, so that the size of a cohort is a secret."""
+        """Whether each client takes part by a coin of its own, so that the size of a cohort is a
+        secret.
+        """
         return False
 
     @property
@@ -144,22 +177,34 @@ class Selection(Member):
         return 1
 
     def answer(self, losses: np.ndarray, noise_seed: int, round: int, client: int) -> float:
-        """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k], those of its samples."""
+        """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k],
+        those of its samples.
+        """
         return float(losses.mean())
 
     def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
-        """What the file that this selection names says of each of `count` clients, float64 [N]; None: it names none."""
+        """What the file that this selection names says of each of `count` clients, float64 [N];
+        None: it names none.
+        """
         return None
 
     def corrections(self, population: Population) -> np.ndarray | None:
-        """Factors float64 [N] on the clients' weights, which undo that some are drawn more often than others; None: all 1."""
+        """Factors float64 [N] on the clients' weights, which undo that some are drawn more often
+        than others; None: all 1.
+        """
         return None
 
     def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
-        """Int64 [rounds]: how many rounds of `sampling` the guarantee of any one client composes over, after 1, 2, ... rounds."""
+        """Int64 [rounds]: how many rounds of `sampling` the guarantee of any one client composes
+        over, after 1, 2, ... rounds.
+        """
         if not self.sampling(population).by_participation:
             return np.arange(1, rounds + 1)
-        who, seen, most = self.candidates if self.needs_losses else self.draw, Counter(), np.zeros(rounds, np.int64)
+        who, seen, most = (
+            self.candidates if self.needs_losses else self.draw,
+            Counter(),
+            np.zeros(rounds, np.int64),
+        )
         for t in range(rounds):
             clients = who(seed, t, population).clients.tolist()
             seen.update(clients)
@@ -167,7 +212,9 @@ class Selection(Member):
         return np.maximum.accumulate(most)
 
     def survivors(self, seed: int, rounds: int, population: Population) -> int:
-        """The fewest clients that any of the first `rounds` rounds keeps; the whole nominal cohort, undrawn, when none can drop out."""
+        """The fewest clients that any of the first `rounds` rounds keeps; the whole nominal cohort,
+        undrawn, when none can drop out.
+        """
         if not self.dropout:
             return self.sampling(population).cohort
         return min(len(self.draw(seed, t, population)) for t in range(rounds))

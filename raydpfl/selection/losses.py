@@ -1,4 +1,5 @@
-"""Power-of-choice: the clients that fit the model worst are asked first (Cho, Wang, Joshi 2020; the biased baseline of 003 sec. VI-B).
+"""Power-of-choice: the clients that fit the model worst are asked first (Cho, Wang, Joshi 2020; the
+biased baseline of 003 sec. VI-B).
 
 >>> clients, member = Population(sizes=[10, 20, 30, 40]), PowerOfChoice(cohort=1, pool=3)
 >>> found = member.candidates(seed=0, round=0, population=clients)
@@ -27,19 +28,25 @@ from raydpfl.selection.subsets import Sized
 
 
 class PowerOfChoice(Sized):
-    """Of `pool` candidates, drawn without replacement in proportion to their data, the `cohort` with the largest local loss under the global model.
+    """Of `pool` candidates, drawn without replacement in proportion to their data, the `cohort`
+    with the largest local loss under the global model.
 
-    `candidates` says whose losses are needed, `choose` who then takes part; `draw` cannot say without them. The weights are uniform.
+    `candidates` says whose losses are needed, `choose` who then takes part; `draw` cannot say
+    without them. The weights are uniform.
 
-    The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of each of its samples to [0, L], L being `loss_bound`,
-    and answers with their mean plus Gaussian noise of that std, in units of the loss. Accountants count the answer in every round in which a client is
-    a candidate, and whoever they speak of may see all answers; who is chosen follows from these. Sensitivity of one answer:
+    The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of
+    each of its samples to [0, L], L being `loss_bound`, and answers with their mean plus Gaussian
+    noise of that std, in units of the loss. Accountants count the answer in every round in which a
+    client is a candidate, and whoever they speak of may see all answers; who is chosen follows from
+    these. Sensitivity of one answer:
 
-    - L where a client is replaced by another; L/2 where its contribution may be zero instead, which stands for the middle of the range;
-    - L / n_k where one of its n_k samples is replaced (noise at local steps), samples not seeing one another in the model's forward pass.
+    - L where a client is replaced by another; L/2 where its contribution may be zero instead, which
+      stands for the middle of the range;
+    - L / n_k where one of its n_k samples is replaced (noise at local steps), samples not seeing
+      one another in the model's forward pass.
 
-    Without noise no accountant covers the query, and every guarantee says so. Either way candidates are counted as if each took part in the round and
-    everyone knew it.
+    Without noise no accountant covers the query, and every guarantee says so. Either way candidates
+    are counted as if each took part in the round and everyone knew it.
     """
 
     kind: str = "power_of_choice"
@@ -52,46 +59,77 @@ class PowerOfChoice(Sized):
     @model_validator(mode="after")
     def _pool(self) -> PowerOfChoice:
         if self.pool < self.cohort:
-            raise ConfigError("selection.pool", self.pool, f"at least selection.cohort, {self.cohort}")
+            raise ConfigError(
+                "selection.pool", self.pool, f"at least selection.cohort, {self.cohort}"
+            )
         return self
 
     @model_validator(mode="after")
     def _bounded(self) -> PowerOfChoice:
         if self.loss_std and self.loss_bound is None:
-            raise ConfigError("selection.loss_bound", None, "a positive number with selection.loss_std: losses without a bound have no sensitivity")
+            raise ConfigError(
+                "selection.loss_bound",
+                None,
+                "a positive number with selection.loss_std: losses without a bound have no sensitivity",
+            )
         if 0 < self.loss_std < 1e-9 * (self.loss_bound or 0.0):
-            raise ConfigError("selection.loss_std", self.loss_std, f"0, or at least {1e-9 * self.loss_bound:g}, a billionth of selection.loss_bound")
+            raise ConfigError(
+                "selection.loss_std",
+                self.loss_std,
+                f"0, or at least {1e-9 * self.loss_bound:g}, a billionth of selection.loss_bound",
+            )
         return self
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        return () if self.loss_std else ("clients are chosen by their local losses, a data-dependent query that is not noised",)
+        return (
+            ()
+            if self.loss_std
+            else (
+                "clients are chosen by their local losses, a data-dependent query that is not noised",
+            )
+        )
 
     @property
     def loss_query(self) -> Query | None:
         """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
-        return Query("losses", self.loss_bound / 2, self.loss_std, apart=True) if self.loss_std else None
+        return (
+            Query("losses", self.loss_bound / 2, self.loss_std, apart=True)
+            if self.loss_std
+            else None
+        )
 
     def answer(self, losses: np.ndarray, noise_seed: int, round: int, client: int) -> float:
         if self.loss_bound is None:
             return super().answer(losses, noise_seed, round, client)
         clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
-        noise = query_noise(noise_seed, round, self.loss_std, client, query="losses") if self.loss_std else 0.0
+        noise = (
+            query_noise(noise_seed, round, self.loss_std, client, query="losses")
+            if self.loss_std
+            else 0.0
+        )
         return float(clipped.mean()) + noise
 
     def check(self, count: int) -> None:
         super().check(count)
         if self.pool > count:
-            raise ConfigError("selection.pool", self.pool, f"at most the population of {count} clients")
+            raise ConfigError(
+                "selection.pool", self.pool, f"at most the population of {count} clients"
+            )
 
     def candidates(self, seed: int, round: int, population: Population) -> Cohort:
-        """The clients whose losses are needed. Raises `ConfigError` when fewer than `pool` have data."""
-        return Cohort.of(successive(stream(seed, Purpose.COHORT, round=round), population, self.pool))
+        """The clients whose losses are needed. Raises `ConfigError` when fewer than `pool` have
+        data.
+        """
+        return Cohort.of(
+            successive(stream(seed, Purpose.COHORT, round=round), population, self.pool)
+        )
 
     def choose(self, seed: int, round: int, candidates: Cohort, losses: np.ndarray) -> Cohort:
         """The candidates with the largest losses, without those that drop out.
 
-        `losses` float64 [pool], what each answered, in the order of `candidates.clients`; of equal ones the lower client comes first, NaN last.
+        `losses` float64 [pool], what each answered, in the order of `candidates.clients`; of equal
+        ones the lower client comes first, NaN last.
         """
         order = np.argsort(-losses, kind="stable")
         return self.drop(seed, round, Cohort.of(candidates.clients[order[: self.cohort]]))
@@ -108,20 +146,36 @@ class PowerOfChoice(Sized):
         """At least so many: had all candidates that fail in a round been chosen in it."""
         if not self.dropout:
             return self.cohort
-        return max(0, self.cohort - max(self.drop(seed, t, self.candidates(seed, t, population)).lost for t in range(rounds)))
+        return max(
+            0,
+            self.cohort
+            - max(
+                self.drop(seed, t, self.candidates(seed, t, population)).lost for t in range(rounds)
+            ),
+        )
 
 
-def successive(generator: np.random.Generator, population: Population, size: int, attempts: int = 8) -> np.ndarray:
-    """`size` distinct clients (int64) drawn one by one, each in proportion to its samples among those that are left.
+def successive(
+    generator: np.random.Generator, population: Population, size: int, attempts: int = 8
+) -> np.ndarray:
+    """`size` distinct clients (int64) drawn one by one, each in proportion to its samples among
+    those that are left.
 
-    Draws with replacement, repeats passed over, have that law at O(size log N). Where few clients hold nearly all data and `attempts` times
-    2 size draws do not suffice, the rest come in the order of exponential clocks of rate n_k, which has it too, at O(N).
+    Draws with replacement, repeats passed over, have that law at O(size log N). Where few clients
+    hold nearly all data and `attempts` times 2 size draws do not suffice, the rest come in the
+    order of exponential clocks of rate n_k, which has it too, at O(N).
     """
     sums = population.remember("sums of sizes", lambda: np.cumsum(population.sizes))
     drawn = np.empty(0, np.int64)
     for _ in range(attempts):
-        drawn = np.concatenate([drawn, np.searchsorted(sums, generator.integers(sums[-1], size=2 * size), side="right")])
-        drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]  # each client where it came first
+        drawn = np.concatenate(
+            [
+                drawn,
+                np.searchsorted(sums, generator.integers(sums[-1], size=2 * size), side="right"),
+            ]
+        )
+        # each client where it came first
+        drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
         if len(drawn) >= size:
             return drawn[:size]
     with np.errstate(divide="ignore"):
@@ -129,5 +183,7 @@ def successive(generator: np.random.Generator, population: Population, size: int
     clocks[drawn] = np.inf
     able, missing = int(np.isfinite(clocks).sum()), size - len(drawn)
     if able < missing:
-        raise ConfigError("selection.pool", size, f"at most the {able + len(drawn)} clients that have data")
+        raise ConfigError(
+            "selection.pool", size, f"at most the {able + len(drawn)} clients that have data"
+        )
     return np.concatenate([drawn, np.argsort(clocks)[:missing]])

@@ -1,7 +1,8 @@
-"""Cohorts drawn with replacement, client k with probability p_k at each of r draws: the virtual clients of 003 sec. III-C2.
+"""Cohorts drawn with replacement, client k with probability p_k at each of r draws: the virtual
+clients of 003 sec. III-C2.
 
-A client drawn twice trains twice, with batches and noise of its own each time, and counts twice in the sum over r. What the
-members differ in is p:
+A client drawn twice trains twice, with batches and noise of its own each time, and counts twice in
+the sum over r. What the members differ in is p:
 
 >>> clients = Population(sizes=[10, 30, 60])
 >>> Multinomial(cohort=4).draw(seed=0, round=1, population=clients)
@@ -28,7 +29,9 @@ from raydpfl.selection.privacy_aware import solve, solve_cvxpy
 
 
 class WithReplacement(Selection):
-    """Base of these members: `cohort` draws, each from `probabilities`; the sum is divided by `cohort`."""
+    """Base of these members: `cohort` draws, each from `probabilities`; the sum is divided by
+    `cohort`.
+    """
 
     cohort: int = Field(ge=1, le=10**9)
 
@@ -41,20 +44,28 @@ class WithReplacement(Selection):
         return population.remember((self, "p"), lambda: self.law(population))
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
-        sums = population.remember((self, "sums"), lambda: np.cumsum(self.probabilities(population)))
+        sums = population.remember(
+            (self, "sums"), lambda: np.cumsum(self.probabilities(population))
+        )
         places = stream(seed, Purpose.COHORT, round=round).random(self.cohort) * sums[-1]
         return Cohort.of(np.searchsorted(sums, places, side="right"))
 
     def sampling(self, population: Population) -> Sampling:
-        largest = population.remember((self, "largest"), lambda: float(self.probabilities(population).max()))
+        largest = population.remember(
+            (self, "largest"), lambda: float(self.probabilities(population).max())
+        )
         uniform = largest * len(population) <= 1 + 1e-9
-        return Sampling("with_replacement", len(population), self.cohort, None if uniform else min(largest, 1.0))
+        return Sampling(
+            "with_replacement", len(population), self.cohort, None if uniform else min(largest, 1.0)
+        )
 
 
 class Multinomial(WithReplacement):
-    """p = p^u, p^u_k = n_k / sum n: MD sampling (002 sec. IV), which is the unbiased selection of 003 sec. III-C2.
+    """p = p^u, p^u_k = n_k / sum n: MD sampling (002 sec. IV), which is the unbiased selection of
+    003 sec. III-C2.
 
-    The sum over r of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are uniform.
+    The sum over r of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are
+    uniform.
     """
 
     kind: str = "multinomial"
@@ -64,11 +75,14 @@ class Multinomial(WithReplacement):
 
 
 class Importance(WithReplacement):
-    """Any p, with each update weighted by p^u_k / p_k, which keeps the sum unbiased for sum p^u_k Delta_k (Luo et al. 2024).
+    """Any p, with each update weighted by p^u_k / p_k, which keeps the sum unbiased for sum p^u_k
+    Delta_k (Luo et al. 2024).
 
-    p is in proportion to (p^u)^power, from 1 (the same as multinomial) to 0 (uniform) and beyond; or to `column` of the table `path`, a
-    CSV, Parquet, Arrow or NPZ file with a row per client in client order, absolute or relative to the data root or the working folder. Whoever
-    has data must have p > 0. A client that is rarely asked speaks the louder: its correction multiplies what it may contribute to the sum.
+    p is in proportion to (p^u)^power, from 1 (the same as multinomial) to 0 (uniform) and beyond;
+    or to `column` of the table `path`, a CSV, Parquet, Arrow or NPZ file with a row per client in
+    client order, absolute or relative to the data root or the working folder. Whoever has data must
+    have p > 0. A client that is rarely asked speaks the louder: its correction multiplies what it
+    may contribute to the sum.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -81,19 +95,37 @@ class Importance(WithReplacement):
     @model_validator(mode="after")
     def _one_source(self) -> Importance:
         if (self.power is None) == (self.path is None):
-            raise ConfigError("selection.power", self.power, "a number, or selection.path and selection.column; not both")
+            raise ConfigError(
+                "selection.power",
+                self.power,
+                "a number, or selection.path and selection.column; not both",
+            )
         if (self.path is None) != (self.column is None):
-            raise ConfigError("selection.column", self.column, "the column of selection.path that holds the probabilities; one needs the other")
+            raise ConfigError(
+                "selection.column",
+                self.column,
+                "the column of selection.path that holds the probabilities; one needs the other",
+            )
         return self
 
     def law(self, population: Population) -> np.ndarray:
         shares = population.shares
-        field, given = ("selection.power", self.power) if self.path is None else ("selection.column", self.column)
+        field, given = (
+            ("selection.power", self.power)
+            if self.path is None
+            else ("selection.column", self.column)
+        )
         with np.errstate(divide="ignore", over="ignore"):
-            table = population.table if population.table is not None else self.table(len(population))
+            table = (
+                population.table if population.table is not None else self.table(len(population))
+            )
             p = shares**self.power if table is None else table
         if not (np.isfinite(p) & (p >= 0)).all() or (p[shares > 0] == 0).any():
-            raise ConfigError(field, given, "probabilities that are finite, not negative, and above 0 for every client that has data")
+            raise ConfigError(
+                field,
+                given,
+                "probabilities that are finite, not negative, and above 0 for every client that has data",
+            )
         return p / p.sum()
 
     def corrections(self, population: Population) -> np.ndarray:
@@ -106,17 +138,27 @@ class Importance(WithReplacement):
     def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
         if self.path is None:
             return None
-        values = numbers("selection.column", self.column, clients_table("selection", self.path, root, column=self.column)["column"])
+        values = numbers(
+            "selection.column",
+            self.column,
+            clients_table("selection", self.path, root, column=self.column)["column"],
+        )
         if len(values) != count:
-            raise ConfigError("selection.path", self.path, f"a row for each of the {count} clients; this has {len(values)}")
+            raise ConfigError(
+                "selection.path",
+                self.path,
+                f"a row for each of the {count} clients; this has {len(values)}",
+            )
         return values
 
 
 class PrivacyAware(WithReplacement):
-    """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the clients that p asks (003 sec. V).
+    """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the
+    clients that p asks (003 sec. V).
 
-    `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact` (see `solve`) or the reference it is tested
-    against. The weights are uniform: the bias is what Problem 1 has paid for. A client without data is never drawn.
+    `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact`
+    (see `solve`) or the reference it is tested against. The weights are uniform: the bias is what
+    Problem 1 has paid for. A client without data is never drawn.
     """
 
     kind: str = "privacy_aware"
@@ -126,8 +168,16 @@ class PrivacyAware(WithReplacement):
 
     def law(self, population: Population) -> np.ndarray:
         if population.privacy_cost is None:
-            raise ConfigError("selection.kind", self.kind, "clients with privacy budgets: noise at local steps, with noise.epsilon")
+            raise ConfigError(
+                "selection.kind",
+                self.kind,
+                "clients with privacy budgets: noise at local steps, with noise.epsilon",
+            )
         p, has = np.zeros(len(population)), population.sizes > 0
         shares, cost = population.shares[has], self.scale * population.privacy_cost[has]
-        p[has] = solve(shares, cost).probabilities if self.solver == "exact" else np.maximum(solve_cvxpy(shares, cost), 0)
+        p[has] = (
+            solve(shares, cost).probabilities
+            if self.solver == "exact"
+            else np.maximum(solve_cvxpy(shares, cost), 0)
+        )
         return p if self.solver == "exact" else p / p.sum()

@@ -1,7 +1,9 @@
-"""The first to respond are the cohort; the work of the rest is dropped (002 sec. IV: the r first of the clients that were asked).
+"""The first to respond are the cohort; the work of the rest is dropped (002 sec. IV: the r first of
+the clients that were asked).
 
-A client's response time is its own scale, drawn once, times a draw of the response law in every round. What unit it is in does
-not matter, only who comes first. With one scale for all it is uniform sampling in law (002 Lemma 5 rests on that):
+A client's response time is its own scale, drawn once, times a draw of the response law in every
+round. What unit it is in does not matter, only who comes first. With one scale for all it is
+uniform sampling in law (002 Lemma 5 rests on that):
 
 >>> clients = Population.balanced(10)
 >>> print(FirstResponders(cohort=3, response={"kind": "pareto", "alpha": 1.5}).sampling(clients))
@@ -24,7 +26,8 @@ from raydpfl.privacy import Sampling
 from raydpfl.selection.base import Cohort, Population
 from raydpfl.selection.subsets import Sized, distinct
 
-ASKED = 10_000  # clients asked when it is left open, so that a round among a million does not wait for a million
+# clients asked when it is left open, so that a round among a million does not wait for a million
+ASKED = 10_000
 
 
 class Response(Member):
@@ -64,15 +67,22 @@ class Pareto(Response):
         return 1 + generator.pareto(self.alpha, count)
 
 
-RESPONSES: dict[str, type[Response]] = {"exponential": Exponential, "lognormal": Lognormal, "pareto": Pareto}
+RESPONSES: dict[str, type[Response]] = {
+    "exponential": Exponential,
+    "lognormal": Lognormal,
+    "pareto": Pareto,
+}
 
 
 class FirstResponders(Sized):
-    """The `cohort` first to respond of `contacted` clients that are asked, uniformly without replacement.
+    """The `cohort` first to respond of `contacted` clients that are asked, uniformly without
+    replacement.
 
-    `contacted` None asks everyone up to 10,000 clients, and 10,000 of more (or ten times the cohort, if that is more). A client's scale is
-    exp(spread Z_k), Z_k standard normal and keyed by client. With spread 0 the law is that of uniform, and so is the accounting; otherwise fast clients
-    are drawn the more often, no closed form says how often, only the rounds a client was in are counted, and no weights take the bias away.
+    `contacted` None asks everyone up to 10,000 clients, and 10,000 of more (or ten times the
+    cohort, if that is more). A client's scale is exp(spread Z_k), Z_k standard normal and keyed by
+    client. With spread 0 the law is that of uniform, and so is the accounting; otherwise fast
+    clients are drawn the more often, no closed form says how often, only the rounds a client was in
+    are counted, and no weights take the bias away.
     """
 
     kind: str = "first_responders"
@@ -92,18 +102,34 @@ class FirstResponders(Sized):
     def check(self, count: int) -> None:
         super().check(count)
         if not self.cohort <= self.asked(count) <= count:
-            raise ConfigError("selection.contacted", self.contacted, f"from the cohort of {self.cohort} to the population of {count} clients")
+            raise ConfigError(
+                "selection.contacted",
+                self.contacted,
+                f"from the cohort of {self.cohort} to the population of {count} clients",
+            )
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         count, asked = len(population), self.asked(len(population))
-        clients = distinct(stream(seed, Purpose.COHORT, round=round), count, asked) if asked < count else np.arange(count)
+        clients = (
+            distinct(stream(seed, Purpose.COHORT, round=round), count, asked)
+            if asked < count
+            else np.arange(count)
+        )
         times = self.response.times(stream(seed, Purpose.RESPONSE, round=round), asked)
         if self.spread:
-            normals = population.remember(("scales", seed), lambda: stream(seed, Purpose.RESPONSE, step=1).standard_normal(count))
+            normals = population.remember(
+                ("scales", seed),
+                lambda: stream(seed, Purpose.RESPONSE, step=1).standard_normal(count),
+            )
             times = times * np.exp(self.spread * normals[clients])
         return Cohort.of(clients[np.argsort(times, kind="stable")[: self.cohort]])
 
     def sampling(self, population: Population) -> Sampling:
         if not self.spread:
             return Sampling("fixed", len(population), self.cohort)
-        return Sampling("public", len(population), self.cohort, rule="the first to respond, some always faster than others")
+        return Sampling(
+            "public",
+            len(population),
+            self.cohort,
+            rule="the first to respond, some always faster than others",
+        )

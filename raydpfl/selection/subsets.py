@@ -1,4 +1,6 @@
-"""Cohorts of distinct clients, all equally likely: uniform, Poisson, full, and FedAvg's with stale models."""
+"""Cohorts of distinct clients, all equally likely: uniform, Poisson, full, and FedAvg's with stale
+models.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Sized(Selection):
 
     def check(self, count: int) -> None:
         if self.cohort > count:
-            raise ConfigError("selection.cohort", self.cohort, f"at most the population of {count} clients")
+            raise ConfigError(
+                "selection.cohort", self.cohort, f"at most the population of {count} clients"
+            )
 
 
 class Uniform(Sized):
@@ -35,15 +39,19 @@ class Uniform(Sized):
     kind: str = "uniform"
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
-        return Cohort.of(distinct(stream(seed, Purpose.COHORT, round=round), len(population), self.cohort))
+        return Cohort.of(
+            distinct(stream(seed, Purpose.COHORT, round=round), len(population), self.cohort)
+        )
 
     def sampling(self, population: Population) -> Sampling:
         return Sampling("fixed", len(population), self.cohort)
 
 
 class FedAvgStale(Uniform):
-    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5): uniform, but the N - r clients that were not
-    drawn count with the unchanged global model, so that the divisor is N. Biased towards standing still: each round moves r/N as far."""
+    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5): uniform, but the N
+    - r clients that were not drawn count with the unchanged global model, so that the divisor is N.
+    Biased towards standing still: each round moves r/N as far.
+    """
 
     kind: str = "fedavg_stale"
 
@@ -52,7 +60,9 @@ class FedAvgStale(Uniform):
 
 
 class Poisson(Sized):
-    """Each client on its own with probability cohort / population; the divisor stays `cohort`, so it tells nothing."""
+    """Each client on its own with probability cohort / population; the divisor stays `cohort`, so
+    it tells nothing.
+    """
 
     kind: str = "poisson"
 
@@ -62,8 +72,11 @@ class Poisson(Sized):
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         generator, count = stream(seed, Purpose.COHORT, round=round), len(population)
-        # A binomial count, then a uniform subset of that size: the same law as a coin for every client, in O(cohort).
-        return Cohort.of(distinct(generator, count, int(generator.binomial(count, self.cohort / count))))
+        # A binomial count, then a uniform subset of that size: the same law as a coin for every
+        # client, in O(cohort).
+        return Cohort.of(
+            distinct(generator, count, int(generator.binomial(count, self.cohort / count)))
+        )
 
     def sampling(self, population: Population) -> Sampling:
         return Sampling("poisson", len(population), self.cohort)

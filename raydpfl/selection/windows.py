@@ -1,8 +1,9 @@
 """Clients that are there at public times: groups that take turns, and windows of availability.
 
-Client k has phase k mod `period` and is available in the `window` rounds t of every `period` with (t - k) mod period < window.
-Who is available is public; which of them a round takes can be a secret, which amplifies privacy within them alone. A client's
-guarantee composes over the rounds in which it is available.
+Client k has phase k mod `period` and is available in the `window` rounds t of every `period` with
+(t - k) mod period < window. Who is available is public; which of them a round takes can be a
+secret, which amplifies privacy within them alone. A client's guarantee composes over the rounds in
+which it is available.
 
 >>> clients = Population.balanced(10)
 >>> [Cyclic(period=3).draw(0, t, clients).clients.tolist() for t in range(4)]
@@ -27,11 +28,17 @@ from raydpfl.selection.subsets import distinct
 
 
 def available(count: int, period: int, window: int, round: int) -> tuple[int, int, int]:
-    """(how many of `count` clients are available in a round, the first open phase, how many open phases wrap around to 0)."""
+    """(how many of `count` clients are available in a round, the first open phase, how many open
+    phases wrap around to 0).
+    """
     first = (round - window + 1) % period
     wrapped = max(0, first + window - period)
     blocks, rest = divmod(count, period)
-    return blocks * window + min(wrapped, rest) + min(max(0, rest - first), window - wrapped), first, wrapped
+    return (
+        blocks * window + min(wrapped, rest) + min(max(0, rest - first), window - wrapped),
+        first,
+        wrapped,
+    )
 
 
 def fewest(count: int, period: int, window: int) -> int:
@@ -41,23 +48,30 @@ def fewest(count: int, period: int, window: int) -> int:
 
 
 def turns(rounds: int, period: int, window: int) -> np.ndarray:
-    """Int64 [rounds]: the most rounds in which any client has been available, after 1, 2, ... of them."""
+    """Int64 [rounds]: the most rounds in which any client has been available, after 1, 2, ... of
+    them.
+    """
     blocks, rest = np.divmod(np.arange(1, rounds + 1), period)
     return blocks * window + np.minimum(rest, window)
 
 
 def nth(index: np.ndarray, period: int, window: int, first: int, wrapped: int) -> np.ndarray:
-    """The clients int64 that are available, by their place among them: every `period` clients hold `window`, in the same phases."""
+    """The clients int64 that are available, by their place among them: every `period` clients hold
+    `window`, in the same phases.
+    """
     block, place = np.divmod(index, window)
     return block * period + np.where(place < wrapped, place, first + place - wrapped)
 
 
 class Cyclic(Selection):
-    """Groups take turns: in round t the clients k with k = t mod `period` (cyclic participation: Eichner et al. 2019; Cho et al. 2023).
+    """Groups take turns: in round t the clients k with k = t mod `period` (cyclic participation:
+    Eichner et al. 2019; Cho et al. 2023).
 
-    All of the group where `cohort` is None; else `cohort` of them by `law`: `fixed`, uniformly without replacement, or `poisson`, each with
-    probability cohort / (size of the group). Where `period` does not divide N the sizes differ by one: the whole group's sum is divided by
-    N / period, so that every client counts the same, and the accountants are told of the smallest group.
+    All of the group where `cohort` is None; else `cohort` of them by `law`: `fixed`, uniformly
+    without replacement, or `poisson`, each with probability cohort / (size of the group). Where
+    `period` does not divide N the sizes differ by one: the whole group's sum is divided by N /
+    period, so that every client counts the same, and the accountants are told of the smallest
+    group.
     """
 
     kind: str = "cyclic"
@@ -68,30 +82,52 @@ class Cyclic(Selection):
     @model_validator(mode="after")
     def _sized(self) -> Cyclic:
         if self.cohort is None and self.law == "poisson":
-            raise ConfigError("selection.law", self.law, "with a cohort; without one the whole group takes part")
+            raise ConfigError(
+                "selection.law", self.law, "with a cohort; without one the whole group takes part"
+            )
         return self
 
     def check(self, count: int) -> None:
         least = fewest(count, self.period, 1)
         if least < 1:
-            raise ConfigError("selection.period", self.period, f"at most the population of {count} clients")
+            raise ConfigError(
+                "selection.period", self.period, f"at most the population of {count} clients"
+            )
         if self.cohort is not None and self.cohort > least:
-            raise ConfigError("selection.cohort", self.cohort, f"at most the {least} clients of the smallest group")
+            raise ConfigError(
+                "selection.cohort",
+                self.cohort,
+                f"at most the {least} clients of the smallest group",
+            )
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         size, *phases = available(len(population), self.period, 1, round)
         if self.cohort is None:
             return Cohort.of(nth(np.arange(size), self.period, 1, *phases))
         generator = stream(seed, Purpose.COHORT, round=round)
-        taken = self.cohort if self.law == "fixed" else int(generator.binomial(size, self.cohort / size))
+        taken = (
+            self.cohort
+            if self.law == "fixed"
+            else int(generator.binomial(size, self.cohort / size))
+        )
         return Cohort.of(nth(distinct(generator, size, taken), self.period, 1, *phases))
 
     def sampling(self, population: Population) -> Sampling:
         least = fewest(len(population), self.period, 1)
         whole = self.cohort == least and (self.law == "fixed" or len(population) % self.period == 0)
         if self.cohort is None or whole:
-            return Sampling("public", len(population), least, rule=f"groups take turns, each 1 round of {self.period}")
-        return Sampling(self.law, least, self.cohort, rule=f"the group whose turn it is, each 1 round of {self.period}")
+            return Sampling(
+                "public",
+                len(population),
+                least,
+                rule=f"groups take turns, each 1 round of {self.period}",
+            )
+        return Sampling(
+            self.law,
+            least,
+            self.cohort,
+            rule=f"the group whose turn it is, each 1 round of {self.period}",
+        )
 
     @property
     def own_coins(self) -> bool:
@@ -109,7 +145,9 @@ class Cyclic(Selection):
 
 
 class Availability(Selection):
-    """`cohort` clients uniformly without replacement from those that are available (time zones, charging at night)."""
+    """`cohort` clients uniformly without replacement from those that are available (time zones,
+    charging at night).
+    """
 
     kind: str = "availability"
     period: int = Field(ge=1)
@@ -119,13 +157,19 @@ class Availability(Selection):
     @model_validator(mode="after")
     def _fits(self) -> Availability:
         if self.window > self.period:
-            raise ConfigError("selection.window", self.window, f"at most selection.period, {self.period} rounds")
+            raise ConfigError(
+                "selection.window", self.window, f"at most selection.period, {self.period} rounds"
+            )
         return self
 
     def check(self, count: int) -> None:
         least = fewest(count, self.period, self.window)
         if self.cohort > least:
-            raise ConfigError("selection.cohort", self.cohort, f"at most the {least} clients that are available in the emptiest round")
+            raise ConfigError(
+                "selection.cohort",
+                self.cohort,
+                f"at most the {least} clients that are available in the emptiest round",
+            )
 
     def select(self, seed: int, round: int, population: Population) -> Cohort:
         size, *phases = available(len(population), self.period, self.window, round)
@@ -133,7 +177,10 @@ class Availability(Selection):
         return Cohort.of(nth(index, self.period, self.window, *phases))
 
     def sampling(self, population: Population) -> Sampling:
-        least, rule = fewest(len(population), self.period, self.window), f"those available, each in {self.window} rounds of {self.period}"
+        least, rule = (
+            fewest(len(population), self.period, self.window),
+            f"those available, each in {self.window} rounds of {self.period}",
+        )
         if self.cohort == least:
             return Sampling("public", len(population), self.cohort, rule=rule)
         return Sampling("fixed", least, self.cohort, rule=rule)

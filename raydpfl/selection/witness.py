@@ -1,15 +1,18 @@
 """Draws held against the law that a selection declares, while the run goes.
 
-Accountants believe `Selection.sampling`. A member whose draws follow another law would be given an epsilon that does not
-hold, so every cohort is looked at before anything is released from it:
+Accountants believe `Selection.sampling`. A member whose draws follow another law would be given an
+epsilon that does not hold, so every cohort is looked at before anything is released from it:
 
-- exactly, what the law never gives: a cohort of another size, a client that does not exist or stands in a cohort twice, one
-  that takes part (or is asked for its loss) more often than the accountants compose, fewer clients than the noise of the sum
-  counts on; other clients than were drawn in advance, where the accountants counted those;
-- where the cohort is a secret, what the law hardly ever gives: a client that is drawn too often, Poisson cohorts that are
-  too large or too small over all rounds, cohorts that have too many clients, or too few, in common with the one before, and
-  sizes of Poisson cohorts, or numbers in common, that vary too much from round to round (clients that come together, not each
-  by its own coin) or too little.
+- exactly, what the law never gives: a cohort of another size, a client that does not exist or
+  stands in a cohort twice, one
+  that takes part (or is asked for its loss) more often than the accountants compose, fewer clients
+  than the noise of the sum counts on; other clients than were drawn in advance, where the
+  accountants counted those;
+- where the cohort is a secret, what the law hardly ever gives: a client that is drawn too often,
+  Poisson cohorts that are
+  too large or too small over all rounds, cohorts that have too many clients, or too few, in common
+  with the one before, and sizes of Poisson cohorts, or numbers in common, that vary too much from
+  round to round (clients that come together, not each by its own coin) or too little.
 
 >>> from raydpfl.selection.base import Cohort, Population
 >>> from raydpfl.selection.subsets import Uniform
@@ -22,12 +25,14 @@ Traceback (most recent call last):
 raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, where its law (fixed size 90 of 900) gives 90: \
 no accountant covers what it does
 
-A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of the seven statistical
-checks spends a seventh of it, FALSE_ALARM / (7 (t + 1) (t + 2)) in round t. Tails are exact binomial ones, or Chernoff's bound
-for the clients in common, whose number is hypergeometric and so less spread than a binomial one (Hoeffding 1963, Theorem 4).
-How much numbers vary is judged by the exact probabilities to be as far from the mean, and as near, in each round, combined as
-Fisher does: minus their logarithms add up to at most a Gamma variable of as many degrees as there were rounds.
-Law-abiding draws that are nevertheless no secret (a member that can be foreseen) pass: no sequence of draws shows that.
+A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of
+the seven statistical checks spends a seventh of it, FALSE_ALARM / (7 (t + 1) (t + 2)) in round t.
+Tails are exact binomial ones, or Chernoff's bound for the clients in common, whose number is
+hypergeometric and so less spread than a binomial one (Hoeffding 1963, Theorem 4). How much numbers
+vary is judged by the exact probabilities to be as far from the mean, and as near, in each round,
+combined as Fisher does: minus their logarithms add up to at most a Gamma variable of as many
+degrees as there were rounds. Law-abiding draws that are nevertheless no secret (a member that can
+be foreseen) pass: no sequence of draws shows that.
 """
 
 from __future__ import annotations
@@ -48,10 +53,11 @@ FALSE_ALARM = 1e-6  # of a whole run with a sound selection
 class Witness:
     """Sees every cohort of a run of `selection`.
 
-    `exposures` int64 [rounds]: how many of the first t + 1 rounds the accountants compose over. `least`: the fewest clients
-    that the noise of a round counts on. `secret`: whether an accountant counts on the cohort being a secret. `apart`: the
-    fewest rounds from one participation of a client to its next that noise which is correlated over rounds counts on.
-    `planned`: by round, the `fingerprint` of the draw that was accounted for in advance, where accountants count draws.
+    `exposures` int64 [rounds]: how many of the first t + 1 rounds the accountants compose over.
+    `least`: the fewest clients that the noise of a round counts on. `secret`: whether an accountant
+    counts on the cohort being a secret. `apart`: the fewest rounds from one participation of a
+    client to its next that noise which is correlated over rounds counts on. `planned`: by round,
+    the `fingerprint` of the draw that was accounted for in advance, where accountants count draws.
     """
 
     def __init__(
@@ -64,7 +70,11 @@ class Witness:
         apart: int = 1,
         planned: Mapping[int, bytes] | None = None,
     ):
-        self._kind, self._law, self._count = selection.kind, selection.sampling(population), len(population)
+        self._kind, self._law, self._count = (
+            selection.kind,
+            selection.sampling(population),
+            len(population),
+        )
         self._exposures, self._least = exposures, least
         self._secret = secret and self._law.hidden
         self._selected = 0  # over all rounds seen
@@ -76,29 +86,41 @@ class Witness:
         self._sizes, self._overlaps = _Variation(), _Variation()
 
     def asks(self, t: int, candidates: Cohort) -> None:
-        """Looks at the clients that are about to be asked for their losses in round `t`. Raises as `see` does."""
+        """Looks at the clients that are about to be asked for their losses in round `t`. Raises as
+        `see` does.
+        """
         self._members(t, candidates, None)
         self._as_planned(t, candidates)
         self._asked.update(candidates.clients.tolist())
         most, law = int(self._exposures[t]), self._law.law
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
         if times > most and not law.repeats:
-            raise self._wrong(f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are accounted for")
+            raise self._wrong(
+                f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are accounted for"
+            )
 
     def asked(self, clients: np.ndarray) -> None:
         """Takes note of clients that were asked in a round before this process began."""
         self._asked.update(clients.tolist())
 
     def took(self, clients: np.ndarray) -> None:
-        """Takes note of the cohort of a round before this process began; of the latest ones, the oldest first."""
+        """Takes note of the cohort of a round before this process began; of the latest ones, the
+        oldest first.
+        """
         self._recent.append(clients)
 
     def see(
-        self, t: int, cohort: Cohort, participations: Mapping[int, int], candidates: Cohort | None = None
+        self,
+        t: int,
+        cohort: Cohort,
+        participations: Mapping[int, int],
+        candidates: Cohort | None = None,
     ) -> None:
-        """Looks at the cohort of round `t`. Raises `RunError` for one that the declared law does not give.
+        """Looks at the cohort of round `t`. Raises `RunError` for one that the declared law does
+        not give.
 
-        `participations`: how often each client took part in the rounds before. `candidates`: whom it was chosen among.
+        `participations`: how often each client took part in the rounds before. `candidates`: whom
+        it was chosen among.
         """
         self._members(t, cohort, candidates)
         self._size(t, cohort)
@@ -106,7 +128,8 @@ class Witness:
             self._as_planned(t, cohort)
         clients = cohort.clients
         before = [participations.get(client, 0) for client in clients.tolist()]
-        counts = np.array(before, np.int64) + cohort.draws + 1  # of a client drawn twice the last of its draws has all
+        # of a client drawn twice the last of its draws has all
+        counts = np.array(before, np.int64) + cohort.draws + 1
         self._exposed(t, clients, counts)
         self._separate(t, clients)
         if self._secret:
@@ -119,8 +142,12 @@ class Witness:
         clients = np.asarray(cohort.clients)
         if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
             raise self._wrong(f"gave no array of whole numbers in round {t}")
-        if len(clients) and not (clients[0] >= 0 and clients[-1] < self._count and (np.diff(clients) >= 0).all()):
-            raise self._wrong(f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}")
+        if len(clients) and not (
+            clients[0] >= 0 and clients[-1] < self._count and (np.diff(clients) >= 0).all()
+        ):
+            raise self._wrong(
+                f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
+            )
         if not np.array_equal(Cohort.of(clients).draws, cohort.draws):
             raise self._wrong(f"counted a client's draws wrongly in round {t}")
         if not cohort.lost >= 0:
@@ -133,14 +160,20 @@ class Witness:
 
     def _as_planned(self, t: int, cohort: Cohort) -> None:
         if t in self._planned and fingerprint(cohort.clients) != self._planned[t]:
-            raise self._wrong(f"drew other clients in round {t} than those that were accounted for before the run")
+            raise self._wrong(
+                f"drew other clients in round {t} than those that were accounted for before the run"
+            )
 
     def _size(self, t: int, cohort: Cohort) -> None:
         size, law = len(cohort) + cohort.lost, self._law
         if law.law.sized and size != law.cohort:
-            raise self._wrong(f"drew {size} clients in round {t}, where its law ({law}) gives {law.cohort}")
+            raise self._wrong(
+                f"drew {size} clients in round {t}, where its law ({law}) gives {law.cohort}"
+            )
         if len(cohort) < self._least:
-            raise self._wrong(f"left {len(cohort)} clients in round {t}, where the noise counts on {self._least}")
+            raise self._wrong(
+                f"left {len(cohort)} clients in round {t}, where the noise counts on {self._least}"
+            )
 
     def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
         most = int(self._exposures[t])
@@ -158,14 +191,21 @@ class Witness:
         self._recent.append(clients)
 
     def _often(self, t: int, clients: np.ndarray, counts: np.ndarray, limit: float) -> None:
-        """The largest count of any client, against a binomial law with a union bound over the clients."""
+        """The largest count of any client, against a binomial law with a union bound over the
+        clients.
+        """
         if not len(counts):
             return
         law, worst = self._law, int(counts.argmax())
         trials, chance, others = law.law.most(law, t + 1, int(self._exposures[t]))
-        if max(others, self._count if law.rule else 0) * _tail(int(counts[worst]), trials, chance) < limit:
+        if (
+            max(others, self._count if law.rule else 0) * _tail(int(counts[worst]), trials, chance)
+            < limit
+        ):
             times = f"{counts[worst]} times in {t + 1} rounds"
-            raise self._wrong(f"drew client {clients[worst]} {times}, which its law ({law}) hardly ever gives")
+            raise self._wrong(
+                f"drew client {clients[worst]} {times}, which its law ({law}) hardly ever gives"
+            )
 
     def _total(self, t: int, cohort: Cohort, limit: float) -> None:
         """The sizes of Poisson cohorts, all together."""
@@ -178,14 +218,17 @@ class Witness:
         high = _tail(total, trials, self._law.q)
         if 2 * min(low, high) < limit:
             expected = trials * self._law.q
-            raise self._wrong(f"drew {total} clients by round {t}, where its law ({self._law}) gives {expected:.0f}")
+            raise self._wrong(
+                f"drew {total} clients by round {t}, where its law ({self._law}) gives {expected:.0f}"
+            )
         self._sizes.add(len(cohort) + cohort.lost, *_binomial(self._count, self._law.q))
         self._varies(t, self._sizes, "sizes of cohorts", limit)
 
     def _in_common(self, t: int, clients: np.ndarray, limit: float) -> None:
         """Clients that cohorts have in common with the one before, all together.
 
-        Given their sizes, whatever these are, the number is hypergeometric and independent of what was drawn before.
+        Given their sizes, whatever these are, the number is hypergeometric and independent of what
+        was drawn before.
         """
         law, before = self._law, self._before
         self._before = clients
@@ -202,19 +245,25 @@ class Witness:
             raise self._wrong(f"gave cohorts by round {t} that have {common}, where {expected}")
         shared = _shared(clients, before)
         self._overlaps.add(shared, *_hypergeometric(self._count, len(before), len(clients)))
-        self._varies(t, self._overlaps, "numbers of clients in common with the cohort before", limit)
+        self._varies(
+            t, self._overlaps, "numbers of clients in common with the cohort before", limit
+        )
 
     def _varies(self, t: int, seen: _Variation, what: str, limit: float) -> None:
         for how, chance in (("more", seen.more), ("less", seen.less)):
             if chance() < limit:
-                raise self._wrong(f"gave {what} by round {t} that vary {how} than its law ({self._law}) lets them")
+                raise self._wrong(
+                    f"gave {what} by round {t} that vary {how} than its law ({self._law}) lets them"
+                )
 
     def _wrong(self, what: str) -> RunError:
         return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
 
 
 class _Variation:
-    """How far numbers of independent rounds lie from their means, all together, against the law of each."""
+    """How far numbers of independent rounds lie from their means, all together, against the law of
+    each.
+    """
 
     def __init__(self) -> None:
         self._rounds, self._far, self._near = 0, 0.0, 0.0
@@ -248,7 +297,9 @@ def fingerprint(clients: np.ndarray) -> bytes:
 
 
 def _binomial(trials: int, chance: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Bin(trials, chance): its values within 40 stds of the mean, their probabilities, and the mean."""
+    """Bin(trials, chance): its values within 40 stds of the mean, their probabilities, and the
+    mean.
+    """
     mean = trials * chance
     k = _window(mean, mean * (1 - chance), 0, trials)
     logs = _choose(trials, k) + k * math.log(chance) + (trials - k) * math.log1p(-chance)
@@ -265,7 +316,11 @@ def _hypergeometric(count: int, marked: int, drawn: int) -> tuple[np.ndarray, np
 
 def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
     reach = 40 * math.sqrt(variance) + 40
-    return np.arange(max(least, math.floor(mean - reach)), min(most, math.ceil(mean + reach)) + 1, dtype=np.float64)
+    return np.arange(
+        max(least, math.floor(mean - reach)),
+        min(most, math.ceil(mean + reach)) + 1,
+        dtype=np.float64,
+    )
 
 
 def _choose(n: int, k: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Sweeps: an experiment whose fields may take search spaces, run by Ray Tune.
 
-A field takes a space in the place of its value, and a section `sweep` says how they are searched. A *setting* is one choice of
-all searched values, a *trial* one run of a setting with one seed.
+A field takes a space in the place of its value, and a section `sweep` says how they are searched. A
+*setting* is one choice of all searched values, a *trial* one run of a setting with one seed.
 
 >>> sweep = Sweep.from_dict({
 ...     "local": {"kind": "sgd", "lr": {"grid": [0.05, 0.1]}},
@@ -15,11 +15,13 @@ all searched values, a *trial* one run of a setting with one seed.
 
 `run(sweep, out)` carries it out (`raydpfl sweep`).
 
-Design note. What a sweep tries is a function of its config alone: a grid in its order, random values from keyed streams, and Optuna's
-proposals asked and told in a fixed order. A trial's directory is named by its values and seed, and it says itself whether it has
-finished. So a sweep that was killed is resumed by running it again: finished trials answer from their directories, the others
-go on from their checkpoints, and nothing of Ray Tune's own state is needed. Only which trials `asha` and `median` stop early depends on
-the order in which results arrive, as those methods have it.
+Design note. What a sweep tries is a function of its config alone: a grid in its order, random
+values from keyed streams, and Optuna's proposals asked and told in a fixed order. A trial's
+directory is named by its values and seed, and it says itself whether it has finished. So a sweep
+that was killed is resumed by running it again: finished trials answer from their directories, the
+others go on from their checkpoints, and nothing of Ray Tune's own state is needed. Only which
+trials `asha` and `median` stop early depends on the order in which results arrive, as those methods
+have it.
 """
 
 from raydpfl.tune.display import Display

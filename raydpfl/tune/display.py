@@ -1,4 +1,6 @@
-"""What a sweep shows: on a terminal a table that lives, best setting first, epsilon beside accuracy; elsewhere a line per finished trial."""
+"""What a sweep shows: on a terminal a table that lives, best setting first, epsilon beside
+accuracy; elsewhere a line per finished trial.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class Display:
 
     def __init__(self, console: Console, sweep: Sweep):
         self._console, self._sweep = console, sweep
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal and not console.quiet else None
+        self._live = (
+            Live(console=console, refresh_per_second=4, transient=True)
+            if console.is_terminal and not console.quiet
+            else None
+        )
         self._printed: set[Trial] = set()
 
     def __enter__(self) -> Display:
@@ -45,7 +51,10 @@ class Display:
         for trial in over:
             if not trial.before and trial not in self._printed:
                 self._printed.add(trial)
-                self._console.print(f"{before + len(self._printed)}/{total}  {_line(trial, self._sweep)}", markup=False)
+                self._console.print(
+                    f"{before + len(self._printed)}/{total}  {_line(trial, self._sweep)}",
+                    markup=False,
+                )
 
     def report(self, result: Result) -> None:
         """First what failed, each trial with its reason in one line; then the table, the best
@@ -69,10 +78,18 @@ class Display:
 
 
 def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) -> Table:
-    """The settings, best first, at most `rows` of them; epsilon, the largest of the seeds, by one accountant (see `_told`)."""
+    """The settings, best first, at most `rows` of them; epsilon, the largest of the seeds, by one
+    accountant (see `_told`).
+    """
     metric, shown = sweep.search.metric, Table(box=None, pad_edge=False, header_style="bold")
     kind = _told([trial for setting in settings for trial in setting.trials])
-    for name in (*sweep.spaces, metric.replace("_", " "), *([kind.replace("_", " (") + ")"] if kind else []), "rounds", "trials"):
+    for name in (
+        *sweep.spaces,
+        metric.replace("_", " "),
+        *([kind.replace("_", " (") + ")"] if kind else []),
+        "rounds",
+        "trials",
+    ):
         shown.add_column(escape(name), justify="left" if name in sweep.spaces else "right")
 
     def rank(setting: Setting) -> tuple[bool, float]:
@@ -81,7 +98,10 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
 
     for setting in sorted(settings, key=rank, reverse=True)[:rows]:
         spent = [value[kind] for trial in setting.trials if kind in (value := epsilons(trial))]
-        rounds = {(trial.summary or trial.report).get("rounds", trial.report.get("round", 0)) for trial in setting.trials}
+        rounds = {
+            (trial.summary or trial.report).get("rounds", trial.report.get("round", 0))
+            for trial in setting.trials
+        }
         states = [trial.status for trial in setting.trials]
         shown.add_row(
             *(escape(short(value)) for value in setting.values.values()),
@@ -94,11 +114,16 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
 
 
 def _told(trials: Sequence[Trial]) -> str | None:
-    """The first rigorous accountant that covers all of them; if none does, the first of all; None if there is none."""
+    """The first rigorous accountant that covers all of them; if none does, the first of all; None
+    if there is none.
+    """
     spent = [epsilons(trial) for trial in trials]
     kinds = list(dict.fromkeys(kind for each in spent for kind in each))
     rigorous = [kind for kind in kinds if not kind.startswith("epsilon_paper")]
-    return next((kind for kind in rigorous if all(math.isfinite(each.get(kind, 0.0)) for each in spent)), next(iter(kinds), None))
+    return next(
+        (kind for kind in rigorous if all(math.isfinite(each.get(kind, 0.0)) for each in spent)),
+        next(iter(kinds), None),
+    )
 
 
 def _line(trial: Trial, sweep: Sweep) -> str:
@@ -108,4 +133,10 @@ def _line(trial: Trial, sweep: Sweep) -> str:
         parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")
     if kind := _told([trial]):
         parts.append(f"epsilon {epsilons(trial)[kind]:.3g} ({kind.removeprefix('epsilon_')})")
-    return "  ".join([*parts, f"{(trial.summary or {}).get('rounds', trial.report.get('round', 0))} rounds", trial.status])
+    return "  ".join(
+        [
+            *parts,
+            f"{(trial.summary or {}).get('rounds', trial.report.get('round', 0))} rounds",
+            trial.status,
+        ]
+    )

@@ -1,8 +1,9 @@
 """Carrying out a sweep: `run(sweep, out)`.
 
-Everything that can be refused is refused first: a config that is no experiment, data that are not there, a trial that no node of the
-cluster could ever hold. Then Ray Tune runs the trials. Each holds a placement group, taken whole or not at all, with a bundle for
-its own process and one for each of its client actors: so trials that wait hold nothing, and no two share a core.
+Everything that can be refused is refused first: a config that is no experiment, data that are not
+there, a trial that no node of the cluster could ever hold. Then Ray Tune runs the trials. Each
+holds a placement group, taken whole or not at all, with a bundle for its own process and one for
+each of its client actors: so trials that wait hold nothing, and no two share a core.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from typing import Any
 import ray
 import torch
 from ray import tune
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    TrialScheduler,
+)
 
 from raydpfl import data, interrupts
 from raydpfl.cluster import Session
@@ -42,7 +48,8 @@ from raydpfl.tune.trial import TrialActor, work
 RETRIES = 2  # of a trial whose process died; it goes on from its checkpoint
 SHOW = 0.25  # seconds between showings of what has changed
 EVERY = 5.0  # seconds between looks at the cluster, and between writings of the results so far
-LOST = 60.0  # seconds that a cluster may be too small for every waiting trial, before the sweep gives up
+# seconds that a cluster may be too small for every waiting trial, before the sweep gives up
+LOST = 60.0
 LOOK = 1.0  # seconds between looks for trials that hang
 OUTPUTS = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
 TUNE = {
@@ -67,9 +74,10 @@ def run(
 ) -> Result:
     """Runs all trials of `sweep` into the directory `out` (default: a new one under `runs/`).
 
-    `resume` goes on with the sweep in `out`, from nothing if it had not begun: finished trials are not run again, the others go on from their
-    checkpoints. `data_root` is where data sets lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose
-    nodes must all see `out`. `on_change` is called, now and then, with all settings so far.
+    `resume` goes on with the sweep in `out`, from nothing if it had not begun: finished trials are
+    not run again, the others go on from their checkpoints. `data_root` is where data sets lie
+    (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose nodes must
+    all see `out`. `on_change` is called, now and then, with all settings so far.
 
     The result's `problem` says what went wrong, such as trials that failed; such a sweep goes on
     with `resume`. Raises `ConfigError` before anything is started or written when the sweep cannot
@@ -156,7 +164,9 @@ class _Course:
     def _limits(self) -> Limits:
         """Those that the trials are held to, by the ones that had finished before too."""
         limits = Limits(self.sweep.search.timeout)
-        for trial in (trial for setting in self.settings for trial in setting.trials if trial.before):
+        for trial in (
+            trial for setting in self.settings for trial in setting.trials if trial.before
+        ):
             limits.add(trial.experiment, trial.summary["seconds"])
         return limits
 
@@ -201,7 +211,9 @@ def _said(error: OSError | FileError) -> str:
 
 def _check_metric(sweep: Sweep, plan: Plan) -> None:
     if sweep.search.metric == "test_accuracy" and Shards.open(plan.shards).classes == 0:
-        raise ConfigError("sweep.metric", sweep.search.metric, "test_loss; a regression has no accuracy")
+        raise ConfigError(
+            "sweep.metric", sweep.search.metric, "test_loss; a regression has no accuracy"
+        )
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
@@ -220,7 +232,9 @@ def _same_sweep(sweep: Sweep, folder: Path) -> None:
     path = folder / "sweep.yaml"
     if not path.exists():
         if folder.exists() and {*folder.iterdir()} - {*_left_over(folder)}:
-            raise ConfigError("--resume", str(folder), "the directory of a sweep; it has no sweep.yaml")
+            raise ConfigError(
+                "--resume", str(folder), "the directory of a sweep; it has no sweep.yaml"
+            )
         return
     try:
         stored = Sweep.stored(folder)
@@ -260,7 +274,9 @@ def _settle(settings: Sequence[Setting], cut_off: str | None) -> None:
 
 
 class _Cluster:
-    """The Ray that the trials run on: started here, joined by address, or found running in this process."""
+    """The Ray that the trials run on: started here, joined by address, or found running in this
+    process.
+    """
 
     def __init__(self, sweep: Sweep, root: Path | None, address: str | None):
         self.sweep, self.root, self.address = sweep, root, address
@@ -277,7 +293,9 @@ class _Cluster:
             self.session.close()
 
     def watch(self) -> None:
-        """Raises `RunError` where the control store of Ray is lost, KeyboardInterrupt where a signal was."""
+        """Raises `RunError` where the control store of Ray is lost, KeyboardInterrupt where a
+        signal was.
+        """
         if self.session:
             self.session.check()
         interrupts.check()
@@ -292,34 +310,58 @@ class _Cluster:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def bundles(self, experiment: Experiment) -> list[dict[str, float]]:
-        """What a trial holds: a bundle for its own process, which may be empty, and one for each client actor."""
+        """What a trial holds: a bundle for its own process, which may be empty, and one for each
+        client actor.
+        """
         client, cpus = experiment.client, self.sweep.search.cpus
         each = {"CPU": client.num_cpus, "GPU": client.num_gpus}
         if client.actors == 0:
             return [{"CPU": 1.0 if cpus is None else cpus, "GPU": client.num_gpus}]
         count = client.actors
         if count == "per-client":
-            count = experiment.data.clients or len(Shards.open(data.prepare(experiment.data, experiment.seed, self.root)).sizes)
+            count = experiment.data.clients or len(
+                Shards.open(data.prepare(experiment.data, experiment.seed, self.root)).sizes
+            )
         return [{"CPU": cpus or 0.0}, *[each] * count]
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial that the cluster could never hold."""
         bundles, client = self.bundles(experiment), experiment.client
         if not any(bundles[-1].values()):
-            field, value = ("client.num_cpus", client.num_cpus) if len(bundles) > 1 else ("sweep.cpus", self.sweep.search.cpus)
-            raise ConfigError(field, value, "above 0, so that trials that run at once can be counted")
+            field, value = (
+                ("client.num_cpus", client.num_cpus)
+                if len(bundles) > 1
+                else ("sweep.cpus", self.sweep.search.cpus)
+            )
+            raise ConfigError(
+                field, value, "above 0, so that trials that run at once can be counted"
+            )
         if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
-            raise ConfigError("client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number")
+            raise ConfigError(
+                "client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number"
+            )
         if not fits(bundles, nodes := self.nodes()):
-            held = ", ".join(f"{node.get('CPU', 0):g} CPU and {node.get('GPU', 0):g} GPU" for node in nodes[:4]) + (", ..." if len(nodes) > 4 else "")
-            own = f"{bundles[0].get('CPU', 0):g} CPU" + (f" and {client.num_gpus:g} GPU" if len(bundles) == 1 and client.num_gpus else "")
+            held = ", ".join(
+                f"{node.get('CPU', 0):g} CPU and {node.get('GPU', 0):g} GPU" for node in nodes[:4]
+            ) + (", ..." if len(nodes) > 4 else "")
+            own = f"{bundles[0].get('CPU', 0):g} CPU" + (
+                f" and {client.num_gpus:g} GPU" if len(bundles) == 1 and client.num_gpus else ""
+            )
             wants = f"a trial takes {own} for its own process"
             if len(bundles) == 1:
-                field, value = ("client.num_gpus", client.num_gpus) if client.num_gpus else ("sweep.cpus", self.sweep.search.cpus)
+                field, value = (
+                    ("client.num_gpus", client.num_gpus)
+                    if client.num_gpus
+                    else ("sweep.cpus", self.sweep.search.cpus)
+                )
             else:
                 field, value = "client.actors", client.actors
                 wants += f", and {client.num_cpus:g} CPU and {client.num_gpus:g} GPU for each of {len(bundles) - 1} client actors"
-            raise ConfigError(field, value, f"a trial that fits the cluster at all: {wants}; the nodes have {held}")
+            raise ConfigError(
+                field,
+                value,
+                f"a trial that fits the cluster at all: {wants}; the nodes have {held}",
+            )
 
 
 def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
@@ -335,7 +377,11 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
         left = {name: node.get(name, 0) - head.get(name, 0) for name in ("CPU", "GPU")}
         if min(left.values()) < 0:
             continue
-        if not others or capacity(others[0].get("CPU", 0), others[0].get("GPU", 0), [*nodes[:place], left, *nodes[place + 1 :]]) >= len(others):
+        if not others or capacity(
+            others[0].get("CPU", 0),
+            others[0].get("GPU", 0),
+            [*nodes[:place], left, *nodes[place + 1 :]],
+        ) >= len(others):
             return True
     return False
 
@@ -377,25 +423,38 @@ def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: _Watch) -> st
 
 
 def _pending() -> int:
-    """How many trials may wait for their place at once: enough that a place that falls free finds the next one waiting."""
+    """How many trials may wait for their place at once: enough that a place that falls free finds
+    the next one waiting.
+    """
     return min(max(2, int(ray.cluster_resources().get("CPU", 1)) + 1), 200)
 
 
 def scheduler(sweep: Sweep) -> TrialScheduler:
     """Ray Tune's, comparing trials at the same number of rounds."""
     search = sweep.search
-    compared: dict[str, Any] = {"time_attr": "round", "metric": search.metric, "mode": "max" if sweep.sign > 0 else "min", "grace_period": search.grace}
+    compared: dict[str, Any] = {
+        "time_attr": "round",
+        "metric": search.metric,
+        "mode": "max" if sweep.sign > 0 else "min",
+        "grace_period": search.grace,
+    }
     if search.scheduler == "asha":
         rounds = max(experiment.rounds for experiment in sweep.probes)
-        return AsyncHyperBandScheduler(**compared, max_t=rounds, reduction_factor=search.reduction, stop_last_trials=False)
+        return AsyncHyperBandScheduler(
+            **compared, max_t=rounds, reduction_factor=search.reduction, stop_last_trials=False
+        )
     if search.scheduler == "median":
-        return MedianStoppingRule(**compared, min_time_slice=float("inf"))  # a trial is never paused
+        # a trial is never paused
+        return MedianStoppingRule(**compared, min_time_slice=float("inf"))
     return FIFOScheduler()
 
 
 @contextmanager
 def _quiet(environment: dict[str, str]) -> Iterator[None]:
-    before, logger = {name: os.environ.get(name) for name in environment}, logging.getLogger("ray.tune")
+    before, logger = (
+        {name: os.environ.get(name) for name in environment},
+        logging.getLogger("ray.tune"),
+    )
     level = logger.level
     os.environ.update(environment)
     logger.setLevel(logging.CRITICAL)
@@ -437,12 +496,18 @@ class _Watch(tune.Callback):
             self._limits.begin(ours, ours.experiment, ours.folder)
         self._changed = True
 
-    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
+    ) -> None:
         ours = self._trials[trial.trial_id]
         if refused := result.get("refused"):
             raise Stop(ConfigError(*refused))
         self.processes.add((result["hostname"], result["pid"]))
-        ours.report = {name: value for name, value in result.items() if name == "round" or name.startswith(("test_", "epsilon_"))}
+        ours.report = {
+            name: value
+            for name, value in result.items()
+            if name == "round" or name.startswith(("test_", "epsilon_"))
+        }
         if result.get("over"):
             ours.look()
             if "failed" in result:

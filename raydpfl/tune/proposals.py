@@ -1,8 +1,10 @@
-"""Which setting comes next: listed beforehand, or proposed by Optuna; and how Ray Tune asks for it, trial by trial.
+"""Which setting comes next: listed beforehand, or proposed by Optuna; and how Ray Tune asks for it,
+trial by trial.
 
-Optuna is asked and told in an order of its own making, whatever order the results arrive in: setting k is proposed when the results
-of all settings up to k - `ahead` have been told, and of no other. So its proposals are the same on any cluster, and a resumed sweep asks
-and tells the same again, the finished settings answering at once.
+Optuna is asked and told in an order of its own making, whatever order the results arrive in:
+setting k is proposed when the results of all settings up to k - `ahead` have been told, and of no
+other. So its proposals are the same on any cluster, and a resumed sweep asks and tells the same
+again, the finished settings answering at once.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Stop(BaseException):
 
 
 class Source(Protocol):
-    """Settings in order. `next` is None while the next one must wait for results; it raises StopIteration after the last."""
+    """Settings in order. `next` is None while the next one must wait for results; it raises
+    StopIteration after the last.
+    """
 
     def next(self) -> Setting | None: ...
 
@@ -56,7 +60,9 @@ class Guided:
             warnings.simplefilter("ignore")  # constant_liar is marked experimental
             seed = int(stream(sweep.seed, Purpose.SWEEP).integers(1 << 32))
             sampler = library.samplers.TPESampler(seed=seed, constant_liar=True)
-            space = {str(place): _distribution(each) for place, each in enumerate(sweep.spaces.values())}
+            space = {
+                str(place): _distribution(each) for place, each in enumerate(sweep.spaces.values())
+            }
             self._search = OptunaSearch(space, metric="score", mode="max", sampler=sampler)
         self._sweep, self._add = sweep, add
         self._made: dict[str, Setting] = {}
@@ -76,7 +82,9 @@ class Guided:
             self._told += 1
         drawn = self._search.suggest(str(len(self._asked)))
         spaces = self._sweep.spaces.items()
-        values = {key: _value(space, drawn[str(place)]) for place, (key, space) in enumerate(spaces)}
+        values = {
+            key: _value(space, drawn[str(place)]) for place, (key, space) in enumerate(spaces)
+        }
         name = identity(values)
         if name not in self._made:
             self._made[name] = self._add(values)
@@ -89,7 +97,9 @@ def optuna() -> Any:
     try:
         return importlib.import_module("optuna")
     except ImportError:
-        raise ConfigError("sweep.search", "optuna", "grid or random; optuna needs pip install raydpfl[optuna]") from None
+        raise ConfigError(
+            "sweep.search", "optuna", "grid or random; optuna needs pip install raydpfl[optuna]"
+        ) from None
 
 
 def _distribution(space: Space) -> Any:
@@ -111,7 +121,9 @@ class Proposals(Searcher):
     `skip` says which trials need not run, `work` what a trial's process is told.
     """
 
-    def __init__(self, source: Source, skip: Callable[[Trial], bool], work: Callable[[Trial], dict[str, Any]]):
+    def __init__(
+        self, source: Source, skip: Callable[[Trial], bool], work: Callable[[Trial], dict[str, Any]]
+    ):
         super().__init__()
         self._source, self._skip, self._work = source, skip, work
         self._trials: Iterator[Trial] = iter(())
@@ -148,7 +160,9 @@ class Proposals(Searcher):
         self.running[trial_id] = trial
         return self._work(trial)
 
-    def on_trial_complete(self, trial_id: str, result: dict | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
         """The watcher of the trials has taken up its result."""
 
     def save(self, checkpoint_path: str) -> None:

@@ -1,4 +1,6 @@
-"""What a sweep leaves behind: a row per trial and per setting, the best setting as a config, and what choosing it means."""
+"""What a sweep leaves behind: a row per trial and per setting, the best setting as a config, and
+what choosing it means.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _SHOWN = ("completed", "budget", "stopped", "failed")
 
 @dataclass(frozen=True)
 class Result:
-    """A finished sweep. `trials` has a row per trial, `settings` one per setting, both in the order of the sweep; `summary` is its summary.json.
+    """A finished sweep. `trials` has a row per trial, `settings` one per setting, both in the order
+    of the sweep; `summary` is its summary.json.
 
     `best` is the setting with the best mean among those whose trials all ran to their end (among
     all, if none did); None if there is none, or if a trial failed and `sweep.on_error` is fail.
@@ -47,17 +50,27 @@ def best_of(settings: Sequence[Setting], sweep: Sweep) -> Setting | None:
     """See `Result.best`; of the settings so far, while the sweep runs."""
     if sweep.search.on_error == "fail" and failures(settings):
         return None
-    known = [setting for setting in settings if setting.done and setting.mean(sweep.search.metric) is not None]
+    known = [
+        setting
+        for setting in settings
+        if setting.done and setting.mean(sweep.search.metric) is not None
+    ]
     known = [setting for setting in known if setting.whole] or known
-    return max(known, key=lambda setting: sweep.sign * setting.mean(sweep.search.metric), default=None)
+    return max(
+        known, key=lambda setting: sweep.sign * setting.mean(sweep.search.metric), default=None
+    )
 
 
 def epsilons(trial: Trial) -> dict[str, float]:
-    """Epsilon by accountant, of a whole client's or sample's guarantee as the run states it first; while it runs, of the rounds so far."""
+    """Epsilon by accountant, of a whole client's or sample's guarantee as the run states it first;
+    while it runs, of the rounds so far.
+    """
     found: dict[str, float] = {}
     for guarantee in (trial.summary or {}).get("guarantees", ()):
         found.setdefault(column(guarantee["accountant"]), float(guarantee["epsilon"]))
-    return found or {key: value for key, value in trial.report.items() if key.startswith("epsilon_")}
+    return found or {
+        key: value for key, value in trial.report.items() if key.startswith("epsilon_")
+    }
 
 
 def statement(settings: Sequence[Setting], sweep: Sweep, chosen: bool = True) -> str:
@@ -138,7 +151,12 @@ def gather(
         ],
     }
     if best:
-        summary["best"] = {"values": best.values, "mean": best.mean(metric), "spread": best.spread(metric), "seeds": [t.seed for t in best.trials]}
+        summary["best"] = {
+            "values": best.values,
+            "mean": best.mean(metric),
+            "spread": best.spread(metric),
+            "seeds": [t.seed for t in best.trials],
+        }
     tables = _trials(settings, sweep, folder), _settings(settings, sweep)
     return Result(folder, *tables, best, summary | more, list(settings), problem if over else None)
 
@@ -176,7 +194,11 @@ def score(setting: Setting, metric: str) -> str:
     mean, spread = setting.mean(metric), setting.spread(metric)
     if mean is None:
         return ""
-    show = (lambda value: f"{value:.2%}") if metric == "test_accuracy" else (lambda value: f"{value:.4g}")
+    show = (
+        (lambda value: f"{value:.2%}")
+        if metric == "test_accuracy"
+        else (lambda value: f"{value:.4g}")
+    )
     return show(mean) + (f" ± {show(spread)}" if spread is not None else "")
 
 
@@ -186,9 +208,13 @@ def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table
         for trial in setting.trials:
             facts = trial.summary or {}
             row = {"setting": place, **setting.values, "seed": trial.seed, "status": trial.status}
-            row |= {name: facts.get(name) for name in ("rounds", "test_accuracy", "test_loss")} | (epsilons(trial) if facts else {})
+            row |= {name: facts.get(name) for name in ("rounds", "test_accuracy", "test_loss")} | (
+                epsilons(trial) if facts else {}
+            )
             row |= {name: facts.get(name) for name in ("model_sha256", "seconds")}
-            rows.append(row | {"directory": str(trial.folder.relative_to(folder)), "reason": trial.reason})
+            rows.append(
+                row | {"directory": str(trial.folder.relative_to(folder)), "reason": trial.reason}
+            )
     return _arrow(rows)
 
 
@@ -199,8 +225,17 @@ def _settings(settings: Sequence[Setting], sweep: Sweep) -> pa.Table:
         for trial in setting.trials:
             for name, value in epsilons(trial).items():
                 spent[name] = max(value, spent.get(name, value))
-        row = {"setting": place, **setting.values, "trials": len(setting.trials), "whole": setting.whole}
-        rows.append(row | {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)} | spent)
+        row = {
+            "setting": place,
+            **setting.values,
+            "trials": len(setting.trials),
+            "whole": setting.whole,
+        }
+        rows.append(
+            row
+            | {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)}
+            | spent
+        )
     return _arrow(rows)
 
 
@@ -209,9 +244,16 @@ def _arrow(rows: Sequence[dict[str, Any]]) -> pa.Table:
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
-        kinds = {bool if isinstance(v, bool) else float if isinstance(v, (int, float)) else type(v) for v in values if v is not None}
+        kinds = {
+            bool if isinstance(v, bool) else float if isinstance(v, (int, float)) else type(v)
+            for v in values
+            if v is not None
+        }
         if len(kinds) > 1 or kinds & {dict, list}:
-            values = [None if value is None else value if isinstance(value, str) else json.dumps(value) for value in values]
+            values = [
+                None if value is None else value if isinstance(value, str) else json.dumps(value)
+                for value in values
+            ]
         elif kinds == {float} and any(isinstance(value, float) for value in values):
             values = [None if value is None else float(value) for value in values]
         columns[name] = pa.array(values)

@@ -24,9 +24,12 @@ from raydpfl.errors import ConfigError
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
+
 @dataclass(frozen=True)
 class Options:
-    """Finitely many values, each as likely as any other. `ordered`: neighbours are alike (for Optuna)."""
+    """Finitely many values, each as likely as any other. `ordered`: neighbours are alike (for
+    Optuna).
+    """
 
     options: tuple[Any, ...]
     ordered: bool = False
@@ -61,7 +64,13 @@ class Interval:
 
     def at(self, u: float) -> float:
         if self.log:
-            return min(max(math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low))), self.low), self.high)
+            return min(
+                max(
+                    math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low))),
+                    self.low,
+                ),
+                self.high,
+            )
         return self.low + u * (self.high - self.low)
 
 
@@ -85,13 +94,19 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
         if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
             raise refuse("values that differ")
         return Options(tuple(given))
-    if not isinstance(given, list) or len(given) != 2 or not all(type(each) in (int, float) and math.isfinite(each) for each in given):
+    if (
+        not isinstance(given, list)
+        or len(given) != 2
+        or not all(type(each) in (int, float) and math.isfinite(each) for each in given)
+    ):
         raise refuse("two numbers [lowest, highest]")
     low, high = given
     if kind == "powers_of_two":
         if not (type(low) is int and type(high) is int and -1000 < low <= high < 1000):
             raise refuse("two whole exponents [lowest, highest]")
-        return Options(tuple(2**k if k >= 0 else 2.0**k for k in range(low, high + 1)), ordered=True)
+        return Options(
+            tuple(2**k if k >= 0 else 2.0**k for k in range(low, high + 1)), ordered=True
+        )
     if not low < high:
         raise refuse("[lowest, highest], the first below the second")
     if kind == "loguniform" and low <= 0:
@@ -123,7 +138,13 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         made = {}
         for key, value in node.items():
             where = f"{path}{key}"
-            made[key] = values[where] if where in values else copy(value, f"{where}.") if isinstance(value, Mapping) else value
+            made[key] = (
+                values[where]
+                if where in values
+                else copy(value, f"{where}.")
+                if isinstance(value, Mapping)
+                else value
+            )
         return made
 
     return copy(tree, "")

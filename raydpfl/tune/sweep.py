@@ -1,4 +1,5 @@
-"""What a sweep tries: the experiment with its search spaces, the section `sweep`, and the settings and trials they make.
+"""What a sweep tries: the experiment with its search spaces, the section `sweep`, and the settings
+and trials they make.
 
 >>> sweep = Sweep.from_dict({"local": {"kind": "sgd", "lr": {"loguniform": [1e-3, 1.0]}}, "sweep": {"search": "random", "samples": 2}})
 >>> [round(values["local.lr"], 5) for values in sweep.listed()]
@@ -55,10 +56,14 @@ class Search(Section):
     repeats: int = Field(default=1, ge=1)  # trials of a setting, with seeds seed, seed + 1, ...
     scheduler: Literal["none", "asha", "median"] = "none"  # stops trials early by the metric
     grace: int = Field(default=10, ge=1)  # rounds that every trial is given
-    reduction: int = Field(default=3, ge=2)  # asha lets one in so many go on, at rounds grace, grace x reduction, ...
-    ahead: int = Field(default=8, ge=1)  # settings that optuna proposes before it must know the first one's result; so many run at once
-    concurrent: int | None = Field(default=None, ge=1)  # trials at once; default: as many as the cluster holds
-    cpus: float | None = Field(default=None, ge=0)  # of a trial's own process; default: 1 inline, 0 beside client actors
+    # asha lets one in so many go on, at rounds grace, grace x reduction, ...
+    reduction: int = Field(default=3, ge=2)
+    # settings that optuna proposes before it must know the first one's result; so many run at once
+    ahead: int = Field(default=8, ge=1)
+    # trials at once; default: as many as the cluster holds
+    concurrent: int | None = Field(default=None, ge=1)
+    # of a trial's own process; default: 1 inline, 0 beside client actors
+    cpus: float | None = Field(default=None, ge=0)
     timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `limits`
     on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
 
@@ -99,7 +104,11 @@ class Trial:
     def value(self, metric: str) -> float | None:
         """The metric at the last evaluation, of a trial that has not failed."""
         found = (self.summary or self.report).get(metric)
-        return found if self.status != "failed" and found is not None and math.isfinite(found) else None
+        return (
+            found
+            if self.status != "failed" and found is not None and math.isfinite(found)
+            else None
+        )
 
 
 @dataclass(eq=False)
@@ -121,7 +130,11 @@ class Setting:
 
     def mean(self, metric: str) -> float | None:
         """Over the seeds, of those known so far; None if any failed or came to no number."""
-        found = [trial.value(metric) for trial in self.trials if trial.summary or trial.report or trial.status == "failed"]
+        found = [
+            trial.value(metric)
+            for trial in self.trials
+            if trial.summary or trial.report or trial.status == "failed"
+        ]
         return float(np.mean(found)) if found and None not in found else None
 
     def spread(self, metric: str) -> float | None:
@@ -136,7 +149,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """An experiment with search spaces. `tree` is the config as given, overrides put in, without the section `sweep`."""
+    """An experiment with search spaces. `tree` is the config as given, overrides put in, without
+    the section `sweep`.
+    """
 
     tree: dict[str, Any]
     search: Search
@@ -144,14 +159,20 @@ class Sweep:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sweep:
-        """Raises `ConfigError` naming the first field that is wrong; every value of a grid, and both ends of an interval, are tried on."""
+        """Raises `ConfigError` naming the first field that is wrong; every value of a grid, and
+        both ends of an interval, are tried on.
+        """
         tree = overridden(values, overrides)
         section = tree.pop("sweep", {})
         search = validate(Search, "sweep", section)
         for name in search.model_fields_set & _ONLY_WITH.keys():
             other, accepted = _ONLY_WITH[name]
             if getattr(search, other) not in accepted and getattr(search, name) is not None:
-                raise ConfigError(f"sweep.{name}", getattr(search, name), f"nothing unless sweep.{other} is {' or '.join(accepted)}")
+                raise ConfigError(
+                    f"sweep.{name}",
+                    getattr(search, name),
+                    f"nothing unless sweep.{other} is {' or '.join(accepted)}",
+                )
         sweep = cls(tree, search, find(tree))
         sweep._check()
         return sweep
@@ -201,7 +222,9 @@ class Sweep:
         seen = set()
         for sample in range(100 * self.search.samples):
             draws = stream(self.seed, Purpose.SWEEP, round=sample).random(len(self.spaces))
-            values = {key: space.at(u) for (key, space), u in zip(self.spaces.items(), draws, strict=True)}
+            values = {
+                key: space.at(u) for (key, space), u in zip(self.spaces.items(), draws, strict=True)
+            }
             if (name := identity(values)) not in seen:
                 seen.add(name)
                 yield values
@@ -209,7 +232,9 @@ class Sweep:
                 return
 
     def setting(self, values: Mapping[str, Any]) -> Setting:
-        """The setting of these values, with no trials yet. Raises `ConfigError` when they make no experiment."""
+        """The setting of these values, with no trials yet. Raises `ConfigError` when they make no
+        experiment.
+        """
         return Setting(dict(values), Experiment.from_dict(put(self.tree, values)))
 
     def add_trials(self, setting: Setting, folder: Path) -> None:
@@ -255,20 +280,44 @@ class Sweep:
     def _check(self) -> None:
         search = self.search
         if "seed" in self.spaces:
-            raise ConfigError("seed", self.tree["seed"], "a number; sweep.repeats runs every setting with several seeds")
+            raise ConfigError(
+                "seed",
+                self.tree["seed"],
+                "a number; sweep.repeats runs every setting with several seeds",
+            )
         if not self.spaces and search.repeats == 1:
-            raise ConfigError("sweep", search.model_dump(exclude_unset=True), "a search space in some field, or sweep.repeats above 1")
+            raise ConfigError(
+                "sweep",
+                search.model_dump(exclude_unset=True),
+                "a search space in some field, or sweep.repeats above 1",
+            )
         if search.search == "grid":
             for key, space in self.spaces.items():
                 if space.count == math.inf:
-                    raise ConfigError(key, _at(self.tree, key), "a grid, choice or powers_of_two; an interval needs sweep.search random or optuna")
+                    raise ConfigError(
+                        key,
+                        _at(self.tree, key),
+                        "a grid, choice or powers_of_two; an interval needs sweep.search random or optuna",
+                    )
         elif search.samples is None:
-            raise ConfigError("sweep.samples", None, f"required for sweep.search {search.search}: how many settings to try")
-        elif search.search == "random" and search.samples > (most := math.prod(space.count for space in self.spaces.values())):
-            raise ConfigError("sweep.samples", search.samples, f"at most the {most:.0f} settings that the spaces hold")
+            raise ConfigError(
+                "sweep.samples",
+                None,
+                f"required for sweep.search {search.search}: how many settings to try",
+            )
+        elif search.search == "random" and search.samples > (
+            most := math.prod(space.count for space in self.spaces.values())
+        ):
+            raise ConfigError(
+                "sweep.samples",
+                search.samples,
+                f"at most the {most:.0f} settings that the spaces hold",
+            )
         if self.size * search.repeats > MOST:
             given = search.model_dump(exclude_unset=True)
-            raise ConfigError("sweep", given, f"at most {MOST:,} trials, which are settings times repeats")
+            raise ConfigError(
+                "sweep", given, f"at most {MOST:,} trials, which are settings times repeats"
+            )
         experiments = self.probes
         least = min(experiment.rounds for experiment in experiments)
         if search.scheduler != "none" and search.grace > least:
@@ -311,7 +360,9 @@ def inline(experiment: Experiment) -> Experiment:
     """As a trial: `client.actors` auto is 0, since a sweep spreads over the cluster by its trials."""
     if experiment.client.actors != "auto":
         return experiment
-    return experiment.model_copy(update={"client": experiment.client.model_copy(update={"actors": 0})})
+    return experiment.model_copy(
+        update={"client": experiment.client.model_copy(update={"actors": 0})}
+    )
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

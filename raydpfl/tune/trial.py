@@ -1,7 +1,9 @@
-"""The process that runs trials, one after another: starting one costs seconds of a core, so Ray Tune reuses it.
+"""The process that runs trials, one after another: starting one costs seconds of a core, so Ray
+Tune reuses it.
 
-A trial is `raydpfl.runner.run` in its own directory, in a thread of this process; `step` hands on what it reports. Client actors, if
-it has any, are placed in the placement group that the trial holds, and this process is their coordinator.
+A trial is `raydpfl.runner.run` in its own directory, in a thread of this process; `step` hands on
+what it reports. Client actors, if it has any, are placed in the placement group that the trial
+holds, and this process is their coordinator.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ ENDING = 300.0  # seconds that a trial which was told to stop may take to end it
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
 
 
-def work(trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: Path | None, pause: bool) -> dict[str, Any]:
+def work(
+    trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: Path | None, pause: bool
+) -> dict[str, Any]:
     """What `TrialActor` is told. `pause`: it waits at every evaluation until it is told to go on."""
     return {
         "experiment": trial.experiment.to_dict(),
@@ -47,9 +51,11 @@ def work(trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: 
 
 
 class TrialActor(tune.Trainable):
-    """Each `step` is an evaluation of the model: `round` (rounds done), the metrics, and the epsilons.
+    """Each `step` is an evaluation of the model: `round` (rounds done), the metrics, and the
+    epsilons.
 
-    The last has `done` and `over`, and `failed` (a message) or `refused` (the three parts of a `ConfigError`) unless the run went well.
+    The last has `done` and `over`, and `failed` (a message) or `refused` (the three parts of a
+    `ConfigError`) unless the run went well.
     """
 
     @classmethod
@@ -102,19 +108,29 @@ class TrialActor(tune.Trainable):
 
     def _away(self) -> bool:
         """Whether the sweep was started on another node."""
-        return ray.is_initialized() and ray.get_runtime_context().get_node_id() != self._work["node"]
+        return (
+            ray.is_initialized() and ray.get_runtime_context().get_node_id() != self._work["node"]
+        )
 
     def _arrive(self) -> None:
-        """Takes up the place that the sweep was started from. Raises `ConfigError` naming a node that has no such place."""
+        """Takes up the place that the sweep was started from. Raises `ConfigError` naming a node
+        that has no such place.
+        """
         home, sweep = self._work["home"], Path(self._work["folder"]).parent.parent
         every = "a directory that all nodes of the cluster see; on node"
         try:
             os.chdir(home)
         except OSError as error:
-            raise ConfigError("working directory", home, f"{every} {place()}: {error.strerror}") from None
+            raise ConfigError(
+                "working directory", home, f"{every} {place()}: {error.strerror}"
+            ) from None
         sys.path.extend(entry for entry in self._work["path"] if entry not in sys.path)
         if not (sweep / "sweep.yaml").exists():
-            raise ConfigError("--out", str(sweep), f"{every} {place()} it is not what it is where the sweep was started")
+            raise ConfigError(
+                "--out",
+                str(sweep),
+                f"{every} {place()} it is not what it is where the sweep was started",
+            )
 
     def _carry_out(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +142,13 @@ class TrialActor(tune.Trainable):
         self._rows(_rows(folder))
         if self._work["status"] not in FINISHED:
             experiment = Experiment.from_dict(self._work["experiment"])
-            runner.run(experiment, folder, resume=begun, data_root=self._work["data_root"], on_rows=self._rows)
+            runner.run(
+                experiment,
+                folder,
+                resume=begun,
+                data_root=self._work["data_root"],
+                on_rows=self._rows,
+            )
 
     def _rows(self, rows: list[dict[str, Any]]) -> bool:
         """Reports the rows that have been evaluated, once each; whether to stop."""
@@ -135,7 +157,11 @@ class TrialActor(tune.Trainable):
                 break
             if row["test_loss"] is None or row["round"] < self._report["round"]:
                 continue
-            kept = {key: math.nan if value is None else value for key, value in row.items() if key.startswith(("test_", "epsilon_"))}
+            kept = {
+                key: math.nan if value is None else value
+                for key, value in row.items()
+                if key.startswith(("test_", "epsilon_"))
+            }
             self._report = {**kept, "round": row["round"] + 1}
             self._reports.put(self._report)
             if self._work["pause"]:

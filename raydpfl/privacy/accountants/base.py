@@ -14,18 +14,23 @@ if TYPE_CHECKING:
 
 
 class Accountant:
-    """Base of the accountants: `epsilons` and `delta` of a mechanism it covers, and `of_steps` for noise at local steps.
+    """Base of the accountants: `epsilons` and `delta` of a mechanism it covers, and `of_steps` for
+    noise at local steps.
 
-    A rigorous member names in `needs` the method of a sampling law (`Law.losses` or `Law.renyi`) that it accounts a secret by.
+    A rigorous member names in `needs` the method of a sampling law (`Law.losses` or `Law.renyi`)
+    that it accounts a secret by.
     """
 
     name: ClassVar[str]
     rigorous: ClassVar[bool] = True
     needs: ClassVar[str] = ""
-    local_steps: ClassVar[bool] = False  # whether it is for noise at local steps alone, where it stands for `paper`
+    # whether it is for noise at local steps alone, where it stands for `paper`
+    local_steps: ClassVar[bool] = False
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
-        """None if it covers the mechanism under the relation, else the reason and the nearest combination that it does cover."""
+        """None if it covers the mechanism under the relation, else the reason and the nearest
+        combination that it does cover.
+        """
         sampling = mechanism.sampling
         law = sampling.law
         if mechanism.placement == "client" and law.own_coins:
@@ -38,7 +43,11 @@ class Accountant:
         refused = law.refuses(relation)
         if refused or not sampling.hidden or _given(law, self.needs):
             return refused
-        others = [other for other in type(self).__mro__[1].members() if other.needs and _given(law, other.needs)]
+        others = [
+            other
+            for other in type(self).__mro__[1].members()
+            if other.needs and _given(law, other.needs)
+        ]
         nearest = f"; nearest: {others[0].name}" if others else ""
         draws = "draws with replacement" if law.repeats else f"cohorts of law {law.kind}"
         return f"{draws} are not covered by {self.name}{nearest}"
@@ -51,33 +60,45 @@ class Accountant:
         return list(ACCOUNTANTS.values())
 
     def epsilons(
-        self, mechanism: Mechanism, relation: Relation, delta: float, first: int, last: int, v: float
+        self,
+        mechanism: Mechanism,
+        relation: Relation,
+        delta: float,
+        first: int,
+        last: int,
+        v: float,
     ) -> np.ndarray:
-        """Epsilon at `delta` after `first`, ..., `last` rounds of a mechanism with noise, float64 [last - first + 1].
+        """Epsilon at `delta` after `first`, ..., `last` rounds of a mechanism with noise, float64
+        [last - first + 1].
 
         `v` is the constant that the formula of 000 and 001 leaves open.
         """
         raise NotImplementedError
 
-    def delta(self, mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int, v: float) -> float:
+    def delta(
+        self, mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int, v: float
+    ) -> float:
         """Delta at `epsilon` after `rounds` rounds of a mechanism with noise."""
         raise NotImplementedError
 
     def of_steps(
         self, q: float, mu: float, delta: float, each: int, counts: np.ndarray, beside: float
     ) -> np.ndarray:
-        """Epsilon at `delta` of a sample after `counts` participations (int64, one after another), float64 [counts].
+        """Epsilon at `delta` of a sample after `counts` participations (int64, one after another),
+        float64 [counts].
 
-        Each is `each` Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is hidden) and, if `beside` is not 0,
-        one Gaussian of that mu of everyone.
+        Each is `each` Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is
+        hidden) and, if `beside` is not 0, one Gaussian of that mu of everyone.
         """
         raise NotImplementedError
 
 
 class Formula(Accountant):
-    """A paper's formula for noise at local steps. `std` is that of the noise on the mean gradient of a batch.
+    """A paper's formula for noise at local steps. `std` is that of the noise on the mean gradient
+    of a batch.
 
-    `client` has `bound` (per-sample clip norm), `batch`, `samples` and `steps` (local steps over all participations).
+    `client` has `bound` (per-sample clip norm), `batch`, `samples` and `steps` (local steps over
+    all participations).
     """
 
     rigorous = False
@@ -98,11 +119,20 @@ class Formula(Accountant):
         raise NotImplementedError
 
     def curve(self, std: float, delta: float, counts: np.ndarray, **client: Any) -> np.ndarray:
-        """Its epsilons after `counts` participations of `client["steps"]` steps each, float64 [counts]."""
+        """Its epsilons after `counts` participations of `client["steps"]` steps each, float64
+        [counts].
+        """
         steps = client.pop("steps")
-        return np.array([self.printed(std, delta, steps=steps * count, **client)[0].value for count in counts.tolist()])
+        return np.array(
+            [
+                self.printed(std, delta, steps=steps * count, **client)[0].value
+                for count in counts.tolist()
+            ]
+        )
 
-    def conditions(self, epsilon: float, std: float, delta: float, **client: Any) -> tuple[float, tuple[str, ...]]:
+    def conditions(
+        self, epsilon: float, std: float, delta: float, **client: Any
+    ) -> tuple[float, tuple[str, ...]]:
         """(the delta that its epsilon is at, the conditions that fail)."""
         printed, at = self.printed(std, delta, **client)
         return at, printed.conditions_failed

@@ -1,4 +1,6 @@
-"""Theorem 3.2 of 000 as printed, which is Theorem 1 of 001 (PRIVACY.md sec. 3); at local steps the formulas of 002 and 003."""
+"""Theorem 3.2 of 000 as printed, which is Theorem 1 of 001 (PRIVACY.md sec. 3); at local steps the
+formulas of 002 and 003.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ class Paper(Accountant):
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
         z, sampling = mechanism.noise_multiplier, mechanism.sampling
-        return np.array([paper.client_epsilon(z, sampling, t, delta, v).value for t in range(first, last + 1)])
+        return np.array(
+            [paper.client_epsilon(z, sampling, t, delta, v).value for t in range(first, last + 1)]
+        )
 
     def delta(self, mechanism, relation, epsilon, rounds, v):
-        return paper.client_delta(mechanism.noise_multiplier, mechanism.sampling, rounds, epsilon, v)
+        return paper.client_delta(
+            mechanism.noise_multiplier, mechanism.sampling, rounds, epsilon, v
+        )
 
 
 ACCOUNTANT = Paper()

@@ -1,4 +1,6 @@
-"""Privacy loss distributions: the tightest of the rigorous accountants. See `raydpfl.privacy.pld` for the mathematics."""
+"""Privacy loss distributions: the tightest of the rigorous accountants. See `raydpfl.privacy.pld`
+for the mathematics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Renyi differential privacy: rigorous, quick, and about twice as loose where sampling amplifies. See `raydpfl.privacy.renyi`."""
+"""Renyi differential privacy: rigorous, quick, and about twice as loose where sampling amplifies.
+See `raydpfl.privacy.renyi`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from raydpfl.privacy.accountants.base import Accountant
 
 
 class Rdp(Accountant):
-    """Adds up the Renyi divergences of rounds at dp-accounting's orders, and converts as dp-accounting does."""
+    """Adds up the Renyi divergences of rounds at dp-accounting's orders, and converts as
+    dp-accounting does.
+    """
 
     name = "rdp"
     needs = "renyi"
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
-        return renyi.epsilons(_round(mechanism.sampling, mechanism.mu(relation)), delta, np.arange(first, last + 1))
+        return renyi.epsilons(
+            _round(mechanism.sampling, mechanism.mu(relation)), delta, np.arange(first, last + 1)
+        )
 
     def delta(self, mechanism, relation, epsilon, rounds, v):
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta

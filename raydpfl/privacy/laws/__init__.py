@@ -1,7 +1,7 @@
 """Sampling laws: who takes part in a round, and what a secret about it is worth. A file a law.
 
-A law is named in `Sampling` (the law, the population, the cohort), which is all that accountants, the checks of a run's draws and
-the audit are told. They ask the law, and never which one it is:
+A law is named in `Sampling` (the law, the population, the cohort), which is all that accountants,
+the checks of a run's draws and the audit are told. They ask the law, and never which one it is:
 
 >>> from raydpfl.privacy.mechanism import Sampling
 >>> list(LAWS)
@@ -9,7 +9,8 @@ the audit are told. They ask the law, and never which one it is:
 >>> Sampling("poisson", population=1000, cohort=10).hidden, Sampling("public", population=1000, cohort=10).hidden
 (True, False)
 
-A law of one's own is an object of a class derived from `Law`, given in the place of the name: `Sampling(MyLaw(), 1000, 10)`.
+A law of one's own is an object of a class derived from `Law`, given in the place of the name:
+`Sampling(MyLaw(), 1000, 10)`.
 """
 
 from __future__ import annotations

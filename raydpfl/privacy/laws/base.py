@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 
 class Law:
-    """Base of the sampling laws. A member has no state: population, cohort and the rest are those of the `Sampling` it is asked about.
+    """Base of the sampling laws. A member has no state: population, cohort and the rest are those
+    of the `Sampling` it is asked about.
 
-    What a member must give: `kind`, `words`; where a cohort is a secret, `refuses`, and `losses` or `renyi`, whichever
-    accountant is to cover it. The facts below have the answers of a cohort of fixed size without replacement.
+    What a member must give: `kind`, `words`; where a cohort is a secret, `refuses`, and `losses` or
+    `renyi`, whichever accountant is to cover it. The facts below have the answers of a cohort of
+    fixed size without replacement.
     """
 
     kind: ClassVar[str] = ""
     sized: ClassVar[bool] = True  # whether every cohort has exactly `cohort` clients
-    own_coins: ClassVar[bool] = False  # whether each client takes part by a coin of its own, so that the size is a secret
+    # whether each client takes part by a coin of its own, so that the size is a secret
+    own_coins: ClassVar[bool] = False
     repeats: ClassVar[bool] = False  # whether a client may stand in a cohort more than once
     secret: ClassVar[bool] = True  # whether who takes part is a secret, unless everyone does
 
@@ -33,7 +36,9 @@ class Law:
             raise ConfigError("selection.cohort", sampling.cohort, accepted)
 
     def q(self, sampling: Sampling) -> float:
-        """The chance that a given client is in a cohort; 1 where only the rounds that it is in are counted."""
+        """The chance that a given client is in a cohort; 1 where only the rounds that it is in are
+        counted.
+        """
         return sampling.cohort / sampling.population
 
     def everyone(self, sampling: Sampling) -> bool:
@@ -45,30 +50,40 @@ class Law:
         raise NotImplementedError
 
     def refuses(self, relation: Relation) -> str | None:
-        """Why no accountant covers a round's sampling under `relation`, and the nearest one that is covered; None: one does."""
+        """Why no accountant covers a round's sampling under `relation`, and the nearest one that is
+        covered; None: one does.
+        """
         return None
 
     def losses(self, sampling: Sampling, mu: float) -> tuple[LossDistribution, ...]:
-        """The privacy loss of one round of a Gaussian of `mu` = sensitivity / std, one for each direction that can differ (pld).
+        """The privacy loss of one round of a Gaussian of `mu` = sensitivity / std, one for each
+        direction that can differ (pld).
 
         Not covered by pld unless given.
         """
         raise NotImplementedError
 
     def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
-        """The Renyi divergences of that round at `renyi.ORDERS`, float64 [orders] (rdp). Not covered by rdp unless given."""
+        """The Renyi divergences of that round at `renyi.ORDERS`, float64 [orders] (rdp). Not
+        covered by rdp unless given.
+        """
         raise NotImplementedError
 
-    def known(self, sampling: Sampling, rounds: int, participations: int | None) -> tuple[int, int, str]:
-        """What a client spends against one who knows the cohorts: (times drawn, Gaussians that these compose, in words).
+    def known(
+        self, sampling: Sampling, rounds: int, participations: int | None
+    ) -> tuple[int, int, str]:
+        """What a client spends against one who knows the cohorts: (times drawn, Gaussians that
+        these compose, in words).
 
-        `participations`: the most that any client was drawn in `rounds` rounds; None: that is not known.
+        `participations`: the most that any client was drawn in `rounds` rounds; None: that is not
+        known.
         """
         times = rounds if participations is None else min(participations, rounds)
         return times, times, f"a client in at most {times} of {rounds} rounds"
 
     def most(self, sampling: Sampling, rounds: int, exposure: int) -> tuple[int, float, float]:
-        """How often a client can be drawn, for the check of a run's draws: Bin(trials, chance), and over how many clients.
+        """How often a client can be drawn, for the check of a run's draws: Bin(trials, chance), and
+        over how many clients.
 
         `exposure`: how many of the `rounds` rounds accountants compose over.
         """

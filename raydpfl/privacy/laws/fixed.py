@@ -1,4 +1,6 @@
-"""A uniform subset of fixed size, without replacement: the papers' sampling, q = r / N (PRIVACY.md sec. 2)."""
+"""A uniform subset of fixed size, without replacement: the papers' sampling, q = r / N (PRIVACY.md
+sec. 2).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from raydpfl.privacy.laws.base import Law
 
 
 class Fixed(Law):
-    """`cohort` of the population, all subsets equally likely. Covered under replace-one, where a client stands in another's place."""
+    """`cohort` of the population, all subsets equally likely. Covered under replace-one, where a
+    client stands in another's place.
+    """
 
     kind = "fixed"
 

@@ -1,4 +1,6 @@
-"""Each client by its own coin, with probability q = cohort / population; the cohort's size is then a secret too."""
+"""Each client by its own coin, with probability q = cohort / population; the cohort's size is then
+a secret too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from raydpfl.privacy.laws.base import Law
 
 
 class Poisson(Law):
-    """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out), by dp-accounting's Renyi bound."""
+    """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out),
+    by dp-accounting's Renyi bound.
+    """
 
     kind = "poisson"
     sized = False
@@ -30,12 +34,15 @@ class Poisson(Law):
         return pld.poisson(sampling.q, mu)
 
     def renyi(self, sampling, mu):
-        """By dp-accounting, whose RDP accountant reads a noise multiplier as std / sensitivity under every relation."""
+        """By dp-accounting, whose RDP accountant reads a noise multiplier as std / sensitivity
+        under every relation.
+        """
         from dp_accounting import dp_event, rdp
 
         event = dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu))
         logger = logging.getLogger("absl")
-        level, logger.level = logger.level, logging.ERROR  # an order that does not converge is infinite, with a warning for each
+        # an order that does not converge is infinite, with a warning for each
+        level, logger.level = logger.level, logging.ERROR
         try:
             return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
         finally:

@@ -1,4 +1,6 @@
-"""Cohorts that a public rule names, whatever the data are: only the rounds that a client takes part in count, and each in full."""
+"""Cohorts that a public rule names, whatever the data are: only the rounds that a client takes part
+in count, and each in full.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from raydpfl.privacy.laws.base import Law
 
 
 class Public(Law):
-    """`cohort` of the population by turns, by speed or by any rule that all may know; `rounds` of the mechanism counts a client's own."""
+    """`cohort` of the population by turns, by speed or by any rule that all may know; `rounds` of
+    the mechanism counts a client's own.
+    """
 
     kind = "public"
     sized = False  # groups that take turns may differ by one

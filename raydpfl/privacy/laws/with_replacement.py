@@ -1,4 +1,6 @@
-"""Draws with replacement: r draws of one client each, uniform or with no client likelier than `p_max` (PRIVACY.md sec. 2)."""
+"""Draws with replacement: r draws of one client each, uniform or with no client likelier than
+`p_max` (PRIVACY.md sec. 2).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ class WithReplacement(Law):
     def check(self, sampling):
         p, least = sampling.p_max, 1 / sampling.population
         if p is not None and not least <= p * (1 + 1e-9) <= 1 + 1e-9:
-            raise ConfigError("p_max", p, f"from 1/{sampling.population} to 1, for draws with replacement")
+            raise ConfigError(
+                "p_max", p, f"from 1/{sampling.population} to 1, for draws with replacement"
+            )
 
     def everyone(self, sampling):
         return False
 
     def words(self, sampling):
-        likely = f", no client likelier than {sampling.p_max:.3g}" if sampling.p_max is not None else ""
+        likely = (
+            f", no client likelier than {sampling.p_max:.3g}" if sampling.p_max is not None else ""
+        )
         return f"{sampling.cohort} draws with replacement from {sampling.population}{likely}"
 
     def refuses(self, relation):
@@ -31,16 +37,22 @@ class WithReplacement(Law):
         return "draws with replacement are covered under replace_one only; nearest: replace_one, by pld"
 
     def losses(self, sampling, mu):
-        return (pld.with_replacement(sampling.p_max or 1 / sampling.population, sampling.cohort, mu),)
+        return (
+            pld.with_replacement(sampling.p_max or 1 / sampling.population, sampling.cohort, mu),
+        )
 
     def known(self, sampling, rounds, participations):
-        """A client drawn m times in a round moves the sum m times as far: sum of m^2 <= (most m) (sum of m)."""
+        """A client drawn m times in a round moves the sum m times as far: sum of m^2 <= (most m)
+        (sum of m).
+        """
         most = rounds * sampling.cohort
         times = most if participations is None else min(participations, most)
         return times, times * min(sampling.cohort, times), f"a client drawn at most {times} times"
 
     def most(self, sampling, rounds, exposure):
-        """Over clients of any probabilities p_i, P[Bin(n, p_i) >= m] / p_i is largest for the likeliest: as if 1 / p_max were so."""
+        """Over clients of any probabilities p_i, P[Bin(n, p_i) >= m] / p_i is largest for the
+        likeliest: as if 1 / p_max were so.
+        """
         chance = sampling.p_max or 1 / sampling.population
         return rounds * sampling.cohort, chance, 1 / chance
 
