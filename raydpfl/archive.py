@@ -59,7 +59,8 @@ class Plain:
     """
 
     def __init__(self) -> None:
-        self._state, self._length = "text", 0
+        self._state = "text"
+        self._length = 0
 
     def __call__(self, text: str) -> str:
         if self._state == "text" and not _CONTROL.search(text):
@@ -68,19 +69,23 @@ class Plain:
 
     def _shown(self, character: str) -> bool:
         """Whether this character is text, given what stood before it."""
-        state, self._length = self._state, self._length + 1
+        state = self._state
+        self._length = self._length + 1
         if character == "\n" or (state != "text" and self._length > STRING):
             self._state = "text"  # what was not ended by then ends here
             return character == "\n"
         if character == "\x1b":
-            self._state, self._length = "escape", 0
+            self._state = "escape"
+            self._length = 0
         elif state == "string":
             if character in "\x07\x9c":
                 self._state = "text"
         elif character == "\x9b":
-            self._state, self._length = "sequence", 0
+            self._state = "sequence"
+            self._length = 0
         elif character in "\x90\x98\x9d\x9e\x9f":
-            self._state, self._length = "string", 0
+            self._state = "string"
+            self._length = 0
         elif state == "escape":
             self._state = self._after_escape(character)
         elif state == "sequence":
@@ -218,7 +223,8 @@ def _pax(text: bytes) -> dict[str, str]:
     while text:
         digits = text.split(b" ", 1)[0]
         length = _number(_text(digits))
-        record, text = text[len(digits) + 1 : length], text[length:]
+        record = text[len(digits) + 1 : length]
+        text = text[length:]
         key, equals, value = record.partition(b"=")
         if not equals or not value.endswith(b"\n") or length <= len(digits):
             raise ValueError("it is no tar archive")

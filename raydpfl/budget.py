@@ -116,7 +116,8 @@ class Budget:
         """The noise in full: multiplier, bound, sensitivity of the sum under `relation`, std of the
         sum and of what is drawn.
         """
-        query, r = self.mechanism.queries[0], self.mechanism.sampling.cohort
+        query = self.mechanism.queries[0]
+        r = self.mechanism.sampling.cohort
         drawn = {
             "client": ("std_of_one_client", math.sqrt(r)),
             "step": ("std_of_the_mean_gradient", r),
@@ -468,10 +469,8 @@ def of_personal(
         broken = None
     except BudgetError as error:
         broken = str(error)
-    rows, guarantees = (
-        mechanism.table(participations, accountants),
-        mechanism.guarantees(participations, accountants),
-    )
+    rows = mechanism.table(participations, accountants)
+    guarantees = mechanism.guarantees(participations, accountants)
     notes = [
         *mechanism.warnings(participations),
         *(f"not accounted for: {each}" for each in mechanism.exclusions),
@@ -549,11 +548,13 @@ class _Question:
         """By an accountant of `raydpfl.privacy`, one answer against each observer; `paper` knows
         the first alone.
         """
-        z, rounds = self.mechanism.noise_multiplier, self.mechanism.rounds // self.steps
+        z = self.mechanism.noise_multiplier
+        rounds = self.mechanism.rounds // self.steps
         for place, (_, _, observed, under, times) in enumerate(
             self._seen(rounds)[: 1 if name == "paper" else None]
         ):
-            found_z, found_rounds = z, rounds
+            found_z = z
+            found_rounds = rounds
             if self.unknown != "epsilon" and not privacy.covers(name, observed, under):
                 if self.unknown == "rounds":
                     most = privacy.rounds_for(
@@ -577,11 +578,9 @@ class _Question:
 
     def _printed(self) -> Iterator[Answer]:
         """By the papers' formulas for local steps."""
-        query, batches, rounds = (
-            self.mechanism.queries[0],
-            self.mechanism.sampling,
-            self.mechanism.rounds // self.steps,
-        )
+        query = self.mechanism.queries[0]
+        batches = self.mechanism.sampling
+        rounds = self.mechanism.rounds // self.steps
         client = {"bound": query.bound, "batch": batches.cohort, "samples": batches.population}
         (seen,) = self._guarantees("pld", self.mechanism.noise_multiplier, 1, self.delta)
         for formula in FORMULAS.values():
@@ -589,12 +588,12 @@ class _Question:
             def claim(std: float, rounds: int, formula: Formula = formula) -> tuple[Printed, float]:
                 return formula.printed(std, self.delta, **client, steps=max(rounds, 1) * self.steps)
 
-            std, found, failed = query.std / batches.cohort, rounds, ()
+            std = query.std / batches.cohort
+            found = rounds
+            failed = ()
             if batches.cohort > batches.population:  # which draws with replacement alone allow
-                std, found = (
-                    (math.inf if self.unknown == "noise" else std),
-                    (0 if self.unknown == "rounds" else rounds),
-                )
+                std = math.inf if self.unknown == "noise" else std
+                found = 0 if self.unknown == "rounds" else rounds
                 failed = (
                     f"a batch of {batches.cohort} from at least as many samples (here: {batches.population})",
                 )
@@ -608,12 +607,10 @@ class _Question:
                     self.epsilon,
                     key=lambda t, std=std, claim=claim: claim(std, t)[0].value,
                 )
-            z, epsilon, delta, truth = (
-                batches.cohort * std / query.bound,
-                math.inf,
-                self.delta,
-                None,
-            )
+            z = batches.cohort * std / query.bound
+            epsilon = math.inf
+            delta = self.delta
+            truth = None
             if math.isfinite(std) and batches.cohort <= batches.population:
                 printed, delta = claim(std, found)
                 truth = self._truth(z, found, delta)
@@ -762,7 +759,8 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
 
 
 def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
-    size, unit = mechanism.sampling.population, mechanism.unit
+    size = mechanism.sampling.population
+    unit = mechanism.unit
     if loose := privacy.loose(delta, size, unit):
         yield loose
     if mechanism.placement == "client":
@@ -782,12 +780,11 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
 
     if isinstance(budget, PersonalBudget):
         return _render_personal(budget)
-    mechanism, noise = budget.mechanism, budget.noise
-    local, rounds, sampling = (
-        mechanism.placement == "step",
-        mechanism.rounds // budget.steps,
-        mechanism.sampling,
-    )
+    mechanism = budget.mechanism
+    noise = budget.noise
+    local = mechanism.placement == "step"
+    rounds = mechanism.rounds // budget.steps
+    sampling = mechanism.sampling
     head = Table.grid(padding=(0, 2))
     if local:
         steps = f"{mechanism.rounds} local steps ({rounds} x {budget.steps})"
@@ -875,7 +872,8 @@ def _render_personal(budget: PersonalBudget) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    mechanism, rows = budget.mechanism, budget.rows
+    mechanism = budget.mechanism
+    rows = budget.rows
     head = Table.grid(padding=(0, 2))
     batch = "all samples" if mechanism.batch is None else f"{mechanism.batch} samples"
     order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"

@@ -206,11 +206,9 @@ ASKED = (
     "A config, or the directory of a run, to answer for; "
     "the import paths in it that decide its privacy are code that runs."
 )
-GIVE, CLIENT, SAMPLE = (
-    "Two of noise, epsilon and rounds; the third is computed",
-    "With --unit client",
-    "With --unit sample",
-)
+GIVE = "Two of noise, epsilon and rounds; the third is computed"
+CLIENT = "With --unit client"
+SAMPLE = "With --unit sample"
 
 
 def _option(panel: str | None, text: str = "") -> Any:
@@ -417,7 +415,8 @@ class _Display:
     """A progress bar on a terminal, a line per evaluation elsewhere."""
 
     def __init__(self, console: Console, rounds: int):
-        self.console, self.total = console, rounds
+        self.console = console
+        self.total = rounds
         columns = (
             TextColumn("round"),
             MofNCompleteColumn(),
@@ -432,7 +431,8 @@ class _Display:
     def __enter__(self) -> _Display:
         self.progress.start()
         self.task = self.progress.add_task("", total=self.total, state="starting")
-        self.score, self.said = "", -1.0
+        self.score = ""
+        self.said = -1.0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -523,7 +523,8 @@ def main() -> None:
         message, code = _carried_out()
         # what came of it may have been another error, or none
         if interrupts.asked() and code != 130:
-            message, code = f"interrupted{f' ({message})' if message else ''}; {AGAIN}", 130
+            message = f"interrupted{f' ({message})' if message else ''}; {AGAIN}"
+            code = 130
     if code:
         _fail(message, code)
 

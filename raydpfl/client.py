@@ -117,7 +117,8 @@ class Progress:
     """
 
     def __init__(self, shared: bool) -> None:
-        self.path, self._client = "", np.zeros(1, np.int64)
+        self.path = ""
+        self._client = np.zeros(1, np.int64)
         if shared and hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("raydpfl-progress")
             os.ftruncate(descriptor, self._client.nbytes)
@@ -151,10 +152,8 @@ class Process:
     ):
         self.own = False  # whether code of the user's own takes part
         here = isinstance(experiment, Experiment)
-        self._given, self.progress = (
-            (experiment, shards, path, capability),
-            Progress(shared=not here),
-        )
+        self._given = (experiment, shards, path, capability)
+        self.progress = Progress(shared=not here)
         if here:
             self.make(experiment, shards)
 
@@ -216,7 +215,8 @@ class ClientActor(Process):
         module = models.build(
             experiment.model, self.shards.shape, self.shards.classes, experiment.seed
         )
-        local, clip = experiment.local, experiment.bounding.sample_bound
+        local = experiment.local
+        clip = experiment.bounding.sample_bound
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.own = _own(experiment)
         settings = {"way": experiment.client.way, "seed": experiment.seed, "device": self.device}
@@ -241,7 +241,8 @@ class ClientActor(Process):
         After 1, 2, 4, 8, ... shares the first client of the share is trained again, and must give
         the same bits.
         """
-        state, self._state = self._state, self._kept()
+        state = self._state
+        self._state = self._kept()
         names = ", ".join(changed(state, self._state)[:5])
         if not names and self._sample:
             lane, slot, delta = self._sample
@@ -261,7 +262,8 @@ class ClientActor(Process):
         The sum comes back by value.
         """
         began = time.perf_counter()
-        self.trainer.seed, self.trainer.noise_seed = work.seed, work.noise_seed
+        self.trainer.seed = work.seed
+        self.trainer.noise_seed = work.noise_seed
         # a copy: what Ray hands out may not be written to
         broadcast = torch.tensor(model, device=self.device)
         parameters, shared = broadcast if broadcast.dim() == 2 else (broadcast, None)
@@ -293,7 +295,7 @@ class ClientActor(Process):
 
     @contained()
     def losses(
-        self, model: np.ndarray, round: int, clients: Sequence[int], noise_seed: int
+        self, model: np.ndarray, t: int, clients: Sequence[int], noise_seed: int
     ) -> list[float]:
         """What each of `clients` answers of the losses of `model` (float32 [d]) on all of its rows.
 
@@ -306,7 +308,7 @@ class ClientActor(Process):
             for client in clients:
                 self.progress.at(client)
                 x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
-                with self.keyed(self.experiment.seed, round=round, client=client, step=3):
+                with self.keyed(self.experiment.seed, t=t, client=client, step=3):
                     outputs = self.module(torch.from_numpy(x[0]).to(self.device))
                 each = (
                     sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none")
@@ -314,7 +316,7 @@ class ClientActor(Process):
                     .cpu()
                     .numpy()
                 )
-                found.append(selection.answer(each, noise_seed, round, client))
+                found.append(selection.answer(each, noise_seed, t, client))
         return found
 
     def _contributions(
@@ -328,7 +330,8 @@ class ClientActor(Process):
         """The weighted, bounded, noised vectors (float64 [d]) of the lane's clients, in client
         order.
         """
-        bounding, local = self.experiment.bounding, self.experiment.local
+        bounding = self.experiment.bounding
+        local = self.experiment.local
         lr = local.learning_rate(work.round)
         expected = (
             self._expected_norms(parameters, shared, work, lane)
@@ -350,9 +353,10 @@ class ClientActor(Process):
                         partial,
                     )
                 vector = self._sent(parameters, None, own, shared, lr)
-                norm, sent = math.nan, float(torch.linalg.vector_norm(vector))
+                norm = math.nan
+                sent = float(torch.linalg.vector_norm(vector))
             with self.keyed(
-                work.seed, round=work.round, client=client, draw=int(lane.draws[slot]), step=2
+                work.seed, t=work.round, client=client, draw=int(lane.draws[slot]), step=2
             ):
                 factor = bounding.factor(sent, work.bound)
             if work.bound is not None and not 0 <= factor * sent <= work.bound * (1 + 1e-12):
@@ -437,7 +441,8 @@ class ClientActor(Process):
 
         The variance of the mean, as the repeats show it, is taken off its squared norm.
         """
-        members, repeats = self._members(lane), self.experiment.measure.repeats
+        members = self._members(lane)
+        repeats = self.experiment.measure.repeats
         lr = self.experiment.local.learning_rate(work.round)
         sums: dict[int, torch.Tensor] = {}
         squares: dict[int, float] = {}
@@ -555,8 +560,9 @@ class ClientActor(Process):
         lane: Lane,
         members: np.ndarray,
     ) -> Iterator[tuple[int, torch.Tensor, float]]:
-        keyed = {"round": work.round, "clients": members, "draws": lane.draws}
-        local, sizes = self.experiment.local, np.where(members < 0, 0, self.shards.sizes[members])
+        keyed = {"t": work.round, "clients": members, "draws": lane.draws}
+        local = self.experiment.local
+        sizes = np.where(members < 0, 0, self.shards.sizes[members])
         index, batch_sizes = batches(work.seed, sizes=sizes, local=local, rows=lane.rows, **keyed)
         rows, index = picked(index, batch_sizes, sizes, local)
         x, y, sizes = self.shards.lane(members, lane.rows, rows)
@@ -620,11 +626,9 @@ class Evaluator(Process):
 
     def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
-        self.batch, self.seed, self.own = (
-            experiment.evaluate.batch,
-            experiment.seed,
-            _own(experiment),
-        )
+        self.batch = experiment.evaluate.batch
+        self.seed = experiment.seed
+        self.own = _own(experiment)
         self.shards = Shards.open(shards)
         self.module = models.build(
             experiment.model, self.shards.shape, self.shards.classes, experiment.seed
@@ -636,7 +640,8 @@ class Evaluator(Process):
         set.
         """
         models.load(self.module, torch.tensor(model))
-        loss, right = 0.0, 0
+        loss = 0.0
+        right = 0
         with torch.inference_mode():
             for x, y in self.shards.test(self.batch):
                 with self.keyed(self.seed, step=4):

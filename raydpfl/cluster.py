@@ -64,7 +64,8 @@ class Session:
         self._ended = threading.Event()
         # without which there is no Ray: its control store and its raylet
         self._own: list[psutil.Process] = []
-        self._mark, self._reaper = None, None
+        self._mark = None
+        self._reaper = None
         if address == "local":
             self._start(options)
         else:

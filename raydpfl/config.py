@@ -471,7 +471,8 @@ def parse_yaml(text: str) -> Any:
     # as of a date or a number that is none
     except (ValueError, OverflowError, AttributeError, TypeError) as error:
         raise yaml.YAMLError(str(error)) from None
-    left, most = [(values, 0)], max(len(text), 10_000)
+    left = [(values, 0)]
+    most = max(len(text), 10_000)
     while left:
         value, depth = left.pop()
         most -= 1

@@ -83,8 +83,12 @@ class Coordinator:
         anew: bool = False,
     ):
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self.plan, self.experiment, self.out = plan, plan.experiment, Path(out)
-        self._actors, self._resume, self._anew = actors, resume, anew
+        self.plan = plan
+        self.experiment = plan.experiment
+        self.out = Path(out)
+        self._actors = actors
+        self._resume = resume
+        self._anew = anew
         self._heterogeneity: Heterogeneity | None = None
 
     def start(self) -> None:
@@ -103,7 +107,9 @@ class Coordinator:
             checkpoint = load(self.out / "checkpoints", self._flaw, self._most())
         anew = (checkpoint.round if checkpoint else 0) if self._anew else None
         self.plan = plan = self.plan.continued(self.ledger.segments, anew)
-        noise, seed, d = self.experiment.noise, plan.noise_seed, plan.d
+        noise = self.experiment.noise
+        seed = plan.noise_seed
+        d = plan.d
         self.noise_seed = seed
         # without self: a cycle would keep its files open
         self._noise = lambda t, std: server_noise(seed, t, std, d)
@@ -132,7 +138,9 @@ class Coordinator:
         else:
             self.pool = Inline(self.experiment, shards)
         self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
-        self._pace, self._client_rss, self._snr = Pace(), 0.0, None
+        self._pace = Pace()
+        self._client_rss = 0.0
+        self._snr = None
 
     def started(self) -> tuple[int, list[str]]:
         """As `start`; the id of this process, and what that warned of, which the log of an actor
@@ -151,12 +159,13 @@ class Coordinator:
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         experiment = self.experiment
         if checkpoint:
-            self.next, self.model, self.bound = checkpoint.round, checkpoint.model, checkpoint.bound
-            self.state, self.remembered = checkpoint.server, checkpoint.kept
-            self.seconds, self.participations = (
-                checkpoint.seconds,
-                Counter(dict(checkpoint.participations.tolist())),
-            )
+            self.next = checkpoint.round
+            self.model = checkpoint.model
+            self.bound = checkpoint.bound
+            self.state = checkpoint.server
+            self.remembered = checkpoint.kept
+            self.seconds = checkpoint.seconds
+            self.participations = Counter(dict(checkpoint.participations.tolist()))
             self.memory = dict(zip(checkpoint.members.tolist(), checkpoint.memory, strict=True))
             self._same_origin(checkpoint.origin)
             if self.plan.mechanism and self.ledger.spent().rounds < self.next:
@@ -168,13 +177,12 @@ class Coordinator:
                 table.resume(checkpoint.tables[name])
             return
         self.next, self.model = 0, models.flatten(self._module()).numpy()
-        self.state, self.bound = (
-            experiment.server.start(self.plan.d),
-            experiment.bounding.initial_bound,
-        )
+        self.state = experiment.server.start(self.plan.d)
+        self.bound = experiment.bounding.initial_bound
         # the server's part of what clients remember, and the last update where it is measured
         self.remembered: dict[str, np.ndarray] = {}
-        self.seconds, self.participations = 0.0, Counter()
+        self.seconds = 0.0
+        self.participations = Counter()
         # what clients keep from one of their rounds to the next, float32 [d] each
         self.memory: dict[int, np.ndarray] = {}
         if experiment.stateful:
@@ -187,7 +195,9 @@ class Coordinator:
 
     def _most(self) -> int:
         """Bytes that a checkpoint of this run has at most, its tables estimated generously."""
-        d, clients, rounds = self.plan.d, len(self.plan.population), self.experiment.rounds
+        d = self.plan.d
+        clients = len(self.plan.population)
+        rounds = self.experiment.rounds
         arrays = len(self.experiment.server.start(d)) + 2  # shared and previous
         remembered = clients if self.experiment.stateful else 0
         rows = ROW_BYTES * rounds
@@ -201,10 +211,13 @@ class Coordinator:
         """
         for name, table in self._tables().items():
             table.resume(found.tables[name], found.round if name == "rounds" else None)
-        rows, self.table.rows, self.client_table.rows = self.table.rows, [], []
+        rows = self.table.rows
+        self.table.rows = []
+        self.client_table.rows = []
         if not _sound(rows):
             return "its rows are not those of rounds"
-        bounding, state = self.experiment.bounding, self.experiment.server.start(self.plan.d)
+        bounding = self.experiment.bounding
+        state = self.experiment.server.start(self.plan.d)
         if not bounding.adaptive and found.bound != bounding.initial_bound:
             return f"its bound is {found.bound}, not {bounding.initial_bound}"
         if bounding.adaptive and not (type(found.bound) is float and 0 < found.bound < math.inf):
@@ -232,7 +245,8 @@ class Coordinator:
         plan releases them.
         """
         for entry in self.ledger.entries:
-            t, bound = entry["round"], self.bound
+            t = entry["round"]
+            bound = self.bound
             if self.experiment.bounding.adaptive and not (t == self.next and self._present(entry)):
                 bound = entry.get("bound")  # known of the coming round alone
                 if not (isinstance(bound, float) and 0 < bound < math.inf):
@@ -257,7 +271,9 @@ class Coordinator:
         """What looks at every draw; `draws`: those of all releases, where the accountants counted
         these.
         """
-        plan, noise, selection = self.plan, self.experiment.noise, self.experiment.selection
+        plan = self.plan
+        noise = self.experiment.noise
+        selection = self.experiment.selection
         least = plan.survivors if plan.ratio and noise.placement == "client" else 0
         exposures = plan.exposures + max(plan.repeated, 0)
         secret = isinstance(plan.mechanism, Mechanism)
@@ -282,7 +298,8 @@ class Coordinator:
 
     def round(self) -> list[dict]:
         """Does the next round and returns the rows of the rounds table that are now complete."""
-        t, clock = self.next, Clock()
+        t = self.next
+        clock = Clock()
         self.account(t)
         clock.lap("account")
         cohort = self.select(t)
@@ -304,11 +321,9 @@ class Coordinator:
         """The cohort of the round; where the largest losses are wanted, clients are asked for them
         first.
         """
-        selection, seed, population = (
-            self.experiment.selection,
-            self.plan.cohort_seed(),
-            self.plan.population,
-        )
+        selection = self.experiment.selection
+        seed = self.plan.cohort_seed()
+        population = self.plan.population
         candidates = None
         if selection.needs_losses:
             candidates = selection.candidates(seed, t, population)
@@ -330,7 +345,7 @@ class Coordinator:
             check_budget(t, spent, {least: self.experiment.privacy.budget})
         if self.plan.mechanism:
             self.ledger.record(
-                round=t, again=self.plan.again, epsilon=spent, **self._release(self.bound)
+                t=t, again=self.plan.again, epsilon=spent, **self._release(self.bound)
             )
 
     def _release(self, bound: float | None, present: bool = True) -> dict[str, Any]:
@@ -352,10 +367,8 @@ class Coordinator:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
         actor's account of them.
         """
-        clients, shared = (
-            cohort.clients,
-            self.remembered.get("shared") if self.experiment.local.stateful else None,
-        )
+        clients = cohort.clients
+        shared = self.remembered.get("shared") if self.experiment.local.stateful else None
         sizes = self.experiment.local.rows_used(self.plan.population.sizes[clients])
         cut = lanes(
             cohort,
@@ -369,7 +382,8 @@ class Coordinator:
             self.model if shared is None else np.stack([self.model, shared.astype(np.float32)])
         )
         shares = self.pool.shares(cut)
-        std, bound = self.plan.client_std(self.bound), self.bound
+        std = self.plan.client_std(self.bound)
+        bound = self.bound
         reach = grid(len(cohort), None if bound is None else bound * self.plan.weight, std)
         work = Work(
             t, self.plan.seed, self.noise_seed, bound, std, reach, self.remembered.get("previous")
@@ -433,7 +447,8 @@ class Coordinator:
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""
-        experiment, lr = self.experiment, self.experiment.local.learning_rate(t)
+        experiment = self.experiment
+        lr = self.experiment.local.learning_rate(t)
         mean = total / self.plan.divisor
         # the mean of what all clients remember, followed by what was sent of it
         if experiment.bounding.stateful:
@@ -457,7 +472,8 @@ class Coordinator:
         """
         if not self.experiment.bounding.adaptive:
             return self.bound
-        seed, std = self.noise_seed, self.plan.count_std
+        seed = self.noise_seed
+        std = self.plan.count_std
         # A Poisson cohort's size is a secret, and its mean stands in for it.
         sampling = self.experiment.selection.sampling(self.plan.population)
         secret = self.experiment.selection.own_coins or (sampling.hidden and not sampling.law.sized)
@@ -491,7 +507,9 @@ class Coordinator:
                 [value for partial in partials for value in getattr(partial, name)], float
             )
 
-        norms, clipped, losses = gather("norms"), gather("clipped"), gather("losses")
+        norms = gather("norms")
+        clipped = gather("clipped")
+        losses = gather("losses")
         finite = norms[np.isfinite(norms)]
         row: dict[str, Any] = {
             "round": t,
@@ -545,7 +563,8 @@ class Coordinator:
                 "train_loss": losses,
             }
             columns |= measured
-            names, lists = list(columns), [column.tolist() for column in columns.values()]
+            names = list(columns)
+            lists = [column.tolist() for column in columns.values()]
             self.client_table.rows += [
                 {"round": t, **dict(zip(names, values, strict=True))}
                 for values in zip(*lists, strict=True)
@@ -667,7 +686,8 @@ class Coordinator:
         return self.plan.guarantees(*self._recorded())
 
     def _recorded(self) -> tuple[int, Counter]:
-        rounds, seen = max(self.next, self.ledger.spent().rounds), self.participations.copy()
+        rounds = max(self.next, self.ledger.spent().rounds)
+        seen = self.participations.copy()
         # who might have been chosen does not depend on the data
         if rounds > self.next or self.plan.history or self.experiment.selection.needs_losses:
             seen = self.plan.participations(rounds)

@@ -30,7 +30,9 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, field: str, value: object, accepted: str):
-        self.field, self.value, self.accepted = field, value, accepted
+        self.field = field
+        self.value = value
+        self.accepted = accepted
         shown = _shown(value)
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
         super().__init__(f"{field} = {shown}: {' '.join(accepted.split())}")
@@ -80,7 +82,8 @@ class ClientError(RunError):
     """
 
     def __init__(self, client: int, detail: str):
-        self.client, self.detail = client, detail
+        self.client = client
+        self.detail = detail
         super().__init__(f"client {client}: {detail}")
 
     def __reduce__(self):

@@ -57,11 +57,13 @@ class Heterogeneity:
         self, module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
     ):
         self.objective = _Objective(module, shards, weight_decay)
-        self.model, self.shares = model, np.asarray(shards.sizes) / np.sum(shards.sizes)
+        self.model = model
+        self.shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
         self.everyone = np.flatnonzero(self.shares)
         self.linear = _linear(module, shards, weight_decay)
         self.done, self.of = 0, len(self.everyone) * (2 if self.linear else 1) + 1
-        self._work, self._found = self._pieces(), {}
+        self._work = self._pieces()
+        self._found = {}
 
     def advance(self, seconds: float) -> tuple[int, int]:
         """Works for about so long; how many of how many steps are done."""
@@ -129,7 +131,9 @@ class _Linear:
     """
 
     def __init__(self, layer, shards: Shards, weight_decay: float):
-        self.layer, self.shards, self.decay = layer, shards, weight_decay
+        self.layer = layer
+        self.shards = shards
+        self.decay = weight_decay
         self.width = layer.inputs + (layer.bias is not None)
         # the rows that were read last, as a search asks for the same ones many times
         self._held: tuple = (None, None)
@@ -144,7 +148,8 @@ class _Linear:
         parts = np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1)
 
         def value(theta: np.ndarray) -> tuple[float, np.ndarray]:
-            total, gradient = 0.5 * self.decay * float(np.sum(theta * theta)), self.decay * theta
+            total = 0.5 * self.decay * float(np.sum(theta * theta))
+            gradient = self.decay * theta
             for part in parts:
                 x, y, weights = self._rows(part, shares)
                 loss, by_output = _loss(x @ theta.T, y, weights)
@@ -257,11 +262,9 @@ class _Objective:
     """Values and gradients (float64 [d]) of f_i and of their mixtures, for any module."""
 
     def __init__(self, module: nn.Module, shards: Shards, weight_decay: float):
-        self.module, self.shards, self.decay = (
-            copy.deepcopy(module).double().eval(),
-            shards,
-            weight_decay,
-        )
+        self.module = copy.deepcopy(module).double().eval()
+        self.shards = shards
+        self.decay = weight_decay
         self.parameters = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
@@ -275,7 +278,8 @@ class _Objective:
             parts = torch.from_numpy(w).split([parameter.numel() for parameter in self.parameters])
             for parameter, part in zip(self.parameters, parts, strict=True):
                 parameter.copy_(part.view_as(parameter))
-        value, gradient = 0.5 * self.decay * float(w @ w), self.decay * w
+        value = 0.5 * self.decay * float(w @ w)
+        gradient = self.decay * w
         held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
         for together in np.split(np.asarray(clients), np.flatnonzero(np.diff(held // ROWS)) + 1):
             rows, targets, shared = _rows(self.shards, together, shares)

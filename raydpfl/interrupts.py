@@ -75,7 +75,8 @@ def install() -> None:
 @contextmanager
 def deferred() -> Iterator[None]:
     """Within it a first signal raises nothing; `asked` tells of it."""
-    before, _State.deferring = _State.deferring, True
+    before = _State.deferring
+    _State.deferring = True
     try:
         yield
     finally:

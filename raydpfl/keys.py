@@ -5,15 +5,15 @@ Philox 4x64-10 counter-based generator (Salmon et al. 2011), the rest its starti
 different names can never share a block: nothing is hashed and nothing collides. The lowest counter
 word counts the blocks within a stream (2^64 of them).
 
->>> float(stream(7, Purpose.BATCH, round=3, client=12).random())
+>>> float(stream(7, Purpose.BATCH, t=3, client=12).random())
 0.4514275659643635
->>> float(stream(7, Purpose.BATCH, round=3, client=13).random())
+>>> float(stream(7, Purpose.BATCH, t=3, client=13).random())
 0.5441855385880319
 
 `normals` draws noise: one flat vector of standard normals a name, by the Box-Muller transform over
 the same streams.
 
->>> normals(7, Purpose.STEP_NOISE, 3, round=3, client=12, step=1)
+>>> normals(7, Purpose.STEP_NOISE, 3, t=3, client=12, step=1)
 tensor([-1.2855,  0.5160, -1.0663])
 
 The generator is for simulation: reproducible and statistically sound, not cryptographic.
@@ -72,27 +72,28 @@ class _Key(ISeedSequence):
 
 
 def _philox(
-    seed: int, purpose: Purpose, round: int, client: int, draw: int, step: int
+    seed: int, purpose: Purpose, t: int, client: int, draw: int, step: int
 ) -> np.random.Philox:
     # numpy takes `counter` and the key as little-endian words, the low one first.
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
         raise ValueError(f"draw {draw} and step {step} must each fit in 32 bits")
-    counter = np.array([0, (draw << 32) | step, client, round], np.uint64)
+    counter = np.array([0, (draw << 32) | step, client, t], np.uint64)
     return np.random.Philox(_Key(seed, purpose), counter=counter)
 
 
 def stream(
-    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0
+    seed: int, purpose: Purpose, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> np.random.Generator:
     """A numpy generator for one named stream. All arguments are non-negative; `seed` is below 2^64.
 
     `draw` tells apart the several times a client was drawn into the cohort of one round.
     """
-    return np.random.Generator(_philox(seed, purpose, round, client, draw, step))
+    return np.random.Generator(_philox(seed, purpose, t, client, draw, step))
 
 
 _BLOCK = 32768  # words at a time, so that what is computed between stays in the cache
-_ANGLE, _UNIT = np.float32(math.pi / 2**23), np.float32(2.0**-40)
+_ANGLE = np.float32(math.pi / 2**23)
+_UNIT = np.float32(2.0**-40)
 
 
 def normals(
@@ -100,7 +101,7 @@ def normals(
     purpose: Purpose,
     n: int,
     *,
-    round: int = 0,
+    t: int = 0,
     client: int = 0,
     draw: int = 0,
     step: int = 0,
@@ -114,9 +115,7 @@ def normals(
     whole (two draws of 1000 are not one of 2000), with the same bits on the same hardware; numpy
     picks its vector instructions by the processor.
     """
-    return clients_normals(
-        seed, purpose, n, round=round, clients=[client], draws=[draw], step=step
-    )[0]
+    return clients_normals(seed, purpose, n, t=t, clients=[client], draws=[draw], step=step)[0]
 
 
 def clients_normals(
@@ -124,7 +123,7 @@ def clients_normals(
     purpose: Purpose,
     n: int,
     *,
-    round: int,
+    t: int,
     clients: Sequence[int],
     draws: Sequence[int],
     step: int = 0,
@@ -139,7 +138,7 @@ def clients_normals(
     for first in range(0, len(clients), together):
         rows = slice(first, first + together)
         streams = [
-            _philox(seed, purpose, round, int(client), int(draw), step)
+            _philox(seed, purpose, t, int(client), int(draw), step)
             for client, draw in zip(clients[rows], draws[rows], strict=True)
         ]
         for start in range(0, half, _BLOCK):
@@ -176,7 +175,7 @@ def _box_muller(
 
 
 def torch_stream(
-    seed: int, purpose: Purpose, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0
+    seed: int, purpose: Purpose, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> torch.Generator:
     """A torch CPU generator for one named stream, its whole Mersenne state filled from the Philox
     stream.
@@ -185,7 +184,7 @@ def torch_stream(
     key.
     """
     generator = torch.Generator()
-    generator.set_state(mersenne_state(_philox(seed, purpose, round, client, draw, step)))
+    generator.set_state(mersenne_state(_philox(seed, purpose, t, client, draw, step)))
     return generator
 
 
@@ -202,7 +201,7 @@ def mersenne_state(philox: np.random.Philox) -> torch.Tensor:
 
 @contextmanager
 def keyed_globals(
-    seed: int, *, round: int = 0, client: int = 0, draw: int = 0, step: int = 0
+    seed: int, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> Iterator[None]:
     """Within it `random`, `np.random` and torch's global generator (of the CPU) are at the start of
     one named stream.
@@ -210,7 +209,7 @@ def keyed_globals(
     For code of a user's own that draws from them; afterwards they are as they were.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    philox = _philox(seed, Purpose.GLOBAL, round, client, draw, step)
+    philox = _philox(seed, Purpose.GLOBAL, t, client, draw, step)
     random.seed(int.from_bytes(philox.random_raw(4).tobytes(), "little"))
     np.random.seed(philox.random_raw(4).view(np.uint32))
     torch.set_rng_state(mersenne_state(philox))

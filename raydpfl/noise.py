@@ -205,19 +205,22 @@ class Correlated:
     """
 
     def __init__(self, seed: int, coefficients: Sequence[float], d: int):
-        self._seed, self._first, self._later, self._d = seed, coefficients[0], coefficients[1:], d
+        self._seed = seed
+        self._first = coefficients[0]
+        self._later = coefficients[1:]
+        self._d = d
         self._start()
 
     def _start(self) -> None:
         self._next, self._past = 0, deque(maxlen=len(self._later))  # the latest first
 
-    def draw(self, round: int, std: float) -> np.ndarray:
+    def draw(self, t: int, std: float) -> np.ndarray:
         """The noise of one round on the sum, float64 [d], where `std` is that of z: noise
         multiplier x the bound in force.
         """
-        if round != self._next:
+        if t != self._next:
             self._start()
-        while self._next <= round:
+        while self._next <= t:
             y = server_noise(self._seed, self._next, 1.0, self._d)
             for coefficient, past in zip(self._later, self._past, strict=False):
                 y -= coefficient * past
@@ -227,16 +230,14 @@ class Correlated:
         return y * std
 
 
-def client_noise(seed: int, round: int, client: int, draw: int, std: float, d: int) -> np.ndarray:
+def client_noise(seed: int, t: int, client: int, draw: int, std: float, d: int) -> np.ndarray:
     """Noise on one client's update: float64 [d] of standard deviation `std`."""
-    return _scaled(
-        normals(seed, Purpose.CLIENT_NOISE, d, round=round, client=client, draw=draw), std
-    )
+    return _scaled(normals(seed, Purpose.CLIENT_NOISE, d, t=t, client=client, draw=draw), std)
 
 
-def server_noise(seed: int, round: int, std: float, d: int) -> np.ndarray:
+def server_noise(seed: int, t: int, std: float, d: int) -> np.ndarray:
     """Noise on the sum, drawn once by the server: float64 [d] of standard deviation `std`."""
-    return _scaled(normals(seed, Purpose.SERVER_NOISE, d, round=round), std)
+    return _scaled(normals(seed, Purpose.SERVER_NOISE, d, t=t), std)
 
 
 def _scaled(drawn: torch.Tensor, std: float) -> np.ndarray:
@@ -245,7 +246,7 @@ def _scaled(drawn: torch.Tensor, std: float) -> np.ndarray:
 
 def query_noise(
     seed: int,
-    round: int,
+    t: int,
     std: float,
     client: int = 0,
     draw: int = 0,
@@ -258,7 +259,7 @@ def query_noise(
         stream(
             seed,
             Purpose.QUERY_NOISE,
-            round=round,
+            t=t,
             client=client,
             draw=draw,
             step=("count", "losses").index(query),

@@ -116,7 +116,8 @@ def _computed() -> Iterator[np.ndarray]:
     # in torch's own alignment, as all that is computed with
     x = torch.empty(1 << 15, dtype=torch.float32)
     x.copy_(torch.from_numpy(raw))
-    wide, tall = x.view(128, 256), x.view(256, 128)
+    wide = x.view(128, 256)
+    tall = x.view(256, 128)
     yield (wide @ tall).numpy()
     yield (wide.double() @ tall.double()).numpy()
     yield torch.bmm(x[:30000].view(10, 50, 60), x[:30000].view(10, 60, 50)).numpy()
@@ -229,7 +230,9 @@ def _place(name: str) -> Path | None:
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
         return Path(path) if path else None
-    within, spec, parts = None, None, name.split(".")
+    within = None
+    spec = None
+    parts = name.split(".")
     for depth in range(len(parts)):
         spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), within)
         if spec is None:
@@ -254,7 +257,9 @@ def _code(member: Any) -> bytes:
     """The code of a class or function without a file, and of what it names: functions and classes
     of its module, and numbers.
     """
-    waiting, seen, found = [member], set(), []
+    waiting = [member]
+    seen = set()
+    found = []
     while waiting:
         each = waiting.pop()
         if id(each) in seen:
@@ -305,7 +310,8 @@ def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
     """In words, what is not as it was; empty where all is."""
     found = []
     for name in dict.fromkeys([*stored, *now]):
-        before, after = stored.get(name), now.get(name)
+        before = stored.get(name)
+        after = now.get(name)
         if before == after:
             continue
         digests = name.startswith(

@@ -226,11 +226,13 @@ def _filled(cell: Any) -> bool:
 
 def _mentioned(code: CodeType) -> tuple[set[str], set[str]]:
     """The names (globals and attributes) and the strings in a function, and in those within it."""
-    names, texts = set(code.co_names), {const for const in code.co_consts if isinstance(const, str)}
+    names = set(code.co_names)
+    texts = {const for const in code.co_consts if isinstance(const, str)}
     for const in code.co_consts:
         if isinstance(const, CodeType):
             more, others = _mentioned(const)
-            names, texts = names | more, texts | others
+            names = names | more
+            texts = texts | others
     return names, texts
 
 

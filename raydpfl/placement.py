@@ -105,7 +105,8 @@ class _Late(BaseException):
 class Inline:
     """The same classes as plain objects in this process, without Ray."""
 
-    healthy, replaced = 1, 0
+    healthy = 1
+    replaced = 0
 
     def __init__(self, experiment: Experiment, shards: str):
         self.client = ClientActor(experiment, shards)
@@ -141,11 +142,9 @@ class Inline:
                 partial = self.client.train(model, work, share)
             yield index, partial
 
-    def losses(
-        self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int
-    ) -> np.ndarray:
+    def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         with self._limited("answering with its loss"):
-            return np.array(self.client.losses(model, round, clients.tolist(), noise_seed))
+            return np.array(self.client.losses(model, t, clients.tolist(), noise_seed))
 
     def evaluate(self, model: np.ndarray) -> Any:
         self.client.progress.at(-1)
@@ -168,7 +167,9 @@ class Patience:
     end, `FIRST`, and then an actor at work (by the CPU time that it takes) goes on.
     """
 
-    FIRST, FLOOR, TIMES = 60.0, 10.0, 10.0
+    FIRST = 60.0
+    FLOOR = 10.0
+    TIMES = 10.0
 
     def __init__(self, timeout: float | str):
         self.fixed = None if timeout == "auto" else float(timeout)
@@ -308,16 +309,14 @@ class Actors:
         calls = [(reference, work, list(share)) for share in shares]
         yield from self._results("train", calls, homes, [_rows(share) for share in shares])
 
-    def losses(
-        self, model: np.ndarray, round: int, clients: np.ndarray, noise_seed: int
-    ) -> np.ndarray:
+    def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
         reference = ray.put(model)
         parts = np.array_split(
             clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
         )
         homes = [int(part[0]) if self.per_client else None for part in parts]
-        calls = [(reference, round, part.tolist(), noise_seed) for part in parts]
+        calls = [(reference, t, part.tolist(), noise_seed) for part in parts]
         found = dict(self._results("losses", calls, homes, [len(part) for part in parts]))
         return np.concatenate([found[index] for index in range(len(parts))])
 
@@ -346,10 +345,8 @@ class Actors:
                 if actor is None:
                     break
                 waiting.popleft()
-                seconds, now = (
-                    patience.seconds(costs[index], len(late.get(index, ()))),
-                    time.monotonic(),
-                )
+                seconds = patience.seconds(costs[index], len(late.get(index, ())))
+                now = time.monotonic()
                 call = getattr(self._actors[actor], method).remote(*calls[index])
                 flying[call] = _Flight(index, actor, now, now + seconds, seconds)
             done = self._wait(flying)
@@ -437,7 +434,9 @@ class Actors:
 
     def evaluation(self, pending: Any) -> tuple[float, float | None]:
         model, call, began = pending
-        patience, late, reason = self._patience["evaluate"], 0, ""
+        patience = self._patience["evaluate"]
+        late = 0
+        reason = ""
         # Ray takes some seconds to see that a node is lost, and starts actors on it until then
         for _ in range(DEATHS):
             try:
@@ -449,10 +448,10 @@ class Actors:
                 patience.took(time.monotonic() - began, 1)
                 return result
             except GetTimeoutError:
-                reason, late = (
-                    f"it did not end within {patience.seconds(1, late):.3g} s, by client.timeout",
-                    late + 1,
+                reason = (
+                    f"it did not end within {patience.seconds(1, late):.3g} s, by client.timeout"
                 )
+                late = late + 1
                 if late >= ATTEMPTS:
                     break
                 ray.kill(self._evaluator)
@@ -461,7 +460,8 @@ class Actors:
             except RayTaskError as error:
                 raise _reason(error) from None
             self._start_evaluator()
-            call, began = self._evaluator.evaluate.remote(model), time.monotonic()
+            call = self._evaluator.evaluate.remote(model)
+            began = time.monotonic()
         raise RunError(
             f"the evaluation of the model (model.kind {self._model}) has no result: {reason}"
         )

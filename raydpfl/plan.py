@@ -81,7 +81,8 @@ class Plan:
         experiment.selection.check(len(sizes))
         module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
         d = models.parameter_count(module)
-        clip, regression = experiment.bounding.sample_bound, shards.classes == 0
+        clip = experiment.bounding.sample_bound
+        regression = shards.classes == 0
         way = local.resolve(
             module,
             experiment.local,
@@ -97,7 +98,9 @@ class Plan:
             experiment.selection.table(len(sizes), data_root),
         )
         experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
-        seed, rounds, selection = experiment.seed, experiment.rounds, experiment.selection
+        seed = experiment.seed
+        rounds = experiment.rounds
+        selection = experiment.selection
         if experiment.bounding.sends == "model" and not _means(selection, population):
             accepted = "one whose cohorts all have the size that the sum is divided by, without weights or dropouts: the new model is the mean of those sent"
             raise ConfigError("selection.kind", selection.kind, accepted)
@@ -109,7 +112,8 @@ class Plan:
             raise ConfigError("selection.kind", selection.kind, accepted)
         weight = float(np.abs(_weights(experiment, population)).max())
         survivors = selection.survivors(seed, rounds, population)
-        exposures, platform = composed(selection, seed, rounds, population), origin.of(experiment)
+        exposures = composed(selection, seed, rounds, population)
+        platform = origin.of(experiment)
         plan = cls(
             experiment,
             folder,
@@ -386,7 +390,8 @@ class Plan:
         """Raises `RunError` where the selection declares another law by now than the mechanism was
         told of.
         """
-        told, selection = self.mechanism.sampling, self.experiment.selection
+        told = self.mechanism.sampling
+        selection = self.experiment.selection
         now = selection.sampling(self.population)
         if self.experiment.noise.virtual_cohort:
             now = replace(now, population=told.population, cohort=told.cohort)
@@ -500,10 +505,8 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
     N clients together were available t times that number, each of them in as many rounds as are
     composed at most.
     """
-    found, law = (
-        np.asarray(selection.exposures(seed, rounds, population)),
-        selection.sampling(population),
-    )
+    found = np.asarray(selection.exposures(seed, rounds, population))
+    law = selection.sampling(population)
     if (
         found.shape != (rounds,)
         or found.dtype.kind not in "iu"
@@ -561,7 +564,8 @@ def _held(plan: Plan) -> Plan:
     """`plan`. Raises `ConfigError` where its budget could only be held by an epsilon that no proof
     stands behind.
     """
-    budget, mechanism = plan.experiment.privacy.budget, plan.mechanism
+    budget = plan.experiment.privacy.budget
+    mechanism = plan.mechanism
     if budget is None:
         return plan
     if not plan.rigorous:
@@ -597,7 +601,8 @@ def _weights(experiment: Experiment, population: Population) -> np.ndarray:
     """
 
     def compute() -> np.ndarray:
-        count, member = len(population), experiment.weights
+        count = len(population)
+        member = experiment.weights
         given = np.asarray(member.of(population.sizes, population.samples, count))
         weights = given.astype(np.float64) if given.dtype.kind in "iuf" else np.empty(0)
         largest = float(np.abs(weights).max(initial=0.0))
@@ -640,10 +645,8 @@ def _costs(
             "noise at local steps, with noise.epsilon for the clients' budgets",
         )
     held = np.maximum(sizes, 1)  # a client without samples is never drawn
-    batches, budgets = (
-        np.minimum(held, experiment.local.batch_size(int(sizes.max()))),
-        _budgets(experiment, len(sizes), data_root),
-    )
+    batches = np.minimum(held, experiment.local.batch_size(int(sizes.max())))
+    budgets = _budgets(experiment, len(sizes), data_root)
     return d * paper.budget_variance(budgets, experiment.noise.delta, batch=batches, samples=held)
 
 
@@ -663,7 +666,8 @@ def _local_steps(
     """What the clients release at their local steps, each with noise of its own for the rounds that
     it will take part in.
     """
-    e, noise = experiment, experiment.noise
+    e = experiment
+    noise = experiment.noise
     counts = np.zeros(len(population), np.int64)
     for clients in _draws(e, population, e.rounds):
         np.add.at(counts, clients, 1)
@@ -720,7 +724,9 @@ def _mechanism(
     """
     if not experiment.private or experiment.noise.placement == "step":
         return None
-    bounding, noise, selection = experiment.bounding, experiment.noise, experiment.selection
+    bounding = experiment.bounding
+    noise = experiment.noise
+    selection = experiment.selection
     if bounding.adaptive:
         queries = (
             Query("updates", 1.0, z / math.sqrt(1 - bounding.share)),
@@ -776,7 +782,8 @@ def _mechanism(
 def _refusal(experiment: Experiment, mechanism: Mechanism, accountant: str) -> ConfigError:
     """What to change of a mechanism that no rigorous accountant asked for covers."""
     reason = _uncovered(accountant, experiment, mechanism)
-    client, asked = mechanism.placement == "client", experiment.relation
+    client = mechanism.placement == "client"
+    asked = experiment.relation
     if mechanism.sampling.law.own_coins and client:
         return ConfigError("noise.placement", "client", f"server or auto: {reason}")
     relations = ("replace_one", "add_remove", "zero_out")
@@ -798,7 +805,8 @@ def _multiplier(
     """The noise multiplier z: std of the noise on the sum over (bound x weight), the round's
     queries taken together.
     """
-    noise, bounding = experiment.noise, experiment.bounding
+    noise = experiment.noise
+    bounding = experiment.bounding
     if noise.placement == "client" and survivors == 0:
         raise ConfigError(
             "selection.dropout",

@@ -168,7 +168,8 @@ def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
     parent has just let go of.
     """
     try:
-        descriptor, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience
+        descriptor = os.open(folder, os.O_RDONLY)
+        until = time.monotonic() + patience
     except OSError as error:
         accepted = f"a directory that can be read ({error.strerror})"
         raise ConfigError("--out", str(folder), accepted) from None
@@ -211,7 +212,8 @@ def _drive(
         if plan.experiment.measure.tensorboard
         else None
     )
-    status, failure = "failed", None
+    status = "failed"
+    failure = None
     try:
         with interrupts.deferred():
             status, failure, whole = _rounds(call, plan.experiment.rounds, board, on_rows)
@@ -307,7 +309,8 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
     path = folder / "config.yaml"
     if not os.path.lexists(path):
         raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
-    stored, asked = read(path, "--resume"), experiment.to_dict()
+    stored = read(path, "--resume")
+    asked = experiment.to_dict()
     if not isinstance(stored, dict) or not stored:
         found = "empty" if stored in ({}, [], "") else "no mapping"
         raise ConfigError(
@@ -341,7 +344,8 @@ class _Ray:
             raise ConfigError(
                 "--address", address, "client.actors above 0; 0 runs in this process, without Ray"
             )
-        self.address, self.client = address, experiment.client
+        self.address = address
+        self.client = experiment.client
         self.session: Session | None = None
 
     def __enter__(self) -> _Ray:

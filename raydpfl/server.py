@@ -109,8 +109,8 @@ class Server(Member):
     lr: float = Field(default=1.0, gt=0)
     schedule: Literal["constant", "inverse_sqrt"] = "constant"
 
-    def learning_rate(self, round: int) -> float:
-        return self.lr / math.sqrt(round + 1) if self.schedule == "inverse_sqrt" else self.lr
+    def learning_rate(self, t: int) -> float:
+        return self.lr / math.sqrt(t + 1) if self.schedule == "inverse_sqrt" else self.lr
 
     def start(self, d: int) -> State:
         """The state before the first round."""
@@ -122,15 +122,15 @@ class Server(Member):
         """
         raise NotImplementedError
 
-    def step(self, model: np.ndarray, update: np.ndarray, state: State, round: int) -> np.ndarray:
+    def step(self, model: np.ndarray, update: np.ndarray, state: State, t: int) -> np.ndarray:
         """The next model, float32 [d]. Raises `RunError` when it is not finite."""
         with np.errstate(over="ignore"):  # an overflow is reported below
-            following = (model + self.learning_rate(round) * self.direction(update, state)).astype(
+            following = (model + self.learning_rate(t) * self.direction(update, state)).astype(
                 np.float32
             )
         if not np.isfinite(following).all():
             raise RunError(
-                f"the model is no longer finite after round {round}; lower server.lr or local.lr"
+                f"the model is no longer finite after round {t}; lower server.lr or local.lr"
             )
         return following
 

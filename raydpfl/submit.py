@@ -59,7 +59,8 @@ NOTE = "job.json"  # in the run directory here: whose it is
 # seconds without output after which the connection is made anew, and without an answer after which
 # it is given up
 PATIENCE = 60.0
-BEGIN, END = "<run directory>", "</run directory>"
+BEGIN = "<run directory>"
+END = "</run directory>"
 REDIRECTED = (
     "the address redirects elsewhere; give the one that it redirects to, "
     "if you trust it with the cluster's token"
@@ -165,7 +166,8 @@ class JobServer:
         _check(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
-            work, package = Path(stage) / "work", Path(stage) / "raydpfl"
+            work = Path(stage) / "work"
+            package = Path(stage) / "raydpfl"
             staging.copy(files, work)
             (work / "config.yaml").write_text(dump(tree))
             staging.copy(staging.package(Path(raydpfl.__file__).parent), package)
@@ -205,15 +207,20 @@ class JobServer:
         Escape codes are taken out of it. A connection that breaks is made anew. Raises `RunError`
         when the cluster has not answered for `PATIENCE`.
         """
-        run, written, heard, clean = self.run_of(job), 0, time.monotonic(), Plain()
+        run = self.run_of(job)
+        written = 0
+        heard = time.monotonic()
+        clean = Plain()
         while True:
             seen = 0
             try:
                 for text in self._output(job):
                     write(clean(text[max(0, written - seen) :]))
                     seen += len(text)
-                    written, heard = max(written, seen), time.monotonic()
-                details, heard = self._client.get_job_info(job), time.monotonic()
+                    written = max(written, seen)
+                    heard = time.monotonic()
+                details = self._client.get_job_info(job)
+                heard = time.monotonic()
                 if details.status.is_terminal():
                     break
             except (OSError, RuntimeError, ClientError) as error:
@@ -263,7 +270,8 @@ class JobServer:
         """One attempt. In the first `pause` seconds Ray may write into the printout, at any place,
         that it has started the command.
         """
-        job, name = f"{run}-fetch-{uuid.uuid4().hex[:4]}", shlex.quote(run)
+        job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
+        name = shlex.quote(run)
         pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
         shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; echo '{BEGIN}'; {pack}; echo; echo '{END}'"
         self._start(entrypoint=shell, submission_id=job)
@@ -360,7 +368,9 @@ def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
     """Writes to `archive` what `pieces` have in base64 between the marks; whether they were there.
     Raises EOFError if only the first was.
     """
-    rest, inside, count = "", False, 0
+    rest = ""
+    inside = False
+    count = 0
     for piece in pieces:
         *lines, rest = (rest + piece).split("\n")
         count += len(piece)

@@ -38,7 +38,9 @@ import pyarrow.parquet as pq
 from raydpfl.errors import ConfigError, FileError, RunError
 
 KEEP = 2  # checkpoints
-ROW_VALUES, ROW_BYTES = 10_000, 1 << 16  # of a row of a table at most
+# of a row of a table at most
+ROW_VALUES = 10_000
+ROW_BYTES = 1 << 16
 SHARE = 0.05  # of a run's time that snapshots may take
 log = logging.getLogger("raydpfl")
 
@@ -146,7 +148,9 @@ def load(
     of those that are passed over. Raises `RunError` where some can be read and all of them have
     flaws.
     """
-    found, flawed, passed = None, None, []
+    found = None
+    flawed = None
+    passed = []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
             found = _read(path, most)
@@ -203,10 +207,8 @@ def _read(path: Path, most: float) -> Checkpoint:
         raise ValueError("it says that it holds more than its own size")
     with np.load(path, allow_pickle=False) as stored:
         facts = json.loads(stored["facts"].tobytes())
-        check, every = (
-            facts.pop("check"),
-            {name: stored[name] for name in stored.files if name != "facts"},
-        )
+        check = facts.pop("check")
+        every = {name: stored[name] for name in stored.files if name != "facts"}
         if path.name != f"round-{facts['round']:08d}.npz":
             raise ValueError(f"it is of round {facts['round']}")
         if not isinstance(facts["origin"], dict):
@@ -243,7 +245,8 @@ class Table:
     """
 
     def __init__(self, path: Path):
-        self.path, self.rows = path, list[dict[str, Any]]()
+        self.path = path
+        self.rows = list[dict[str, Any]]()
 
     def resume(self, flushed: bytes, rows: int | None = None) -> None:
         """Takes up the rows that `flush` returned, which are `rows` where that is known.
@@ -300,7 +303,8 @@ class Trajectory:
     """
 
     def __init__(self, path: Path, d: int, rounds: int = 0):
-        self.path, self.bytes = path, 4 * d
+        self.path = path
+        self.bytes = 4 * d
         with writing(path):
             clear(path)
             path.touch()
@@ -312,9 +316,9 @@ class Trajectory:
         for lost in range(kept, rounds):
             self.write(lost, np.full(d, np.nan, np.float32))
 
-    def write(self, round: int, model: np.ndarray) -> None:
+    def write(self, t: int, model: np.ndarray) -> None:
         with writing(self.path), open(self.path, "r+b") as file:
-            file.seek(round * self.bytes)
+            file.seek(t * self.bytes)
             file.write(model.astype("<f4").tobytes())
 
     @staticmethod
@@ -350,11 +354,9 @@ class Dropped:
         ]
         replace_file(path, lambda part: part.write("".join(kept).encode()))
 
-    def append(self, round: int, dropped: Sequence[tuple[int, str]]) -> None:
+    def append(self, t: int, dropped: Sequence[tuple[int, str]]) -> None:
         """Adds (client, what happened) of one round. Raises `FileError`."""
-        entries = [
-            {"round": round, "client": client, "detail": detail} for client, detail in dropped
-        ]
+        entries = [{"round": t, "client": client, "detail": detail} for client, detail in dropped]
         lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         with writing(self.path):
             # One write to an O_APPEND descriptor: a kill can tear no line but the last.
@@ -382,7 +384,8 @@ class Clock:
     clients), server, record (measuring), evaluate (or waiting for it)."""
 
     def __init__(self) -> None:
-        self._last, self.seconds = time.perf_counter(), dict[str, float]()
+        self._last = time.perf_counter()
+        self.seconds = dict[str, float]()
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
@@ -393,13 +396,15 @@ class Pace:
     """Says when a snapshot is due, so that snapshots cost about `SHARE` of a run at most."""
 
     def __init__(self) -> None:
-        self._ended, self._cost = time.monotonic(), 0.05
+        self._ended = time.monotonic()
+        self._cost = 0.05
 
     def due(self) -> bool:
         return time.monotonic() - self._ended >= self._cost / SHARE
 
     def took(self, seconds: float) -> None:
-        self._ended, self._cost = time.monotonic(), seconds
+        self._ended = time.monotonic()
+        self._cost = seconds
 
 
 class TensorBoard:
@@ -414,7 +419,9 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.folder, self._event, self._summary = folder, Event, Summary
+        self.folder = folder
+        self._event = Event
+        self._summary = Summary
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         with writing(folder):
             clear(folder, folder=True)

@@ -25,7 +25,8 @@ from raydpfl.errors import ConfigError, RunError
 
 def member(name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE, **more) -> tuple:
     info = tarfile.TarInfo(name)
-    info.type, info.size = kind, len(data) if kind == tarfile.REGTYPE else 0
+    info.type = kind
+    info.size = len(data) if kind == tarfile.REGTYPE else 0
     for key, value in more.items():
         setattr(info, key, value)
     return info, data
@@ -92,7 +93,8 @@ def test_an_archive_is_cut_off_where_it_grows_too_large(tmp_path):
     lying.size = 1 << 40
     header = gzip.compress(lying.tobuf(tarfile.GNU_FORMAT) + b"xy")
     long, _ = member("x", b"")
-    long.type, long.size = tarfile.GNUTYPE_LONGNAME, 1 << 30
+    long.type = tarfile.GNUTYPE_LONGNAME
+    long.size = 1 << 30
     cases = [
         (many, Limits(files=20), "more than 20 files"),
         (large, Limits(size=10**5), "more than 0.0001 GB"),
@@ -264,17 +266,16 @@ def test_a_token_goes_to_the_address_that_was_given_and_not_on(monkeypatch):
     first, second = (HTTPServer(("127.0.0.1", port), Redirecting) for port in free_ports(2))
     for each in (first, second):
         threading.Thread(target=each.serve_forever, daemon=True).start()
-    Redirecting.seen, Redirecting.target = [], f"http://localhost:{second.server_port}"
+    Redirecting.seen = []
+    Redirecting.target = f"http://localhost:{second.server_port}"
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE"):
         monkeypatch.setenv(name, "")
     try:
         with pytest.raises(ConfigError, match="the address redirects elsewhere"):
             submit.JobServer(f"http://127.0.0.1:{first.server_port}")
         made = object.__new__(submit._client_class())
-        made._address, made._headers = (
-            f"http://127.0.0.1:{first.server_port}",
-            {"authorization": "s"},
-        )
+        made._address = f"http://127.0.0.1:{first.server_port}"
+        made._headers = {"authorization": "s"}
         with pytest.raises(RuntimeError, match="the address redirects elsewhere"):
             list(server_output(made))
     finally:

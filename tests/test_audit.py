@@ -134,7 +134,8 @@ def test_the_one_shot_estimate_covers_the_truth(mirrored):
     1,000.
     """
     generator = np.random.default_rng(1)
-    apart, covered = (2 if mirrored else 1), 0
+    apart = 2 if mirrored else 1
+    covered = 0
     truth = float(gaussian_epsilon(apart * 0.8, 1e-5))
     for _ in range(200):
         inside = generator.random(500) < 0.5
@@ -158,7 +159,8 @@ def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
     """The guessing game by itself, 300 times with 2000 canaries: never above the claim, and above
     30 % of it in 95 % of games.
     """
-    generator, mus = np.random.default_rng(2), np.linspace(0.1, 3, 4000)
+    generator = np.random.default_rng(2)
+    mus = np.linspace(0.1, 3, 4000)
     mu = float(np.interp(epsilon, gaussian_epsilon(mus, 1e-5), mus))
     guesses = guesses_for(mu**2 / 2 + mu * generator.standard_normal(2000), 2000, 1e-5)
     right = []
@@ -266,7 +268,8 @@ def test_scores_are_standard_normal_outside_and_move_by_what_is_claimed_inside()
     10^6.
     """
     (view,) = audit(experiment(**ONE_ROUND, seed=11), canaries=1000).views
-    outside, inside = view.statistics[~view.inside], view.statistics[view.inside]
+    outside = view.statistics[~view.inside]
+    inside = view.statistics[view.inside]
     mu = 0.925  # of epsilon 4 at delta 1e-5
     assert abs(outside.mean()) < 5 / math.sqrt(len(outside))
     # canaries crowd one another by some percent
@@ -339,9 +342,9 @@ def one_round_behind(patch):
     """Each round is recorded with what was spent before it."""
     record = Ledger.record
 
-    def late(self, *, round, epsilon, **release):
+    def late(self, *, t, epsilon, **release):
         spent = self._entries[-1]["next"] if self._entries else dict.fromkeys(epsilon, 0.0)
-        record(self, round=round, epsilon=spent, next=epsilon, **release)
+        record(self, t=t, epsilon=spent, next=epsilon, **release)
 
     patch.setattr(Ledger, "record", late)
 
@@ -350,13 +353,13 @@ def a_servers_key_used_twice(patch):
     patch.setattr(
         coordinator_module,
         "server_noise",
-        lambda seed, round, std, d: server_noise(seed, 2 if round == 4 else round, std, d),
+        lambda seed, t, std, d: server_noise(seed, 2 if t == 4 else t, std, d),
     )
 
 
 def a_clients_key_used_in_every_round(patch):
     patch.setattr(
-        client_module, "client_noise", lambda seed, round, *rest: client_noise(seed, 0, *rest)
+        client_module, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest)
     )
 
 
@@ -364,13 +367,14 @@ def one_key_for_two_clients(patch):
     patch.setattr(
         client_module,
         "client_noise",
-        lambda seed, round, client, *rest: client_noise(seed, round, max(client, 2), *rest),
+        lambda seed, t, client, *rest: client_noise(seed, t, max(client, 2), *rest),
     )
 
 
 def noise_of_the_next_bound(patch):
     """An adaptive bound moves before the noise of its round is drawn."""
-    collect, release = Coordinator.collect, Coordinator.release
+    collect = Coordinator.collect
+    release = Coordinator.release
 
     def keeping(self, t, cohort):
         total, partials = collect(self, t, cohort)
@@ -378,7 +382,8 @@ def noise_of_the_next_bound(patch):
         return total, partials
 
     def late(self, t, total):
-        bound, self.bound = self.bound, self.next_bound(t, *self.before)
+        bound = self.bound
+        self.bound = self.next_bound(t, *self.before)
         released = release(self, t, total)
         self.bound = bound
         return released
@@ -388,8 +393,8 @@ def noise_of_the_next_bound(patch):
 
 
 def noise_that_is_not_gaussian(patch):
-    def uniform(seed, round, std, d):
-        gaussian = server_noise(seed, round, 1.0, d)
+    def uniform(seed, t, std, d):
+        gaussian = server_noise(seed, t, 1.0, d)
         return std * math.sqrt(12) * (norm.cdf(gaussian) - 0.5)
 
     patch.setattr(coordinator_module, "server_noise", uniform)
@@ -545,7 +550,8 @@ def one_rounds_samples_unclipped(patch):
     train = ClientActor._train
 
     def careless(self, parameters, shared, work, lane, members):
-        clip, self.trainer.clip = self.trainer.clip, self.trainer.clip if work.round else 1e9
+        clip = self.trainer.clip
+        self.trainer.clip = self.trainer.clip if work.round else 1e9
         yield from train(self, parameters, shared, work, lane, members)
         self.trainer.clip = clip
 
@@ -669,7 +675,8 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(
 
 def test_an_audit_leaves_the_run_as_it_is():
     """The seed decides all of it, and a canary's key is nobody else's."""
-    first, second = audit(small(), canaries=60), audit(small(), canaries=60)
+    first = audit(small(), canaries=60)
+    second = audit(small(), canaries=60)
     assert first.to_dict() == second.to_dict()
     from raydpfl.keys import Purpose
 

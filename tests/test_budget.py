@@ -86,11 +86,9 @@ def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_woul
     for place, answer in enumerate(found.answers):
         if answer.guarantee.kind == "paper" or answer.guarantee.conditions_failed:
             continue
-        where, z, rounds = (
-            (answer.guarantee.accountant, place % views),
-            answer.noise_multiplier,
-            lasting.answers[place].rounds,
-        )
+        where = (answer.guarantee.accountant, place % views)
+        z = answer.noise_multiplier
+        rounds = lasting.answers[place].rounds
         assert spent(*where, z, 4) <= 2.0 < spent(*where, z * (1 - 3e-4), 4)
         assert rounds == 0 or spent(*where, enough, rounds) <= 2.0
         assert spent(*where, enough, rounds + 1) > 2.0
@@ -321,7 +319,8 @@ def test_a_config_is_answered_as_its_run_reports(tmp_path):
     asked = experiment(
         noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]}
     )
-    found, reported = budget.of_config(asked), run(asked, tmp_path / "out").guarantees
+    found = budget.of_config(asked)
+    reported = run(asked, tmp_path / "out").guarantees
     assert list(found.guarantees) == reported
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
     assert by_accountant(found)["pld"].noise_multiplier == pytest.approx(
@@ -389,7 +388,8 @@ def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_pat
     from raydpfl import run
 
     asked = experiment(**STEPS)
-    found, ran = budget.of_config(asked), run(asked, tmp_path / "out")
+    found = budget.of_config(asked)
+    ran = run(asked, tmp_path / "out")
     assert list(found.guarantees) == ran.guarantees and found.broken is None
     assert found.quantiles("epsilon_pld")[-1] == ran.guarantees[0].epsilon <= 3
     assert sum(row["participations"] for row in found.rows) == 4 * 20

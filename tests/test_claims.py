@@ -234,7 +234,8 @@ def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
     """
     y = np.linspace(-9, 9, 721)
     density = np.exp(-(y**2) / 2) / math.sqrt(2 * math.pi) * (y[1] - y[0])
-    first, second = y[:, None], y[None, :]
+    first = y[:, None]
+    second = y[None, :]
     total = np.zeros((len(y), len(y)))
     for coins in itertools.product((0, 1), repeat=2):
         chance = math.prod(q if coin else 1 - q for coin in coins)

@@ -107,7 +107,8 @@ def start(config: Path, out: Path, environment: dict, *more: str) -> subprocess.
 
 
 def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
-    ledger, deadline = out / "ledger.jsonl", time.monotonic() + 180
+    ledger = out / "ledger.jsonl"
+    deadline = time.monotonic() + 180
     while not (ledger.exists() and len(ledger.read_text().splitlines()) > rounds):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.05)
@@ -116,7 +117,8 @@ def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
 def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
     # A client actor outside its trial's placement group would find one free core where two are
     # wanted, and the trial fail.
-    config, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    config = tmp_path / "sweep.yaml"
+    out = tmp_path / "out"
     small = experiment(client={"actors": 2, "num_cpus": 1}).to_dict()
     config.write_text(
         yaml.safe_dump({**small, "local": {**small["local"], "lr": {"grid": [0.05, 0.1]}}})
@@ -169,7 +171,8 @@ def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_an
     tmp_path, cluster, whole
 ):
     host, environment = cluster
-    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config = tmp_path / "config.yaml"
+    out = tmp_path / "out"
     config.write_text(
         yaml.safe_dump(
             experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "way": "fused"}).to_dict()
@@ -197,11 +200,9 @@ def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_an
 # The files of cluster/, without a cluster.
 
 FOLDER = Path(__file__).parent.parent / "cluster"
-TEXT, COUNT, QUANTITY = (
-    {"type": "string"},
-    {"type": "integer", "minimum": 0},
-    {"type": ["integer", "string"]},
-)
+TEXT = {"type": "string"}
+COUNT = {"type": "integer", "minimum": 0}
+QUANTITY = {"type": ["integer", "string"]}
 
 
 def mapping(required: str, **properties) -> dict:

@@ -74,7 +74,8 @@ def test_principal_components_are_those_of_the_training_rows_and_an_exclusion(tm
 
 
 def test_components_of_public_rows_come_from_a_file_and_are_no_exclusion(tmp_path):
-    public, private = images(200, 1, 5, seed=1), images(90, 1, 5, seed=2)
+    public = images(200, 1, 5, seed=1)
+    private = images(90, 1, 5, seed=2)
     mean, axes = principal_components(public, 9)
     np.testing.assert_allclose(axes @ axes.T, np.eye(9), atol=1e-12)
     np.savez(tmp_path / "public.npz", mean=mean, components=axes)
@@ -113,7 +114,8 @@ def test_features_are_the_nets_without_its_last_layer_on_images_as_the_weights_a
     channels, net, tmp_path
 ):
     torch.save(net.state_dict(), tmp_path / "net.pt")
-    x, test_x = images(5, channels), images(2, channels, seed=3)
+    x = images(5, channels)
+    test_x = images(2, channels, seed=3)
     columns, test_columns = ResNet18Features(weights="net.pt").columns(x, test_x, tmp_path)
     assert (
         columns.shape == (5, 512) and test_columns.shape == (2, 512) and columns.dtype == np.float32

@@ -39,7 +39,8 @@ SYNTHETIC = {
     "002: Synthetic(1, 1), power law": {"u": 1, "v": 1, "sizes": {"kind": "power-law"}},
     "002: Synthetic IID": {"iid": True},
 }
-GREY, COLOUR = (1, 28, 28), (3, 32, 32)
+GREY = (1, 28, 28)
+COLOUR = (3, 32, 32)
 MODELS = {
     "001, 002: softmax regression": ({"kind": "softmax"}, GREY, 7_850),
     "000: one hidden layer": ({"kind": "mlp"}, GREY, 159_010),
@@ -85,7 +86,8 @@ def test_each_partition_deals_every_sample_with_each_form_of_sizes_it_leaves_ope
             data.parse(keys)
         return
     told = data.describe(data.parse(keys))
-    per_client, held = told["samples_per_client"], told["classes_per_client"]
+    per_client = told["samples_per_client"]
+    held = told["classes_per_client"]
     if partition["kind"] == "overlapping":
         assert per_client == {"min": 500, "median": 500, "max": 500} and held["min"] == 10
         return

@@ -151,7 +151,9 @@ def test_dirichlet_mixtures_are_even_for_a_large_psi_and_one_class_for_a_small()
 
 def test_counts_stay_within_one_of_the_fitted_mixture():
     generator = np.random.default_rng(0)
-    mixture, rows, columns = generator.dirichlet(np.ones(10), 50), np.full(50, 60), np.full(10, 300)
+    mixture = generator.dirichlet(np.ones(10), 50)
+    rows = np.full(50, 60)
+    columns = np.full(10, 300)
     table = _fit(mixture, rows, columns)
     real = mixture.copy()
     for _ in range(2000):  # the slow reference: proportional fitting to the end

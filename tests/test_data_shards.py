@@ -29,7 +29,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def mini(**keys):
-    partition, sizes = {"kind": "dirichlet", "psi": 0.5}, {"kind": "spread"}
+    partition = {"kind": "dirichlet", "psi": 0.5}
+    sizes = {"kind": "spread"}
     return data.parse(
         {"kind": "fashion_mnist_mini", "clients": 70, "partition": partition, "sizes": sizes} | keys
     )
@@ -51,11 +52,9 @@ def synthetic(**keys):
 def slow_lane(described, seed, clients, rows):
     """The reference: row by row from the split, in float64."""
     split = described.split(seed, None)
-    x, y, n = (
-        np.zeros((len(clients), rows, *split.shape)),
-        np.zeros((len(clients), rows)),
-        np.zeros(len(clients), np.int64),
-    )
+    x = np.zeros((len(clients), rows, *split.shape))
+    y = np.zeros((len(clients), rows))
+    n = np.zeros(len(clients), np.int64)
     for lane, client in enumerate(clients):
         if client >= 0:
             own_x, own_y = split.rows(client, client + 1)
@@ -147,7 +146,8 @@ def test_rows_that_are_picked_are_those_of_the_whole_client(described, near, mon
 def test_a_read_that_stops_short_goes_on(monkeypatch):
     opened = Shards.open(prepare(synthetic(), seed=5))
     x, y, _ = opened.lane([3, 7], 30)
-    read, calls = os.preadv, []
+    read = os.preadv
+    calls = []
 
     def short(descriptor, buffers, at):  # Linux stops at 2 GiB
         calls.append(at)
@@ -258,7 +258,9 @@ def test_what_was_done_is_written_down():
 
 
 def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
-    x, y, who = np.arange(40.0).reshape(20, 2), np.linspace(-1, 1, 20), np.arange(20) % 3
+    x = np.arange(40.0).reshape(20, 2)
+    y = np.linspace(-1, 1, 20)
+    who = np.arange(20) % 3
     np.savez(tmp_path / "t.npz", v=x, cost=y, who=who)
     keys = {
         "kind": "table",
@@ -298,11 +300,9 @@ class Gaps(data.Data):
     kind: str = "gaps"
 
     def split(self, seed, root):
-        ends, x, y = (
-            [0, 0, 2, 2, 5, 5],
-            np.arange(10, dtype=np.float32).reshape(5, 2),
-            np.arange(5) % 2,
-        )
+        ends = [0, 0, 2, 2, 5, 5]
+        x = np.arange(10, dtype=np.float32).reshape(5, 2)
+        y = np.arange(5) % 2
         return data.Split(
             np.diff(ends),
             (2,),
@@ -330,7 +330,8 @@ def test_clients_without_samples_may_stand_anywhere():
 )
 def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, monkeypatch):
     monkeypatch.setattr(shards, "NEAR", near)  # a row is 8 bytes
-    opened, asked = Shards.open(prepare(Gaps(), 0)), []
+    opened = Shards.open(prepare(Gaps(), 0))
+    asked = []
     places = {opened._places[0][0] + 8 * first: client for client, first in ((1, 0), (3, 2))}
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, at, *_: asked.append(at))
     opened.prefetch(np.array([0, 1, -1, 2, 3, 4]), rows)

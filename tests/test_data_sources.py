@@ -88,7 +88,8 @@ def test_torchvision_sets_are_read_from_the_root(source):
 
 def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
     generator = np.random.default_rng(0)
-    images, labels = generator.integers(0, 256, (30, 28, 28), dtype=np.uint8), np.arange(30) % 10
+    images = generator.integers(0, 256, (30, 28, 28), dtype=np.uint8)
+    labels = np.arange(30) % 10
     for prefix in ("train", "t10k"):
         write_idx(tmp_path / "MNIST" / "raw", prefix, images, labels)
     for prefix in ("emnist-digits-train", "emnist-digits-test"):
@@ -243,7 +244,8 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
         test_fraction=0.3,
     )
     split = found.split(0, tmp_path)
-    rows, held = split.rows(0, 30)[0][:, 0].astype(int), split.test()[0][:, 0].astype(int)
+    rows = split.rows(0, 30)[0][:, 0].astype(int)
+    held = split.test()[0][:, 0].astype(int)
     assert (
         len(held) == 14
         and sorted([*rows, *held]) == list(range(45))
@@ -417,7 +419,8 @@ def slow_synthetic(seed, client, samples, u, v):
     """Li et al.'s construction, one number after another, from the client's own stream."""
     generator = stream(seed, Purpose.DATA, client=client)
     draw = iter(generator.standard_normal(2 + 600 + 10 + 60, np.float32))
-    shift, centre = u**0.5 * next(draw), v**0.5 * next(draw)
+    shift = u**0.5 * next(draw)
+    centre = v**0.5 * next(draw)
     weights = np.array([[shift + next(draw) for _ in range(10)] for _ in range(60)])
     bias = np.array([shift + next(draw) for _ in range(10)])
     mean = np.array([centre + next(draw) for _ in range(60)])

@@ -68,10 +68,8 @@ def test_one_band_is_independent_noise():
     assert banded_toeplitz(1, 50).tolist() == [1.0]
     # the sum of t normals, over t = 1 .. 50
     assert error([1.0], 50) == pytest.approx(math.sqrt(51 / 2))
-    drawn, plain = (
-        Correlated(3, (1.0,), 100),
-        [noise.server_noise(3, t, 0.7, 100) for t in range(3)],
-    )
+    drawn = Correlated(3, (1.0,), 100)
+    plain = [noise.server_noise(3, t, 0.7, 100) for t in range(3)]
     assert all(np.array_equal(drawn.draw(t, 0.7), plain[t]) for t in range(3))
 
 
@@ -122,7 +120,8 @@ def test_with_all_bands_the_error_is_within_four_percent_of_the_best_of_all_matr
     rounds,
 ):
     """The square-root factorisation, near-optimal itself, is 5 to 7 % above."""
-    bound, ours = _dense_optimum(rounds), error(banded_toeplitz(rounds, rounds), rounds)
+    bound = _dense_optimum(rounds)
+    ours = error(banded_toeplitz(rounds, rounds), rounds)
     assert bound <= ours <= 1.04 * bound < error(_root(rounds), rounds)
 
 
@@ -137,7 +136,8 @@ def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(
     which attain the most where columns overlap.
     """
     c = banded_toeplitz(bands, rounds)
-    dense, most = _matrix(c, rounds), 0.0
+    dense = _matrix(c, rounds)
+    most = 0.0
     for size in range(1, rounds + 1):
         for pattern in itertools.combinations(range(rounds), size):
             if all(later - earlier >= separation for earlier, later in itertools.pairwise(pattern)):
@@ -166,7 +166,8 @@ def test_the_recurrence_is_the_dense_inverse(bands, rounds):
     assert np.allclose(_matrix(c, rounds) @ inverse, np.eye(rounds), atol=1e-12)
     z = np.stack([noise.server_noise(5, t, 1.0, 30) for t in range(rounds)])
     # an adaptive bound scales each round's release
-    correlated, stds = Correlated(5, c, 30), np.linspace(0.5, 3, rounds)
+    correlated = Correlated(5, c, 30)
+    stds = np.linspace(0.5, 3, rounds)
     drawn = np.stack([correlated.draw(t, stds[t]) for t in range(rounds)])
     assert drawn == pytest.approx(stds[:, None] * (inverse @ z), rel=1e-10, abs=1e-12)
 
@@ -187,7 +188,9 @@ def test_the_drawn_noise_has_the_covariance_of_the_theory():
     """Sample covariance of 200,000 coordinates over 6 rounds against sigma^2 C^-1 C^-T, each entry
     by its own std; false-alarm rate 1e-5.
     """
-    rounds, d, sigma = 6, 200_000, 1.7
+    rounds = 6
+    d = 200_000
+    sigma = 1.7
     c = banded_toeplitz(3, rounds)
     correlated = Correlated(8, c, d)
     drawn = np.stack([correlated.draw(t, sigma) for t in range(rounds)])
@@ -234,11 +237,9 @@ def test_the_member_refuses_what_it_cannot_be(change, field):
 
 
 def test_bands_are_covered_only_by_turns_with_all_or_a_poisson_sample_of_a_group():
-    everyone, poisson, fixed = (
-        Sampling("full", 10, 10),
-        Sampling("poisson", 10, 4),
-        Sampling("fixed", 10, 4),
-    )
+    everyone = Sampling("full", 10, 10)
+    poisson = Sampling("poisson", 10, 4)
+    fixed = Sampling("fixed", 10, 4)
     public = Sampling("public", 50, 10)
     for sampling in (everyone, poisson, public):
         check(5, sampling, 5)

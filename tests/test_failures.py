@@ -381,7 +381,8 @@ def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
     be there once. Memory, with the collector's help, grows by less than 20 MB.
     """
     process = psutil.Process()
-    counts, memory = [], []
+    counts = []
+    memory = []
     try:
         for k in range(10):
             gc.collect()

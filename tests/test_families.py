@@ -39,7 +39,8 @@ def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
     assert member.next_bound(1.0, 0.5) == 1.0
     assert member.next_bound(1.0, 1.0) == pytest.approx(math.exp(-0.1))
     assert member.next_bound(1.0, 0.0) == pytest.approx(math.exp(0.1))
-    norms, bound = np.random.default_rng(0).lognormal(size=2000), 10.0
+    norms = np.random.default_rng(0).lognormal(size=2000)
+    bound = 10.0
     for _ in range(300):
         bound = member.next_bound(bound, float(np.mean(norms <= bound)))
     assert bound == pytest.approx(np.median(norms), rel=0.02)
@@ -62,7 +63,8 @@ def test_a_sum_out_of_range_is_a_divergence():
 
 def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
     """002 Lemma 5: the mean of (N/r) sum p_i Delta_i over all cohorts of size r is sum p_i Delta_i."""
-    sizes, r = np.array([1, 5, 2, 9, 3]), 2
+    sizes = np.array([1, 5, 2, 9, 3])
+    r = 2
     updates = np.random.default_rng(1).normal(size=(5, 4))
     weights = server.DataWeights()
     means = []
@@ -96,7 +98,8 @@ def test_adaptive_servers_follow_their_algorithm(kind):
     b1 = member.beta1
     generator = np.random.default_rng(2)
     x = generator.normal(size=6).astype(np.float32)
-    state, slow = member.start(6), {"m": np.zeros(6), "v": np.full(6, 1e-6)}
+    state = member.start(6)
+    slow = {"m": np.zeros(6), "v": np.full(6, 1e-6)}
     expected = x.astype(float)
     for t in range(5):
         u = generator.normal(size=6)
@@ -106,8 +109,10 @@ def test_adaptive_servers_follow_their_algorithm(kind):
 
 
 def test_server_momentum_accumulates_and_zero_momentum_is_sgd():
-    x, u = np.zeros(3), np.ones(3)
-    member, state = server.Momentum(lr=0.5, momentum=0.8), {"v": np.zeros(3)}
+    x = np.zeros(3)
+    u = np.ones(3)
+    member = server.Momentum(lr=0.5, momentum=0.8)
+    state = {"v": np.zeros(3)}
     first = member.step(x, u, state, 0)
     assert first == pytest.approx(0.5 * u)
     assert member.step(first.astype(float), u, state, 1) == pytest.approx(0.5 + 0.5 * 1.8 * u)
@@ -122,7 +127,7 @@ def test_a_model_that_is_no_longer_finite_stops_the_run():
 
 def test_no_two_names_share_a_stream():
     names = [
-        dict(round=r, client=c, draw=d, step=s)
+        dict(t=r, client=c, draw=d, step=s)
         for r in (0, 1, 2**40)
         for c in (0, 1, 2**33)
         for d in (0, 1)

@@ -169,7 +169,8 @@ def test_whatever_stands_in_the_place_of_a_prepared_folder_gives_way(how, caplog
 
 
 def test_a_file_is_digested_once_and_again_after_any_change(tmp_path, monkeypatch):
-    read, path = [], tmp_path / "file"
+    read = []
+    path = tmp_path / "file"
     digest = files.hashlib.file_digest
     monkeypatch.setattr(files.hashlib, "file_digest", lambda *a: read.append(a) or digest(*a))
     path.write_text("one")
@@ -183,7 +184,8 @@ def test_a_file_is_digested_once_and_again_after_any_change(tmp_path, monkeypatc
         lambda: os.replace(shutil.copy(path, tmp_path / "x"), path),
     ):
         time.sleep(0.02)
-        stat, reads = path.stat(), len(read)
+        stat = path.stat()
+        reads = len(read)
         change()
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert files.digest(path) not in first and len(read) == reads + 1

@@ -15,7 +15,7 @@ ALARM = 1e-5  # false-alarm rate of each statistic below
 
 def _drawn(vectors: int, n: int) -> np.ndarray:
     return np.stack(
-        [normals(11, Purpose.STEP_NOISE, n, round=t).numpy() for t in range(vectors)]
+        [normals(11, Purpose.STEP_NOISE, n, t=t).numpy() for t in range(vectors)]
     ).astype(np.float64)
 
 
@@ -48,9 +48,10 @@ def test_normals_follow_the_normal_law_in_each_half_and_near_zero():
 @pytest.mark.parametrize("sigmas", [3.0, 4.0, 5.0])
 def test_as_many_normals_lie_in_the_tails_as_should(sigmas):
     """Both tails of 20 million together, an exact binomial test."""
-    n, beyond = 200_000, 0
+    n = 200_000
+    beyond = 0
     for t in range(100):
-        drawn = normals(12, Purpose.STEP_NOISE, n, round=t)
+        drawn = normals(12, Purpose.STEP_NOISE, n, t=t)
         beyond += int((drawn.abs() > sigmas).sum())
     assert stats.binomtest(beyond, 100 * n, 2 * stats.norm.sf(sigmas)).pvalue > ALARM
 
@@ -102,11 +103,11 @@ def test_halves_and_neighbouring_names_are_uncorrelated():
     n = 40_000
     names = [
         {},
-        {"round": 1},
+        {"t": 1},
         {"client": 1},
         {"draw": 1},
         {"step": 1},
-        {"round": 2},
+        {"t": 2},
         {"client": 2**32},
         {"draw": 2},
         {"step": 2},
@@ -124,20 +125,18 @@ def test_halves_and_neighbouring_names_are_uncorrelated():
 
 
 def test_a_name_alone_decides_the_bits_whatever_was_drawn_before():
-    first = normals(8, Purpose.STEP_NOISE, 7850, round=3, client=5, draw=1, step=9)
-    normals(8, Purpose.STEP_NOISE, 333, round=3, client=6)
-    again = normals(8, Purpose.STEP_NOISE, 7850, round=3, client=5, draw=1, step=9)
+    first = normals(8, Purpose.STEP_NOISE, 7850, t=3, client=5, draw=1, step=9)
+    normals(8, Purpose.STEP_NOISE, 333, t=3, client=6)
+    again = normals(8, Purpose.STEP_NOISE, 7850, t=3, client=5, draw=1, step=9)
     assert first.dtype == torch.float32 and torch.equal(first, again)
 
 
 @pytest.mark.parametrize("n", [1, 333, 7850, 2 * keys._BLOCK + 5])
 def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
-    clients, draws, stds = (
-        [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4],
-        [0, 1, 0, 2] + 7 * [0],
-        np.linspace(0, 3, 11),
-    )
-    name = dict(round=6, step=2)
+    clients = [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4]
+    draws = [0, 1, 0, 2] + 7 * [0]
+    stds = np.linspace(0, 3, 11)
+    name = dict(t=6, step=2)
     together = clients_normals(4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, **name)
     scaled = clients_normals(
         4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, stds=stds, **name
@@ -164,8 +163,8 @@ def test_noise_is_scaled_in_double_precision():
     for drawn, base in (
         (
             noise.client_noise(2, 3, 4, 1, 1 / 3, 1001),
-            normals(2, Purpose.CLIENT_NOISE, 1001, round=3, client=4, draw=1),
+            normals(2, Purpose.CLIENT_NOISE, 1001, t=3, client=4, draw=1),
         ),
-        (noise.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, round=3)),
+        (noise.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
     ):
         assert drawn.dtype == np.float64 and np.array_equal(drawn, base.double().numpy() * (1 / 3))

@@ -52,7 +52,10 @@ def attempt(folder: Path, resume: bool, mine: int | None) -> None:
     """One process's attempt at the run in `folder`; before the `mine`-th thing that it would make
     durable, it dies.
     """
-    write, fsync, replace, release = os.write, os.fsync, os.replace, Coordinator.release
+    write = os.write
+    fsync = os.fsync
+    replace = os.replace
+    release = Coordinator.release
     notes = os.open(f"{folder}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     done = 0
 
@@ -75,7 +78,9 @@ def attempt(folder: Path, resume: bool, mine: int | None) -> None:
 
     # Of a line that is written, half arrives.
     os.write = fatal(write, lambda descriptor, line: write(descriptor, line[: len(line) // 2]))
-    os.fsync, os.replace, Coordinator.release = fatal(fsync), fatal(replace), noting
+    os.fsync = fatal(fsync)
+    os.replace = fatal(replace)
+    Coordinator.release = noting
     runner.versions = dict  # what is installed takes longer to list than the run takes
     # Snapshots after every round, where the run's own pace would make none in so short a time.
     tracking.SHARE = 1e9
@@ -116,7 +121,8 @@ def check_after_a_kill(folder: Path, reference: Path) -> int:
     """The ledger parses, is the beginning of the uninterrupted run's, and has every round that was
     released. Returns its rounds.
     """
-    path, whole = folder / "ledger.jsonl", (reference / "ledger.jsonl").read_bytes()
+    path = folder / "ledger.jsonl"
+    whole = (reference / "ledger.jsonl").read_bytes()
     text = path.read_bytes() if path.exists() else b""
     assert whole.startswith(text), "the ledger differs from that of the uninterrupted run"
     copy = folder.parent / "copy.jsonl"
@@ -140,11 +146,16 @@ def fire(base: Path) -> None:
     # here, so that no attempt has to import anything
     runner.run(Experiment.from_dict(EXPERIMENT), base / "first")
     assert not spawned(reference, False, None, None)
-    truth, chance = dict(released(reference)), random.Random(3)
+    truth = dict(released(reference))
+    chance = random.Random(3)
     began = time.monotonic()
     assert not spawned(base / "timed", False, None, None)
     span = time.monotonic() - began
-    hits, finished, turn, folder, seen = [], 0, 0, base / "run-0", []
+    hits = []
+    finished = 0
+    turn = 0
+    folder = base / "run-0"
+    seen = []
     while len(hits) < KILLS:
         turn += 1
         by_time = turn % 2 == 0

@@ -48,7 +48,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-SHAPE, CLASSES = (1, 6, 6), 4
+SHAPE = (1, 6, 6)
+CLASSES = 4
 
 
 class Residual(nn.Module):
@@ -56,11 +57,9 @@ class Residual(nn.Module):
 
     def __init__(self, outputs):
         super().__init__()
-        self.first, self.norm, self.last = (
-            nn.Linear(36, 12),
-            nn.LayerNorm(12),
-            nn.Linear(12, outputs),
-        )
+        self.first = nn.Linear(36, 12)
+        self.norm = nn.LayerNorm(12)
+        self.last = nn.Linear(12, outputs)
         self.scale = nn.Parameter(torch.ones(12))
 
     def forward(self, x):
@@ -73,11 +72,9 @@ class Functional(nn.Module):
 
     def __init__(self, outputs):
         super().__init__()
-        self.a, self.b, self.c = (
-            nn.Linear(36, 9),
-            nn.Linear(9, 7, bias=False),
-            nn.Linear(7, outputs),
-        )
+        self.a = nn.Linear(36, 9)
+        self.b = nn.Linear(9, 7, bias=False)
+        self.c = nn.Linear(7, outputs)
 
     def forward(self, x):
         x = F.leaky_relu(self.a(x.view(x.size(0), -1)), 0.2)
@@ -87,11 +84,9 @@ class Functional(nn.Module):
 class Tied(nn.Module):
     def __init__(self, outputs):
         super().__init__()
-        self.enter, self.square, self.leave = (
-            nn.Linear(36, 8),
-            nn.Linear(8, 8),
-            nn.Linear(8, outputs),
-        )
+        self.enter = nn.Linear(36, 8)
+        self.square = nn.Linear(8, 8)
+        self.leave = nn.Linear(8, outputs)
 
     def forward(self, x):
         return self.leave(
@@ -165,7 +160,8 @@ CORRECTED = {
 }
 # one with fewer rows than a batch, one empty slot, one with exactly a batch
 SIZES = [13, 4, 9, 0, 6]
-CLIENTS, DRAWS = [2, 5, 5, -1, 30], [0, 0, 1, 0, 0]
+CLIENTS = [2, 5, 5, -1, 30]
+DRAWS = [0, 0, 1, 0, 0]
 
 
 def made(name: str, outputs: int = CLASSES) -> nn.Module:
@@ -194,7 +190,7 @@ def corrected(sizes, d: int, seed=3) -> torch.Tensor:
     return corrections
 
 
-def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int, correction=None):
+def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, t: int, correction=None):
     """One client by the book: its update, flat, and its mean loss."""
     module = copy.deepcopy(module).train()
     start = models.flatten(module)
@@ -205,7 +201,7 @@ def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int
     )
     optimizer = torch.optim.SGD(
         module.parameters(),
-        lr=local.learning_rate(round),
+        lr=local.learning_rate(t),
         momentum=local.momentum,
         weight_decay=local.weight_decay,
     )
@@ -226,9 +222,7 @@ def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, round: int
     return models.flatten(module) - start, float(np.mean(losses))
 
 
-def train(
-    way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, round=2, seed=4, **more
-):
+def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t=2, seed=4, **more):
     way, _, picking = way.partition(", ")
     with pytest.MonkeyPatch.context() as patch:
         # as in a lane too large to be worth taking whole, its updates formed one by one
@@ -237,7 +231,7 @@ def train(
             patch.setattr(linear, "CHUNK", 1)
         trainer = Trainer(module, local, way=way, seed=seed)
         lane = trainer.lane(
-            models.flatten(module), x, y, sizes, round=round, clients=clients, draws=draws, **more
+            models.flatten(module), x, y, sizes, t=t, clients=clients, draws=draws, **more
         )
         return {slot: (delta, loss) for slot, delta, loss in lane}
 
@@ -296,7 +290,9 @@ def check_bits_in_and_out_of_company(way, module, local, corrects=False, regress
     again = train(way, module, local, x, y, corrections=corrections)
     for slot, (delta, loss) in together.items():
         assert torch.equal(delta, again[slot][0])
-        alone_x, alone_y, alone_c = torch.zeros_like(x), torch.zeros_like(y), torch.zeros(5, d)
+        alone_x = torch.zeros_like(x)
+        alone_y = torch.zeros_like(y)
+        alone_c = torch.zeros(5, d)
         others_x, others_y = rows(sizes=[13] * 5, seed=9, regression=regression)
         others_c = corrected([13] * 5, d, seed=9)
         for into, source in ((alone_x, x), (alone_y, y), (others_x, x), (others_y, y)):
@@ -381,7 +377,8 @@ class Draws(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.dropout = nn.Linear(36, CLASSES), nn.Dropout(0.5)
+        self.linear = nn.Linear(36, CLASSES)
+        self.dropout = nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
@@ -391,7 +388,8 @@ class Draws(nn.Module):
 
 
 def test_what_a_module_draws_and_keeps_is_the_clients_own():
-    module, local = Draws(), Sgd(steps=4, batch=6, lr=0.1)
+    module = Draws()
+    local = Sgd(steps=4, batch=6, lr=0.1)
     x, y = rows()
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -411,7 +409,7 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
         assert torch.equal(alone[slot][0], delta)
     index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
     with torch.random.fork_rng():
-        torch.set_rng_state(torch_stream(4, Purpose.MODULE, round=2, client=5, draw=1).get_state())
+        torch.set_rng_state(torch_stream(4, Purpose.MODULE, t=2, client=5, draw=1).get_state())
         expected, _ = reference(module, local, x[2], y[2], index[2, :, : batch_sizes[2]], 2)
     torch.testing.assert_close(together[2][0], expected, rtol=1e-4, atol=1e-6)
 
@@ -421,7 +419,7 @@ def test_an_update_that_is_handed_out_is_not_written_to_again():
     x, y = rows()
     for way in ("sample_space", "fused", "vmap", "loop", "noop"):
         trainer = Trainer(module, LOCALS["plain"], way=way, seed=0)
-        lane = dict(round=0, clients=CLIENTS, draws=DRAWS)
+        lane = dict(t=0, clients=CLIENTS, draws=DRAWS)
         held = [delta for _, delta, _ in trainer.lane(models.flatten(module), x, y, SIZES, **lane)]
         copies = [delta.clone() for delta in held]
         list(trainer.lane(models.flatten(module) * 2, x, y, SIZES, **lane))
@@ -476,7 +474,9 @@ def test_a_label_that_the_model_does_not_know_is_an_error(way):
 @pytest.mark.parametrize("batch", [1, 3, 8, "full"])
 def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
     local = Sgd(steps=6, batch=batch, sampling=sampling)
-    sizes, clients, draws = [5, 80, 1, 17, 0], [3, 4, 4, 1 << 40, 0], [0, 0, 1, 0, 0]
+    sizes = [5, 80, 1, 17, 0]
+    clients = [3, 4, 4, 1 << 40, 0]
+    draws = [0, 0, 1, 0, 0]
     index, batch_sizes = batches(7, 3, clients, draws, sizes, local, rows=100)
     for slot, size in enumerate(sizes):
         alone, alone_size = batches(
@@ -529,11 +529,9 @@ def test_shuffled_epochs_show_each_row_once_before_any_twice():
 
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
 def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, monkeypatch):
-    name, sizes, local = (
-        {"seed": 1, "round": 0},
-        [33, 7, 8, 9],
-        Sgd(steps=40, batch=6, sampling=sampling),
-    )
+    name = {"seed": 1, "t": 0}
+    sizes = [33, 7, 8, 9]
+    local = Sgd(steps=40, batch=6, sampling=sampling)
     # 24 as it is, which 16.8 million rows fill
     monkeypatch.setattr(sys.modules["raydpfl.local.batches"], "BITS", 3)
     index, _ = batches(**name, clients=[5, 6, 7, 8], draws=[0] * 4, sizes=sizes, local=local)
@@ -556,36 +554,34 @@ def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, m
 
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
 def test_rows_that_no_batch_takes_are_not_needed(way):
-    sizes, clients, draws = np.array([40, 0, 12, 13, 7]), [5, -1, 6, 7, 8], [0] * 5
+    sizes = np.array([40, 0, 12, 13, 7])
+    clients = [5, -1, 6, 7, 8]
+    draws = [0] * 5
     local = Sgd(steps=4, batch=3)
     assert (
         local.rows_used(sizes).tolist() == [12, 0, 12, 12, 7]
         and Sgd(batch="full").rows_used(sizes).tolist() == sizes.tolist()
     )
-    x, y = (
-        torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1)),
-        torch.arange(200).view(5, 40) % CLASSES,
-    )
+    x = torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(200).view(5, 40) % CLASSES
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), nn.ReLU(), nn.Linear(9, CLASSES))
-    trainer, parameters, name = (
-        Trainer(module, local, way=way, seed=4),
-        models.flatten(module),
-        {"round": 2, "clients": clients, "draws": draws},
-    )
+    trainer = Trainer(module, local, way=way, seed=4)
+    parameters = models.flatten(module)
+    name = {"t": 2, "clients": clients, "draws": draws}
     index, batch_sizes = batches(4, sizes=sizes, local=local, rows=12, **name)
     rows, places = picked(index, batch_sizes, sizes, local)
     # who may have more than it can use
     assert [slot for slot, each in enumerate(rows) if each is not None] == [0, 3]
-    few_x, few_y, few = torch.full((5, 12, *SHAPE), torch.nan), torch.full((5, 12), -1), []
+    few_x = torch.full((5, 12, *SHAPE), torch.nan)
+    few_y = torch.full((5, 12), -1)
+    few = []
     for slot, some in enumerate(rows):
         some = np.arange(sizes[slot]) if some is None else some
         few_x[slot, : len(some)], few_y[slot, : len(some)] = x[slot, some], y[slot, some]
         few.append(len(some))
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
-    whole, ours = (
-        trainer.lane(parameters, x, y, sizes, **name),
-        trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes)),
-    )
+    whole = trainer.lane(parameters, x, y, sizes, **name)
+    ours = trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes))
     for (_, delta, loss), (_, our_delta, our_loss) in zip(whole, ours, strict=True):
         torch.testing.assert_close(our_delta, delta, atol=1e-6, rtol=0)
         assert our_loss == pytest.approx(loss, abs=1e-6) and delta.norm() > 0.01
@@ -622,7 +618,8 @@ def test_a_wrong_value_is_refused_by_name(values, field):
 
 def by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The layers that `stack` found, one after another on the flat parameters."""
-    a, flat = x.flatten(1), models.flatten(module)
+    a = x.flatten(1)
+    flat = models.flatten(module)
     for layer in stack(module):
         weight, *bias = layer.views(flat)
         a = a @ weight.mT + (bias[0] if bias else 0)
@@ -650,7 +647,8 @@ def tied_weights() -> nn.Module:
 
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_of_linear_layers_is_found_however_it_is_written(name):
-    module, x = made(name), torch.randn(3, *SHAPE)
+    module = made(name)
+    x = torch.randn(3, *SHAPE)
     torch.testing.assert_close(by_hand(module, x), module(x))
 
 
@@ -893,15 +891,15 @@ def test_an_unknown_way_is_refused_by_name():
 
 
 def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
-    local, generator = Scaffold(steps=7), np.random.default_rng(0)
-    own, shared = np.zeros((12, 5)), np.zeros(5)
-    for round in range(30):
+    local = Scaffold(steps=7)
+    generator = np.random.default_rng(0)
+    own = np.zeros((12, 5))
+    shared = np.zeros(5)
+    for t in range(30):
         cohort = generator.choice(12, size=generator.integers(1, 13), replace=False)
-        sent, lr, share = (
-            generator.normal(size=(len(cohort), 5)),
-            0.1 / (round + 1),
-            len(cohort) / 12,
-        )
+        sent = generator.normal(size=(len(cohort), 5))
+        lr = 0.1 / (t + 1)
+        share = len(cohort) / 12
         after = local.next_own(own[cohort], shared, sent, lr)
         by_change = shared + share * (after - own[cohort]).mean(axis=0)
         shared = local.next_shared(shared, sent.mean(axis=0), lr, share)
@@ -912,10 +910,12 @@ def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
 
 @pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
 def test_a_clients_variate_is_the_mean_of_its_gradients(way):
-    module, local = made("mlp"), Scaffold(steps=1, batch="full", lr=0.2)
+    module = made("mlp")
+    local = Scaffold(steps=1, batch="full", lr=0.2)
     x, y = rows()
     d = models.parameter_count(module)
-    own, shared = corrected([1] * 5, d, seed=1).double(), corrected([1], d, seed=2)[0].double()
+    own = corrected([1] * 5, d, seed=1).double()
+    shared = corrected([1], d, seed=2)[0].double()
     got = train(way, module, local, x, y, corrections=local.correction(shared, own))
     for slot, (delta, _) in got.items():
         loss = F.cross_entropy(module(x[slot, : SIZES[slot]]), y[slot, : SIZES[slot]])
@@ -942,27 +942,22 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
     everyone = dict(clients=range(4), draws=[0] * 4)
 
     def trained(local: Sgd) -> torch.Tensor:
-        trainer, model = (
-            Trainer(module, local, way=way, seed=0),
-            torch.zeros(3, dtype=torch.float64),
-        )
-        own, shared = torch.zeros(4, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-        for round in range(60):
+        trainer = Trainer(module, local, way=way, seed=0)
+        model = torch.zeros(3, dtype=torch.float64)
+        own = torch.zeros(4, 3, dtype=torch.float64)
+        shared = torch.zeros(3, dtype=torch.float64)
+        for t in range(60):
             more = {"corrections": local.correction(shared, own)} if local.stateful else {}
             sent = torch.stack(
                 [
                     delta
-                    for _, delta, _ in trainer.lane(
-                        model, x, y, [8] * 4, round=round, **everyone, **more
-                    )
+                    for _, delta, _ in trainer.lane(model, x, y, [8] * 4, t=t, **everyone, **more)
                 ]
             ).double()
             if local.stateful:
-                lr = local.learning_rate(round)
-                own, shared = (
-                    local.next_own(own, shared, sent, lr),
-                    local.next_shared(shared, sent.mean(0), lr, 1.0),
-                )
+                lr = local.learning_rate(t)
+                own = local.next_own(own, shared, sent, lr)
+                shared = local.next_shared(shared, sent.mean(0), lr, 1.0)
             model = model + sent.mean(0)
         return (model - optimum).norm() / optimum.norm()
 
@@ -985,7 +980,7 @@ for kind, ways in (("softmax", ("sample_space", "fused", "vmap")), ("mlp", ("sam
     x, y = generator.random((3, 13, 1, 28, 28), dtype=np.float32), generator.integers(0, 10, (3, 13))
     for way in ways:
         trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), way=way, seed=1)
-        lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], round=0, clients=[1, 2, 3], draws=[0, 0, 0])
+        lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], t=0, clients=[1, 2, 3], draws=[0, 0, 0])
         print(way, hashlib.sha256(b"".join(delta.numpy().tobytes() for _, delta, _ in lane)).hexdigest())
 """
 
@@ -1001,7 +996,8 @@ def test_two_processes_give_the_same_bits():
 
 
 def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
-    drawn, asked = engine._drawn_once, []
+    drawn = engine._drawn_once
+    asked = []
 
     def beside_a_thread(module, shape):
         asked.append(drawn(module, shape))

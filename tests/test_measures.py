@@ -60,10 +60,8 @@ def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(
         "server": {"kind": "sgd"},
     }
     run(experiment(**sections), tmp_path / "out")
-    rows, clients = (
-        pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist(),
-        pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas(),
-    )
+    rows = pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist()
+    clients = pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas()
     assert np.allclose(clients["bounded_norm"], 0.5)
     # multiplier 1 for 20 clients: each draws std 0.5 / sqrt(20) on 7850 coordinates; the norm's own
     # spread is 0.8 %
@@ -154,12 +152,15 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
 
     def value(w: np.ndarray, clients: list[int]) -> tuple[float, np.ndarray]:
         """The plain formula, in numpy: softmax regression with an L2 term, weighted by rows."""
-        weight, bias = w[: 60 * 10].reshape(10, 60), w[600:]
-        total, gradient = 0.005 * w @ w, 0.01 * w
+        weight = w[: 60 * 10].reshape(10, 60)
+        bias = w[600:]
+        total = 0.005 * w @ w
+        gradient = 0.01 * w
         rows = sum(int(shards.sizes[i]) for i in clients)
         for i in clients:
             x, y, n = shards.lane([i], int(shards.sizes[i]))
-            x, y = x[0].astype(float), y[0]
+            x = x[0].astype(float)
+            y = y[0]
             z = x @ weight.T + bias
             z -= z.max(1, keepdims=True)
             log_p = z - np.log(np.exp(z).sum(1, keepdims=True))

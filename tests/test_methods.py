@@ -68,11 +68,9 @@ class Unlike(Data):
     kind: str = "unlike"
 
     def split(self, seed, root):
-        x, y, ends = (
-            np.array([[1.0], [2.0], [1.5], [99.0]], np.float32),
-            np.array([4.0, 1.0, 2.0, 0.0], np.float32),
-            [0, 0, 1, 2, 3, 4],
-        )
+        x = np.array([[1.0], [2.0], [1.5], [99.0]], np.float32)
+        y = np.array([4.0, 1.0, 2.0, 0.0], np.float32)
+        ends = [0, 0, 1, 2, 3, 4]
         return Split(
             np.diff(ends),
             (1,),
@@ -164,14 +162,16 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
     )
     result = run(plain, tmp_path / "out")
     plan = Plan.make(plain)
-    shards, sizes = Shards.open(plan.shards), np.asarray(Shards.open(plan.shards).sizes)
+    shards = Shards.open(plan.shards)
+    sizes = np.asarray(Shards.open(plan.shards).sizes)
     cohort = plain.selection.draw(plain.seed, 0, plan.population)
     start = models.flatten(models.build(plain.model, shards.shape, shards.classes, plain.seed))
     expected = start.double()
     for client in cohort.clients.tolist():
         n = int(sizes[client])
         x, y, _ = shards.lane([client], n)
-        x, y = torch.from_numpy(x[0]), torch.from_numpy(y[0])
+        x = torch.from_numpy(x[0])
+        y = torch.from_numpy(y[0])
         index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
         module = models.build(plain.model, shards.shape, shards.classes, plain.seed)
         for step, batch in enumerate(index[0].tolist()):
@@ -189,7 +189,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
                 plan.noise_seed,
                 Purpose.STEP_NOISE,
                 len(start),
-                round=0,
+                t=0,
                 client=client,
                 draw=0,
                 step=step,
@@ -328,7 +328,8 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     chosen = experiment(
         selection={**NOISED, "loss_bound": 2.2}, measure={"clients": True}, rounds=3
     )
-    plan, exact = Plan.make(chosen), []
+    plan = Plan.make(chosen)
+    exact = []
     coordinator = Coordinator(plan, str(tmp_path), 0)
     coordinator.start()
     for t in range(3):
@@ -372,7 +373,8 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
         privacy=accountants,
     )
     plan = Plan.make(chosen)
-    z, most = plan.mechanism.noise_multiplier, max(plan.participations(4).values())
+    z = plan.mechanism.noise_multiplier
+    most = max(plan.participations(4).values())
     result = run(chosen, tmp_path / "out")
     mu = math.sqrt(most) * math.hypot(2 / z, 3.0 / 4.0)
     assert 8.99 < result.guarantees[0].epsilon <= 9.0 and result.guarantees[
@@ -415,7 +417,8 @@ def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_c
         "data": {"clients": 15},
     }
     chosen = experiment(**given, privacy={"accountants": ["pld", "rdp"]})
-    plan, result = Plan.make(chosen), run(chosen, tmp_path / "out")
+    plan = Plan.make(chosen)
+    result = run(chosen, tmp_path / "out")
     counts = plan.participations(4)
     quiet = Plan.make(
         experiment(

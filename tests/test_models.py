@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raydpfl import models
 from raydpfl.errors import ConfigError
 
-GREY, COLOUR = (1, 28, 28), (3, 32, 32)
+GREY = (1, 28, 28)
+COLOUR = (3, 32, 32)
 
 
 def build(shape=GREY, classes=10, seed=0, **keys):
@@ -124,10 +125,8 @@ def test_initial_parameters_depend_on_the_seed_alone(kind):
     one = models.flatten(build(kind=kind, seed=7))
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    same, other = (
-        models.flatten(build(kind=kind, seed=7)),
-        models.flatten(build(kind=kind, seed=7 + (1 << 32))),
-    )
+    same = models.flatten(build(kind=kind, seed=7))
+    other = models.flatten(build(kind=kind, seed=7 + (1 << 32)))
     # seeds that agree in their low 32 bits are different seeds
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
@@ -189,7 +188,8 @@ def test_the_flat_vector_does_not_depend_on_the_memory_layout():
 
 
 def test_pooling_before_the_activation_changes_nothing():
-    module, x = build(kind="cnn"), torch.rand(4, *GREY)
+    module = build(kind="cnn")
+    x = torch.rand(4, *GREY)
     swapped = nn.Sequential(
         *[module[index] for index in (0, 2, 1, 3, 5, 4, *range(6, len(module)))]
     )
@@ -379,10 +379,8 @@ def test_images_that_are_too_small_are_refused():
 
 
 def test_the_nets_learn_to_tell_two_images_apart():
-    x, y = (
-        torch.from_numpy(np.random.default_rng(0).random((2, *GREY), np.float32)),
-        torch.tensor([0, 1]),
-    )
+    x = torch.from_numpy(np.random.default_rng(0).random((2, *GREY), np.float32))
+    y = torch.tensor([0, 1])
     for kind in ("softmax", "mlp", "cnn", "dp_cnn"):
         module = build(GREY, 2, kind=kind)
         optimiser = torch.optim.Adam(module.parameters(), 1e-3)

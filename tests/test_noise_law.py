@@ -106,11 +106,14 @@ def test_noise_that_leaves_clients(tmp_path):
     large.
     """
     coordinator = started(tmp_path)
-    plan, actor, rows = coordinator.plan, coordinator.pool.client, []
+    plan = coordinator.plan
+    actor = coordinator.pool.client
+    rows = []
     std = plan.client_std(0.5)
     assert std == pytest.approx(3.0 * 0.5 * plan.weight / math.sqrt(8))
     for t in range(7):
-        clients, draws = np.append(np.arange(30), 29), np.append(np.zeros(30, int), 1)
+        clients = np.append(np.arange(30), 29)
+        draws = np.append(np.zeros(30, int), 1)
         lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
         sent = actor._contributions(
             torch.zeros(plan.d),
@@ -132,7 +135,8 @@ def test_noise_of_clients_that_reaches_the_server(dropout, tmp_path):
     coordinator = started(
         tmp_path, rounds=150, selection={"kind": "uniform", "cohort": 8, "dropout": dropout}
     )
-    plan, rows = coordinator.plan, []
+    plan = coordinator.plan
+    rows = []
     for t in range(150):
         cohort = coordinator.select(t)
         assert len(cohort) >= plan.survivors
@@ -164,13 +168,15 @@ def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
         tmp_path, rounds=200, noise=noise, selection={"kind": "cyclic", "period": 5}
     )
     plan = coordinator.plan
-    std, c = 3.0 * 0.5 * plan.weight, plan.experiment.noise.coefficients
+    std = 3.0 * 0.5 * plan.weight
+    c = plan.experiment.noise.coefficients
     y = np.stack([coordinator.release(t, np.zeros(plan.d)) / std for t in range(200)])
     matrix = sum(np.diag(np.full(200 - j, each), -j) for j, each in enumerate(c))
     assert np.linalg.norm(c) == pytest.approx(1) and len(c) == 4
     check_law(matrix @ y)
     inverse = np.linalg.inv(matrix[:11, :11])
-    wanted, found = inverse @ inverse.T, y[:11] @ y[:11].T / plan.d
+    wanted = inverse @ inverse.T
+    found = y[:11] @ y[:11].T / plan.d
     errors = np.sqrt((wanted**2 + np.outer(np.diag(wanted), np.diag(wanted))) / plan.d)
     assert (
         np.abs((found - wanted) / errors).max() < 6
@@ -189,7 +195,8 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
         bounding=bounding,
         noise={"kind": "gaussian", "placement": placement, "multiplier": 0.1},
     )
-    cohort, found = Cohort.of(np.arange(8)), []
+    cohort = Cohort.of(np.arange(8))
+    found = []
     partials = [Partial(np.zeros(0), norms=[0.1] * 4 + [0.9] * 4)]
     for t in range(2500):
         below = 0.4 - math.log(coordinator.next_bound(t, cohort, partials) / 0.5) / 0.2
@@ -204,12 +211,10 @@ def test_noise_of_local_steps(way):
     the update. Gradients are clipped away.
     """
     stds = np.linspace(0.5, 2.0, 20)
-    x, y = (
-        torch.from_numpy(stream(1, Purpose.DATA).standard_normal((20, 6, 60), dtype=np.float32)),
-        torch.zeros(20, 6, dtype=torch.int64),
-    )
+    x = torch.from_numpy(stream(1, Purpose.DATA).standard_normal((20, 6, 60), dtype=np.float32))
+    y = torch.zeros(20, 6, dtype=torch.int64)
     rows = []
-    for round in range(3):
+    for t in range(3):
         updates = [np.zeros((20, 610))]
         for steps in (1, 2, 3):
             trainer = Trainer(
@@ -224,7 +229,7 @@ def test_noise_of_local_steps(way):
                 x,
                 y,
                 [6] * 20,
-                round=round,
+                t=t,
                 clients=range(20),
                 draws=[0] * 20,
                 stds=stds,

@@ -187,7 +187,9 @@ def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, 
 @pytest.fixture
 def full(monkeypatch):
     """A disk on which the files of a name have no room, after so many that had."""
-    before, sync, had = resource.getrlimit(resource.RLIMIT_FSIZE), os.fsync, []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sync = os.fsync
+    had = []
 
     def limit(name: str, room: int) -> None:
         def synced(descriptor):
@@ -218,10 +220,8 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
 ):
     monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
     overrides = ["rounds=8", f"measure.trajectory={'true' if 'trajectory' in name else 'false'}"]
-    whole, before = (
-        run(experiment(rounds=8), tmp_path / "whole"),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
+    whole = run(experiment(rounds=8), tmp_path / "whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     sync = os.fsync
     full(name, room)
     said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, 1)

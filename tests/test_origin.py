@@ -499,8 +499,8 @@ class Rotating(Selection):
     def sampling(self, population):
         return Sampling("public", len(population), 20)
 
-    def select(self, seed, round, population):
-        return Cohort.of((np.arange(20) + self.turn * round) % len(population))
+    def select(self, seed, t, population):
+        return Cohort.of((np.arange(20) + self.turn * t) % len(population))
 
 
 def test_draws_that_cannot_be_made_again_are_not_counted_by_others(tmp_path, monkeypatch):

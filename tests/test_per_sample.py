@@ -22,10 +22,13 @@ from raydpfl.local import Scaffold, Sgd, Trainer, batches, layerwise, resolve, v
 from raydpfl.local.layerwise import Layerwise, NotLayerwise
 from raydpfl.local.way import LaneData
 
-SHAPE, CLASSES = (2, 6, 6), 4
+SHAPE = (2, 6, 6)
+CLASSES = 4
 SIZES = [7, 3, 5, 0, 7]  # one with fewer rows than a batch, one empty slot
-CLIENTS, DRAWS = [2, 5, 5, -1, 30], [0, 0, 1, 0, 0]
-ROUND, SEED = 2, 4
+CLIENTS = [2, 5, 5, -1, 30]
+DRAWS = [0, 0, 1, 0, 0]
+ROUND = 2
+SEED = 4
 LOCALS = {
     "plain": Sgd(steps=2, batch=4, lr=0.3),
     "all terms": Sgd(steps=3, batch=4, lr=0.2, momentum=0.7, weight_decay=0.1, proximal=0.3),
@@ -49,12 +52,11 @@ class Positions(nn.Module):
 
     def __init__(self, positions: int, width: int):
         super().__init__()
-        self.positions, inputs = positions, 36 // positions
-        self.first, self.norm, self.last = (
-            nn.Linear(inputs, width),
-            nn.LayerNorm((positions, width)),
-            nn.Linear(width, CLASSES, bias=False),
-        )
+        self.positions = positions
+        inputs = 36 // positions
+        self.first = nn.Linear(inputs, width)
+        self.norm = nn.LayerNorm((positions, width))
+        self.last = nn.Linear(width, CLASSES, bias=False)
 
     def forward(self, x):
         return self.last(
@@ -67,12 +69,10 @@ class InPlace(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.norm, self.c = (
-            nn.Conv2d(2, 6, 3, padding=1),
-            nn.Conv2d(6, 6, 3, padding=1),
-            nn.GroupNorm(3, 6),
-            nn.Linear(216, CLASSES),
-        )
+        self.a = nn.Conv2d(2, 6, 3, padding=1)
+        self.b = nn.Conv2d(6, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(3, 6)
+        self.c = nn.Linear(216, CLASSES)
 
     def forward(self, x):
         a = torch.tanh_(self.a(x))
@@ -97,7 +97,8 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.last = Scale(), nn.Linear(72, CLASSES)
+        self.scale = Scale()
+        self.last = nn.Linear(72, CLASSES)
 
     def forward(self, x):
         return self.last(self.scale(x, x.tanh()))
@@ -106,7 +107,8 @@ class Twice(nn.Module):
 class Embedded(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.last = nn.Embedding(5, 3), nn.Linear(3, CLASSES)
+        self.table = nn.Embedding(5, 3)
+        self.last = nn.Linear(3, CLASSES)
 
     def forward(self, x):
         return self.last(self.table((x.flatten(1)[:, :10].abs() * 3).long() % 5).mean(1))
@@ -117,11 +119,9 @@ class Bare(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last, self.scale = (
-            nn.Linear(72, 8),
-            nn.Linear(8, CLASSES),
-            nn.Parameter(torch.ones(8)),
-        )
+        self.first = nn.Linear(72, 8)
+        self.last = nn.Linear(8, CLASSES)
+        self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x):
         return self.last(self.scale * torch.tanh(self.first(x.flatten(1))))
@@ -130,11 +130,9 @@ class Bare(nn.Module):
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.enter, self.square, self.leave = (
-            nn.Linear(72, 8),
-            nn.Linear(8, 8),
-            nn.Linear(8, CLASSES),
-        )
+        self.enter = nn.Linear(72, 8)
+        self.square = nn.Linear(8, 8)
+        self.leave = nn.Linear(8, CLASSES)
 
     def forward(self, x):
         return self.leave(
@@ -147,7 +145,8 @@ class TiedByHand(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.enter, self.square = nn.Linear(72, CLASSES), nn.Linear(CLASSES, CLASSES)
+        self.enter = nn.Linear(72, CLASSES)
+        self.square = nn.Linear(CLASSES, CLASSES)
 
     def forward(self, x):
         return F.linear(torch.tanh(self.square(self.enter(x.flatten(1)))), self.square.weight)
@@ -295,7 +294,9 @@ def by_the_book(
     that its samples' gradients had, [steps, batch].
     """
     start = models.flatten(module).double()
-    now, velocity, norms = start.clone(), torch.zeros_like(start), []
+    now = start.clone()
+    velocity = torch.zeros_like(start)
+    norms = []
     for step, batch in enumerate(index):
         each = gradients(models.load(copy.deepcopy(module), now.float()), x[batch], y[batch])
         norms.append([float(one.norm()) for one in each])
@@ -306,7 +307,7 @@ def by_the_book(
                 SEED,
                 Purpose.STEP_NOISE,
                 len(start),
-                round=ROUND,
+                t=ROUND,
                 client=CLIENTS[slot],
                 draw=DRAWS[slot],
                 step=step,
@@ -329,7 +330,8 @@ def median_norm(name: str) -> float:
 
 @cache
 def expected(name: str, method: str) -> dict[int, tuple[torch.Tensor, np.ndarray]]:
-    module, local = made(name), LOCALS[method]
+    module = made(name)
+    local = LOCALS[method]
     x, y = rows()
     stds, corrections = noise_and_corrections(module)
     index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
@@ -361,7 +363,7 @@ def noise_and_corrections(module: nn.Module) -> tuple[np.ndarray, torch.Tensor]:
 def train(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, **more):
     trainer = Trainer(module, local, way=way, seed=SEED, clip=clip)
     lane = trainer.lane(
-        models.flatten(module), x, y, sizes, round=ROUND, clients=clients, draws=draws, **more
+        models.flatten(module), x, y, sizes, t=ROUND, clients=clients, draws=draws, **more
     )
     return {slot: (delta, loss) for slot, delta, loss in lane}
 
@@ -399,7 +401,8 @@ def test_every_way_clips_each_sample_as_autograd_by_the_book_does(way, name):
     ],
 )
 def test_the_loss_is_the_mean_over_the_batches_rows_unclipped(way, name):
-    module, local = made(name), Sgd(steps=1, batch=4)
+    module = made(name)
+    local = Sgd(steps=1, batch=4)
     x, y = rows()
     index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
     for slot, (_, loss) in train(way, module, local, 1e-3, x, y).items():
@@ -483,10 +486,8 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
         )
         g = torch.randn(200, 1, 32, generator=generator) * torch.tensor([1.0, -1.0])[:, None]
         assert (layerwise._ghost(a, g).double().sqrt() >= norms(a, g)).all()
-    a, g = (
-        torch.randn(200, 8, 64, generator=generator),
-        torch.randn(200, 8, 32, generator=generator),
-    )
+    a = torch.randn(200, 8, 64, generator=generator)
+    g = torch.randn(200, 8, 32, generator=generator)
     torch.testing.assert_close(
         layerwise._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
     )
@@ -496,7 +497,8 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
     "way,module,name", [("layerwise", layerwise, "channels last"), ("vmap", vmap, "bare parameter")]
 )
 def test_a_batch_that_takes_too_much_memory_is_cut(way, module, name, monkeypatch):
-    shares, shares_cut = np.empty(5), np.empty(5)
+    shares = np.empty(5)
+    shares_cut = np.empty(5)
     whole = train(way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares)
     calls = []
     spied = {"layerwise": (Layerwise, "_forward"), "vmap": (vmap.Vmap, "_loss")}[way]
@@ -555,7 +557,8 @@ def test_no_sample_moves_a_step_by_more_than_the_bound(way, name):
 def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound_over_the_batch(
     way, name
 ):
-    module, clip = made(name), 0.5 * median_norm(name)
+    module = made(name)
+    clip = 0.5 * median_norm(name)
     local = Sgd(steps=1, batch="full", lr=1.0)
     x, y = rows(sizes=[5] * 5, n=5)
     other = x.clone()
@@ -573,15 +576,17 @@ def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, nam
     """Not divided by the batch, whatever its size; each step its own. Kolmogorov-Smirnov;
     false-alarm rate 1e-4.
     """
-    module, local = made(name), Sgd(steps=2, batch=4, lr=0.5)
-    d, clip = models.parameter_count(module), 1e-6
+    module = made(name)
+    local = Sgd(steps=2, batch=4, lr=0.5)
+    d = models.parameter_count(module)
+    clip = 1e-6
     stds = np.array([0.5, 1.0, 2.0, 9.0, 4.0])
     quiet = train(way, module, local, clip, *rows())
     noised = train(way, module, local, clip, *rows(), stds=stds)
     drawn = {}
     for slot in quiet:
         drawn[slot] = (quiet[slot][0] - noised[slot][0]) / (0.5 * stds[slot])
-        key = dict(round=ROUND, client=CLIENTS[slot], draw=DRAWS[slot])
+        key = dict(t=ROUND, client=CLIENTS[slot], draw=DRAWS[slot])
         keyed = sum(normals(SEED, Purpose.STEP_NOISE, d, **key, step=step) for step in range(2))
         torch.testing.assert_close(drawn[slot], keyed, rtol=1e-3, atol=1e-4)
     together = torch.cat(list(drawn.values())).numpy() / 2**0.5
@@ -590,7 +595,9 @@ def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, nam
 
 @pytest.mark.parametrize("way,name", PRIVATE)
 def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
-    module, local, clip = made(name), LOCALS["all terms"], median_norm(name)
+    module = made(name)
+    local = LOCALS["all terms"]
+    clip = median_norm(name)
     x, y = rows()
     stds, corrections = noise_and_corrections(module)
     together = train(way, module, local, clip, x, y, stds=stds, corrections=corrections)
@@ -598,7 +605,8 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
     for slot, (delta, loss) in together.items():
         assert torch.equal(delta, again[slot][0])
         keep = np.arange(5) == slot
-        alone_x, alone_y = torch.zeros_like(x), torch.zeros_like(y)
+        alone_x = torch.zeros_like(x)
+        alone_y = torch.zeros_like(y)
         others_x, others_y = rows(sizes=[7] * 5, seed=9)
         for rows_x, rows_y in ((alone_x, alone_y), (others_x, others_y)):
             rows_x[slot], rows_y[slot] = x[slot], y[slot]
@@ -637,14 +645,16 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
 def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_longer_than_the_bound(
     way, name
 ):
-    module, clip = made(name), median_norm(name)
+    module = made(name)
+    clip = median_norm(name)
     stds, corrections = noise_and_corrections(module)
     for method in LOCALS:
-        clipped, seen = np.zeros(5), {}
+        clipped = np.zeros(5)
+        seen = {}
         trainer = Trainer(module, LOCALS[method], way=way, seed=SEED, clip=clip)
         x, y = rows()
         keyed = {
-            "round": ROUND,
+            "t": ROUND,
             "clients": CLIENTS,
             "draws": DRAWS,
             "stds": stds,
@@ -682,15 +692,14 @@ def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_tha
 
 
 def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
-    index, factors = np.array([[[3, 0, 3], [1, 1, 3]], [[2, 0, 0], [1, 0, 0]]]), torch.ones(2, 2, 4)
+    index = np.array([[[3, 0, 3], [1, 1, 3]], [[2, 0, 0], [1, 0, 0]]])
+    factors = torch.ones(2, 2, 4)
     # [steps, clients, rows]
     factors[0, 0, 3] = factors[1, 0, 1] = factors[0, 1, 0] = factors[1, 1, 1] = 0.5
-    x, y, sizes, batch_sizes = (
-        torch.zeros(2, 4, 1),
-        torch.zeros(2, 4),
-        np.array([4, 3]),
-        np.array([3, 1]),
-    )
+    x = torch.zeros(2, 4, 1)
+    y = torch.zeros(2, 4)
+    sizes = np.array([4, 3])
+    batch_sizes = np.array([3, 1])
     lane = LaneData(
         x,
         y,
@@ -712,7 +721,8 @@ def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
 def test_a_gradient_that_is_not_finite_shows_in_its_clients_update_and_in_no_other(
     way, name, value
 ):
-    module, local = made(name), Sgd(steps=1, batch="full", lr=0.1)
+    module = made(name)
+    local = Sgd(steps=1, batch="full", lr=0.1)
     x, y = rows()
     healthy = train(way, module, local, 1.0, x, y)
     x[2, 3] = value
@@ -732,7 +742,8 @@ def test_a_finite_gradient_whose_norm_overflows_is_not_dropped():
 
 
 def test_scaffold_trains_with_clipping_and_noise():
-    module, local = made("channels last"), Scaffold(steps=2, batch=4, lr=0.3)
+    module = made("channels last")
+    local = Scaffold(steps=2, batch=4, lr=0.3)
     stds, corrections = noise_and_corrections(module)
     got = {
         way: train(way, module, local, 1.0, *rows(), stds=stds, corrections=corrections)
@@ -786,7 +797,8 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.last = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, CLASSES)
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.last = nn.Linear(5, CLASSES)
 
     def forward(self, x):
         return self.last(self.lstm(x[:, 0])[0][:, -1])
@@ -797,10 +809,8 @@ class Overwrites(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = (
-            nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"),
-            nn.Linear(72, CLASSES),
-        )
+        self.first = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+        self.last = nn.Linear(72, CLASSES)
 
     def forward(self, x):
         x = x + 0
@@ -812,7 +822,8 @@ class SamplesSecond(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(6, 5), nn.Linear(60, CLASSES)
+        self.first = nn.Linear(6, 5)
+        self.last = nn.Linear(60, CLASSES)
 
     def forward(self, x):
         return self.last(
@@ -823,7 +834,8 @@ class SamplesSecond(nn.Module):
 class Unused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.spare, self.last = nn.Linear(3, 3), nn.Linear(72, CLASSES)
+        self.spare = nn.Linear(3, 3)
+        self.last = nn.Linear(72, CLASSES)
 
     def forward(self, x):
         return self.last(x.flatten(1))
@@ -850,7 +862,8 @@ class Drawing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.dropout = nn.Parameter(torch.ones(72)), nn.Dropout(0.5)
+        self.weight = nn.Parameter(torch.ones(72))
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x):
         return self.dropout(x.flatten(1) * self.weight)
@@ -974,7 +987,8 @@ def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():
             np.where(keep, CLIENTS, -1),
         )
         assert torch.equal(alone[slot][0], delta)
-    one_x, one_y = x[:1, :1].expand(5, 7, -1, -1, -1), y[:1, :1].expand(5, 7)
+    one_x = x[:1, :1].expand(5, 7, -1, -1, -1)
+    one_y = y[:1, :1].expand(5, 7)
     dropped = train(
         "layerwise",
         module,

@@ -80,7 +80,8 @@ def test_a_component_that_is_nearly_always_negative_is_drawn_from_its_tail():
             "components": [{"weight": 1, "mean": -4, "std": 0.5}],
         }
     )
-    drawn, law = tail.draw(seed=4, clients=2000), norm(-4, 0.5)
+    drawn = tail.draw(seed=4, clients=2000)
+    law = norm(-4, 0.5)
     assert (drawn > 0).all() and kstest(
         drawn, lambda x: 1 - law.sf(x) / law.sf(0)
     ).pvalue > FALSE_ALARM
@@ -113,7 +114,8 @@ def test_a_share_of_the_clients_is_public_whatever_the_law():
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "npz"])
 def test_a_column_of_any_table_file_gives_the_budgets_and_inf_is_public(suffix, tmp_path, caplog):
     columns = {"epsilon": np.array([0.5, math.inf, 0.001, 4.0]), "who": np.array([30, 10, 20, 40])}
-    path, table = tmp_path / f"budgets.{suffix}", pa.table(columns)
+    path = tmp_path / f"budgets.{suffix}"
+    table = pa.table(columns)
     write = {
         "csv": csv.write_csv,
         "parquet": parquet.write_table,
@@ -238,7 +240,8 @@ def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
     """The slow reference: client k by the accountants of one mechanism."""
     if count == 0:
         return 0.0
-    n, b = int(mechanism.samples[k]), int(mechanism.batches[k])
+    n = int(mechanism.samples[k])
+    b = int(mechanism.batches[k])
     one = Mechanism.of_local_steps(
         samples=n,
         batch=b,
@@ -278,7 +281,8 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
 
 
 def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
-    calls, real = [], personal._epsilons
+    calls = []
+    real = personal._epsilons
     monkeypatch.setattr(
         personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
     )
@@ -290,7 +294,8 @@ def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
 
 
 def test_clients_that_are_alike_are_accounted_for_once(monkeypatch):
-    calls, real = [], personal._epsilons
+    calls = []
+    real = personal._epsilons
     monkeypatch.setattr(
         personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
     )
@@ -307,8 +312,12 @@ def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) ->
     """The slow reference for client k: dp-accounting's composition of its steps and of the losses
     that it releases `beside` them.
     """
-    n, b, steps = int(mechanism.samples[k]), int(mechanism.batches[k]), mechanism.steps * count
-    q, mu, other = b / n, 2 * mechanism.bound / (b * mechanism.stds[k]), 5.0 / (n * 3.0)
+    n = int(mechanism.samples[k])
+    b = int(mechanism.batches[k])
+    steps = mechanism.steps * count
+    q = b / n
+    mu = 2 * mechanism.bound / (b * mechanism.stds[k])
+    other = 5.0 / (n * 3.0)
     if accountant == "rdp":
         one = (
             dp_event.SampledWithoutReplacementDpEvent(n, b, dp_event.GaussianDpEvent(1 / mu))
@@ -371,10 +380,8 @@ def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(acc
 def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_grid():
     """At the ends what is left is the one or the other, to a relative 1e-3, never below it."""
     for mu, other in ((1e-4, 3.0), (1e-2, 50.0), (0.02, 1.0)):
-        louder, alone = (
-            personal._epsilons("pld", 0.01, mu, 1e-5, 5, 4, 4, other)[0],
-            float(gaussian_epsilon(2 * other, 1e-5)),
-        )
+        louder = personal._epsilons("pld", 0.01, mu, 1e-5, 5, 4, 4, other)[0]
+        alone = float(gaussian_epsilon(2 * other, 1e-5))
         assert alone <= louder <= alone * 1.001
     steps = personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4)[0]
     assert steps <= personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4, 1e-9)[0] <= steps * 1.001
@@ -393,7 +400,8 @@ def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_n
         "budgets": np.maximum(given["budgets"], 2.0),
         "samples": np.maximum(given["samples"] // 5, 40),
     }
-    found, counts = LocalSteps.calibrated(**given, accountant=accountant), given["participations"]
+    found = LocalSteps.calibrated(**given, accountant=accountant)
+    counts = given["participations"]
     quiet = LocalSteps.calibrated(**given | {"beside": None}, accountant=accountant)
     less = personal.replace(found, stds=found.stds * (1 - 1e-3))
     for spent, over, k in zip(
@@ -598,7 +606,7 @@ def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant)
     some stand twice.
     """
     given = clients(8, seed=12)
-    cohorts = [keys.stream(13, keys.Purpose.COHORT, round=t).integers(0, 8, 5) for t in range(6)]
+    cohorts = [keys.stream(13, keys.Purpose.COHORT, t=t).integers(0, 8, 5) for t in range(6)]
     assert any(len(set(cohort.tolist())) < 5 for cohort in cohorts)
     counts = np.bincount(np.concatenate(cohorts), minlength=8)
     found = LocalSteps.calibrated(
@@ -698,7 +706,8 @@ def test_epochs_are_not_amplified_and_say_so():
 
 def test_the_guarantees_are_those_of_the_client_that_spends_most():
     given = clients(10, seed=14)
-    found, counts = LocalSteps.calibrated(**given, exclusions=("tuning",)), given["participations"]
+    found = LocalSteps.calibrated(**given, exclusions=("tuning",))
+    counts = given["participations"]
     guarantees = {each.accountant: each for each in found.guarantees(counts)}
     assert list(guarantees) == ["pld", "rdp", *FORMULAS]
     for name, guarantee in guarantees.items():
@@ -728,7 +737,8 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
 
 def test_the_table_has_a_row_for_each_client_that_took_part():
     given = clients(8, seed=15)
-    found, counts = LocalSteps.calibrated(**given), given["participations"]
+    found = LocalSteps.calibrated(**given)
+    counts = given["participations"]
     rows = found.table(counts)
     assert [row["client"] for row in rows] == np.flatnonzero(counts).tolist()
     for row in rows:
@@ -846,7 +856,8 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
         "budgets": [1.0],
         "delta": 1e-14,
     }
-    calls, real = [], personal._epsilons
+    calls = []
+    real = personal._epsilons
     monkeypatch.setattr(
         personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
     )

@@ -73,7 +73,8 @@ def formula(kind, population, cohort, mu):
 
 
 def solve(curve, target):
-    low, high = 0.0, 50.0
+    low = 0.0
+    high = 50.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if curve(middle) > target else (low, middle)
@@ -151,7 +152,8 @@ def test_one_round_is_the_printed_formula_and_never_below_it(kind, mu, populatio
 @pytest.mark.parametrize(("kind", "cohort"), [("fixed", 20), ("with_replacement", 20)])
 def test_a_concrete_pair_of_neighbours_stays_below_the_curve(kind, cohort):
     """One client at +c against -c, the others at 0: the hockey-stick divergence by integration."""
-    population, mu = 100, 1.5
+    population = 100
+    mu = 1.5
     chances = np.array([1 - cohort / population, cohort / population])
     if kind == "with_replacement":
         chances = binom.pmf(np.arange(cohort + 1), cohort, 1 / population)
@@ -190,7 +192,8 @@ def test_poisson_agrees_with_the_library_and_is_not_below_its_optimistic_estimat
 def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(
     population, cohort, mu, rounds
 ):
-    curve, reach = formula("fixed", population, cohort, mu), 8 * mu
+    curve = formula("fixed", population, cohort, mu)
+    reach = 8 * mu
     step = reach / 6000
     points = np.arange(-round(reach / step), round(reach / step) + 1)
     deltas = [
@@ -218,15 +221,11 @@ def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
     little.
     """
     random = stream(0, Purpose.DATA, draw=draw)
-    population, rounds, target = (
-        int(random.integers(10, 5000)),
-        int(10 ** random.uniform(0, 2.6)),
-        float(10 ** random.uniform(-7, -3)),
-    )
-    z, cohort = (
-        10 ** random.uniform(-0.4, 1.3),
-        max(1, round(population * 10 ** random.uniform(-2.7, -0.05))),
-    )
+    population = int(random.integers(10, 5000))
+    rounds = int(10 ** random.uniform(0, 2.6))
+    target = float(10 ** random.uniform(-7, -3))
+    z = 10 ** random.uniform(-0.4, 1.3)
+    cohort = max(1, round(population * 10 ** random.uniform(-2.7, -0.05)))
     poisson, fixed = (
         at_mu(kind, 1 / z, population, cohort, rounds) for kind in ("poisson", "fixed")
     )
@@ -401,7 +400,9 @@ def test_draws_of_unequal_probabilities_stay_below_the_curve_of_the_likeliest_cl
     """Exact, over all sequences of three draws, for each client at +1 or -1 and the others
     anywhere; at 1/n the curve would be too low.
     """
-    p, draws, std = np.array([0.7, 0.2, 0.1]), 3, 2 / mu
+    p = np.array([0.7, 0.2, 0.1])
+    draws = 3
+    std = 2 / mu
     x = np.linspace(-3 - 12 * std, 3 + 12 * std, 20_001)
 
     def density(values):
@@ -467,7 +468,11 @@ def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost():
 def test_a_query_apart_costs_what_the_library_says_of_two_gaussians_and_single_updates_hide_it_no_less(
     relation, moves
 ):
-    z, bound, std, r, rounds = 3.0, 1.5, 4.0, 9, 6
+    z = 3.0
+    bound = 1.5
+    std = 4.0
+    r = 9
+    rounds = 6
     queries = (Query("updates", 1.0, z), Query("losses", bound, std, apart=True))
     both = Mechanism(
         Sampling("public", 100, r),

@@ -50,7 +50,8 @@ def test_the_exact_solver_agrees_with_cvxpy_on_fifty_random_instances():
     moved = 0
     for trial in range(50):
         unbiased, cost = instance(rng, [(-3, 4), (-1, 2), (0, 6)][trial % 3])
-        solution, reference = check(unbiased, cost), solve_cvxpy(unbiased, cost)
+        solution = check(unbiased, cost)
+        reference = solve_cvxpy(unbiased, cost)
         moved += solution.moved > 0
         np.testing.assert_allclose(solution.probabilities, reference, atol=1e-6, rtol=0)
         assert solution.objective == pytest.approx(objective(reference, unbiased, cost), abs=1e-9)
@@ -63,7 +64,8 @@ def test_with_public_clients_the_private_ones_and_the_objective_agree_with_cvxpy
     for _ in range(8):
         unbiased, cost = instance(rng, (-1, 4), clients=12)
         cost[:3] = 0
-        solution, reference = check(unbiased, cost), solve_cvxpy(unbiased, cost)
+        solution = check(unbiased, cost)
+        reference = solve_cvxpy(unbiased, cost)
         np.testing.assert_allclose(solution.probabilities[3:], reference[3:], atol=1e-5, rtol=0)
         assert solution.objective == pytest.approx(objective(reference, unbiased, cost), abs=1e-9)
 
@@ -103,7 +105,8 @@ def test_the_residual_rejects_what_is_not_optimal():
         p = check(unbiased, cost).probabilities
         assert kkt_residual(unbiased, unbiased, cost) > 1e-2
         assert kkt_residual(p * 1.001, unbiased, cost) > 1e-4
-        low, high = np.argmin(cost * p), np.argmax(cost * p)
+        low = np.argmin(cost * p)
+        high = np.argmax(cost * p)
         p[low], p[high] = p[low] - 1e-3 * p[high], p[high] * 1.001
         assert kkt_residual(p, unbiased, cost) > 1e-4
 
@@ -156,7 +159,8 @@ def test_a_larger_budget_never_means_a_smaller_probability_among_clients_of_one_
 
 
 def test_what_the_private_clients_lose_the_public_ones_share_in_proportion_to_their_data():
-    unbiased, cost = np.array([0.3, 0.1, 0.4, 0.2]), np.array([0.0, 0.0, 1e4, 1e4])
+    unbiased = np.array([0.3, 0.1, 0.4, 0.2])
+    cost = np.array([0.0, 0.0, 1e4, 1e4])
     solution = check(unbiased, cost)
     assert solution.moved > 0.5 and solution.levels[0] == 0
     np.testing.assert_allclose(solution.probabilities[0] / solution.probabilities[1], 3)
@@ -165,7 +169,8 @@ def test_what_the_private_clients_lose_the_public_ones_share_in_proportion_to_th
 
 
 def test_a_budget_that_grows_without_end_tends_to_a_public_client():
-    unbiased, cost = np.array([0.2, 0.5, 0.3]), np.array([0.0, 1e3, 1e5])
+    unbiased = np.array([0.2, 0.5, 0.3])
+    cost = np.array([0.0, 1e3, 1e5])
     public = check(unbiased, cost)
     nearly = [
         check(unbiased, np.array([tiny, 1e3, 1e5])) for tiny in (1e-12, 1e-100, 1e-299, 1e-310)
@@ -176,7 +181,9 @@ def test_a_budget_that_grows_without_end_tends_to_a_public_client():
 
 def test_the_lowered_client_keeps_the_digits_that_the_moved_mass_cannot_hold():
     solution = check(np.array([0.5, 0.5]), np.array([1e150, 1.0]))
-    a, b = 1.0, 1.0 + 2 * (1 + math.sqrt(2))  # D = 1, p_2 = 1 in the limit
+    # D = 1, p_2 = 1 in the limit
+    a = 1.0
+    b = 1.0 + 2 * (1 + math.sqrt(2))
     np.testing.assert_allclose(solution.levels, (a, b), rtol=1e-14)
     np.testing.assert_allclose(solution.probabilities[0], b * 1e-150, rtol=1e-14)
     # here the lowered level is 100 - 8e-17

@@ -11,7 +11,7 @@ from raydpfl.privacy import Ledger, Spent, check_budget
 
 ROUNDS = [
     {
-        "round": t,
+        "t": t,
         "epsilon": {"pld": 0.5 + t / 10, "rdp": 1.0 + t},
         "mechanism": "5f70bf",
         "bound": 1.0,
@@ -64,10 +64,10 @@ def test_a_round_recorded_with_another_release_is_refused(path, change):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("round", [4, -1])
-def test_no_round_is_left_out(path, round):
+@pytest.mark.parametrize("t", [4, -1])
+def test_no_round_is_left_out(path, t):
     with pytest.raises(RunError, match="cannot follow"):
-        Ledger(path, resume=True).record(**{**ROUNDS[2], "round": round})
+        Ledger(path, resume=True).record(**{**ROUNDS[2], "t": t})
 
 
 def test_a_fresh_run_refuses_the_ledger_of_another(path):
@@ -90,7 +90,7 @@ def test_damage_before_the_last_line_is_an_error_not_a_smaller_epsilon(path, dam
 
 
 def test_an_infinite_epsilon_is_kept(tmp_path):
-    Ledger(tmp_path / "ledger.jsonl").record(round=0, epsilon={"pld": math.inf})
+    Ledger(tmp_path / "ledger.jsonl").record(t=0, epsilon={"pld": math.inf})
     assert Ledger(tmp_path / "ledger.jsonl", resume=True).spent().epsilon == {"pld": math.inf}
 
 

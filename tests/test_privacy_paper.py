@@ -105,7 +105,8 @@ def test_002_tcdp_is_composed_as_printed(std):
     rho1).
     """
     rho, omega, failed = paper.tcdp(std, **MNIST)
-    rho1, q = 2 / (10 * std) ** 2, 10 / 600
+    rho1 = 2 / (10 * std) ** 2
+    q = 10 / 600
     assert (rho, omega) == pytest.approx((300 * 13 * q**2 * rho1, math.log(1 / q) / (4 * rho1)))
     assert (rho, omega) == pytest.approx(
         (26 * 300 / (600 * std) ** 2, 100 * std**2 * math.log(60) / 8)
@@ -215,7 +216,10 @@ def test_003_amplifies_the_composition_where_only_steps_are_amplified():
 
 def test_003_noise_is_the_printed_sigma():
     """V_k and sigma_k of 003 eq. 6 and 7, written out."""
-    budget, target, n, r = 0.7, 1e-5, 600, 128 / 600
+    budget = 0.7
+    target = 1e-5
+    n = 600
+    r = 128 / 600
     inner = math.log(1 + (math.exp(budget) - 1) / r)
     variance = 8 * math.log(math.e + r * inner / target) / (n * r * inner) ** 2
     assert paper.budget_variance(budget, target, batch=128, samples=600) == pytest.approx(variance)
@@ -266,11 +270,9 @@ def test_003_is_solved_for_the_budget(budget):
 
 
 def test_003_variances_of_all_clients_at_once_are_those_of_each():
-    budgets, batches, samples = (
-        np.array([0.1, 5.0, 200.0, math.inf]),
-        np.array([5, 5, 3, 5]),
-        np.array([10, 20, 3, 5]),
-    )
+    budgets = np.array([0.1, 5.0, 200.0, math.inf])
+    batches = np.array([5, 5, 3, 5])
+    samples = np.array([10, 20, 3, 5])
     together = paper.budget_variance(budgets, 1e-5, batch=batches, samples=samples)
     each = [
         paper.budget_variance(e, 1e-5, batch=b, samples=n)

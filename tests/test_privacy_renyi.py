@@ -21,7 +21,8 @@ from raydpfl.privacy import renyi
     ("q", "mu"), [(10 / 600, 2 / 3.43), (128 / 500, 0.4), (1 / 600, 2.0), (0.01, 8.0), (0.9, 30.0)]
 )
 def test_divergences_and_epsilons_are_dp_accountings(q, mu):
-    ours, theirs = renyi.fixed_size(q, mu), reference(q, 1 / mu, renyi.ORDERS)
+    ours = renyi.fixed_size(q, mu)
+    theirs = reference(q, 1 / mu, renyi.ORDERS)
     assert ours == pytest.approx(theirs, rel=1e-9)
     for delta in (1e-2, 1e-5):
         expected = [
@@ -57,7 +58,8 @@ def test_what_alternating_sums_lose_is_kept(mu):
     """At large noise dp-accounting's high orders drown in rounding, on the safe side; ours are
     never above them, and far below some.
     """
-    ours, theirs = renyi.fixed_size(0.5, mu), reference(0.5, 1 / mu, renyi.ORDERS)
+    ours = renyi.fixed_size(0.5, mu)
+    theirs = reference(0.5, 1 / mu, renyi.ORDERS)
     assert (ours <= theirs * (1 + 1e-9)).all() and (ours < theirs / 5).any()
 
 
@@ -69,9 +71,12 @@ def test_moments_are_the_exact_alternating_sums(mu):
 
     def exponential(x: Fraction) -> Fraction:
         halvings = max(0, math.ceil(math.log2(max(x, Fraction(1)))))
-        small, term, total = x / 2**halvings, Fraction(1), Fraction(0)
+        small = x / 2**halvings
+        term = Fraction(1)
+        total = Fraction(0)
         for n in range(1, 60):
-            total, term = total + term, (term * small / n).limit_denominator(10**120)
+            total = total + term
+            term = (term * small / n).limit_denominator(10**120)
         for _ in range(halvings):
             total = (total * total).limit_denominator(10**120)
         return total

@@ -11,7 +11,8 @@ from raydpfl.local import products
 pytestmark = pytest.mark.skipif(
     products._dnnl is None, reason="this torch has no oneDNN; products are torch's own"
 )
-BIG, SMALL = (64, 400, 300), (6, 40, 30)
+BIG = (64, 400, 300)
+SMALL = (6, 40, 30)
 
 
 def test_large_products_alone_go_to_onednn():
@@ -58,7 +59,8 @@ def test_a_layer_gives_what_it_gave_and_so_do_its_gradients(bias, dimensions):
 
 
 def test_with_inputs_only_nothing_goes_back_to_the_parameters():
-    layer, x = nn.Linear(*BIG[1:]), torch.randn(BIG[:2], requires_grad=True)
+    layer = nn.Linear(*BIG[1:])
+    x = torch.randn(BIG[:2], requires_grad=True)
     expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
     products.speed_up(layer, inputs_only=True)
     by_x, *by_parameters = torch.autograd.grad(
@@ -81,7 +83,8 @@ class Penalised(nn.Module):
 
 
 def test_a_gradient_of_a_gradient_is_torchs():
-    plain, x = Penalised(), torch.randn(BIG[:2], requires_grad=True)
+    plain = Penalised()
+    x = torch.randn(BIG[:2], requires_grad=True)
     expected = torch.autograd.grad(plain(x), list(plain.parameters()))
     products.speed_up(plain)
     for ours, theirs in zip(
@@ -91,7 +94,8 @@ def test_a_gradient_of_a_gradient_is_torchs():
 
 
 def test_a_layer_works_under_torch_func_and_autocast_as_it_did():
-    layer, x = nn.Linear(*BIG[1:]), torch.randn(2, *BIG[:2])
+    layer = nn.Linear(*BIG[1:])
+    x = torch.randn(2, *BIG[:2])
     expected = torch.func.vmap(layer)(x)
     products.speed_up(layer)
     torch.testing.assert_close(torch.func.vmap(layer)(x), expected, rtol=1e-4, atol=1e-4)
@@ -104,7 +108,8 @@ def test_a_class_of_the_users_own_is_left_alone():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    module, x = nn.Sequential(Doubled(*BIG[1:])), torch.randn(BIG[:2])
+    module = nn.Sequential(Doubled(*BIG[1:]))
+    x = torch.randn(BIG[:2])
     expected = module(x)
     products.speed_up(module)
     assert torch.equal(module(x), expected)
@@ -113,7 +118,8 @@ def test_a_class_of_the_users_own_is_left_alone():
 def test_bits_do_not_depend_on_where_factors_lie_in_memory():
     """A client's rows and weights are views into larger buffers, at any multiple of 4 bytes."""
     m, k, n = BIG
-    a, b = torch.randn(m * k + 16), torch.randn(k * n + 16)
+    a = torch.randn(m * k + 16)
+    b = torch.randn(k * n + 16)
     factors = a[: m * k].view(m, k).clone(), b[: k * n].view(k, n).clone()
     expected = products.product(*factors)
     for offset in (1, 3, 8, 15):

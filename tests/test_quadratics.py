@@ -62,8 +62,10 @@ def definition(described, seed):
     """Q_i [N, d, d] and w_i [N, d] of 001 sec. 5.3 as they are drawn, and the optimum w* of the
     mean, of least norm.
     """
-    d, rank = described.dimension, described.rank
-    q, own = np.zeros((described.clients, d, d)), np.zeros((described.clients, d))
+    d = described.dimension
+    rank = described.rank
+    q = np.zeros((described.clients, d, d))
+    own = np.zeros((described.clients, d))
     for client in range(described.clients):
         generator = stream(seed, Purpose.DATA, client=client)
         matrix = generator.standard_normal((rank, d)).T * (described.variance or 1 / d) ** 0.5
@@ -187,14 +189,13 @@ def test_clients_of_any_number_and_slope_have_the_stationary_points_that_averagi
     generator = np.random.default_rng(0)
     for _ in range(40):
         n = int(generator.integers(1, 9))
-        a, b = generator.normal(size=n), 3 * generator.normal(size=n)
+        a = generator.normal(size=n)
+        b = 3 * generator.normal(size=n)
         a[generator.random(n) < 0.2] = 0.0
         a[0] = 1.5
-        steps, bound, lr = (
-            int(generator.integers(1, 20)),
-            float(generator.uniform(0.01, 2)),
-            float(generator.uniform(0.05, 1.9) / (a**2).max()),
-        )
+        steps = int(generator.integers(1, 20))
+        bound = float(generator.uniform(0.01, 2))
+        lr = float(generator.uniform(0.05, 1.9) / (a**2).max())
         for sends in ("update", "model"):
             low, high = stationary(a, b, steps, lr, bound, sends)
             assert low <= high
@@ -242,7 +243,8 @@ def test_claim_2_2_one_unclipped_step_keeps_the_optimum_but_the_printed_rate_may
     assert harmless_lr(*EQ_8, 0.1) == pytest.approx(0.1 / 6)  # |f_i'(0)| = 4, 2, 6
     assert harmless_lr((1, 2), (2, 4), 0.1) == np.inf
     # eq. 8 with flatter clients, of which 1 / max |f_i'| is a stable rate
-    a, b = (0.1, 0.2, 0.6), (4.0, 1.0, -1.0)
+    a = (0.1, 0.2, 0.6)
+    b = (4.0, 1.0, -1.0)
     printed = harmless_lr(a, b, bound=1.0)
     best = np.dot(a, b) / np.dot(a, a)
     assert stationary(a, b, 1, printed, 1.0)[0] == pytest.approx(best, abs=1e-12)
@@ -266,10 +268,8 @@ def test_clipping_hurts_one_step_and_helps_many(lr):
 @pytest.mark.parametrize(("k", "steps", "lr"), [(4.5, 1, 0.5), (10.0, 5, 0.1), (100.0, 2, 0.9)])
 def test_a_run_with_model_clipping_stops_where_claim_2_1_says(k, steps, lr, tmp_path):
     a, b = claim_2_1(1.0, k)
-    source, bounding = (
-        {"kind": "scalar_quadratics", "a": a, "b": b},
-        {"kind": "model_clip", "bound": 1.0},
-    )
+    source = {"kind": "scalar_quadratics", "a": a, "b": b}
+    bounding = {"kind": "model_clip", "bound": 1.0}
     (x,), summary = simulated(
         tmp_path, 50, source, {"steps": steps, "lr": lr}, bounding, start=-3.0
     )

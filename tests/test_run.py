@@ -76,7 +76,8 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
         "clipped",
         "train_loss",
     }
-    norms, factors = clients["norm"].to_numpy(), clients["factor"].to_numpy()
+    norms = clients["norm"].to_numpy()
+    factors = clients["factor"].to_numpy()
     assert np.all(norms * factors <= 1.0 + 1e-12)
     assert np.array_equal(clients["clipped"].to_numpy(), factors < 1.0)
 
@@ -235,7 +236,8 @@ def test_the_adaptive_bound_of_a_round_sets_its_noise(tmp_path):
         experiment(bounding={"kind": "quantile_clip", "bound": 0.05, "lr": 1.0}, rounds=6),
         tmp_path / "out",
     )
-    bounds, stds = result.rounds["bound"].to_numpy(), result.rounds["noise_std"].to_numpy()
+    bounds = result.rounds["bound"].to_numpy()
+    stds = result.rounds["noise_std"].to_numpy()
     assert len(set(bounds)) == 6
     np.testing.assert_allclose(stds / bounds, 1.0 / math.sqrt(1 - 0.05), rtol=1e-12)
     plain = privacy.epsilon(Plan.make(experiment()).mechanism, "replace_one", 1e-5, 4, "rdp")

@@ -94,7 +94,8 @@ def test_a_trajectory_that_was_cut_has_nan_for_what_it_lost(how, whole, tmp_path
     halfway(tmp_path / "out", described(), 3)
     damage(tmp_path / "out" / "trajectory.bin", how)
     again = run(described(), tmp_path / "out", resume=True)
-    models, d = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850), 7850
+    models = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850)
+    d = 7850
     assert (
         models.shape == (ROUNDS + 1, d)
         and again.summary["model_sha256"] == whole.summary["model_sha256"]

@@ -195,10 +195,10 @@ class Dealt(Inline):
 
     def __init__(self, experiment, shards: str, actors: int):
         super().__init__(experiment, shards)
-        self.per_client, self.clients = (
-            actors == 0,
-            [ClientActor(experiment, shards) for _ in range(actors or experiment.data.clients)],
-        )
+        self.per_client = actors == 0
+        self.clients = [
+            ClientActor(experiment, shards) for _ in range(actors or experiment.data.clients)
+        ]
 
     def shares(self, cut):
         return singles(cut) if self.per_client else shares(cut, len(self.clients))
@@ -217,11 +217,11 @@ class Dealt(Inline):
                 ),
             )
 
-    def losses(self, model, round, clients, noise_seed):
+    def losses(self, model, t, clients, noise_seed):
         parts = np.array_split(clients, len(self.clients))
         return np.concatenate(
             [
-                actor.losses(model, round, part.tolist(), noise_seed)
+                actor.losses(model, t, part.tolist(), noise_seed)
                 for actor, part in zip(self.clients, parts, strict=True)
             ]
         )
@@ -344,7 +344,8 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
         "selection": {"kind": "uniform", "cohort": 48},
     }
     quiet = sha(experiment(**heavy, client={"actors": 0, "way": "fused"}), tmp_path / "quiet")
-    stop, killed = threading.Event(), []
+    stop = threading.Event()
+    killed = []
     killer = threading.Thread(
         target=_kill_client_actors,
         args=(tmp_path / "killed" / "ledger.jsonl", heavy["rounds"], stop, killed),
@@ -422,7 +423,8 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
     summary = json.loads((out / "summary.json").read_text())
     assert summary["model_sha256"] == whole.summary["model_sha256"]
     assert [g["epsilon"] for g in summary["guarantees"]] >= [g.epsilon for g in whole.guarantees]
-    rows, expected = pq.read_table(out / "rounds.parquet"), whole.rounds
+    rows = pq.read_table(out / "rounds.parquet")
+    expected = whole.rounds
     assert rows["round"].to_pylist() == list(range(300))
     for name in ("train_loss", "test_accuracy", "bound", "epsilon_rdp", "norm_p50"):
         assert rows[name].to_pylist() == expected[name].to_pylist()

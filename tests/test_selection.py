@@ -100,7 +100,8 @@ def test_every_member_has_an_example_here():
 def test_a_cohort_is_in_client_order_with_numbered_draws_and_depends_on_seed_and_round_alone(
     kind, dropout
 ):
-    chosen, population = example(kind, dropout=dropout), clients()
+    chosen = example(kind, dropout=dropout)
+    population = clients()
     seen = set()
     for t in range(20):
         cohort = drawn(chosen, 3, t, population)
@@ -128,7 +129,8 @@ def test_a_cohort_is_in_client_order_with_numbered_draws_and_depends_on_seed_and
 
 @pytest.mark.parametrize("kind", FAMILY)
 def test_the_sampling_names_the_size_of_the_cohorts_and_an_accountant_covers_it(kind):
-    chosen, population = example(kind), clients()
+    chosen = example(kind)
+    population = clients()
     chosen.check(len(population))
     sampling = chosen.sampling(population)
     sizes = [len(drawn(chosen, 0, t, population)) for t in range(200)]
@@ -200,7 +202,8 @@ def test_every_pair_of_clients_is_as_likely_as_another():
 
 
 def test_poisson_cohorts_have_binomial_sizes_and_uniform_members():
-    chosen, population = member("poisson", cohort=10), Population.balanced(40)
+    chosen = member("poisson", cohort=10)
+    population = Population.balanced(40)
     cohorts = [chosen.draw(1, t, population).clients for t in range(3000)]
     sizes = np.bincount([len(cohort) for cohort in cohorts], minlength=41)
     law = stats.binom(40, 0.25)
@@ -216,10 +219,13 @@ def test_data_weights_over_uniform_cohorts_are_unbiased_and_stale_models_shrink_
     """002 Lemma 5, over all 20 cohorts: the mean of (N/r) sum p_i Delta_i is sum p_i Delta_i, and
     r/N of it with divisor N.
     """
-    sizes, updates = np.array([1, 2, 3, 5, 8, 13]), np.array([0.3, -1.0, 2.0, 0.7, -0.2, 0.05])
-    population, target = Population(sizes), sizes @ updates / sizes.sum()
+    sizes = np.array([1, 2, 3, 5, 8, 13])
+    updates = np.array([0.3, -1.0, 2.0, 0.7, -0.2, 0.05])
+    population = Population(sizes)
+    target = sizes @ updates / sizes.sum()
     for kind, share in (("uniform", 1.0), ("fedavg_stale", 3 / 6)):
-        divisor, found = member(kind, cohort=3).divisor(population), 0.0
+        divisor = member(kind, cohort=3).divisor(population)
+        found = 0.0
         for cohort, chance in subsets(range(6), 3).items():
             who = list(cohort)
             found += (
@@ -242,9 +248,11 @@ def test_data_weights_over_uniform_cohorts_are_unbiased_and_stale_models_shrink_
 )
 def test_means_over_draws_with_replacement_are_unbiased(fields):
     """Over all 4^3 sequences of three draws, weighted by their probability."""
-    population, updates = Population([2, 3, 7, 11]), np.array([0.3, -1.0, 2.0, 0.7])
+    population = Population([2, 3, 7, 11])
+    updates = np.array([0.3, -1.0, 2.0, 0.7])
     chosen = member(**fields, cohort=3)
-    p, corrections = chosen.probabilities(population), chosen.corrections(population)
+    p = chosen.probabilities(population)
+    corrections = chosen.corrections(population)
     factors = np.ones(4) if corrections is None else corrections
     found = sum(
         np.prod(p[list(s)]) * (factors * updates)[list(s)].sum()
@@ -263,8 +271,10 @@ def test_means_over_draws_with_replacement_are_unbiased(fields):
     ids=lambda fields: fields["kind"],
 )
 def test_cohorts_with_replacement_follow_the_multinomial_law_of_the_members_probabilities(fields):
-    population, chosen = Population([1, 0, 4, 5], [9.0, 0.0, 2.0, 0.1]), member(**fields, cohort=2)
-    p, law = chosen.probabilities(population), {}
+    population = Population([1, 0, 4, 5], [9.0, 0.0, 2.0, 0.1])
+    chosen = member(**fields, cohort=2)
+    p = chosen.probabilities(population)
+    law = {}
     for first, second in itertools.product(range(4), repeat=2):
         key = tuple(sorted((first, second)))
         law[key] = law.get(key, 0.0) + p[first] * p[second]
@@ -298,10 +308,8 @@ def test_importance_probabilities_may_come_from_a_column(suffix, tmp_path):
     (csv.write_csv if suffix == "csv" else parquet.write_table)(
         pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path
     )
-    chosen, population = (
-        member("importance", cohort=2, path=str(path), column="chance"),
-        Population([1, 1, 2]),
-    )
+    chosen = member("importance", cohort=2, path=str(path), column="chance")
+    population = Population([1, 1, 2])
     assert chosen.probabilities(population).tolist() == [0.5, 0.25, 0.25]
     assert chosen.corrections(population).tolist() == [0.5, 1.0, 2.0]
     # relative to the data root, and read once, wherever a draw is made
@@ -387,7 +395,8 @@ def test_first_responders_of_one_scale_are_a_uniform_cohort(response, contacted)
     """Over all 20 cohorts (002 sec. IV). A spread of scales is noticed, and accounted for without
     amplification.
     """
-    population, law = Population.balanced(6), subsets(range(6), 3)
+    population = Population.balanced(6)
+    law = subsets(range(6), 3)
     alike = member("first_responders", cohort=3, contacted=contacted, response=response)
     assert p_value(counted(alike, population, range(3000)), law) > 1e-4
     assert alike.sampling(population) == member("uniform", cohort=3).sampling(population)
@@ -449,7 +458,8 @@ def test_at_most_ten_thousand_are_asked_unless_more_are_wanted():
     [(c, p, w) for c in (1, 5, 12, 13, 17) for p in (1, 3, 5, 7) for w in range(1, p + 1)],
 )
 def test_the_available_clients_are_those_whose_window_is_open(count, period, window):
-    sizes, turned = [], np.zeros((count, 15), int)
+    sizes = []
+    turned = np.zeros((count, 15), int)
     for t in range(15):
         open_now = [k for k in range(count) if (t - k) % period < window]
         size, *phases = available(count, period, window, t)
@@ -466,11 +476,9 @@ def test_the_available_clients_are_those_whose_window_is_open(count, period, win
 
 
 def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
-    chosen, population, updates = (
-        member("cyclic", period=3),
-        Population.balanced(10),
-        np.arange(10.0) ** 2,
-    )
+    chosen = member("cyclic", period=3)
+    population = Population.balanced(10)
+    updates = np.arange(10.0) ** 2
     steps = [
         updates[chosen.draw(0, t, population).clients].sum() / chosen.divisor(population)
         for t in range(3)
@@ -501,14 +509,16 @@ def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
     ids=["cyclic", "availability"],
 )
 def test_those_available_are_drawn_uniformly(fields, open_now):
-    chosen, population = member(**fields), Population.balanced(11)
+    chosen = member(**fields)
+    population = Population.balanced(11)
     for start in range(fields["period"]):
         found = counted(chosen, population, range(start, 1500 * fields["period"], fields["period"]))
         assert p_value(found, subsets(open_now(start), 2)) > 1e-4
 
 
 def test_a_poisson_law_within_a_group_keeps_its_expected_size():
-    chosen, population = member("cyclic", period=2, cohort=2, law="poisson"), Population.balanced(8)
+    chosen = member("cyclic", period=2, cohort=2, law="poisson")
+    population = Population.balanced(8)
     law = {s: 0.5**4 for size in range(5) for s in itertools.combinations((1, 3, 5, 7), size)}
     assert p_value(counted(chosen, population, range(1, 4000, 2)), law) > 1e-4
     assert (chosen.divisor(population), chosen.sampling(population).kind) == (2.0, "poisson")
@@ -538,25 +548,22 @@ def test_candidates_are_drawn_one_by_one_in_proportion_to_their_data(attempts):
     sizes = np.array([1, 0, 2, 3, 10])
     law: dict[tuple, float] = {}
     for a, b, c in itertools.permutations([0, 2, 3, 4], 3):
-        key, left = tuple(sorted((a, b, c))), sizes.sum()
+        key = tuple(sorted((a, b, c)))
+        left = sizes.sum()
         law[key] = law.get(key, 0.0) + sizes[a] / left * sizes[b] / (left - sizes[a]) * sizes[c] / (
             left - sizes[a] - sizes[b]
         )
     population = Population(sizes)
     found = Counter(
-        tuple(
-            sorted(successive(stream(0, Purpose.COHORT, round=t), population, 3, attempts).tolist())
-        )
+        tuple(sorted(successive(stream(0, Purpose.COHORT, t=t), population, 3, attempts).tolist()))
         for t in range(4000)
     )
     assert p_value(found, law) > 1e-4
 
 
 def test_candidates_are_found_where_one_client_holds_nearly_all_data():
-    population, chosen = (
-        Population(np.append(np.ones(50, np.int64), 10**12)),
-        member("power_of_choice", cohort=2, pool=30),
-    )
+    population = Population(np.append(np.ones(50, np.int64), 10**12))
+    chosen = member("power_of_choice", cohort=2, pool=30)
     for t in range(5):
         found = chosen.candidates(0, t, population).clients
         assert len(found) == 30 == len(set(found.tolist())) and found[-1] == 50
@@ -567,10 +574,8 @@ def test_candidates_are_found_where_one_client_holds_nearly_all_data():
 
 
 def test_the_largest_losses_are_chosen():
-    chosen, candidates = (
-        member("power_of_choice", cohort=2, pool=5),
-        Cohort.of(np.array([3, 5, 8, 9, 12])),
-    )
+    chosen = member("power_of_choice", cohort=2, pool=5)
+    candidates = Cohort.of(np.array([3, 5, 8, 9, 12]))
     for losses, expected in (
         ([0.1, 0.9, 0.3, 0.8, 0.2], [5, 9]),
         ([0.5, 0.5, 0.5, 0.5, 0.5], [3, 5]),
@@ -609,8 +614,10 @@ def test_answers_move_by_no_more_than_their_sensitivity_over_all_small_tables():
     """L when a client's whole table changes, L / n when one of its n samples does, the middle when
     it gives nothing: each of them attained.
     """
-    bound, values = 2.0, [-math.inf, -1.0, 0.0, 0.3, 2.0, 7.0, math.inf, math.nan]
-    chosen, found = example("power_of_choice", loss_bound=bound), {}
+    bound = 2.0
+    values = [-math.inf, -1.0, 0.0, 0.3, 2.0, 7.0, math.inf, math.nan]
+    chosen = example("power_of_choice", loss_bound=bound)
+    found = {}
     for n in (1, 2, 3):
         tables = list(itertools.product(range(len(values)), repeat=n))
         found |= {table: chosen.answer(np.array(values)[list(table)], 0, 0, 0) for table in tables}
@@ -637,7 +644,8 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
     """Kolmogorov-Smirnov and the correlation of 4000 answers with the counts' noise; false-alarm
     rates 1e-4 and 6e-7.
     """
-    losses, places = np.array([0.5, 1.0, 5.0]), [(t, k) for t in range(80) for k in range(50)]
+    losses = np.array([0.5, 1.0, 5.0])
+    places = [(t, k) for t in range(80) for k in range(50)]
     exact = example("power_of_choice", loss_bound=2.0).answer(losses, 0, 0, 0)
     noise = np.array([noised().answer(losses, 7, t, k) for t, k in places]) - exact
     assert stats.kstest(noise / 0.5, "norm").pvalue > 1e-4
@@ -657,7 +665,8 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
 @pytest.mark.parametrize("kind", FAMILY)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dropout):
-    chosen, population = example(kind, dropout=dropout), clients()
+    chosen = example(kind, dropout=dropout)
+    population = clients()
     exposures = chosen.exposures(0, 60, population)
     assert (
         exposures.dtype == np.int64 and exposures.shape == (60,) and (np.diff(exposures) >= 0).all()
@@ -700,11 +709,13 @@ def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
     """1 - 0.3 of 6000 survive, within five standard deviations (false-alarm rate 6e-7); the divisor
     stays.
     """
-    population, chosen = Population.balanced(40), member("uniform", cohort=20, dropout=0.3)
+    population = Population.balanced(40)
+    chosen = member("uniform", cohort=20, dropout=0.3)
     full = member("full", dropout=0.3)
     kept = 0
     for t in range(300):
-        whole, cohort = chosen.select(0, t, population), chosen.draw(0, t, population)
+        whole = chosen.select(0, t, population)
+        cohort = chosen.draw(0, t, population)
         assert len(cohort) + cohort.lost == len(whole) == 20 and set(cohort.clients) <= set(
             whole.clients
         )
@@ -715,7 +726,8 @@ def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
 
 
 def test_the_draws_of_one_client_fail_one_by_one():
-    chosen, population = member("multinomial", cohort=30, dropout=0.5), Population.balanced(1)
+    chosen = member("multinomial", cohort=30, dropout=0.5)
+    population = Population.balanced(1)
     left = [chosen.draw(0, t, population).draws.tolist() for t in range(20)]
     assert all(0 < len(draws) < 30 for draws in left) and len(set(map(tuple, left))) == 20
 
@@ -733,7 +745,8 @@ def test_survivors_are_the_fewest_of_any_round(kind):
 
 
 def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
-    chosen, population = example("power_of_choice", cohort=11, dropout=0.2), clients()
+    chosen = example("power_of_choice", cohort=11, dropout=0.2)
+    population = clients()
     promised = chosen.survivors(0, 40, population)
     assert 0 < promised <= min(len(drawn(chosen, 0, t, population)) for t in range(40))
     assert example("power_of_choice").survivors(0, 40, population) == 7

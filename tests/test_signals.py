@@ -58,7 +58,8 @@ def test_a_command_whose_parent_ignores_sigint_is_stopped_by_it(command, tmp_pat
 
 
 def test_a_run_whose_parent_ignores_sigint_ends_after_its_round(tmp_path, start):
-    config, out = tmp_path / "long.yaml", tmp_path / "out"
+    config = tmp_path / "long.yaml"
+    out = tmp_path / "out"
     config.write_text(yaml.safe_dump(SMALL | {"rounds": 100_000}))
     process = start(RUN, "run", config, "--out", out, "--quiet")
     deadline = time.monotonic() + 120

@@ -146,12 +146,14 @@ def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoin
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(experiment(**changes).to_dict()))
 
-    terminal, said = start(head, tmp_path, "own.yaml"), ""
+    terminal = start(head, tmp_path, "own.yaml")
+    said = ""
     while "round 2/60  accuracy" not in said:
         said += (line := terminal.stdout.readline())
         assert line, said
     terminal.send_signal(signal.SIGINT)
-    left, job = finish(terminal, code=130), said.split()[1].rstrip(".")
+    left = finish(terminal, code=130)
+    job = said.split()[1].rstrip(".")
     assert (
         "goes on without this terminal" in left
         and f"--follow {job}" in left
@@ -291,10 +293,14 @@ class Client:
     It runs until the last connection has ended, and ends with `code`.
     """
 
-    asked, early = 0, 0  # how many jobs were handed in, and how many of them came too early
+    # how many jobs were handed in, and how many of them came too early
+    asked = 0
+    early = 0
 
     def __init__(self, output, fetched, code):
-        self.output, self.fetched, self.code = list(output), list(fetched), code
+        self.output = list(output)
+        self.fetched = list(fetched)
+        self.code = code
 
     async def tail_job_logs(self, job):
         for piece in (self.output if job == "job" else self.fetched).pop(0):
@@ -328,7 +334,8 @@ class Client:
 
 def server(*output, fetched=(), code=0) -> submit.JobServer:
     made = object.__new__(submit.JobServer)
-    made.address, made._client = submit.ADDRESS, Client(output, fetched, code)
+    made.address = submit.ADDRESS
+    made._client = Client(output, fetched, code)
     return made
 
 
@@ -405,13 +412,15 @@ def archive(folder: Path) -> str:
 def test_a_printout_that_ray_wrote_into_is_asked_for_again_and_an_archive_cut_short_changes_nothing(
     tmp_path,
 ):
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     source.mkdir()
     (source / "data").write_bytes(os.urandom(300))
     text = archive(source)
     whole = f"Running\n{submit.BEGIN}\n{text[:400]}\n{text[400:]}\n{submit.END}\n"
     inside = whole.replace(text[:30], f"{text[:30]}Running entrypoint\n")
-    cut, none = whole.replace(text[100:400], ""), "Running\n"
+    cut = whole.replace(text[100:400], "")
+    none = "Running\n"
     assert server(fetched=[[none]]).fetch("job", out) is None
     with pytest.raises(
         RunError, match=r"did not come back .*; try again with raydpfl submit --follow job"

@@ -183,7 +183,8 @@ def test_a_sweep_that_cannot_be_run_is_refused_in_one_line_before_anything_is_wr
     case, tmp_path, monkeypatch, capsys
 ):
     overrides, begins = BAD[case]
-    config, out = tmp_path / "config.yaml", tmp_path / "out"
+    config = tmp_path / "config.yaml"
+    out = tmp_path / "out"
     config.write_text(yaml.safe_dump(SMALL))
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
     said = complain([str(config), *overrides, "--out", str(out)], monkeypatch, capsys)
@@ -419,7 +420,8 @@ def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none():
     sweep = Sweep.from_dict(
         tree(local={"lr": {"grid": [0.1, 0.2]}}, sweep={"scheduler": "median", "grace": 2})
     )
-    rule, decided = scheduler(sweep), {}
+    rule = scheduler(sweep)
+    decided = {}
     for name, accuracy in (("a", 0.5), ("b", 0.6), ("c", 0.7), ("poor", 0.4), ("good", 0.65)):
         trial = type("Trial", (), {"trial_id": name})()
         rounds = (1, 2) if name == "poor" else (1, 2, 3, 4)
@@ -447,7 +449,9 @@ def guided(order: int) -> list[float]:
         )
         return setting
 
-    source, proposed, pending = Guided(sweep, add), [], []
+    source = Guided(sweep, add)
+    proposed = []
+    pending = []
     while True:
         try:
             setting = source.next()
@@ -527,8 +531,10 @@ def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
 def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(
     shared_ray, tmp_path
 ):
-    config, out = tmp_path / "sweep.yaml", tmp_path / "out"
-    changes, rates = {"rounds": 200, "evaluate": {"every": 50}}, [0.05, 0.1, 0.2]
+    config = tmp_path / "sweep.yaml"
+    out = tmp_path / "out"
+    changes = {"rounds": 200, "evaluate": {"every": 50}}
+    rates = [0.05, 0.1, 0.2]
     config.write_text(
         yaml.safe_dump(tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2}))
     )

@@ -177,7 +177,8 @@ FAILING = {"bounding": {"kind": "none"}, "noise": {"kind": "none"}, "client": {"
 def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
     shared_ray, tmp_path, monkeypatch, capsys
 ):
-    path, out = config(tmp_path / "failing.yaml", {"grid": [0.1]}, **FAILING), tmp_path / "out"
+    path = config(tmp_path / "failing.yaml", {"grid": [0.1]}, **FAILING)
+    out = tmp_path / "out"
     assert sweep([path, "--out", out], monkeypatch, capsys)[0] == 0
     assert (out / "best.yaml").exists()
 
@@ -242,7 +243,8 @@ def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, 
 
 
 def test_a_trial_copied_over_another_is_not_taken_for_it(out, tmp_path, monkeypatch, capsys):
-    a, b = of(out, 0.1, 3), of(out, 1.0, 3)
+    a = of(out, 0.1, 3)
+    b = of(out, 1.0, 3)
     shutil.rmtree(a)
     shutil.copytree(b, a)
     said = complain([str(out), "--resume"], monkeypatch, capsys)
@@ -261,7 +263,8 @@ def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, monkeypatch
 
 
 def test_a_trial_of_another_seed_is_not_taken_for_it(out, monkeypatch, capsys):
-    a, b = of(out, 0.1, 3), of(out, 0.1, 4)
+    a = of(out, 0.1, 3)
+    b = of(out, 0.1, 4)
     shutil.rmtree(a)
     shutil.copytree(b, a)
     assert "its seed is 4, not 3" in complain([str(out), "--resume"], monkeypatch, capsys)

@@ -46,65 +46,63 @@ class Liar(Selection):
             len(population) if self.declares == "full" else self.cohort,
         )
 
-    def select(self, seed, round, population):
-        return Cohort.of(
-            self.drawn(stream(seed, Purpose.COHORT, round=round), round, len(population))
-        )
+    def select(self, seed, t, population):
+        return Cohort.of(self.drawn(stream(seed, Purpose.COHORT, t=t), t, len(population)))
 
 
 class TheSame(Liar):
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return np.arange(self.cohort)
 
 
 class AFavourite(Liar):
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         others = 1 + generator.choice(count - 1, self.cohort - 1, replace=False)
         return np.append(others, 0)
 
 
 class Turns(Liar):
-    def drawn(self, generator, round, count):
-        return (np.arange(self.cohort) + self.cohort * round) % count
+    def drawn(self, generator, t, count):
+        return (np.arange(self.cohort) + self.cohort * t) % count
 
 
 class TwoHalves(Liar):
     """Each half by turns, from which a part is drawn: every client as often as it should be."""
 
-    def drawn(self, generator, round, count):
-        return generator.choice(count // 2, self.cohort, replace=False) + (round % 2) * (count // 2)
+    def drawn(self, generator, t, count):
+        return generator.choice(count // 2, self.cohort, replace=False) + (t % 2) * (count // 2)
 
 
 class Crowded(Liar):
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return generator.choice(
             count, int(generator.binomial(count, 1.5 * self.cohort / count)), replace=False
         )
 
 
 class Sparse(Liar):
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return generator.choice(
             count, int(generator.binomial(count, 0.5 * self.cohort / count)), replace=False
         )
 
 
 class Short(Liar):
-    def drawn(self, generator, round, count):
-        return generator.choice(count, self.cohort - (round == 3), replace=False)
+    def drawn(self, generator, t, count):
+        return generator.choice(count, self.cohort - (t == 3), replace=False)
 
 
 class Twice(Liar):
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return np.append(
-            generator.choice(count, self.cohort - 1, replace=False), [7] if round else [8]
+            generator.choice(count, self.cohort - 1, replace=False), [7] if t else [8]
         ).clip(0, 9)
 
 
 class Beyond(Liar):
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         drawn = generator.choice(count, self.cohort, replace=False)
-        return np.append(np.sort(drawn)[:-1], count) if round == 2 else drawn
+        return np.append(np.sort(drawn)[:-1], count) if t == 2 else drawn
 
 
 class OftenerThanItSays(Liar):
@@ -113,7 +111,7 @@ class OftenerThanItSays(Liar):
     def exposures(self, seed, rounds, population):
         return np.minimum(np.arange(1, rounds + 1), 3)
 
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return np.arange(self.cohort)
 
 
@@ -122,14 +120,14 @@ class AllTheSameSize(Liar):
     would.
     """
 
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return generator.choice(count, self.cohort, replace=False)
 
 
 class Families(Liar):
     """Ten clients share a coin, so that whoever takes part brings nine others."""
 
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         first = generator.choice(count // 10, self.cohort // 10, replace=False)
         if self.declares == "poisson":
             first = np.flatnonzero(generator.random(count // 10) < self.cohort / count)
@@ -139,8 +137,8 @@ class Families(Liar):
 class Owing(Liar):
     """Twice as many clients as it says, the others lost less than never."""
 
-    def select(self, seed, round, population):
-        drawn = stream(seed, Purpose.COHORT, round=round).choice(
+    def select(self, seed, t, population):
+        drawn = stream(seed, Purpose.COHORT, t=t).choice(
             len(population), 2 * self.cohort, replace=False
         )
         return Cohort(np.sort(drawn), np.zeros(2 * self.cohort, np.int64), lost=-self.cohort)
@@ -208,7 +206,8 @@ SOUND = {
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_draws_pass_for_thousands_of_rounds(name):
     """False-alarm rate 1e-6 a run, by its definition; 5 seeds of 1,000 rounds."""
-    member, clients = SOUND[name], Population.balanced(300)
+    member = SOUND[name]
+    clients = Population.balanced(300)
     for seed in range(5):
         witness = Witness(member, clients, np.arange(1, 1001), least=0, secret=True)
         seen: Counter = Counter()
@@ -220,7 +219,8 @@ def test_sound_draws_pass_for_thousands_of_rounds(name):
 
 def test_fewer_clients_than_the_noise_counts_on_are_never_released():
     """Each draws its own noise, sized for 20: 19 would leave the sum with less of it."""
-    member, clients = Uniform(cohort=20, dropout=0.1), Population.balanced(100)
+    member = Uniform(cohort=20, dropout=0.1)
+    clients = Population.balanced(100)
     witness = Witness(member, clients, np.arange(1, 11), least=20, secret=True)
     with pytest.raises(RunError, match="left 19 clients in round 0, where the noise counts on 20"):
         witness.see(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
@@ -235,8 +235,8 @@ class Restless(Liar):
     def separation(self) -> int:
         return 3
 
-    def drawn(self, generator, round, count):
-        return np.arange(self.cohort) + self.cohort * (round % (3 if round < 4 else 2))
+    def drawn(self, generator, t, count):
+        return np.arange(self.cohort) + self.cohort * (t % (3 if t < 4 else 2))
 
 
 def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path):
@@ -250,7 +250,8 @@ def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path)
 
 
 def test_a_choice_beyond_the_candidates_is_noticed():
-    member, clients = Uniform(cohort=2), Population.balanced(10)
+    member = Uniform(cohort=2)
+    clients = Population.balanced(10)
     witness = Witness(member, clients, np.arange(1, 11), least=0, secret=False)
     witness.see(0, Cohort.of(np.array([1, 2])), Counter(), Cohort.of(np.array([1, 2, 3])))
     with pytest.raises(RunError, match="chose clients in round 1 that are no candidates"):
@@ -283,7 +284,7 @@ class Wavering(Liar):
         few = Sampling("fixed", len(population), 1)
         return few if CALLS["sampling"] < CALLS["lies"] else super().sampling(population)
 
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return generator.choice(count, self.cohort, replace=False)
 
 
@@ -309,7 +310,7 @@ class SeldomAvailable(Liar):
     def exposures(self, seed, rounds, population):
         return self.declared
 
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return generator.choice(count, self.cohort, replace=False)
 
 
@@ -334,10 +335,10 @@ class Restive(Selection):
     def sampling(self, population):
         return Sampling("fixed", len(population), 20)
 
-    def select(self, seed, round, population):
+    def select(self, seed, t, population):
         CALLS["draws"] += 1
         return Cohort.of(
-            stream(seed, Purpose.COHORT, round=round, step=CALLS["draws"]).choice(
+            stream(seed, Purpose.COHORT, t=t, step=CALLS["draws"]).choice(
                 len(population), 20, replace=False
             )
         )
@@ -360,9 +361,9 @@ def test_draws_that_are_counted_in_advance_are_those_of_the_run(tmp_path):
 class Asking(PowerOfChoice):
     """Asks always the same clients for their losses, once the accountants have looked."""
 
-    def candidates(self, seed, round, population):
+    def candidates(self, seed, t, population):
         CALLS["asked"] += 1
-        first = 10 * (round % 4) if CALLS["asked"] <= 4 else 0
+        first = 10 * (t % 4) if CALLS["asked"] <= 4 else 0
         return Cohort.of(np.arange(first, first + self.pool))
 
 
@@ -406,7 +407,7 @@ def test_separation_is_remembered_when_a_run_goes_on():
 class QuietlyPoisson(AllTheSameSize):
     """By coins of their own, which it says by its law alone."""
 
-    def drawn(self, generator, round, count):
+    def drawn(self, generator, t, count):
         return np.flatnonzero(generator.random(count) < self.cohort / count)
 
 

@@ -27,7 +27,9 @@ from raydpfl import models
 from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
 from raydpfl.plan import lane_width
 
-SHAPE, CLASSES, SEED = (1, 28, 28), 10, 0
+SHAPE = (1, 28, 28)
+CLASSES = 10
+SEED = 0
 BLOCK = 3  # rounds of one side before the other's turn
 
 
@@ -66,10 +68,10 @@ class Worker:
         self.draws = np.zeros(width, np.int64)
         self.sizes = [np.where(lane < 0, 0, work.rows) for lane in self.lanes]
 
-    def prepare(self, round: int) -> None:
+    def prepare(self, t: int) -> None:
         """What a side may have ready before its seconds count."""
 
-    def train(self, round: int) -> torch.Tensor:
+    def train(self, t: int) -> torch.Tensor:
         """The sum of the share's updates, float64 [d]."""
         raise NotImplementedError
 
@@ -85,36 +87,35 @@ class Engine(Worker):
             seed=SEED,
         )
 
-    def train(self, round: int) -> torch.Tensor:
+    def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
             for _, delta, _ in self.trainer.lane(
-                self.model, x, y, sizes, round=round, clients=clients, draws=self.draws
+                self.model, x, y, sizes, t=t, clients=clients, draws=self.draws
             ):
                 total.add_(delta.double(), alpha=1 / self.work.cohort)
         return total
 
 
 class Reference(Worker):
-    def prepare(self, round: int) -> None:
+    def prepare(self, t: int) -> None:
         self.batches = [
-            batches(SEED, round, lane, self.draws, sizes, self.work.local)[0]
+            batches(SEED, t, lane, self.draws, sizes, self.work.local)[0]
             for lane, sizes in zip(self.lanes, self.sizes, strict=True)
         ]
 
-    def train(self, round: int) -> torch.Tensor:
-        local, total = self.work.local, torch.zeros(len(self.model), dtype=torch.float64)
+    def train(self, t: int) -> torch.Tensor:
+        local = self.work.local
+        total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
-                x, y, rows = (
-                    torch.from_numpy(xs[slot]),
-                    torch.from_numpy(ys[slot]),
-                    torch.from_numpy(index[slot]),
-                )
+                x = torch.from_numpy(xs[slot])
+                y = torch.from_numpy(ys[slot])
+                rows = torch.from_numpy(index[slot])
                 models.load(self.module, self.model)
                 optimizer = torch.optim.SGD(
                     self.module.parameters(),
-                    lr=local.learning_rate(round),
+                    lr=local.learning_rate(t),
                     weight_decay=local.weight_decay,
                 )
                 for batch in rows:
@@ -132,20 +133,20 @@ def serve(connection: Connection, side: type[Worker], *arguments: object) -> Non
     when it began and ended, and its sum.
     """
     worker = side(*arguments)
-    while (round := connection.recv()) is not None:
-        worker.prepare(round)
+    while (t := connection.recv()) is not None:
+        worker.prepare(t)
         connection.send(True)
         connection.recv()
         began = time.monotonic()
-        total = worker.train(round)
+        total = worker.train(t)
         connection.send((began, time.monotonic(), total.numpy()))
 
 
-def timed(connections: list[Connection], round: int) -> tuple[float, np.ndarray]:
+def timed(connections: list[Connection], t: int) -> tuple[float, np.ndarray]:
     """(seconds of a round, from the first process's start to the last one's end; its sum of
     updates).
     """
-    for message in (round, True):
+    for message in (t, True):
         for connection in connections:
             connection.send(message)
         replies = [connection.recv() for connection in connections]
@@ -175,7 +176,7 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
         sums: dict[type[Worker], list[np.ndarray]] = {}
         for side, connections in sides.items():
             took, sums[side] = zip(
-                *(timed(connections, round) for round in range(first, first + BLOCK)), strict=True
+                *(timed(connections, t) for t in range(first, first + BLOCK)), strict=True
             )
             seconds[side] += took if first else ()  # the first block warms up
         for ours, theirs in zip(sums[Engine], sums[Reference], strict=True):
@@ -184,7 +185,8 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
         connection.send(None)
     for process in started:
         process.join()
-    reference, engine = median(seconds[Reference]), median(seconds[Engine])
+    reference = median(seconds[Reference])
+    engine = median(seconds[Engine])
     print(
         f"{name:8} reference {reference * 1e3:8.1f} ms   engine {engine * 1e3:8.1f} ms   {reference / engine:6.1f} times   apart {apart:.0e}"
     )

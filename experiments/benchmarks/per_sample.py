@@ -34,12 +34,13 @@ WORK = {
     "softmax": Work("softmax", 10, 600, Sgd(steps=50, batch=10, lr=0.1)),
     "cnn": Work("cnn", 10, 600, Sgd(steps=10, batch=128, lr=0.1)),
 }
-CLIP, STD = 1.0, 0.01
+CLIP = 1.0
+STD = 0.01
 
 
-def std(round: int) -> float:
+def std(t: int) -> float:
     """Of the noise on a batch's mean gradient."""
-    return STD if round >= BLOCK else 0.0
+    return STD if t >= BLOCK else 0.0
 
 
 class Engine(Worker):
@@ -49,7 +50,7 @@ class Engine(Worker):
         way = resolve(self.module, work.local, work.rows, SHAPE, clip=CLIP)
         self.trainer = Trainer(self.module, work.local, way=way, seed=SEED, clip=CLIP)
 
-    def train(self, round: int) -> torch.Tensor:
+    def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
             lane = self.trainer.lane(
@@ -57,10 +58,10 @@ class Engine(Worker):
                 x,
                 y,
                 sizes,
-                round=round,
+                t=t,
                 clients=clients,
                 draws=self.draws,
-                stds=np.full(self.width, std(round)),
+                stds=np.full(self.width, std(t)),
             )
             for _, delta, _ in lane:
                 total.add_(delta.double(), alpha=1 / self.work.cohort)
@@ -68,30 +69,26 @@ class Engine(Worker):
 
 
 class Reference(Worker):
-    def prepare(self, round: int) -> None:
+    def prepare(self, t: int) -> None:
         self.batches = [
-            batches(SEED, round, lane, self.draws, sizes, self.work.local)[0]
+            batches(SEED, t, lane, self.draws, sizes, self.work.local)[0]
             for lane, sizes in zip(self.lanes, self.sizes, strict=True)
         ]
 
-    def train(self, round: int) -> torch.Tensor:
+    def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
-                x, y, rows = (
-                    torch.from_numpy(xs[slot]),
-                    torch.from_numpy(ys[slot]),
-                    torch.from_numpy(index[slot]),
-                )
+                x = torch.from_numpy(xs[slot])
+                y = torch.from_numpy(ys[slot])
+                rows = torch.from_numpy(index[slot])
                 total.add_(
-                    (self.client(x, y, rows, round) - self.model).double(),
+                    (self.client(x, y, rows, t) - self.model).double(),
                     alpha=1 / self.work.cohort,
                 )
         return total
 
-    def client(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int
-    ) -> torch.Tensor:
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, t: int) -> torch.Tensor:
         """The client's model after its steps, flat."""
         raise NotImplementedError
 
@@ -106,9 +103,7 @@ class Vmap(Reference):
     ) -> torch.Tensor:
         return F.cross_entropy(functional_call(self.module, parameters, (x[None],)), y[None])
 
-    def client(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int
-    ) -> torch.Tensor:
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, t: int) -> torch.Tensor:
         models.load(self.module, self.model)
         parameters = {
             name: parameter.detach().clone() for name, parameter in self.module.named_parameters()
@@ -121,7 +116,7 @@ class Vmap(Reference):
             factors = (CLIP / norms).clamp(max=1) / len(batch)
             noise = (
                 torch.randn(len(self.model))
-                .mul_(std(round))
+                .mul_(std(t))
                 .split([each.numel() for each in parameters.values()])
             )
             for (name, each), drawn in zip(gradients.items(), noise, strict=True):
@@ -151,11 +146,9 @@ class Opacus(Reference):
         )
         self.optimizer.expected_batch_size = work.local.batch
 
-    def client(
-        self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, round: int
-    ) -> torch.Tensor:
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, t: int) -> torch.Tensor:
         models.load(self.module, self.model)
-        self.optimizer.noise_multiplier = std(round) * self.work.local.batch / CLIP
+        self.optimizer.noise_multiplier = std(t) * self.work.local.batch / CLIP
         for batch in rows:
             self.optimizer.zero_grad()
             self.criterion(self.private(x[batch]), y[batch]).backward()
@@ -187,7 +180,7 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
         sums: dict[type[Worker], list[np.ndarray]] = {}
         for side, connections in sides.items():
             took, sums[side] = zip(
-                *(timed(connections, round) for round in range(first, first + BLOCK)), strict=True
+                *(timed(connections, t) for t in range(first, first + BLOCK)), strict=True
             )
             seconds[side] += took if first else ()
             if not first:

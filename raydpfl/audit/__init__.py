@@ -132,7 +132,8 @@ class Audit:
         """The report, for a terminal."""
         lines = []
         for view in self.views:
-            claim, estimate = view.claimed, view.estimate
+            claim = view.claimed
+            estimate = view.estimate
             lines += [
                 f"{claim.observer} ({claim.sampling})",
                 f"  claimed    epsilon {claim.epsilon:.4g} at delta {claim.delta:g} for one {claim.unit}, {claim.relation}, by {claim.accountant}",
@@ -247,7 +248,8 @@ def _inline(e: Experiment) -> Experiment:
 
 
 def _of_clients(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
-    population, rounds = len(plan.population), plan.experiment.rounds
+    population = len(plan.population)
+    rounds = plan.experiment.rounds
     each = min(canaries, population)
     runs = math.ceil(canaries / each)
     records = []

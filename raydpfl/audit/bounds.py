@@ -83,11 +83,13 @@ def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: f
     fixed before anything is seen. The expectation is 1.5 standard deviations low.
     """
     chance = expit(np.sort(np.abs(evidence))[::-1])
-    right, spread = np.cumsum(chance), np.cumsum(chance * (1 - chance))
+    right = np.cumsum(chance)
+    spread = np.cumsum(chance * (1 - chance))
     sizes = np.unique(np.geomspace(min(10, canaries), canaries, 30).astype(int))
     found = []
     for r in sizes.tolist():
-        place, scale = max(1, round(r / canaries * len(chance))) - 1, canaries / len(chance)
+        place = max(1, round(r / canaries * len(chance))) - 1
+        scale = canaries / len(chance)
         expected = min(r, scale * right[place] - 1.5 * math.sqrt(scale * spread[place]))
         found.append(one_run_bound(canaries, r, max(0, int(expected)), delta, confidence, 1e-3))
     return int(sizes[np.argmax(found)])
@@ -127,16 +129,19 @@ def one_shot(
     """
     signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
     use = np.ones(len(inside), bool) if mirrored else inside
-    x, e = (signs * statistics)[use], exposures[use]
+    x = (signs * statistics)[use]
+    e = exposures[use]
     slope = float(e @ x / (e @ e))
     std = math.sqrt(float(((x - slope * e) ** 2).sum()) / max(len(x) - 1, 1))
     apart = 2.0 if mirrored else 1.0
-    mean, mu = slope * worst, apart * slope * worst / std
+    mean = slope * worst
+    mu = apart * slope * worst / std
     error = math.hypot(apart * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
     middle, low, high = gaussian_epsilon(
         np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0), delta
     ).tolist()
-    forward, backward = middle, middle
+    forward = middle
+    backward = middle
     if not mirrored:
         forward, backward = (
             gaussian_pair_epsilon(*pair, delta)
@@ -167,7 +172,8 @@ def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) 
     c = ((n / t) ** 2 - (m / s) ** 2) / 2 + math.log(t / s) - epsilon
 
     def mass(low: float, high: float, law: tuple[float, float]) -> float:
-        z, w = (low - law[0]) / law[1], (high - law[0]) / law[1]
+        z = (low - law[0]) / law[1]
+        w = (high - law[0]) / law[1]
         return float(ndtr(w) - ndtr(z) if z + w < 0 else ndtr(-z) - ndtr(-w))
 
     if abs(a) < 1e-12:

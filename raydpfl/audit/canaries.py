@@ -34,7 +34,9 @@ FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send u
 BUFFER = 1 << 28  # bytes of released sums that are held at once
 CHUNK = 256  # directions at once
 # coordinates of a round's noise, of one update's, and how many of the latter
-SKETCH, SMALL_SKETCH, SKETCHES = 4096, 256, 4000
+SKETCH = 4096
+SMALL_SKETCH = 256
+SKETCHES = 4000
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class PlantedClient(ClientActor):
 
     def __init__(self, plan: Plan, record: Record):
         super().__init__(plan.experiment, str(plan.shards))
-        self.record, self.expected = record, torch.zeros(0)
+        self.record = record
+        self.expected = torch.zeros(0)
 
     def _train(
         self, parameters, shared, work: Work, lane: Lane, members: np.ndarray
@@ -112,7 +115,8 @@ class PlantedClient(ClientActor):
         self, place: int, parameters: torch.Tensor, work: Work, own: torch.Tensor | None
     ) -> torch.Tensor:
         """The update float32 [d] of a canary, such that the vector to be bounded is its direction."""
-        bounding, canaries = self.experiment.bounding, self.record.canaries
+        bounding = self.experiment.bounding
+        canaries = self.record.canaries
         # smoothing bounds by c only what is far beyond its a
         far = FAR * self.record.reach + 1000 * getattr(bounding, "a", 0.0)
         vector = canaries.direction(place).to(self.device) * (canaries.sign(place) * far)
@@ -131,7 +135,8 @@ class PlantedClient(ClientActor):
         """As the client's, having worked out what each client has to contribute if all that follows
         is right.
         """
-        bounding, lr = self.experiment.bounding, self.experiment.local.learning_rate(work.round)
+        bounding = self.experiment.bounding
+        lr = self.experiment.local.learning_rate(work.round)
         for slot, delta, loss in super()._updates(parameters, shared, work, lane, partial):
             own = self._memory(lane, slot, len(parameters))
             sent = self._sent(parameters, delta, own, shared, lr)
@@ -252,13 +257,13 @@ class Record:
     sum_error: float = 0.0  # the most by which a sum differs from its parts, in stds of its noise
 
     def __post_init__(self) -> None:
-        k, rounds = len(self.canaries.clients), self.plan.experiment.rounds
-        self.scores, self.amplitudes, self.times = (
-            np.zeros((k, rounds)),
-            np.zeros((k, rounds)),
-            np.zeros((k, rounds), np.int64),
-        )
-        self.single, self.single_power = np.zeros(k), np.zeros(k)
+        k = len(self.canaries.clients)
+        rounds = self.plan.experiment.rounds
+        self.scores = np.zeros((k, rounds))
+        self.amplitudes = np.zeros((k, rounds))
+        self.times = np.zeros((k, rounds), np.int64)
+        self.single = np.zeros(k)
+        self.single_power = np.zeros(k)
         self.by_client = self.plan.experiment.noise.placement == "client"
         self._weights = self.plan.weights(self.canaries.clients)
         self._seen, self._left = Whitening(self.plan), Whitening(self.plan)
@@ -267,7 +272,8 @@ class Record:
     def begin(self, t: int, bound: float, cohort: Cohort) -> None:
         """A round begins. The std of its noise is worked out anew from what the accountants read."""
         updates = self.plan.mechanism.queries[0]
-        self._round, self.bound = t, bound
+        self._round = t
+        self.bound = bound
         self.stds.append(updates.std / updates.bound * bound * self.plan.weight)
         # The clients' noise is sized for the round with most dropouts: all others carry more.
         self._sum_std = self.stds[-1] * (
@@ -334,7 +340,8 @@ class Record:
         """Scores the sums that are held."""
         if not self._rows:
             return
-        rows, last = torch.from_numpy(np.stack(self._rows)), self.rounds[-1] + 1
+        rows = torch.from_numpy(np.stack(self._rows))
+        last = self.rounds[-1] + 1
         for start in range(0, len(self.canaries.clients), CHUNK):
             places = range(start, min(start + CHUNK, len(self.canaries.clients)))
             directions = torch.stack([self.canaries.direction(place) for place in places])

@@ -55,7 +55,8 @@ def ledger(records: Sequence[Record]) -> Check:
     told and the epsilon that they give.
     """
     for record in records:
-        e, plan = record.plan.experiment, record.plan
+        e = record.plan.experiment
+        plan = record.plan
         recorded = {entry["round"]: entry for entry in record.ledger}
         missing = sorted(set(record.rounds) - recorded.keys())
         if missing:
@@ -100,7 +101,8 @@ def cohorts(records: Sequence[Record]) -> Check | None:
     chance gives it.
     """
     plan = records[0].plan
-    sampling, population = plan.mechanism.sampling, len(plan.population)
+    sampling = plan.mechanism.sampling
+    population = len(plan.population)
     if sampling.population != population or sampling.by_participation or sampling.law.repeats:
         return None  # groups that take turns, or clients that are not all alike
     sizes = np.concatenate([record.cohorts for record in records])
@@ -115,7 +117,8 @@ def cohorts(records: Sequence[Record]) -> Check | None:
             )
     rounds = len(records[0].rounds)
     share = FALSE_ALARM / 2
-    total, trials = int(sizes.sum()), population * len(sizes)
+    total = int(sizes.sum())
+    trials = population * len(sizes)
     if (
         sampling.law.own_coins
         and min(binom.cdf(total, trials, sampling.q), binom.sf(total - 1, trials, sampling.q))
@@ -232,7 +235,9 @@ def keys(records: Sequence[Record]) -> Check:
     """No noise is drawn twice: no two vectors of it, of rounds or of single updates, are
     correlated.
     """
-    worst, comparisons, where = 0.0, 0, ""
+    worst = 0.0
+    comparisons = 0
+    where = ""
     groups = [
         ([noise for record in records for noise in record.noises], "sums"),
         ([noise for record in records for noise in record.update_noises], "updates"),
@@ -249,10 +254,8 @@ def keys(records: Sequence[Record]) -> Check:
             high = float(products.max()) * math.sqrt(rows.shape[1])
             if high > worst:
                 first, second = np.unravel_index(int(products.argmax()), products.shape)
-                worst, where = (
-                    high,
-                    f"{what} {min(start + first, second)} and {max(start + first, second)} (counted in order)",
-                )
+                worst = high
+                where = f"{what} {min(start + first, second)} and {max(start + first, second)} (counted in order)"
     limit = _normal_limit(comparisons)
     passed = worst <= limit
     finding = f"the largest of {comparisons:,} correlations is {worst:.1f} standard errors" + (

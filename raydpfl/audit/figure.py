@@ -12,7 +12,9 @@ import numpy as np
 
 from raydpfl.audit.views import View
 
-INSIDE, OUTSIDE, CLAIM = "#c4442f", "#3b6ea5", "#333333"
+INSIDE = "#c4442f"
+OUTSIDE = "#3b6ea5"
+CLAIM = "#333333"
 
 
 def draw(views: Sequence[View], path: Path) -> None:

@@ -97,9 +97,11 @@ class SampleCanaries:
         x = drawn.standard_normal((n, *shape))
         x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(n, *[1] * len(shape))
         if classes:
-            x, y = (x * self.scale).astype(np.float32), drawn.integers(classes, size=n)
+            x = (x * self.scale).astype(np.float32)
+            y = drawn.integers(classes, size=n)
             return (x, y), (x, (y + 1) % classes) if self.relabel else (-x, y)
-        x, y = x.astype(np.float32), np.full(n, self.scale, np.float32)
+        x = x.astype(np.float32)
+        y = np.full(n, self.scale, np.float32)
         return (x, y), (x, -y)
 
     def rows(
@@ -117,7 +119,8 @@ class PlantedShards:
     """Shards, with canaries for the rows of some clients."""
 
     def __init__(self, shards: Shards, canaries: SampleCanaries):
-        self._shards, self._canaries = shards, canaries
+        self._shards = shards
+        self._canaries = canaries
 
     def __getattr__(self, name: str):
         return getattr(self._shards, name)
@@ -141,7 +144,8 @@ class StepClient(ClientActor):
 
     def __init__(self, plan: Plan, record: StepRecord):
         super().__init__(plan.experiment, str(plan.shards))
-        self.shards, self.record = PlantedShards(self.shards, record.canaries), record
+        self.shards = PlantedShards(self.shards, record.canaries)
+        self.record = record
 
     def _updates(
         self, parameters, shared, work: Work, lane: Lane, partial: Partial
@@ -155,7 +159,8 @@ class StepClient(ClientActor):
     ) -> Iterator[torch.Tensor]:
         for vector in super()._contributions(parameters, shared, work, lane, partial):
             if self.record.canaries.part(int(lane.clients[self.slot])) is not None:
-                local, own = self.experiment.local, self._memory(lane, self.slot, len(parameters))
+                local = self.experiment.local
+                own = self._memory(lane, self.slot, len(parameters))
                 correction = (
                     torch.zeros_like(parameters)
                     if shared is None
@@ -217,12 +222,14 @@ class StepRecord:
     replayed: list[tuple[int, int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        e, shards = self.plan.experiment, Shards.open(self.plan.shards)
+        e = self.plan.experiment
+        shards = Shards.open(self.plan.shards)
         self.product, self.power = (
             np.zeros(len(self.canaries.inside)),
             np.zeros(len(self.canaries.inside)),
         )
-        self.shape, self.classes = shards.shape, shards.classes
+        self.shape = shards.shape
+        self.classes = shards.classes
         self.gradients = Gradients(
             models.build(e.model, shards.shape, shards.classes, e.seed), e.bounding.sample_bound
         )
@@ -244,13 +251,17 @@ class StepRecord:
         """A client with canaries has sent `steps` float64 [d], the (weighted) sum of its steps'
         gradients, corrections among them.
         """
-        part, steps_mechanism = self.canaries.part(client), self.plan.mechanism
-        n, std = int(self.plan.population.sizes[client]), float(steps_mechanism.stds[client])
+        part = self.canaries.part(client)
+        steps_mechanism = self.plan.mechanism
+        n = int(self.plan.population.sizes[client])
+        std = float(steps_mechanism.stds[client])
         self.participations.append((t, client))
         first, second = self.canaries.pair(client, self.shape, self.classes)
-        total, energy = float(self.weights.sum()), float(np.linalg.norm(self.weights))
+        total = float(self.weights.sum())
+        energy = float(np.linalg.norm(self.weights))
         seen = (steps - total * correction.double()).float()
-        halves, products = np.zeros(n), np.zeros(n)
+        halves = np.zeros(n)
+        products = np.zeros(n)
         middle = torch.zeros(self.plan.d, dtype=torch.float64)
         width = self.gradients.width
         pieces = [slice(start, min(start + width, n)) for start in range(0, n, width)]
@@ -299,14 +310,18 @@ class StepRecord:
         """The sum of the steps' gradients, float64 [d], by the definition of a local step
         (`raydpfl.local`).
         """
-        e, n = self.plan.experiment, int(self.plan.population.sizes[client])
-        local, lr = e.local, e.local.learning_rate(t)
+        e = self.plan.experiment
+        n = int(self.plan.population.sizes[client])
+        local = e.local
+        lr = e.local.learning_rate(t)
         x, y = (
             torch.from_numpy(each) for each in self.canaries.rows(client, self.shape, self.classes)
         )
         index, sizes = batches(e.seed, t, [client], [draw], [n], local)
         start = parameters.double()
-        model, velocity, total = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+        model = start.clone()
+        velocity = torch.zeros_like(start)
+        total = torch.zeros_like(start)
         for step in range(local.steps):
             rows = index[0, step, : sizes[0]]
             parts = torch.from_numpy(rows).split(self.gradients.width)
@@ -318,7 +333,7 @@ class StepRecord:
                 self.plan.noise_seed,
                 Purpose.STEP_NOISE,
                 self.plan.d,
-                round=t,
+                t=t,
                 client=client,
                 draw=draw,
                 step=step,
@@ -340,8 +355,10 @@ class StepRecord:
         """
         claims, names = _claims(self.plan, delta)
         worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
-        steps, counts = self.plan.mechanism, _counts(self.plan)
-        n, b = int(steps.samples[worst]), int(steps.batches[worst])
+        steps = self.plan.mechanism
+        counts = _counts(self.plan)
+        n = int(steps.samples[worst])
+        b = int(steps.batches[worst])
         hidden = ", batch hidden" if steps.hidden[worst] else ""
         words = f"batches: fixed size {b} of {n}{hidden}; client {worst}, in {counts[worst]} rounds of {steps.steps} steps"
         by = names[worst]
@@ -377,10 +394,8 @@ class StepRecord:
         """That every round is recorded with what it spends, and that updates are what a plain loop
         with the accounted noise gives.
         """
-        e, missing = (
-            self.plan.experiment,
-            sorted(set(self.rounds) - {entry["round"] for entry in ledger}),
-        )
+        e = self.plan.experiment
+        missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
         finding = f"all {len(self.rounds)} released rounds are recorded, with what they spend"
         if missing:
             finding = f"round {missing[0]} was released and is not in the ledger"
@@ -406,7 +421,8 @@ class Gradients:
     """Clipped gradients of single samples, float32 [n, d], for a module of any kind."""
 
     def __init__(self, module: torch.nn.Module, bound: float):
-        self.module, self.bound = copy.deepcopy(module).eval(), bound
+        self.module = copy.deepcopy(module).eval()
+        self.bound = bound
         self.shapes = {
             name: parameter.shape
             for name, parameter in self.module.named_parameters()
@@ -443,7 +459,8 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
     that come near the clip bound.
     """
     claims, _ = _claims(plan, delta)
-    counts, sizes = _counts(plan), plan.population.sizes
+    counts = _counts(plan)
+    sizes = plan.population.sizes
     usable = np.flatnonzero(
         (counts > 0) & np.isfinite(claims) & (claims > 0) & (plan.mechanism.stds > 0)
     )
@@ -455,9 +472,11 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
             plan.experiment.rounds,
             "more: hardly any client with a budget takes part in them",
         )
-    shards, e = Shards.open(plan.shards), plan.experiment
+    shards = Shards.open(plan.shards)
+    e = plan.experiment
     module = models.build(e.model, shards.shape, shards.classes, e.seed)
-    gradients, flat = Gradients(module, e.bounding.sample_bound), models.flatten(module)
+    gradients = Gradients(module, e.bounding.sample_bound)
+    flat = models.flatten(module)
     reached = {}
     for relabel in (False, True)[: 1 + (shards.classes > 1)]:
         for scale in SCALES.tolist():
@@ -492,7 +511,8 @@ def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
     """The least epsilon float64 [N] at `delta` that a rigorous accountant of the run gives each
     client's samples, and which one.
     """
-    steps, counts = replace(plan.mechanism, delta=delta), _counts(plan)
+    steps = replace(plan.mechanism, delta=delta)
+    counts = _counts(plan)
     names = rigorous(plan.experiment.privacy.accountants)
     spent = np.stack([steps.epsilons(name, counts) for name in names])
     return spent.min(0), [names[place] for place in spent.argmin(0).tolist()]

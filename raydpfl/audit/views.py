@@ -120,7 +120,8 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
             delta,
             mechanism.exclusions,
         )
-        hidden, single = mechanism.sampling.hidden, observer == "every single update"
+        hidden = mechanism.sampling.hidden
+        single = observer == "every single update"
         parts, imagined = zip(
             *[
                 _scores(record, mechanism.sampling.q if hidden else None, single)
@@ -216,10 +217,12 @@ def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.n
             record, made_up.standard_normal(a.shape) + there * a, a, q
         ).evidence
     if single:
-        product, power = record.single, record.single_power
+        product = record.single
+        power = record.single_power
     else:
         pattern = _spread(record, record.times * record.amplitudes)
-        product, power = (pattern * record.scores).sum(1), (pattern**2).sum(1)
+        product = (pattern * record.scores).sum(1)
+        power = (pattern**2).sum(1)
     exposures = np.sqrt(power)
     imagined = exposures * made_up.standard_normal(len(signs)) + signs * power
     return _known(record, product, exposures), _known(record, imagined, exposures).evidence
@@ -254,8 +257,10 @@ def _available(record: Record) -> np.ndarray:
     """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort (see
     `raydpfl.selection.windows`).
     """
-    selection, rounds = record.plan.experiment.selection, np.arange(record.plan.experiment.rounds)
-    period, window = getattr(selection, "period", 1), getattr(selection, "window", 1)
+    selection = record.plan.experiment.selection
+    rounds = np.arange(record.plan.experiment.rounds)
+    period = getattr(selection, "period", 1)
+    window = getattr(selection, "window", 1)
     return (rounds - record.canaries.clients[:, None]) % period < window
 
 

@@ -71,7 +71,8 @@ def parse(values: Mapping[str, Any]) -> Data:
 
 def catalogue(root: Path | None = None) -> list[dict[str, str]]:
     """A row per kind: `kind`, `summary`, and `where` its samples are (`raydpfl data list`)."""
-    folder, rows = data_root(root), []
+    folder = data_root(root)
+    rows = []
     for kind, cls in FAMILY.items():
         where = (
             "in the package"

@@ -111,10 +111,8 @@ class Pca(Features):
             with np.load(
                 find_file("data.features.file", self.file, root), allow_pickle=False
             ) as arrays:
-                mean, axes = (
-                    arrays["mean"].astype(np.float64),
-                    arrays["components"].astype(np.float64)[: self.components],
-                )
+                mean = arrays["mean"].astype(np.float64)
+                axes = arrays["components"].astype(np.float64)[: self.components]
         except ConfigError:
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
@@ -156,7 +154,8 @@ def _levels(x: np.ndarray) -> float:
 
 def _centred(x: np.ndarray, mean: np.ndarray) -> Iterator[np.ndarray]:
     """The rows less `mean` [p], float32 [<= 4096, p] at a time."""
-    flat, levels = x.reshape(len(x), -1), _levels(x)
+    flat = x.reshape(len(x), -1)
+    levels = _levels(x)
     return (
         (flat[at : at + 4096] / levels - mean).astype(np.float32)
         for at in range(0, len(flat), 4096)
@@ -270,7 +269,8 @@ class ResNet18Features(Features):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         net = self._net(root).to(device, memory_format=torch.channels_last)
         ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
-        columns, began = np.empty((len(images), 512), np.float32), time.monotonic()
+        columns = np.empty((len(images), 512), np.float32)
+        began = time.monotonic()
         with (
             torch.inference_mode(),
             torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False),

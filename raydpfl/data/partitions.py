@@ -176,7 +176,8 @@ class LabelShards(Partition):
         present, counts = np.unique(labels, return_counts=True)
         shards = clients * self.per_client
         if not len(present) <= shards <= len(labels):
-            least, most = -(-len(present) // self.per_client), len(labels) // self.per_client
+            least = -(-len(present) // self.per_client)
+            most = len(labels) // self.per_client
             accepted = f"{least} to {most} with {self.per_client} one-class shards each: {len(labels)} samples of {len(present)} classes"
             raise ConfigError("data.clients", clients, accepted)
         quotas = 1 + _apportion(
@@ -345,7 +346,8 @@ def _apportion(total: int, weights: np.ndarray, most: np.ndarray | None = None) 
     """`total` in whole parts [n] in proportion to `weights` (largest remainders, ties to the
     first), none above `most`.
     """
-    parts, free = np.zeros(len(weights), np.int64), np.ones(len(weights), bool)
+    parts = np.zeros(len(weights), np.int64)
+    free = np.ones(len(weights), bool)
     while True:
         rest = total - parts[~free].sum()
         share = np.where(free, weights, 0.0) * (rest / weights[free].sum() if free.any() else 0.0)
@@ -404,7 +406,8 @@ def _fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
         1.0, np.divide(columns, real.sum(0), out=np.ones(len(columns)), where=real.sum(0) > 0).min()
     )
     whole = np.floor(real).astype(np.int64)
-    short, spare = rows - whole.sum(1), columns - whole.sum(0)
+    short = rows - whole.sum(1)
+    spare = columns - whole.sum(0)
     clients, classes = mixture.shape
     # What rounding down left over goes to a row's largest fractions, as few of them beyond its
     # largest remainders as will do.

@@ -65,10 +65,13 @@ class Quadratics(Data):
     heterogeneity: float = Field(default=1.0, ge=0)
 
     def split(self, seed: int, root: Path | None) -> Split:
-        d, rank = self.dimension, self.rank
+        d = self.dimension
+        rank = self.rank
         scale = (rank * (self.variance or 1 / d)) ** 0.5
-        x, y = np.empty((self.clients, rank, d), np.float32), np.empty((self.clients, rank))
-        hessian, slope = np.zeros((d, d)), np.zeros(d)
+        x = np.empty((self.clients, rank, d), np.float32)
+        y = np.empty((self.clients, rank))
+        hessian = np.zeros((d, d))
+        slope = np.zeros(d)
         for client in range(self.clients):
             generator = stream(seed, Purpose.DATA, client=client)
             x[client] = scale * generator.standard_normal((rank, d))
@@ -108,7 +111,8 @@ class ScalarQuadratics(Data):
         return self
 
     def split(self, seed: int, root: Path | None) -> Split:
-        a, b = np.array(self.a), np.array(self.b)
+        a = np.array(self.a)
+        b = np.array(self.b)
         best = a @ b / (a @ a) if a.any() else 0.0
         return _split(a[:, None, None].astype(np.float32), b[:, None], np.array([best]))
 
@@ -215,6 +219,7 @@ def harmless_lr(a: Sequence[float], b: Sequence[float], bound: float) -> float:
     It is c / max_i |f_i'(x*)|. The paper prints 1 / max_i, which is that for c = 1 and too large
     for any smaller c. It must also be below 2 / max_i a_i^2, or clients diverge.
     """
-    a, b = np.asarray(a, float), np.asarray(b, float)
+    a = np.asarray(a, float)
+    b = np.asarray(b, float)
     steepest = np.abs(a * (a * (a @ b / (a @ a)) - b)).max()
     return float(bound / steepest) if steepest else math.inf

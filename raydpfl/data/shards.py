@@ -119,7 +119,8 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     ends = np.cumsum(split.sizes)
     some = int(np.argmax(split.sizes > 0))  # a client that has a row
     row_bytes = split.rows(some, some + 1)[0][0].nbytes
-    needed, free = int(ends[-1]) * (row_bytes + 8), shutil.disk_usage(folder).free
+    needed = int(ends[-1]) * (row_bytes + 8)
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(
             "RAYDPFL_CACHE",
@@ -129,7 +130,8 @@ def _write(split: Split, config: dict, folder: Path) -> None:
     # classes of a client, and its samples of the commonest
     held, most = np.zeros((2, len(split.sizes)), np.int64)
     counted = np.zeros(split.classes, np.int64)  # training samples of each class
-    writer, first = None, 0
+    writer = None
+    first = 0
     while first < len(ends):
         start = ends[first] - split.sizes[first]
         last = max(
@@ -214,7 +216,8 @@ class _Mapped:
             count = os.preadv(self.file.fileno(), [rest], at)
             if not count:
                 raise OSError(f"{self.file.name} is cut short")
-            rest, at = rest[count:], at + count
+            rest = rest[count:]
+            at = at + count
 
     def take(self, into: np.ndarray, at: int, count: int, rows: np.ndarray | None) -> None:
         """Of `count` rows from `at` on, those at `rows`, or all for None."""
@@ -240,7 +243,8 @@ class Shards:
     def __init__(self, folder: Path):
         self.folder = folder
         about = json.loads((folder / "data.json").read_text())
-        self.shape, self.classes = tuple(about["shape"]), about["classes"]
+        self.shape = tuple(about["shape"])
+        self.classes = about["classes"]
         self.unseen = tuple(about["unseen"])
         self._description = about["description"]
         self._train, self._clients, self._test = (
@@ -259,7 +263,8 @@ class Shards:
             np.array(about[key] or [other]).reshape(per_channel)
             for key, other in (("mean", 0.0), ("std", 1.0))
         )
-        self._scale, self._shift = np.float32(1 / (255 * std)), np.float32(-mean / std)
+        self._scale = np.float32(1 / (255 * std))
+        self._shift = np.float32(-mean / std)
 
     @classmethod
     def open(cls, folder: Path | str) -> Shards:
@@ -350,7 +355,8 @@ class Shards:
         batch].
         """
         for start in range(0, self.test_size, batch):
-            stored, y = self._test_x[start : start + batch], self._test_y[start : start + batch]
+            stored = self._test_x[start : start + batch]
+            y = self._test_y[start : start + batch]
             yield (
                 self._scaled(stored, np.empty(stored.shape, np.float32))
                 if stored.dtype == np.uint8

@@ -251,7 +251,8 @@ class Images(Dealt):
         counts = sum(_histograms(x[at : at + 4096]) for at in range(0, len(x), 4096)) / (
             x.size / x.shape[1]
         )
-        mean, square = counts @ levels, counts @ levels**2
+        mean = counts @ levels
+        square = counts @ levels**2
         std = np.sqrt(np.maximum(square - mean**2, 0))
         if not np.allclose([*mean, *std], [*self.mean, *self.std], rtol=0, atol=0.01):
             found = f"{mean.round(3).tolist()} and {std.round(3).tolist()}"
@@ -325,7 +326,8 @@ class TorchvisionImages(Images):
 
     def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
         part = self._part(folder, train)
-        x, y = np.asarray(part.data), np.asarray(part.targets, np.int64)
+        x = np.asarray(part.data)
+        y = np.asarray(part.targets, np.int64)
         return (x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))), y
 
     @classmethod

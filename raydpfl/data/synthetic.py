@@ -87,10 +87,8 @@ class Synthetic(Sized):
         """
         weights = self.features * self.classes
         ends = np.cumsum(counts)
-        x, y = (
-            np.empty((int(counts.sum()), self.features), np.float32),
-            np.empty(int(counts.sum()), np.int64),
-        )
+        x = np.empty((int(counts.sum()), self.features), np.float32)
+        y = np.empty(int(counts.sum()), np.int64)
         scale = (np.arange(1, self.features + 1) ** -0.6).astype(np.float32)
         shift = np.sqrt(np.float32([self.u, self.v]))
         for client, end, count in zip(

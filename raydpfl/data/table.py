@@ -32,7 +32,8 @@ PIXELS = 1 << 26  # of an image at most
 SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
 WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
 # bytes of images that are suspect where they are so many times what was encoded
-BOMB, RATIO = 1 << 31, 200
+BOMB = 1 << 31
+RATIO = 200
 # no others: some would run other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
@@ -105,13 +106,11 @@ class Table(Dealt):
                     order, len(y) - 1 - np.unique(client[order][::-1], return_index=True)[1]
                 )
             held[order[: max(1, round(self.test_fraction * len(y)))]] = True
-            test_x, test_y, x, y, client = (
-                x[held],
-                y[held],
-                x[~held],
-                y[~held],
-                None if client is None else client[~held],
-            )
+            test_x = x[held]
+            test_y = y[held]
+            x = x[~held]
+            y = y[~held]
+            client = None if client is None else client[~held]
         for key, rows in (("train", y), ("test", test_y)):
             if not len(rows) and key == "test" and client is not None:
                 accepted = "a table that leaves at least one row to test, or a file of test rows: each client keeps one row"
@@ -317,7 +316,8 @@ def _samples(column: Any, name: str) -> np.ndarray:
         or pa.types.is_list(column.type)
         or pa.types.is_large_list(column.type)
     ):
-        values, rows = column.flatten(), len(column)
+        values = column.flatten()
+        rows = len(column)
         lengths = (
             {column.type.list_size}
             if pa.types.is_fixed_size_list(column.type)
@@ -408,7 +408,8 @@ def _check_images(
     """Raises `ConfigError` for images that, all of one shape, no memory would hold, or no camera
     took.
     """
-    decoded, encoded = len(column) * int(np.prod(shape)), column.nbytes
+    decoded = len(column) * int(np.prod(shape))
+    encoded = column.nbytes
     try:
         check_memory(decoded)
     except MemoryError as error:

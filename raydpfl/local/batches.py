@@ -23,7 +23,7 @@ BITS = 24
 
 def batches(
     seed: int,
-    round: int,
+    t: int,
     clients: Sequence[int],
     draws: Sequence[int],
     sizes: Sequence[int],
@@ -41,14 +41,13 @@ def batches(
     width = local.batch_size(int(sizes.max(initial=1)) if rows is None else rows)
     batch_sizes = sizes if local.batch == "full" else np.minimum(sizes, local.batch)
     index = np.zeros((len(sizes), local.steps, width), dtype=np.int64)
-    ranked, raw = [], []
+    ranked = []
+    raw = []
     for slot, (n, b) in enumerate(zip(sizes.tolist(), batch_sizes.tolist(), strict=True)):
         if b == n:
             index[slot, :, :n] = np.arange(n)
             continue
-        keyed = stream(
-            seed, Purpose.BATCH, round=round, client=int(clients[slot]), draw=int(draws[slot])
-        )
+        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
         if local.sampling == "epochs":
             epochs = _shuffled(
                 keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n)

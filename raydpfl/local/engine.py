@@ -7,7 +7,7 @@
 'sample_space'
 >>> trainer = Trainer(module, local, way=way, seed=0)
 >>> x, y, sizes = torch.ones(2, 20, 1, 28, 28), torch.zeros(2, 20, dtype=torch.long), [20, 13]
->>> for slot, delta, loss in trainer.lane(torch.zeros(7850), x, y, sizes, round=0, clients=[3, 8], draws=[0, 0]):
+>>> for slot, delta, loss in trainer.lane(torch.zeros(7850), x, y, sizes, t=0, clients=[3, 8], draws=[0, 0]):
 ...     print(slot, tuple(delta.shape), f"{loss:.2f}")
 0 (7850,) 0.12
 1 (7850,) 0.12
@@ -276,7 +276,8 @@ def _mismatch(
         for layer in module.modules():
             if isinstance(layer, _DropoutNd):
                 layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
-    sizes, parameters = [6, 5, 3], models.flatten(module)
+    sizes = [6, 5, 3]
+    parameters = models.flatten(module)
     generator = stream(0, Purpose.DATA)
     x = torch.from_numpy(generator.random((3, 6, *shape), dtype=np.float32))
     steps: list[list[torch.Tensor]] = []
@@ -312,7 +313,7 @@ def _mismatch(
                 x,
                 y,
                 sizes,
-                round=0,
+                t=0,
                 clients=range(3),
                 draws=[0] * 3,
                 corrections=corrections,
@@ -352,7 +353,9 @@ class Trainer:
         own: bool = False,
     ):
         _check_way(way, local, clip)
-        self.local, self.device, self.clip = local, torch.device(device), clip
+        self.local = local
+        self.device = torch.device(device)
+        self.clip = clip
         self.seed = self.noise_seed = seed  # a run sets them for each round
         self.own = own
         with keys.keyed_globals(seed):
@@ -365,7 +368,7 @@ class Trainer:
         y: torch.Tensor | np.ndarray,
         sizes: Sequence[int],
         *,
-        round: int,
+        t: int,
         clients: Sequence[int],
         draws: Sequence[int],
         stds: np.ndarray | None = None,
@@ -419,12 +422,12 @@ class Trainer:
         def noise(slots: Sequence[int], step: int) -> torch.Tensor:
             who = {name: each[slots] for name, each in names.items()}
             return keys.clients_normals(
-                self.noise_seed, Purpose.STEP_NOISE, len(parameters), round=round, step=step, **who
+                self.noise_seed, Purpose.STEP_NOISE, len(parameters), t=t, step=step, **who
             ).to(self.device)
 
         regression = torch.as_tensor(y).is_floating_point()
         index, batch_sizes = drawn or batches(
-            self.seed, round, clients, draws, present, self.local, rows=y.shape[1]
+            self.seed, t, clients, draws, present, self.local, rows=y.shape[1]
         )
         lane = LaneData(
             x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
@@ -435,11 +438,11 @@ class Trainer:
             index=index,
             batch_sizes=batch_sizes,
             slots=np.flatnonzero(present).tolist(),
-            lr=self.local.learning_rate(round),
+            lr=self.local.learning_rate(t),
             generator=lambda slot: torch_stream(
                 self.seed,
                 Purpose.MODULE,
-                round=round,
+                t=t,
                 client=int(clients[slot]),
                 draw=int(draws[slot]),
             ),
@@ -458,19 +461,19 @@ class Trainer:
             if not present[slot]:
                 yield slot, torch.zeros_like(parameters), float("nan")
                 continue
-            with self._keyed(round, int(clients[slot]), int(draws[slot])):
+            with self._keyed(t, int(clients[slot]), int(draws[slot])):
                 found = next(trained)
             yield found
 
-    def _keyed(self, round: int, client: int, draw: int) -> AbstractContextManager[None]:
+    def _keyed(self, t: int, client: int, draw: int) -> AbstractContextManager[None]:
         """Whatever the user's own code draws: by the client, or by the round where a lane is
         trained at once.
         """
         if not self.own:
             return nullcontext()
         if not self._way.one_by_one:
-            return keys.keyed_globals(self.seed, round=round, step=1)
-        return keys.keyed_globals(self.seed, round=round, client=client, draw=draw)
+            return keys.keyed_globals(self.seed, t=t, step=1)
+        return keys.keyed_globals(self.seed, t=t, client=client, draw=draw)
 
     @property
     def module(self) -> nn.Module | None:

@@ -30,6 +30,7 @@ raydpfl.local.layerwise.NotLayerwise: BatchNorm1d mixes the samples of a batch
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -91,11 +92,9 @@ class _Leaf:
             raise NotLayerwise(f"{kind} takes or gives more than tensors")
         if len({len(each) for each in (*inputs, output)}) > 1:
             raise NotLayerwise(f"the first axis of {kind}'s inputs is not that of its output")
-        self.inputs, self.versions, self.output = (
-            inputs,
-            [each._version for each in inputs],
-            output.shape,
-        )
+        self.inputs = inputs
+        self.versions = [each._version for each in inputs]
+        self.output = output.shape
         # now: the output may be changed in place later
         self.edge = get_gradient_edge(output) if output.requires_grad else None
 
@@ -119,11 +118,9 @@ def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
         or getattr(layer, "groups", 1) > 1
     ):
         return False
-    positions, outputs, inputs = (
-        prod(output[1:]) // len(layer.weight),
-        len(layer.weight),
-        layer.weight[0].numel(),
-    )
+    positions = prod(output[1:]) // len(layer.weight)
+    outputs = len(layer.weight)
+    inputs = layer.weight[0].numel()
     return positions**2 * (inputs + outputs) < GHOST * inputs * outputs
 
 
@@ -168,14 +165,13 @@ def _convolution(
     (x,), shape, padding = inputs, layer.weight.shape, layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x, padding = (
-            F.pad(x, layer._reversed_padding_repeated_twice, mode=mode),
-            (0,) * len(layer.kernel_size),
-        )
+        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        padding = (0,) * len(layer.kernel_size)
 
     def backward(x: torch.Tensor, g: torch.Tensor, times: int) -> torch.Tensor:
         """The gradient by a weight that is `times` as many channels and groups."""
-        weight, groups = x.new_empty(times * shape[0], *shape[1:]), times * layer.groups
+        weight = x.new_empty(times * shape[0], *shape[1:])
+        groups = times * layer.groups
         geometry = (
             layer.stride,
             padding,
@@ -226,17 +222,13 @@ def _norm(
 ) -> Term:
     (x,) = inputs
     if isinstance(layer, nn.GroupNorm):
-        normal, shape, over = (
-            lambda: F.group_norm(x, layer.num_groups, eps=layer.eps),
-            (layer.num_channels, -1),
-            2,
-        )
+        normal = functools.partial(F.group_norm, x, layer.num_groups, eps=layer.eps)
+        shape = (layer.num_channels, -1)
+        over = 2
     else:
-        normal, shape, over = (
-            lambda: F.layer_norm(x, layer.normalized_shape, eps=layer.eps),
-            (-1, *layer.normalized_shape),
-            1,
-        )
+        normal = functools.partial(F.layer_norm, x, layer.normalized_shape, eps=layer.eps)
+        shape = (-1, *layer.normalized_shape)
+        over = 1
     return _formed((g if name == "bias" else g * normal()).reshape(len(g), *shape).sum(over))
 
 
@@ -341,7 +333,8 @@ class Layerwise(Loop):
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
         self.gradient.zero_()
-        losses, sums = torch.zeros((), device=self.device), self._views(self.gradient)
+        losses = torch.zeros((), device=self.device)
+        sums = self._views(self.gradient)
         for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
             loss = sample_loss(self._forward(some), labels, "none").sum()
             losses += loss.detach()

@@ -49,7 +49,10 @@ class _Weights:
     """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]."""
 
     def __init__(self, layer: Layer, parameters: torch.Tensor, lane: LaneData, local: Sgd):
-        self.layer, self.local, self.lr, clients = layer, local, lane.lr, len(lane.sizes)
+        self.layer = layer
+        self.local = local
+        self.lr = lane.lr
+        clients = len(lane.sizes)
         self.start = layer.views(parameters)
         # What a step adds to the gradient that stays the same throughout: the correction, and of
         # proximal (x - start) the start's part.
@@ -98,11 +101,9 @@ class _Weights:
         """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added
         to the gradient by the parameters.
         """
-        momentum, decay, lr = (
-            self.local.momentum,
-            self.local.weight_decay + self.local.proximal,
-            self.lr,
-        )
+        momentum = self.local.momentum
+        decay = self.local.weight_decay + self.local.proximal
+        lr = self.lr
         moved, keep, step = (
             (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
         )
@@ -157,7 +158,11 @@ class _Span:
         local: Sgd,
         whole: bool,
     ):
-        self.layer, self.x, self.local, self.lr, self.whole = layer, x, local, lane.lr, whole
+        self.layer = layer
+        self.x = x
+        self.local = local
+        self.lr = lane.lr
+        self.whole = whole
         self.start = layer.views(parameters)
         self.gamma, responses = _responses(local, lane.lr, lane.index.shape[1])
         self.responses = iter(responses)
@@ -179,11 +184,9 @@ class _Span:
         return self.now.mT.clone() if self.layer.activation else self.now.mT
 
     def step(self, g: torch.Tensor, noise: None) -> None:
-        momentum, decay, lr = (
-            self.local.momentum,
-            self.local.weight_decay + self.local.proximal,
-            self.lr,
-        )
+        momentum = self.local.momentum
+        decay = self.local.weight_decay + self.local.proximal
+        lr = self.lr
         moved, keep, step = (
             (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
         )
@@ -201,7 +204,8 @@ class _Span:
             )
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
-        a, shrunk = self.coefficients[slots], self.gamma - 1
+        a = self.coefficients[slots]
+        shrunk = self.gamma - 1
         a = a if self.whole else a.mT
         weight, *bias = self.layer.views(out)
         torch.baddbmm(self.start[0], a, self.x[slots], beta=shrunk, out=weight)
@@ -237,11 +241,14 @@ def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
 
 
 class _Stack:
-    private, corrects, one_by_one = None, True, False
+    private = None
+    corrects = True
+    one_by_one = False
     first: type[_Inputs] | type[_Span]
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
-        self.local, self.layers = local, stack(module)
+        self.local = local
+        self.layers = stack(module)
 
     def whole(self, lane: LaneData) -> bool:
         """Whether a step takes all rows, those outside of the batch with share 0, rather than
@@ -255,7 +262,8 @@ class _Stack:
         """See `raydpfl.local.way.Way`."""
         with torch.inference_mode():
             chain, losses = self._train(parameters, lane)
-        clients, d = len(lane.sizes), len(parameters)
+        clients = len(lane.sizes)
+        d = len(parameters)
         together = max(1, CHUNK // d)
         for first in range(0, clients, together):
             slots = slice(first, min(first + together, clients))
@@ -280,9 +288,11 @@ class _Stack:
         target = target.mT.contiguous().mT if whole else target
         chain = [self.first(self.layers[0], parameters, x.flatten(2), lane, self.local, whole)]
         chain += [_Weights(layer, parameters, lane, self.local) for layer in self.layers[1:]]
-        losses, clipped_by = x.new_zeros(len(x), target.shape[2], batches[0][1].shape[2]), []
+        losses = x.new_zeros(len(x), target.shape[2], batches[0][1].shape[2])
+        clipped_by = []
         for step, (rows, shares) in enumerate(batches):
-            a, outputs = rows, []
+            a = rows
+            outputs = []
             for place in chain:
                 a = place.forward(a)
                 if place.layer.activation:
@@ -349,7 +359,8 @@ class SampleSpace(_Stack):
     A row that is not finite makes its client's update so, whether or not a batch holds it.
     """
 
-    private, one_by_one = False, False
+    private = False
+    one_by_one = False
     corrects = False  # a correction is of the size of the weights that this way never forms
     first = _Span
 
@@ -360,11 +371,9 @@ class SampleSpace(_Stack):
     @staticmethod
     def pays(layers: tuple[Layer, ...], rows: int, local: Sgd) -> bool:
         """Whether a client with so many rows takes fewer operations in sample space than fused."""
-        p, o, n, b, q = (
-            layers[0].inputs,
-            layers[0].outputs,
-            rows,
-            local.batch_size(rows),
-            local.steps,
-        )
+        p = layers[0].inputs
+        o = layers[0].outputs
+        n = rows
+        b = local.batch_size(rows)
+        q = local.steps
         return 2 * n * p * o + n * n * p + q * n * b * o < q * (2 * b + MEMORY) * p * o

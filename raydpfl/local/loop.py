@@ -29,13 +29,16 @@ class Loop:
     afresh with each, so nothing passes from one client to the next.
     """
 
-    private, corrects, one_by_one = None, True, True
+    private = None
+    corrects = True
+    one_by_one = True
     # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
     # in another way
     inputs_only = False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
-        self.local, self.device = local, device
+        self.local = local
+        self.device = device
         self.module = copy.deepcopy(module).to(device).train()
         speed_up(self.module, inputs_only=self.inputs_only)
         has = [
@@ -52,7 +55,8 @@ class Loop:
         for parameter, now, gradient in zip(
             self.trainable, self._views(self.flat), self._views(self.gradient), strict=True
         ):
-            parameter.data, parameter.grad = now, gradient
+            parameter.data = now
+            parameter.grad = gradient
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         # that the client's samples were clipped by in the steps so far
         self.factors: list[torch.Tensor] = []
@@ -106,11 +110,9 @@ class Loop:
         self.velocity.zero_()
         self.factors.clear()
         losses = torch.zeros((), device=self.device)
-        x, y, index = (
-            lane.x[slot],
-            lane.y[slot],
-            torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device),
-        )
+        x = lane.x[slot]
+        y = lane.y[slot]
+        index = torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device)
         for step, rows in enumerate(index):
             batch = x.index_select(0, rows)
             batch = batch.to(memory_format=self.layout) if batch.dim() == 4 else batch
@@ -131,11 +133,9 @@ class Loop:
             loss = sample_loss(self.module(x), y)
             loss.backward()
             return loss.detach()
-        total, losses, factors = (
-            torch.zeros_like(self.gradient),
-            torch.zeros((), device=self.device),
-            [],
-        )
+        total = torch.zeros_like(self.gradient)
+        losses = torch.zeros((), device=self.device)
+        factors = []
         for sample in zip(x.split(1), y.split(1), strict=True):
             losses += self._gradient(*sample, None)
             factors.append(clip_factors(torch.linalg.vector_norm(self.gradient), clip))

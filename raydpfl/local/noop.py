@@ -14,7 +14,9 @@ from raydpfl.local.way import LaneData
 class Noop:
     """Every update and every loss is 0, with clipping and without."""
 
-    private, corrects, one_by_one = None, True, False
+    private = None
+    corrects = True
+    one_by_one = False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 

@@ -34,17 +34,17 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _dnnl(a, b.T, None, "none", [], "") if _pays(a, b.shape[1]) else a @ b
 
 
-def linear(layer: nn.Linear, input: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
-    """What the layer gives for `input`, as `nn.Linear.forward` does; with `inputs_only` no gradient
+def linear(layer: nn.Linear, rows: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
+    """What the layer gives for `rows`, as `nn.Linear.forward` does; with `inputs_only` no gradient
     goes back to its weight and bias.
     """
     # what _Linear does not know of
     plain = torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu")
-    if plain or not _pays(input, layer.out_features):
-        return F.linear(input, layer.weight, layer.bias)
+    if plain or not _pays(rows, layer.out_features):
+        return F.linear(rows, layer.weight, layer.bias)
     return _Linear.apply(
-        input.reshape(-1, input.shape[-1]), layer.weight, layer.bias, inputs_only
-    ).view(*input.shape[:-1], -1)
+        rows.reshape(-1, rows.shape[-1]), layer.weight, layer.bias, inputs_only
+    ).view(*rows.shape[:-1], -1)
 
 
 def speed_up(module: nn.Module, inputs_only: bool = False) -> None:

@@ -53,12 +53,12 @@ class Local(Member):
             raise ValueError("1 with the schedule inverse_sqrt, which decays by itself")
         return value
 
-    def learning_rate(self, round: int) -> float:
+    def learning_rate(self, t: int) -> float:
         """The learning rate of all local steps of a round, counted from 0."""
         return (
-            self.lr / math.sqrt(round + 1)
+            self.lr / math.sqrt(t + 1)
             if self.schedule == "inverse_sqrt"
-            else self.lr * self.lr_decay**round
+            else self.lr * self.lr_decay**t
         )
 
     def batch_size(self, rows: int) -> int:

@@ -98,7 +98,8 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
         traced = fx.symbolic_trace(nn.Sequential(module))
     except RAISED as error:  # whatever the module's own code does when it runs on proxies
         raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
-    places, place = {}, 0
+    places = {}
+    place = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
             places[id(parameter)], place = place, place + parameter.numel()

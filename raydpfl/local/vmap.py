@@ -27,7 +27,9 @@ class Vmap:
     raises RuntimeError when it is run.
     """
 
-    private, corrects, one_by_one = None, True, False
+    private = None
+    corrects = True
+    one_by_one = False
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
         self.local = local
@@ -66,11 +68,9 @@ class Vmap:
 
         And the factors that they were clipped by, float32 [B].
         """
-        total, loss, found = (
-            {name: torch.zeros_like(part) for name, part in parameters.items()},
-            0.0,
-            [],
-        )
+        total = {name: torch.zeros_like(part) for name, part in parameters.items()}
+        loss = 0.0
+        found = []
         samples = max(1, LIMIT // (4 * sum(shape.numel() for shape in self.shapes)))
         for some, labels, share in zip(
             x.split(samples), y.split(samples), shares.split(samples), strict=True
@@ -111,7 +111,8 @@ class Vmap:
         )
         now = [start.expand(clients, *start.shape).clone() for start in starts]
         velocity = [torch.zeros_like(part) for part in now] if self.local.momentum else []
-        losses, factors = x.new_zeros(clients), []
+        losses = x.new_zeros(clients)
+        factors = []
         gradients_of = self._gradients
         if lane.clip is not None:
             numbers = lane.index.shape[2] * len(parameters)

@@ -67,10 +67,8 @@ class LaneData:
         With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none
         of which is padding.
         """
-        x, y = (
-            self.x if picked else self.x.clone(memory_format=torch.contiguous_format),
-            self.y.clone(),
-        )
+        x = self.x if picked else self.x.clone(memory_format=torch.contiguous_format)
+        y = self.y.clone()
         for slot, size in enumerate(self.sizes.tolist()):
             if size < y.shape[1]:
                 y[slot, size:] = 0

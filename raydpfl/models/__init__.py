@@ -94,10 +94,8 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
         late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
         with torch.no_grad(), limited(FORWARD, late):
             module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
-            before, state = (
-                {name: buffer.clone() for name, buffer in module.named_buffers()},
-                kept(module),
-            )
+            before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            state = kept(module)
             scores = module(torch.rand(2, *shape))
     except RAISED as error:  # a user's module may raise anything
         raise refuse(

@@ -30,7 +30,8 @@ def group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
             math.gcd(groups, channels), channels, eps=module.eps, affine=module.affine
         )
         if module.affine:
-            norm.weight, norm.bias = module.weight, module.bias
+            norm.weight = module.weight
+            norm.bias = module.bias
         return norm
     for name, child in module.named_children():
         setattr(module, name, group_norm(child, groups))

@@ -177,7 +177,8 @@ def views(mechanism: Mechanism, relation: Relation, rounds: int, participations:
     """(observer, sampling in words, the mechanism as that observer meets it, relation, rounds it
     composes over).
     """
-    sampling, r = mechanism.sampling, mechanism.sampling.cohort
+    sampling = mechanism.sampling
+    r = mechanism.sampling.cohort
     whole = f"{sampling}, cohort hidden" if sampling.hidden else str(sampling)
     if mechanism.placement == "step":
         yield (

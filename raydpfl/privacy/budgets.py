@@ -165,7 +165,8 @@ class Column(Law):
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
         columns = clients_table(FIELD, self.path, root, column=self.column, client=self.client)
-        found, clients = numbers(f"{FIELD}.column", self.column, columns["column"]), len(uniform)
+        found = numbers(f"{FIELD}.column", self.column, columns["column"])
+        clients = len(uniform)
         rows = np.flatnonzero(~(found > 0))
         if len(rows):
             raise ConfigError(

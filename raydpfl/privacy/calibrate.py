@@ -75,9 +75,11 @@ def rounds_for(
 
     if not fits(1):
         return 0
-    low, high = 1, 2
+    low = 1
+    high = 2
     while high < _MOST_ROUNDS and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     if high == _MOST_ROUNDS and fits(high):
         return high
     while high - low > 1:
@@ -133,10 +135,14 @@ def _search(
         if below > 0 and above <= 0:
             break
         if above > 0:
-            low, below, high = high, above, high + step
+            low = high
+            below = above
+            high = high + step
             above = excess(high)
         else:
-            high, above, low = low, below, low - step
+            high = low
+            above = below
+            low = low - step
             below = excess(low)
     else:
         run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"

@@ -116,7 +116,8 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
     """Every guarantee in plain English; where several accountants say the same, the smallest is
     said to be what holds.
     """
-    least, found = holding(guarantees), []
+    least = holding(guarantees)
+    found = []
     for one in guarantees:
         alike = [
             other.accountant

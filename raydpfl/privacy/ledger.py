@@ -3,8 +3,8 @@
 >>> import tempfile; from pathlib import Path
 >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
 >>> ledger = Ledger(path)
->>> ledger.record(round=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
->>> ledger.record(round=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)  # after a crash: the same noise, one release
+>>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
+>>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)  # after a crash: the same noise, one release
 >>> Ledger(path, resume=True).spent()
 Spent(rounds=1, epsilon={'pld': 0.5})
 
@@ -96,7 +96,7 @@ class Ledger:
         return _segments(self._entries)
 
     def record(
-        self, *, round: int, epsilon: Mapping[str, float], again: int = 0, **release: Any
+        self, *, t: int, epsilon: Mapping[str, float], again: int = 0, **release: Any
     ) -> None:
         """Writes one round: `epsilon` by accountant after it, and what its `release` was (mechanism
         digest, bound, std, ...; JSON values).
@@ -109,29 +109,29 @@ class Ledger:
         twice), or if `round` is not the one after the last.
         """
         spent = {name: _to_json(value) for name, value in epsilon.items()}
-        entry = {"round": round, **({"again": again} if again else {}), **release, "epsilon": spent}
+        entry = {"round": t, **({"again": again} if again else {}), **release, "epsilon": spent}
         line = json.dumps(entry, allow_nan=False)
         entry = json.loads(line)
-        before = self._recorded(round, again)
+        before = self._recorded(t, again)
         if before is not None:
             if _release(before) != _release(entry):
                 raise RunError(
-                    f"round {round} was released before as {_release(before)}, and cannot be again as {_release(entry)}"
+                    f"round {t} was released before as {_release(before)}, and cannot be again as {_release(entry)}"
                 )
             return
         if not _may_follow(self._entries, entry):
             last = self._entries[-1]["round"] if self._entries else None
-            raise RunError(f"round {round} cannot follow round {last} in {self.path}")
+            raise RunError(f"round {t} cannot follow round {last} in {self.path}")
         self._append(line.encode() + b"\n")
         self._entries.append(entry)
 
-    def _recorded(self, round: int, again: int) -> dict[str, Any] | None:
+    def _recorded(self, t: int, again: int) -> dict[str, Any] | None:
         """The line of a round in the last segment, if that is the one of `again`."""
         if not self._entries or self._entries[-1].get("again", 0) != again:
             return None
-        back = self._entries[-1]["round"] - round
+        back = self._entries[-1]["round"] - t
         last = self.segments[-1]
-        return self._entries[-1 - back] if last.first <= round < last.end else None
+        return self._entries[-1 - back] if last.first <= t < last.end else None
 
     def spent(self) -> Spent:
         """The rounds recorded and the epsilons after the last."""
@@ -178,14 +178,14 @@ def _read(path: Path, written: bool = False) -> bytes:
         return path.read_bytes()
 
 
-def check_budget(round: int, epsilon: Mapping[str, float], budget: Mapping[str, float]) -> None:
+def check_budget(t: int, epsilon: Mapping[str, float], budget: Mapping[str, float]) -> None:
     """Raises `BudgetError` if after `round` some accountant's `epsilon` would exceed its `budget`;
     to be called before the round.
     """
     for name, most in budget.items():
         if epsilon[name] > most:
             raise BudgetError(
-                f"round {round} would spend epsilon {epsilon[name]:.4g} ({name}), above the budget of {most:g}"
+                f"round {t} would spend epsilon {epsilon[name]:.4g} ({name}), above the budget of {most:g}"
             )
 
 
@@ -224,7 +224,8 @@ def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
 def _segments(entries: list[dict[str, Any]]) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for entry in entries:
-        again, round_index = entry.get("again", 0), entry["round"]
+        again = entry.get("again", 0)
+        round_index = entry["round"]
         if found and found[-1].again == again:
             found[-1] = Segment(again, found[-1].first, round_index + 1)
         else:

@@ -230,7 +230,8 @@ class Mechanism:
         """
         if not (0 <= z < math.inf):
             raise ConfigError("noise.multiplier", z, "a finite number, zero or above")
-        sums, now = [query for query in self.queries if not query.apart], self.noise_multiplier
+        sums = [query for query in self.queries if not query.apart]
+        now = self.noise_multiplier
         if not now and any(query.std for query in sums):
             bare = next(query for query in sums if query.std == 0)
             raise ConfigError(f"{bare.name}.std", bare.std, "noise on every query, or on none")

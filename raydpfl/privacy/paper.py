@@ -104,8 +104,10 @@ def tcdp(
     4; (infinity, 0) without noise.
     """
     _check_client(batch, samples, steps)
-    q, z = batch / samples, batch * std / bound
-    rho1, amplification = 2 / z / z if z else math.inf, math.log(1 / q)
+    q = batch / samples
+    z = batch * std / bound
+    rho1 = 2 / z / z if z else math.inf
+    amplification = math.log(1 / q)
     order = 3 * rho1 * (2 - math.log2(rho1)) if 0 < rho1 < math.inf else 0.0
     omega = z * amplification * z / 8 if amplification else 0.0
     conditions = {
@@ -210,7 +212,8 @@ def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLi
     """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before
     sampling.
     """
-    epsilon, r = np.asarray(epsilon, float), np.asarray(batch, float) / np.asarray(samples, float)
+    epsilon = np.asarray(epsilon, float)
+    r = np.asarray(batch, float) / np.asarray(samples, float)
     small = np.log1p(np.expm1(np.minimum(epsilon, 30.0)) / r)
     # e^epsilon is best left out
     return np.where(
@@ -235,10 +238,8 @@ def budget_variance(
     _check_client(batch, samples)
     if np.any(np.asarray(batch) > np.asarray(samples)):
         raise ConfigError("local.batch", batch, f"at most the client's samples ({samples})")
-    inner, r = (
-        unamplified_budget(epsilon, batch=batch, samples=samples),
-        np.asarray(batch, float) / np.asarray(samples, float),
-    )
+    inner = unamplified_budget(epsilon, batch=batch, samples=samples)
+    r = np.asarray(batch, float) / np.asarray(samples, float)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         # ln(e + r eps' / delta), which may overflow
         surprise = np.logaddexp(1.0, np.log(r) + np.log(inner) - np.log(delta))
@@ -277,11 +278,14 @@ def budget_epsilons(
     root, delta, batch, samples = np.broadcast_arrays(
         *(np.asarray(each, float) for each in (root, delta, batch, samples))
     )
-    low, high = np.full(root.shape, -500.0), np.full(root.shape, 500.0)  # of ln(epsilon)
+    # of ln(epsilon)
+    low = np.full(root.shape, -500.0)
+    high = np.full(root.shape, 500.0)
     for _ in range(60):
         middle = (low + high) / 2
         asks = np.sqrt(budget_variance(np.exp(middle), delta, batch=batch, samples=samples)) > root
-        low, high = np.where(asks, middle, low), np.where(asks, high, middle)
+        low = np.where(asks, middle, low)
+        high = np.where(asks, high, middle)
     return np.where(root > 0, np.exp(high), math.inf)[()]
 
 
@@ -305,7 +309,8 @@ def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[s
     inner = float(unamplified_budget(epsilon, batch=batch, samples=samples))
     if math.isinf(epsilon) or inner < 10 or holds(inner):
         return ()
-    low, high = 10.0, inner
+    low = 10.0
+    high = inner
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)

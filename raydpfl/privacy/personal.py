@@ -196,7 +196,8 @@ class LocalSteps:
         batch that ends one epoch and begins the next (n no multiple of B) may hold it twice, which
         moves the sum twice as far and costs as much as four; every second time, at worst.
         """
-        n, b = self.samples, np.maximum(self.batches, 1)
+        n = self.samples
+        b = np.maximum(self.batches, 1)
         if self.sampling == "fresh":
             return np.full(len(n), self.steps)
         seen = -(-self.steps * b // np.maximum(n, 1))
@@ -247,7 +248,8 @@ class LocalSteps:
         0 for a client that took no part; infinite for one that did, without noise. 002 Theorem 5
         has a delta of its own.
         """
-        counts, found = self._counts(participations), np.zeros(len(self.samples))
+        counts = self._counts(participations)
+        found = np.zeros(len(self.samples))
         exposed = (counts > 0) & (self.samples > 0)
         found[exposed & (self.stds == 0)] = math.inf
         noisy = np.flatnonzero(exposed & (self.stds > 0))
@@ -279,7 +281,9 @@ class LocalSteps:
         for accountant in accountants:
             name = accountant if ACCOUNTANTS[accountant].rigorous else self.formula
             most = np.where(self.public, 0.0, self.epsilons(name, finals))
-            counts, worst, curve = np.zeros_like(finals), 0.0, np.zeros(len(rounds))
+            counts = np.zeros_like(finals)
+            worst = 0.0
+            curve = np.zeros(len(rounds))
             for t, (clients, times) in enumerate(rounds):
                 counts[clients] += times
                 # Those with nothing to come first: they are known, and one that cannot pass the
@@ -287,7 +291,8 @@ class LocalSteps:
                 order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
                 for k in clients[order].tolist():
                     if most[k] > worst:
-                        done, last = int(counts[k]), int(finals[k])
+                        done = int(counts[k])
+                        last = int(finals[k])
                         now = (
                             most[k]
                             if done == last or math.isinf(most[k])
@@ -314,19 +319,24 @@ class LocalSteps:
         found = []
         for name in _expanded(accountants):
             spent = self.epsilons(name, counts)
-            epsilon, delta, failed, words = 0.0, self.delta, (), "no client took part"
+            epsilon = 0.0
+            delta = self.delta
+            failed = ()
+            words = "no client took part"
             if len(kept):
                 worst = int(kept[np.argmax(spent[kept])])
-                epsilon, words = (
-                    float(spent[worst]),
-                    self._words(worst, int(counts[worst]), spent[kept]),
-                )
+                epsilon = float(spent[worst])
+                words = self._words(worst, int(counts[worst]), spent[kept])
                 delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             elif len(who):
-                epsilon, failed, words = math.inf, (NOISELESS,), "public clients alone took part"
-            kind, relation = "rigorous", "replace_one"
+                epsilon = math.inf
+                failed = (NOISELESS,)
+                words = "public clients alone took part"
+            kind = "rigorous"
+            relation = "replace_one"
             if name in FORMULAS:
-                kind, relation = "paper", FORMULAS[name].relation
+                kind = "paper"
+                relation = FORMULAS[name].relation
             outside = (*self.exclusions, *self._public_words(len(who) - len(kept)))
             found.append(
                 Guarantee(
@@ -511,7 +521,9 @@ class LocalSteps:
         )
 
     def _words(self, k: int, count: int, spent: np.ndarray) -> str:
-        n, b, steps = self.samples[k], self.batches[k], self.steps * count
+        n = self.samples[k]
+        b = self.batches[k]
+        steps = self.steps * count
         if self.hidden[k]:
             batches = f"fixed size {b} of {n}, batch hidden"
         elif b == n:
@@ -542,8 +554,11 @@ class LocalSteps:
         self, clients: np.ndarray, counts: np.ndarray, accountant: str
     ) -> np.ndarray:
         _rigorous(accountant)
-        n, b, hidden = self.samples[clients], self.batches[clients], self.hidden[clients]
-        q, times = np.where(hidden, b / n, 1.0), self.compositions[clients] * counts[clients]
+        n = self.samples[clients]
+        b = self.batches[clients]
+        hidden = self.hidden[clients]
+        q = np.where(hidden, b / n, 1.0)
+        times = self.compositions[clients] * counts[clients]
         # With the noise gone all that protects a sample is the chance of never being in a batch.
         with np.errstate(divide="ignore"):
             seen = -np.expm1(times * np.log1p(-q))
@@ -639,17 +654,20 @@ def _noise_multipliers(
     """z float64 [k]: std of the sum / bound with which `counts` times `each` Gaussians at fraction
     q, and one of mu `beside`, spend at most `targets`; 1e-3 above the least, at most.
     """
-    times, others = each * counts, beside * np.sqrt(counts)
+    times = each * counts
+    others = beside * np.sqrt(counts)
     mu = _central_limit_mu(q, times, targets, others, delta)
     features = np.log(np.stack([mu, targets, q, times]))
-    log_z, offsets = np.log(2 / mu), np.zeros(len(q))
+    log_z = np.log(2 / mu)
+    offsets = np.zeros(len(q))
     order = np.argsort(log_z, kind="stable")
     for place, k in enumerate(order.tolist()):
         solved = order[:place]
         if place:  # what the approximation was off by for the client most like this one
             near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
             offsets[k] = offsets[near]
-        aim, start = float(targets[k]) * (1 - _CLAIM), log_z[k] + offsets[k]
+        aim = float(targets[k]) * (1 - _CLAIM)
+        start = log_z[k] + offsets[k]
 
         def excess(x: float, k: int = k, aim: float = aim, start: float = start) -> float:
             count = int(counts[k])
@@ -732,11 +750,13 @@ def _central_limit_mu(
     """
 
     def bisect(too_large: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        low, high = np.full(len(q), math.log(1e-9)), np.full(len(q), math.log(1e3))
+        low = np.full(len(q), math.log(1e-9))
+        high = np.full(len(q), math.log(1e3))
         for _ in range(50):
             middle = (low + high) / 2
             over = too_large(np.exp(middle))
-            low, high = np.where(over, low, middle), np.where(over, middle, high)
+            low = np.where(over, low, middle)
+            high = np.where(over, middle, high)
         return np.exp(low)
 
     total = bisect(lambda mu: pld.gaussian_delta(targets, mu) > delta)

@@ -53,7 +53,8 @@ def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.nd
     """
     from scipy.special import log_ndtr
 
-    above, below = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
+    above = log_ndtr(mu / 2 - epsilon / mu)
+    below = log_ndtr(-mu / 2 - epsilon / mu)
     return -np.exp(above) * np.expm1(np.minimum(epsilon + below - above, 0.0))
 
 
@@ -63,11 +64,13 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
     """
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
-    low, high = np.zeros_like(safe), safe**2 / 2 + safe * math.sqrt(2 * math.log(1 / delta))
+    low = np.zeros_like(safe)
+    high = safe**2 / 2 + safe * math.sqrt(2 * math.log(1 / delta))
     for _ in range(60):
         middle = (low + high) / 2
         over = gaussian_delta(middle, safe) > delta
-        low, high = np.where(over, middle, low), np.where(over, high, middle)
+        low = np.where(over, middle, low)
+        high = np.where(over, high, middle)
     return np.where((mu > 0) & (gaussian_delta(0.0, safe) > delta), high * (1 + 1e-12), 0.0)
 
 
@@ -131,7 +134,8 @@ class LossDistribution:
         from scipy.signal import lfilter
 
         other = beside or LossDistribution(self.step, np.ones(1), 0.0)
-        half, other_half = len(self.masses) // 2, len(other.masses) // 2
+        half = len(self.masses) // 2
+        other_half = len(other.masses) // 2
         rounds = np.arange(first, last + 1, every)
         times = rounds // every if beside else 0 * rounds
         upper, lower = self._window(rounds, other, times)
@@ -140,15 +144,18 @@ class LossDistribution:
         )
         transform = rfft(self.masses, size)
         modulus = np.minimum(np.abs(transform), 1.0)
-        power, fading = transform ** int(first), modulus ** (first - 1)
+        power = transform ** int(first)
+        fading = modulus ** (first - 1)
         hop, fade = (
             (transform, modulus) if every == 1 else (transform ** int(every), modulus**every)
         )
         if beside:
             transform = rfft(other.masses, size)
             modulus = np.minimum(np.abs(transform), 1.0)
-            power, fading = power * transform ** int(times[0]), fading * modulus ** (times[0] - 1)
-            hop, fade = hop * transform, fade * modulus
+            power = power * transform ** int(times[0])
+            fading = fading * modulus ** (times[0] - 1)
+            hop = hop * transform
+            fade = fade * modulus
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
             composed = np.roll(irfft(power, size), -half * t - other_half * c)
@@ -167,7 +174,8 @@ class LossDistribution:
                 + rounding
                 - math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
             )
-            power, fading = power * hop, fading * fade
+            power = power * hop
+            fading = fading * fade
 
     def _window(
         self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
@@ -175,7 +183,8 @@ class LossDistribution:
         """For each number of rounds, with `times` as often the `other` loss, grid indices that the
         sum is above, or below, with probability at most 1e-15 (Chernoff).
         """
-        half, other_half = len(self.masses) // 2, len(other.masses) // 2
+        half = len(self.masses) // 2
+        other_half = len(other.masses) // 2
         most = half * rounds + other_half * times
         surprise = math.log(1 / _WINDOW)
         spread = max(
@@ -192,7 +201,8 @@ class LossDistribution:
                 (np.log(loss.masses), np.arange(-h, h + 1), n)
                 for loss, h, n in ((self, half, rounds), (other, other_half, times))
             ]
-        upper, lower = most, -most
+        upper = most
+        lower = -most
         for order in orders:
             up, down = (
                 sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
@@ -327,7 +337,8 @@ def fixed_size_and_gaussian(
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
         return gaussian_delta(epsilon, other)
 
-    loss, reach = fixed_size(q, mu), _reach(gaussian)
+    loss = fixed_size(q, mu)
+    reach = _reach(gaussian)
     s = loss.std()
     suits = min(
         other / _STEPS_PER_STD,
@@ -363,7 +374,10 @@ def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
     from scipy.special import bdtrc, gammaln
 
     if p_max >= 1:
-        chance, times, chances, rest = 1.0, np.array([draws]), np.array([1.0]), 0.0
+        chance = 1.0
+        times = np.array([draws])
+        chances = np.array([1.0])
+        rest = 0.0
     else:
         chance = -math.expm1(draws * math.log1p(-p_max))
         counts = np.arange(1, draws + 1)

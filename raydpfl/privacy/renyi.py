@@ -27,7 +27,8 @@ from numpy.typing import ArrayLike
 
 # dp-accounting's own
 ORDERS = np.array([*(1 + k / 10 for k in range(1, 100)), *range(11, 64), 128, 256, 512, 1024])
-_LOW, _HIGH = np.floor(ORDERS).astype(int), np.ceil(ORDERS).astype(int)
+_LOW = np.floor(ORDERS).astype(int)
+_HIGH = np.ceil(ORDERS).astype(int)
 _WHOLE = np.unique(np.concatenate([_LOW, _HIGH]))
 _EXACT = 256  # orders above it take the simpler bound on all moments, as dp-accounting does
 _POINTS = 400  # of the trapezoidal rule, whose error is below 1e-13 for these integrands
@@ -110,5 +111,6 @@ def _log_binomials() -> np.ndarray:
     """
     from scipy.special import gammaln
 
-    order, i = _WHOLE[:, None], np.arange(_WHOLE[-1] + 1)
+    order = _WHOLE[:, None]
+    i = np.arange(_WHOLE[-1] + 1)
     return gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)

@@ -6,7 +6,7 @@ standing twice; and `sampling` says to the accountants exactly the law that `sel
 that sampler and accountant cannot disagree.
 
 >>> clients = Population.balanced(10)
->>> Uniform(cohort=3).draw(seed=0, round=5, population=clients).clients
+>>> Uniform(cohort=3).draw(seed=0, t=5, population=clients).clients
 array([1, 2, 5])
 >>> print(Uniform(cohort=3).sampling(clients))
 fixed size 3 of 10

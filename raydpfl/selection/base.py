@@ -133,7 +133,7 @@ class Selection(Member):
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
         """Who trains in this round."""
         raise NotImplementedError
 
@@ -144,17 +144,17 @@ class Selection(Member):
     def check(self, count: int) -> None:
         """Raises `ConfigError` when a population of `count` clients cannot give such cohorts."""
 
-    def draw(self, seed: int, round: int, population: Population) -> Cohort:
+    def draw(self, seed: int, t: int, population: Population) -> Cohort:
         """Who sends an update in this round: those selected, without those that drop out."""
-        return self.drop(seed, round, self.select(seed, round, population))
+        return self.drop(seed, t, self.select(seed, t, population))
 
-    def drop(self, seed: int, round: int, cohort: Cohort) -> Cohort:
+    def drop(self, seed: int, t: int, cohort: Cohort) -> Cohort:
         """`cohort` without the clients that fail in this round."""
         if not self.dropout:
             return cohort
         drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
         coins = [
-            stream(seed, Purpose.DROPOUT, round=round, client=client, draw=draw).random()
+            stream(seed, Purpose.DROPOUT, t=t, client=client, draw=draw).random()
             for client, draw in drawn
         ]
         kept = np.array(coins) >= self.dropout
@@ -176,7 +176,7 @@ class Selection(Member):
         """The fewest rounds from one participation of a client to its next."""
         return 1
 
-    def answer(self, losses: np.ndarray, noise_seed: int, round: int, client: int) -> float:
+    def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
         """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k],
         those of its samples.
         """
@@ -200,11 +200,9 @@ class Selection(Member):
         """
         if not self.sampling(population).by_participation:
             return np.arange(1, rounds + 1)
-        who, seen, most = (
-            self.candidates if self.needs_losses else self.draw,
-            Counter(),
-            np.zeros(rounds, np.int64),
-        )
+        who = self.candidates if self.needs_losses else self.draw
+        seen = Counter()
+        most = np.zeros(rounds, np.int64)
         for t in range(rounds):
             clients = who(seed, t, population).clients.tolist()
             seen.update(clients)

@@ -2,11 +2,11 @@
 biased baseline of 003 sec. VI-B).
 
 >>> clients, member = Population(sizes=[10, 20, 30, 40]), PowerOfChoice(cohort=1, pool=3)
->>> found = member.candidates(seed=0, round=0, population=clients)
+>>> found = member.candidates(seed=0, t=0, population=clients)
 >>> found.clients, member.choose(0, 0, found, losses=np.array([0.1, 0.7, 0.3])).clients
 (array([1, 2, 3]), array([2]))
 >>> noised = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
->>> round(noised.answer(np.array([0.2, 9.0]), noise_seed=0, round=0, client=2), 3)  # (0.2 + 4) / 2, and noise
+>>> round(noised.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2), 3)  # (0.2 + 4) / 2, and noise
 2.569
 >>> noised.loss_query
 Query(name='losses', bound=2.0, std=0.5, apart=True)
@@ -99,12 +99,12 @@ class PowerOfChoice(Sized):
             else None
         )
 
-    def answer(self, losses: np.ndarray, noise_seed: int, round: int, client: int) -> float:
+    def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
         if self.loss_bound is None:
-            return super().answer(losses, noise_seed, round, client)
+            return super().answer(losses, noise_seed, t, client)
         clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
         noise = (
-            query_noise(noise_seed, round, self.loss_std, client, query="losses")
+            query_noise(noise_seed, t, self.loss_std, client, query="losses")
             if self.loss_std
             else 0.0
         )
@@ -117,24 +117,22 @@ class PowerOfChoice(Sized):
                 "selection.pool", self.pool, f"at most the population of {count} clients"
             )
 
-    def candidates(self, seed: int, round: int, population: Population) -> Cohort:
+    def candidates(self, seed: int, t: int, population: Population) -> Cohort:
         """The clients whose losses are needed. Raises `ConfigError` when fewer than `pool` have
         data.
         """
-        return Cohort.of(
-            successive(stream(seed, Purpose.COHORT, round=round), population, self.pool)
-        )
+        return Cohort.of(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
 
-    def choose(self, seed: int, round: int, candidates: Cohort, losses: np.ndarray) -> Cohort:
+    def choose(self, seed: int, t: int, candidates: Cohort, losses: np.ndarray) -> Cohort:
         """The candidates with the largest losses, without those that drop out.
 
         `losses` float64 [pool], what each answered, in the order of `candidates.clients`; of equal
         ones the lower client comes first, NaN last.
         """
         order = np.argsort(-losses, kind="stable")
-        return self.drop(seed, round, Cohort.of(candidates.clients[order[: self.cohort]]))
+        return self.drop(seed, t, Cohort.of(candidates.clients[order[: self.cohort]]))
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
         raise NotImplementedError("power_of_choice needs losses: candidates(...), then choose(...)")
 
     def sampling(self, population: Population) -> Sampling:
@@ -181,7 +179,8 @@ def successive(
     with np.errstate(divide="ignore"):
         clocks = generator.standard_exponential(len(population)) / population.sizes
     clocks[drawn] = np.inf
-    able, missing = int(np.isfinite(clocks).sum()), size - len(drawn)
+    able = int(np.isfinite(clocks).sum())
+    missing = size - len(drawn)
     if able < missing:
         raise ConfigError(
             "selection.pool", size, f"at most the {able + len(drawn)} clients that have data"

@@ -5,7 +5,7 @@ A client drawn twice trains twice, with batches and noise of its own each time, 
 the sum over r. What the members differ in is p:
 
 >>> clients = Population(sizes=[10, 30, 60])
->>> Multinomial(cohort=4).draw(seed=0, round=1, population=clients)
+>>> Multinomial(cohort=4).draw(seed=0, t=1, population=clients)
 Cohort(clients=array([1, 1, 1, 2]), draws=array([0, 1, 2, 0]), lost=0)
 >>> even = Importance(cohort=4, power=0.0)
 >>> even.probabilities(clients).round(3), even.corrections(clients).round(3)
@@ -43,11 +43,11 @@ class WithReplacement(Selection):
         """p float64 [N]: who each draw takes; computed once for a population."""
         return population.remember((self, "p"), lambda: self.law(population))
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
         sums = population.remember(
             (self, "sums"), lambda: np.cumsum(self.probabilities(population))
         )
-        places = stream(seed, Purpose.COHORT, round=round).random(self.cohort) * sums[-1]
+        places = stream(seed, Purpose.COHORT, t=t).random(self.cohort) * sums[-1]
         return Cohort.of(np.searchsorted(sums, places, side="right"))
 
     def sampling(self, population: Population) -> Sampling:
@@ -173,8 +173,10 @@ class PrivacyAware(WithReplacement):
                 self.kind,
                 "clients with privacy budgets: noise at local steps, with noise.epsilon",
             )
-        p, has = np.zeros(len(population)), population.sizes > 0
-        shares, cost = population.shares[has], self.scale * population.privacy_cost[has]
+        p = np.zeros(len(population))
+        has = population.sizes > 0
+        shares = population.shares[has]
+        cost = self.scale * population.privacy_cost[has]
         p[has] = (
             solve(shares, cost).probabilities
             if self.solver == "exact"

@@ -76,7 +76,8 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
     unbiased, cost = _checked(unbiased, cost)
     cost = np.where(cost < 1e-300, 0.0, cost)
     pull = cost * unbiased
-    low, high = float(pull.min()), float(pull.max())
+    low = float(pull.min())
+    high = float(pull.max())
     if high - low <= 2 * math.sqrt(pull @ unbiased):
         return _solution(unbiased, unbiased, cost, (low, high))
     a, b = _levels(pull, unbiased, cost)
@@ -92,7 +93,8 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
 def _levels(pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> tuple[float, float]:
     """The levels (a, b) where p^u is not optimal."""
     order = np.argsort(pull, kind="stable")
-    g, u = pull[order], unbiased[order]
+    g = pull[order]
+    u = unbiased[order]
     with np.errstate(divide="ignore"):
         w = 1 / cost[order]  # mass per unit of level
     n = len(g)
@@ -117,7 +119,8 @@ def _levels(pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> tuple[f
         """(b - a - 2f, minus its slope in the moved mass without the levels' part) with [0, i) at a
         and [j, n) at b.
         """
-        raised, lowered = moved + float(mass_below[i]), b * float(width_above[j])
+        raised = moved + float(mass_below[i])
+        lowered = b * float(width_above[j])
         norm = math.hypot(
             2 * moved,
             math.sqrt(max(0.0, square_below[j] - square_below[i]) + a * raised + b * lowered),
@@ -145,18 +148,22 @@ def _levels(pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> tuple[f
         )
 
     j = min(bisect_right(range(n), 0.0, lo=1, key=lowered_to), n - 1)
-    mass_l, width_l = float(mass_above[j]), float(width_above[j])
+    mass_l = float(mass_above[j])
+    width_l = float(width_above[j])
     i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -raised_to(k))
-    mass_r, width_r = float(mass_below[i]), float(width_below[i])
+    mass_r = float(mass_below[i])
+    width_r = float(width_below[i])
 
     by_b = width_l <= width_r
     level = float(g[j - 1] if by_b else g[i])  # too much has moved here
     while True:
         if by_b:
-            b, moved = level, mass_l - level * width_l
+            b = level
+            moved = mass_l - level * width_l
             a = (mass_r + moved) / width_r
         else:
-            a, moved = level, level * width_r - mass_r
+            a = level
+            moved = level * width_r - mass_r
             b = (mass_l - moved) / width_l
         value, slope = excess(i, j, moved, a, b)
         step = value / (1 / width_l + 1 / width_r + slope)  # still to be moved
@@ -185,7 +192,8 @@ def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarr
     iterative solver's. The rounding of p alone can make it 1e-16 / f where f is small (all but
     public clients hold next to nothing).
     """
-    value, pull = objective(probabilities, unbiased, cost), cost * probabilities
+    value = objective(probabilities, unbiased, cost)
+    pull = cost * probabilities
     at_least = np.where(
         probabilities > 0, pull + np.where(probabilities > unbiased, value, -value), -np.inf
     ).max()
@@ -207,8 +215,10 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     unbiased, cost = _checked(unbiased, cost)
     import cvxpy  # takes a second, and only the reference needs it
 
-    gain, loss = cvxpy.Variable(len(cost), nonneg=True), cvxpy.Variable(len(cost), nonneg=True)
-    p, distance = unbiased + gain - loss, cvxpy.sum(gain) + cvxpy.sum(loss)
+    gain = cvxpy.Variable(len(cost), nonneg=True)
+    loss = cvxpy.Variable(len(cost), nonneg=True)
+    p = unbiased + gain - loss
+    distance = cvxpy.sum(gain) + cvxpy.sum(loss)
     spread = cvxpy.hstack([distance, cvxpy.multiply(np.sqrt(cost), p)])
 
     def minimise(function: cvxpy.Expression, tolerance: float) -> None:
@@ -228,7 +238,8 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
 
 
 def _checked(unbiased: ArrayLike, cost: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    unbiased, cost = np.asarray(unbiased, np.float64), np.asarray(cost, np.float64)
+    unbiased = np.asarray(unbiased, np.float64)
+    cost = np.asarray(cost, np.float64)
     if (
         unbiased.ndim != 1
         or not len(unbiased)

@@ -108,14 +108,15 @@ class FirstResponders(Sized):
                 f"from the cohort of {self.cohort} to the population of {count} clients",
             )
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
-        count, asked = len(population), self.asked(len(population))
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
+        count = len(population)
+        asked = self.asked(len(population))
         clients = (
-            distinct(stream(seed, Purpose.COHORT, round=round), count, asked)
+            distinct(stream(seed, Purpose.COHORT, t=t), count, asked)
             if asked < count
             else np.arange(count)
         )
-        times = self.response.times(stream(seed, Purpose.RESPONSE, round=round), asked)
+        times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), asked)
         if self.spread:
             normals = population.remember(
                 ("scales", seed),

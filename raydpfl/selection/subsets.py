@@ -38,10 +38,8 @@ class Uniform(Sized):
 
     kind: str = "uniform"
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
-        return Cohort.of(
-            distinct(stream(seed, Purpose.COHORT, round=round), len(population), self.cohort)
-        )
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
+        return Cohort.of(distinct(stream(seed, Purpose.COHORT, t=t), len(population), self.cohort))
 
     def sampling(self, population: Population) -> Sampling:
         return Sampling("fixed", len(population), self.cohort)
@@ -70,8 +68,9 @@ class Poisson(Sized):
     def own_coins(self) -> bool:
         return True
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
-        generator, count = stream(seed, Purpose.COHORT, round=round), len(population)
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
+        generator = stream(seed, Purpose.COHORT, t=t)
+        count = len(population)
         # A binomial count, then a uniform subset of that size: the same law as a coin for every
         # client, in O(cohort).
         return Cohort.of(
@@ -87,7 +86,7 @@ class Full(Selection):
 
     kind: str = "full"
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
         return Cohort.of(np.arange(len(population)))
 
     def sampling(self, population: Population) -> Sampling:

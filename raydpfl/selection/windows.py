@@ -27,11 +27,11 @@ from raydpfl.selection.base import Cohort, Population, Selection
 from raydpfl.selection.subsets import distinct
 
 
-def available(count: int, period: int, window: int, round: int) -> tuple[int, int, int]:
+def available(count: int, period: int, window: int, t: int) -> tuple[int, int, int]:
     """(how many of `count` clients are available in a round, the first open phase, how many open
     phases wrap around to 0).
     """
-    first = (round - window + 1) % period
+    first = (t - window + 1) % period
     wrapped = max(0, first + window - period)
     blocks, rest = divmod(count, period)
     return (
@@ -100,11 +100,11 @@ class Cyclic(Selection):
                 f"at most the {least} clients of the smallest group",
             )
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
-        size, *phases = available(len(population), self.period, 1, round)
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
+        size, *phases = available(len(population), self.period, 1, t)
         if self.cohort is None:
             return Cohort.of(nth(np.arange(size), self.period, 1, *phases))
-        generator = stream(seed, Purpose.COHORT, round=round)
+        generator = stream(seed, Purpose.COHORT, t=t)
         taken = (
             self.cohort
             if self.law == "fixed"
@@ -171,16 +171,14 @@ class Availability(Selection):
                 f"at most the {least} clients that are available in the emptiest round",
             )
 
-    def select(self, seed: int, round: int, population: Population) -> Cohort:
-        size, *phases = available(len(population), self.period, self.window, round)
-        index = distinct(stream(seed, Purpose.COHORT, round=round), size, self.cohort)
+    def select(self, seed: int, t: int, population: Population) -> Cohort:
+        size, *phases = available(len(population), self.period, self.window, t)
+        index = distinct(stream(seed, Purpose.COHORT, t=t), size, self.cohort)
         return Cohort.of(nth(index, self.period, self.window, *phases))
 
     def sampling(self, population: Population) -> Sampling:
-        least, rule = (
-            fewest(len(population), self.period, self.window),
-            f"those available, each in {self.window} rounds of {self.period}",
-        )
+        least = fewest(len(population), self.period, self.window)
+        rule = f"those available, each in {self.window} rounds of {self.period}"
         if self.cohort == least:
             return Sampling("public", len(population), self.cohort, rule=rule)
         return Sampling("fixed", least, self.cohort, rule=rule)

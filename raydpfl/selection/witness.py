@@ -70,20 +70,23 @@ class Witness:
         apart: int = 1,
         planned: Mapping[int, bytes] | None = None,
     ):
-        self._kind, self._law, self._count = (
-            selection.kind,
-            selection.sampling(population),
-            len(population),
-        )
-        self._exposures, self._least = exposures, least
+        self._kind = selection.kind
+        self._law = selection.sampling(population)
+        self._count = len(population)
+        self._exposures = exposures
+        self._least = least
         self._secret = secret and self._law.hidden
         self._selected = 0  # over all rounds seen
         self._rounds = 0
         self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
         self._before: np.ndarray | None = None  # the clients of the last cohort
-        self._common, self._trials, self._expected = 0, 0, 0.0
-        self._planned, self._asked = planned or {}, Counter[int]()
-        self._sizes, self._overlaps = _Variation(), _Variation()
+        self._common = 0
+        self._trials = 0
+        self._expected = 0.0
+        self._planned = planned or {}
+        self._asked = Counter[int]()
+        self._sizes = _Variation()
+        self._overlaps = _Variation()
 
     def asks(self, t: int, candidates: Cohort) -> None:
         """Looks at the clients that are about to be asked for their losses in round `t`. Raises as
@@ -92,7 +95,8 @@ class Witness:
         self._members(t, candidates, None)
         self._as_planned(t, candidates)
         self._asked.update(candidates.clients.tolist())
-        most, law = int(self._exposures[t]), self._law.law
+        most = int(self._exposures[t])
+        law = self._law.law
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
         if times > most and not law.repeats:
             raise self._wrong(
@@ -165,7 +169,8 @@ class Witness:
             )
 
     def _size(self, t: int, cohort: Cohort) -> None:
-        size, law = len(cohort) + cohort.lost, self._law
+        size = len(cohort) + cohort.lost
+        law = self._law
         if law.law.sized and size != law.cohort:
             raise self._wrong(
                 f"drew {size} clients in round {t}, where its law ({law}) gives {law.cohort}"
@@ -196,7 +201,8 @@ class Witness:
         """
         if not len(counts):
             return
-        law, worst = self._law, int(counts.argmax())
+        law = self._law
+        worst = int(counts.argmax())
         trials, chance, others = law.law.most(law, t + 1, int(self._exposures[t]))
         if (
             max(others, self._count if law.rule else 0) * _tail(int(counts[worst]), trials, chance)
@@ -213,7 +219,8 @@ class Witness:
         self._rounds += 1
         if not self._law.law.own_coins or self._law.rule:
             return
-        trials, total = self._rounds * self._count, self._selected
+        trials = self._rounds * self._count
+        total = self._selected
         low = _tail(trials - total, trials, 1 - self._law.q)
         high = _tail(total, trials, self._law.q)
         if 2 * min(low, high) < limit:
@@ -230,7 +237,8 @@ class Witness:
         Given their sizes, whatever these are, the number is hypergeometric and independent of what
         was drawn before.
         """
-        law, before = self._law, self._before
+        law = self._law
+        before = self._before
         self._before = clients
         if before is None or law.law.repeats or law.rule:
             return
@@ -266,13 +274,16 @@ class _Variation:
     """
 
     def __init__(self) -> None:
-        self._rounds, self._far, self._near = 0, 0.0, 0.0
+        self._rounds = 0
+        self._far = 0.0
+        self._near = 0.0
 
     def add(self, found: int, values: np.ndarray, chances: np.ndarray, mean: float) -> None:
         """One round's number; its law gives `values`, float64 [k], with `chances`, float64 [k]."""
         if len(values) < 2:
             return
-        away, off = np.abs(values - mean), abs(found - mean)
+        away = np.abs(values - mean)
+        off = abs(found - mean)
         self._rounds += 1
         self._far -= math.log(min(max(float(chances[away >= off - 1e-9].sum()), 1e-300), 1.0))
         self._near -= math.log(min(max(float(chances[away <= off + 1e-9].sum()), 1e-300), 1.0))

@@ -22,7 +22,8 @@ class Display:
     """`show` is called with all settings whenever something has changed, `report` with the result."""
 
     def __init__(self, console: Console, sweep: Sweep):
-        self._console, self._sweep = console, sweep
+        self._console = console
+        self._sweep = sweep
         self._live = (
             Live(console=console, refresh_per_second=4, transient=True)
             if console.is_terminal and not console.quiet
@@ -44,7 +45,8 @@ class Display:
         total = self._sweep.size * self._sweep.search.repeats
         if self._live:
             shown = table(settings, self._sweep, rows=max(5, self._console.height - 8))
-            shown.title, shown.title_justify = f"{len(over)} of {total} trials", "left"
+            shown.title = f"{len(over)} of {total} trials"
+            shown.title_justify = "left"
             self._live.update(shown)
             return
         before = sum(trial.before for trial in over)
@@ -59,14 +61,16 @@ class Display:
     def report(self, result: Result) -> None:
         """First what failed, each trial with its reason in one line; then the table, the best
         setting, and what choosing it means."""
-        failed, total = failures(result.all), sum(len(setting.trials) for setting in result.all)
+        failed = failures(result.all)
+        total = sum(len(setting.trials) for setting in result.all)
         if failed:
             self._say(f"Failed: {len(failed)} of {total} trials")
         for trial in failed:
             place = trial.folder.relative_to(result.out)
             self._say(f"  {trial.named()}  {place}: {trial.failure()}")
         self._console.print(table(result.all, self._sweep, rows=20))
-        metric, best = self._sweep.search.metric, result.best
+        metric = self._sweep.search.metric
+        best = result.best
         if best:
             self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
         self._say(result.summary["choice"])
@@ -81,7 +85,8 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
     """The settings, best first, at most `rows` of them; epsilon, the largest of the seeds, by one
     accountant (see `_told`).
     """
-    metric, shown = sweep.search.metric, Table(box=None, pad_edge=False, header_style="bold")
+    metric = sweep.search.metric
+    shown = Table(box=None, pad_edge=False, header_style="bold")
     kind = _told([trial for setting in settings for trial in setting.trials])
     for name in (
         *sweep.spaces,
@@ -127,7 +132,8 @@ def _told(trials: Sequence[Trial]) -> str | None:
 
 
 def _line(trial: Trial, sweep: Sweep) -> str:
-    value, metric = trial.value(sweep.search.metric), sweep.search.metric
+    value = trial.value(sweep.search.metric)
+    metric = sweep.search.metric
     parts = [trial.setting.named(), f"seed={trial.seed}"]
     if value is not None:
         parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")

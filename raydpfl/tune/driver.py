@@ -9,6 +9,7 @@ each of its client actors: so trials that wait hold nothing, and no two share a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -111,7 +112,10 @@ class _Course:
     def __init__(
         self, sweep: Sweep, folder: Path, root: Path | None, cluster: _Cluster, on_change: Callable
     ):
-        self.sweep, self.folder, self.root, self.cluster = sweep, folder, root, cluster
+        self.sweep = sweep
+        self.folder = folder
+        self.root = root
+        self.cluster = cluster
         self.on_change = on_change
         self.settings: list[Setting] = []
         self.began = time.monotonic()
@@ -121,7 +125,8 @@ class _Course:
 
         Raises `ConfigError`, OSError, `FileError`.
         """
-        sweep, search = self.sweep, self.sweep.search
+        sweep = self.sweep
+        search = self.sweep.search
         _tidy(self.folder)
         if search.search == "optuna":
             source: Source = Guided(sweep, self._add)
@@ -139,7 +144,8 @@ class _Course:
 
     def carry_out(self) -> Result:
         """All trials, and what they leave behind. Raises `ConfigError`, `RunError`."""
-        limits, show = self._limits(), lambda: self.on_change(self.settings)
+        limits = self._limits()
+        show = functools.partial(self.on_change, self.settings)
         watch = _Watch(self.proposals, self.cluster, limits, show, self._write)
         cut_off = None
         if self.waiting:
@@ -158,7 +164,8 @@ class _Course:
 
     def _work(self, trial: Trial) -> dict[str, Any]:
         search = self.sweep.search
-        bundles, pause = self.cluster.bundles(trial.experiment), search.scheduler != "none"
+        bundles = self.cluster.bundles(trial.experiment)
+        pause = search.scheduler != "none"
         return work(trial, bundles, search.metric, self.root, pause)
 
     def _limits(self) -> Limits:
@@ -270,7 +277,8 @@ def _settle(settings: Sequence[Setting], cut_off: str | None) -> None:
             if trial.status != "failed":
                 trial.look()
             if trial.status not in (*FINISHED, "failed"):
-                trial.status, trial.reason = "failed", cut_off or unknown
+                trial.status = "failed"
+                trial.reason = cut_off or unknown
 
 
 class _Cluster:
@@ -279,7 +287,9 @@ class _Cluster:
     """
 
     def __init__(self, sweep: Sweep, root: Path | None, address: str | None):
-        self.sweep, self.root, self.address = sweep, root, address
+        self.sweep = sweep
+        self.root = root
+        self.address = address
         self.session: Session | None = None
 
     def __enter__(self) -> _Cluster:
@@ -313,7 +323,8 @@ class _Cluster:
         """What a trial holds: a bundle for its own process, which may be empty, and one for each
         client actor.
         """
-        client, cpus = experiment.client, self.sweep.search.cpus
+        client = experiment.client
+        cpus = self.sweep.search.cpus
         each = {"CPU": client.num_cpus, "GPU": client.num_gpus}
         if client.actors == 0:
             return [{"CPU": 1.0 if cpus is None else cpus, "GPU": client.num_gpus}]
@@ -326,7 +337,8 @@ class _Cluster:
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial that the cluster could never hold."""
-        bundles, client = self.bundles(experiment), experiment.client
+        bundles = self.bundles(experiment)
+        client = experiment.client
         if not any(bundles[-1].values()):
             field, value = (
                 ("client.num_cpus", client.num_cpus)
@@ -355,7 +367,8 @@ class _Cluster:
                     else ("sweep.cpus", self.sweep.search.cpus)
                 )
             else:
-                field, value = "client.actors", client.actors
+                field = "client.actors"
+                value = client.actors
                 wants += f", and {client.num_cpus:g} CPU and {client.num_gpus:g} GPU for each of {len(bundles) - 1} client actors"
             raise ConfigError(
                 field,
@@ -451,10 +464,8 @@ def scheduler(sweep: Sweep) -> TrialScheduler:
 
 @contextmanager
 def _quiet(environment: dict[str, str]) -> Iterator[None]:
-    before, logger = (
-        {name: os.environ.get(name) for name in environment},
-        logging.getLogger("ray.tune"),
-    )
+    before = {name: os.environ.get(name) for name in environment}
+    logger = logging.getLogger("ray.tune")
     level = logger.level
     os.environ.update(environment)
     logger.setLevel(logging.CRITICAL)
@@ -480,8 +491,12 @@ class _Watch(tune.Callback):
         show: Callable[[], object],
         write: Callable[[], object],
     ):
-        self._trials, self._cluster, self._limits = proposals.running, cluster, limits
-        self._show, self._write, self._changed = show, write, False
+        self._trials = proposals.running
+        self._cluster = cluster
+        self._limits = limits
+        self._show = show
+        self._write = write
+        self._changed = False
         self._shown = self._written = self._looked = self._fitted = time.monotonic()
         self._measured = self._shown
         self._tunes: dict[Trial, Any] = {}  # Ray Tune's own trial
@@ -511,7 +526,8 @@ class _Watch(tune.Callback):
         if result.get("over"):
             ours.look()
             if "failed" in result:
-                ours.status, ours.reason = "failed", result["failed"]
+                ours.status = "failed"
+                ours.reason = result["failed"]
             self._limits.end(ours, ours.finished)
         self._changed = True
 
@@ -534,7 +550,8 @@ class _Watch(tune.Callback):
             raise Stop(error) from None
         now = time.monotonic()
         if self._changed and now - self._shown > SHOW:
-            self._changed, self._shown = False, now
+            self._changed = False
+            self._shown = now
             self._show()
             if now - self._written > EVERY:
                 self._write()
@@ -558,7 +575,8 @@ class _Watch(tune.Callback):
 
     def _check_room(self, trials: list) -> None:
         """Gives up when the cluster has been too small for any trial for `LOST` seconds."""
-        now, nodes = time.monotonic(), self._cluster.nodes()
+        now = time.monotonic()
+        nodes = self._cluster.nodes()
         alive = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
         held = [each.status == "RUNNING" or fits(each.config["bundles"], nodes) for each in alive]
         if not alive or any(held):

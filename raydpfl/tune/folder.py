@@ -206,7 +206,8 @@ def _has_rounds(folder: Path) -> bool:
     if checkpoints - {"round-00000000.npz"}:
         return True
     try:
-        table, summary = folder / "rounds.parquet", folder / "summary.json"
+        table = folder / "rounds.parquet"
+        summary = folder / "summary.json"
         rows = table.exists() and pq.read_metadata(table).num_rows > 0
         found = json.loads(read_text(summary)) if summary.exists() else {"rounds": 0}
         # one that failed may have done so in the midst of its first round

@@ -56,7 +56,8 @@ class Limits:
     """Holds trials, known by any key, to `timeout` seconds, or to what the finished ones took."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic):
-        self._timeout, self._clock = timeout, clock
+        self._timeout = timeout
+        self._clock = clock
         self._running: dict[Hashable, _Running] = {}
         self._finished: list[_Finished] = []
 
@@ -72,7 +73,8 @@ class Limits:
 
     def end(self, key: Hashable, well: bool) -> None:
         """A trial runs no more. `well`: it has finished, and others are measured by it."""
-        now, trial = self._clock(), self._running.pop(key, None)
+        now = self._clock()
+        trial = self._running.pop(key, None)
         if trial and well:
             self.add(trial.experiment, now - trial.began)
 
@@ -82,8 +84,10 @@ class Limits:
         for key, trial in [*self._running.items()]:
             sign = _sign(trial.folder)
             if sign != trial.sign:
-                trial.sign, trial.moved = sign, now
-            taken, silent = now - trial.began, now - trial.moved
+                trial.sign = sign
+                trial.moved = now
+            taken = now - trial.began
+            silent = now - trial.moved
             if self._timeout is not None:
                 if taken > self._timeout:
                     yield (
@@ -97,7 +101,8 @@ class Limits:
 
     def _silence(self, experiment: Experiment) -> float:
         """Seconds that this trial may record nothing."""
-        like, work = _like(experiment), _work(experiment)
+        like = _like(experiment)
+        work = _work(experiment)
         alike = [each for each in self._finished if each.like == like]
         factors = [(max(1.0, work / each.work), each.seconds) for each in alike or self._finished]
         nearest = min(factor for factor, _ in factors)
@@ -127,7 +132,8 @@ def _like(experiment: Experiment) -> frozenset[tuple[str, str]]:
 
 def _work(experiment: Experiment) -> float:
     """In proportion to the samples of a round, as far as the config has numbers for them."""
-    values, work = meaning(experiment), 1.0
+    values = meaning(experiment)
+    work = 1.0
     for key in NUMBERS:
         value = values.get(key)
         work *= value if isinstance(value, (int, float)) else 1.0

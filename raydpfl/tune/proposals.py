@@ -64,7 +64,8 @@ class Guided:
                 str(place): _distribution(each) for place, each in enumerate(sweep.spaces.values())
             }
             self._search = OptunaSearch(space, metric="score", mode="max", sampler=sampler)
-        self._sweep, self._add = sweep, add
+        self._sweep = sweep
+        self._add = add
         self._made: dict[str, Setting] = {}
         self._asked: list[Setting] = []  # one may stand there twice
         self._told = 0
@@ -125,7 +126,9 @@ class Proposals(Searcher):
         self, source: Source, skip: Callable[[Trial], bool], work: Callable[[Trial], dict[str, Any]]
     ):
         super().__init__()
-        self._source, self._skip, self._work = source, skip, work
+        self._source = source
+        self._skip = skip
+        self._work = work
         self._trials: Iterator[Trial] = iter(())
         self._next: Trial | None = None
         self._over = False
@@ -156,7 +159,8 @@ class Proposals(Searcher):
             raise Stop(error) from None
         if self._next is None:
             return Searcher.FINISHED if self._over else None
-        trial, self._next = self._next, None
+        trial = self._next
+        self._next = None
         self.running[trial_id] = trial
         return self._work(trial)
 

@@ -125,8 +125,11 @@ def gather(
     folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, more: dict[str, Any]
 ) -> Result:
     """The result so far, or, when the sweep is `over`, the result. `more` goes into the summary."""
-    trials, failed = [trial for each in settings for trial in each.trials], failures(settings)
-    best, metric, problem = best_of(settings, sweep), sweep.search.metric, None
+    trials = [trial for each in settings for trial in each.trials]
+    failed = failures(settings)
+    best = best_of(settings, sweep)
+    metric = sweep.search.metric
+    problem = None
     if failed and sweep.search.on_error == "fail":
         problem = f"{len(failed):,} of {_count(len(trials), 'trial')} failed, and no best setting"
         problem += " was chosen; go on with --resume, or choose among the others with"
@@ -167,14 +170,16 @@ def write(result: Result, sweep: Sweep) -> None:
 
     Raises OSError, `FileError`.
     """
-    folder, best = result.out, result.best
+    folder = result.out
+    best = result.best
     over = result.summary["status"] == "completed"
     if not (over and best):  # none may be left from before a resume
         remove(folder / "best.yaml")
     for name, table in (("results.parquet", result.trials), ("settings.parquet", result.settings)):
         replace_file(folder / name, lambda part, table=table: pq.write_table(table, part))
     if over and best:
-        seeds, metric = _count(len(best.trials), "seed"), sweep.search.metric
+        seeds = _count(len(best.trials), "seed")
+        metric = sweep.search.metric
         reached = f"{metric} {score(best, metric)} over {seeds}"
         first = f"best of {len(result.all)} settings: {best.named()}"
         head = [first, reached, result.summary["choice"]]
@@ -191,7 +196,8 @@ def remove(path: Path) -> None:
 
 def score(setting: Setting, metric: str) -> str:
     """Mean and spread over the seeds, in print; empty while there is none."""
-    mean, spread = setting.mean(metric), setting.spread(metric)
+    mean = setting.mean(metric)
+    spread = setting.spread(metric)
     if mean is None:
         return ""
     show = (
@@ -219,7 +225,8 @@ def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table
 
 
 def _settings(settings: Sequence[Setting], sweep: Sweep) -> pa.Table:
-    metric, rows = sweep.search.metric, []
+    metric = sweep.search.metric
+    rows = []
     for place, setting in enumerate(settings):
         spent: dict[str, float] = {}
         for trial in setting.trials:

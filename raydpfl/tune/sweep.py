@@ -86,7 +86,8 @@ class Trial:
         """Takes up what the directory says."""
         summary = summary_of(self.folder)
         if summary:
-            self.summary, self.status = summary, summary["status"]
+            self.summary = summary
+            self.status = summary["status"]
             self.reason = summary.get("reason")
 
     @property
@@ -186,7 +187,8 @@ class Sweep:
     def stored(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
         """The sweep of this directory. Raises `ConfigError` unless its sweep.yaml is whole."""
         path = folder / "sweep.yaml"
-        tree, why = read(path), None
+        tree = read(path)
+        why = None
         if not isinstance(tree, Mapping):
             why = f"it is a {type(tree).__name__}"
         elif not tree:
@@ -221,7 +223,7 @@ class Sweep:
             return
         seen = set()
         for sample in range(100 * self.search.samples):
-            draws = stream(self.seed, Purpose.SWEEP, round=sample).random(len(self.spaces))
+            draws = stream(self.seed, Purpose.SWEEP, t=sample).random(len(self.spaces))
             values = {
                 key: space.at(u) for (key, space), u in zip(self.spaces.items(), draws, strict=True)
             }
@@ -249,7 +251,9 @@ class Sweep:
             trial.look()
             trial.before = trial.finished
             if not trial.before:  # it goes on, or is tried again
-                trial.status, trial.summary, trial.reason = "waiting", None, None
+                trial.status = "waiting"
+                trial.summary = None
+                trial.reason = None
             setting.trials.append(trial)
 
     def differs(self, other: Sweep) -> tuple[str, Any, Any] | None:

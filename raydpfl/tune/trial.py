@@ -116,7 +116,8 @@ class TrialActor(tune.Trainable):
         """Takes up the place that the sweep was started from. Raises `ConfigError` naming a node
         that has no such place.
         """
-        home, sweep = self._work["home"], Path(self._work["folder"]).parent.parent
+        home = self._work["home"]
+        sweep = Path(self._work["folder"]).parent.parent
         every = "a directory that all nodes of the cluster see; on node"
         try:
             os.chdir(home)

@@ -20,7 +20,8 @@ class Paper(Accountant):
         """None: a formula can always be printed; the conditions that fail are listed beside it."""
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
-        z, sampling = mechanism.noise_multiplier, mechanism.sampling
+        z = mechanism.noise_multiplier
+        sampling = mechanism.sampling
         return np.array(
             [paper.client_epsilon(z, sampling, t, delta, v).value for t in range(first, last + 1)]
         )

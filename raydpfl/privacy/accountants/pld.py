@@ -20,13 +20,15 @@ class Pld(Accountant):
     needs = "losses"
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
-        mu, sampling = mechanism.mu(relation), mechanism.sampling
+        mu = mechanism.mu(relation)
+        sampling = mechanism.sampling
         if not sampling.hidden:
             return pld.gaussian_epsilon(mu * np.sqrt(np.arange(first, last + 1)), delta)
         return np.max([loss.epsilons(delta, first, last) for loss in _losses(sampling, mu)], axis=0)
 
     def delta(self, mechanism, relation, epsilon, rounds, v):
-        mu, sampling = mechanism.mu(relation), mechanism.sampling
+        mu = mechanism.mu(relation)
+        sampling = mechanism.sampling
         if not sampling.hidden:
             return float(pld.gaussian_delta(epsilon, mu * math.sqrt(rounds)))
         return min(1.0, max(loss.delta(epsilon, rounds) for loss in _losses(sampling, mu)))
@@ -34,8 +36,10 @@ class Pld(Accountant):
     def of_steps(self, q, mu, delta, each, counts, beside):
         if q == 1:
             return pld.gaussian_epsilon(np.sqrt(counts * (each * mu**2 + beside**2)), delta)
-        first, last = int(counts[0]), int(counts[-1])
-        loss, other = (pld.fixed_size(q, mu), None)
+        first = int(counts[0])
+        last = int(counts[-1])
+        loss = pld.fixed_size(q, mu)
+        other = None
         if beside:
             loss, other = pld.fixed_size_and_gaussian(q, mu, each, beside)
         return loss.epsilons(delta, each * first, each * last, each, other)

@@ -42,7 +42,8 @@ class Poisson(Law):
         event = dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu))
         logger = logging.getLogger("absl")
         # an order that does not converge is infinite, with a warning for each
-        level, logger.level = logger.level, logging.ERROR
+        level = logger.level
+        logger.level = logging.ERROR
         try:
             return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
         finally:

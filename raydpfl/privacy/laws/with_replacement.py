@@ -16,7 +16,8 @@ class WithReplacement(Law):
     repeats = True
 
     def check(self, sampling):
-        p, least = sampling.p_max, 1 / sampling.population
+        p = sampling.p_max
+        least = 1 / sampling.population
         if p is not None and not least <= p * (1 + 1e-9) <= 1 + 1e-9:
             raise ConfigError(
                 "p_max", p, f"from 1/{sampling.population} to 1, for draws with replacement"
