@@ -35,7 +35,7 @@ from pydantic import (
 )
 
 from raydpfl import bounding, data, local, models, noise, own, selection, server
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, importing, imports, load, validate
 from raydpfl.privacy import budgets
@@ -200,6 +200,8 @@ class Experiment(Section):
             noise = experiment.noise.model_copy(update={"placement": experiment._placement()})
             experiment = experiment.model_copy(update={"noise": noise})
         experiment._combinations()
+        for section, member in experiment._every_member():
+            _refusals(experiment, section, member)
         return experiment
 
     @classmethod
@@ -572,6 +574,22 @@ def _paths(values: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(value, str) and _is_file(value):
             found[key] = value
     return found
+
+
+def _refusals(experiment: Experiment, section: str, member: Member) -> None:
+    """Asks a member what it refuses. Raises `ConfigError`, also for a user's own `check` that
+    raises anything else.
+    """
+    try:
+        member.check(experiment)
+    except ConfigError:
+        raise
+    except RAISED as error:
+        if not own.is_own(type(member)):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        accepted = f"a class whose check raises nothing but ConfigError ({reason})"
+        raise ConfigError(f"{section}.kind", member.kind, accepted) from None
 
 
 def _members(value: Any, section: str) -> Iterator[tuple[str, Member]]:

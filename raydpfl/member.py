@@ -1,8 +1,9 @@
 """A member of a family: one choice of the six that make an algorithm, and its own section of the
 config.
 
-A family is a dictionary of the members that come with the project. A user's own member is a class
-of the same base, named by import path, and needs no change here:
+A family is a dictionary of the members that come with the project, found by looking into its
+package (`family`). A user's own member is a class of the same base, named by import path, and needs
+no change here:
 
 >>> class Scale(Member):
 ...     kind: str = "scale"
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,21 +34,35 @@ from raydpfl import own
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import digest
 
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
+
 
 class Member(BaseModel):
     """Frozen, typed, and refusing keys it does not know; its fields are the keys of its config
     section.
+
+    `examples` are settings worth running, each a mapping of fields. The suite that every member has
+    to pass, a user's own too, runs each of them.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
     # flag -> what a class that sets it must give, and no other may
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     kind: str = ""
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for an experiment that this member cannot be part of.
+
+        It is asked once the config is read, before the data are touched. A member names the
+        combinations that it refuses itself; nobody else knows of them.
+        """
 
     def files(self) -> dict[str, str]:
         """The files that this member names, by field."""
@@ -60,6 +77,7 @@ class Member(BaseModel):
 
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 _IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
 
 
@@ -88,6 +106,37 @@ def _stand_in(base: type[M]) -> type[M]:
     """A member of this family with whatever keys it is given."""
     config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
     return type("Unread", (base,), {"model_config": config, "__module__": __name__})
+
+
+def family(
+    package: str, base: type[T], first: Sequence[str] = (), name: str = "kind"
+) -> dict[str, type[T]]:
+    """The classes of `base` that the modules of a package define, by their names.
+
+    A member is a file of the package (`base.py` is none). A class without a name is a base of
+    others.
+
+    Args:
+        package: the package's `__name__`, whose `__init__` is calling.
+        base: the base of the family.
+        first: names that come first, in this order, as messages list them; the others follow by
+            file and line.
+        name: the field or class constant that holds a class's name.
+    """
+    found: dict[str, type[T]] = {}
+    for module in pkgutil.iter_modules(sys.modules[package].__path__):
+        loaded = importlib.import_module(f"{package}.{module.name}")
+        for cls in vars(loaded).values():
+            here = inspect.isclass(cls) and cls.__module__ == loaded.__name__
+            if here and issubclass(cls, base) and _name_of(cls, name):
+                found[_name_of(cls, name)] = cls
+    return {**{kind: found[kind] for kind in first}, **found}
+
+
+def _name_of(cls: type, field: str) -> str:
+    """What a class is named by: a constant, or the default of a field."""
+    fields = getattr(cls, "model_fields", {})
+    return fields[field].default if field in fields else getattr(cls, field, "")
 
 
 def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:

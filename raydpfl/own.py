@@ -46,6 +46,7 @@ DECORATED = (  # what pydantic calls by itself
     "validators", "field_validators", "root_validators", "model_validators",
     "field_serializers", "model_serializers", "computed_fields",
 )  # fmt: skip
+INNER = {"files", "named", "needs", "unread"}  # of a base, which no own class has to give
 MOST = 2000  # functions that are looked at, of code that calls much else
 Code = list[
     tuple[str, set[str], set[str]]
@@ -66,7 +67,8 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
     own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
     if not own:
         return
-    theirs = [each for each in cls.__mro__ if issubclass(each, base) and not is_own(each)]
+    # those of all families among them, such as `check`
+    theirs = [each for each in cls.__mro__ if not is_own(each)]
     code = _code(own)
     hooks = {name: value for each in reversed(theirs) for name, value in _public(each).items()}
     known = hooks.keys() | {name for each in theirs for name in _fields(each)} | _flagged(cls)
@@ -77,7 +79,7 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
             elif name not in known and not any(
                 name in names for other, names, _ in code if other != name
             ):
-                offered = ", ".join(sorted(name for name in hooks if name != "needs"))
+                offered = ", ".join(sorted(name for name in hooks if name not in INNER))
                 reason = f"a class without {name}, which nothing reads (its base: {offered})"
                 raise ConfigError(f"{section}.kind", kind, reason)
     computed = any(COMPUTED & names for _, names, _ in code)

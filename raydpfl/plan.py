@@ -69,7 +69,7 @@ class Plan:
         experiment.complete()
         if experiment.data.clients is not None:  # what can be said before the data are touched
             count = experiment.data.clients
-            experiment.selection.check(count)
+            experiment.selection.fits(count)
             _mechanism(
                 experiment,
                 Population.balanced(count, experiment.selection.table(count, data_root)),
@@ -78,7 +78,7 @@ class Plan:
         folder = data.prepare(experiment.data, experiment.seed, data_root)
         shards = Shards.open(folder)
         sizes = np.array(shards.sizes)
-        experiment.selection.check(len(sizes))
+        experiment.selection.fits(len(sizes))
         module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
         d = models.parameter_count(module)
         clip = experiment.bounding.sample_bound

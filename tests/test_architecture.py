@@ -37,9 +37,28 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+# What a hook is handed may be named in its annotation, for the type checker alone.
+HANDED = {"raydpfl.config"}
+
+
+def typed(tree: ast.AST) -> set[ast.AST]:
+    """The imports of a module that only a type checker sees."""
+    return {
+        each
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for each in ast.walk(node)
+        if isinstance(each, ast.ImportFrom) and each.module in HANDED
+    }
+
+
 def imports(path: Path):
     """(imported module, line) of every import, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    unseen = typed(tree)
+    for node in ast.walk(tree):
+        if node in unseen:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -15,7 +15,7 @@ from torch import nn
 from raydpfl import Experiment, bounding, cli, data, local, models, noise, run, selection, server
 from raydpfl.data.features import Features
 from raydpfl.errors import ConfigError
-from raydpfl.member import choose
+from raydpfl.member import choose, family
 from raydpfl.plan import Plan
 from raydpfl.privacy import budgets
 from raydpfl.selection.responders import Response
@@ -266,7 +266,7 @@ from raydpfl.selection import Cohort, Selection
 
 class Own(Selection):
     cohort: int = Field(ge=1)
-    def check(self, count): assert self.cohort <= count
+    def fits(self, count): assert self.cohort <= count
     def select(self, seed, round, population):
         drawn = np.random.default_rng([seed, round]).permutation(len(population))
         return Cohort.of(drawn[:self.cohort])
@@ -429,3 +429,40 @@ def test_help_says_that_a_config_is_code(monkeypatch, capsys):
             raise SystemExit(0)
         said = " ".join(capsys.readouterr().out.replace("│", " ").split())
         assert "import paths in it" in said or "where it names an import path" in said
+
+
+def test_a_member_refuses_what_it_cannot_be_part_of(mine):
+    mine(
+        "from raydpfl.bounding import Clip\nfrom raydpfl.errors import ConfigError\n"
+        "class Few(Clip):\n"
+        "    examples: ClassVar[tuple[dict, ...]] = ({'bound': 1.0},)\n"
+        "    def check(self, experiment):\n"
+        "        if experiment.rounds > 9:\n"
+        "            raise ConfigError('rounds', experiment.rounds, 'at most 9')\n"
+        "class Wrong(Clip):\n"
+        "    def check(self, experiment): return 1 / 0"
+    )
+    few = {"kind": "mine:Few", "bound": 1.0}
+    assert experiment(bounding=few).bounding.kind == "mine:Few"
+    with pytest.raises(ConfigError, match=r"^rounds = 10: at most 9$"):
+        experiment(bounding=few, rounds=10)
+    with pytest.raises(ConfigError, match=r"a class whose check raises nothing but ConfigError"):
+        experiment(bounding={**few, "kind": "mine:Wrong"})
+
+
+def test_a_family_is_found_by_looking_into_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "shapes"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text("class Shape:\n    kind = ''\n")
+    text = "from shapes.base import Shape\nclass _Round(Shape):\n    pass\n"
+    (package / "a.py").write_text(f"{text}class Circle(_Round):\n    kind = 'circle'\n")
+    (package / "b.py").write_text(f"{text}class Box(Shape):\n    kind = 'box'\nOther = Box\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import shapes.base
+
+    found = family("shapes", shapes.base.Shape, first=("box",))
+    assert [(kind, cls.__name__) for kind, cls in found.items()] == [
+        ("box", "Box"),
+        ("circle", "Circle"),
+    ]

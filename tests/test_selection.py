@@ -131,7 +131,7 @@ def test_a_cohort_is_in_client_order_with_numbered_draws_and_depends_on_seed_and
 def test_the_sampling_names_the_size_of_the_cohorts_and_an_accountant_covers_it(kind):
     chosen = example(kind)
     population = clients()
-    chosen.check(len(population))
+    chosen.fits(len(population))
     sampling = chosen.sampling(population)
     sizes = [len(drawn(chosen, 0, t, population)) for t in range(200)]
     if kind == "poisson":
@@ -826,5 +826,5 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
 )
 def test_cohorts_that_fifty_clients_cannot_give_are_refused_by_name(fields, field):
     with pytest.raises(ConfigError) as error:
-        member(**fields).check(50)
+        member(**fields).fits(50)
     assert error.value.field == field

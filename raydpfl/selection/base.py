@@ -141,7 +141,7 @@ class Selection(Member):
         """The law that `select` follows, for the accountants."""
         raise NotImplementedError
 
-    def check(self, count: int) -> None:
+    def fits(self, count: int) -> None:
         """Raises `ConfigError` when a population of `count` clients cannot give such cohorts."""
 
     def draw(self, seed: int, t: int, population: Population) -> Cohort:

@@ -110,8 +110,8 @@ class PowerOfChoice(Sized):
         )
         return float(clipped.mean()) + noise
 
-    def check(self, count: int) -> None:
-        super().check(count)
+    def fits(self, count: int) -> None:
+        super().fits(count)
         if self.pool > count:
             raise ConfigError(
                 "selection.pool", self.pool, f"at most the population of {count} clients"

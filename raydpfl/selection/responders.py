@@ -99,8 +99,8 @@ class FirstResponders(Sized):
         """How many of `count` clients are asked."""
         return self.contacted or min(count, max(ASKED, 10 * self.cohort))
 
-    def check(self, count: int) -> None:
-        super().check(count)
+    def fits(self, count: int) -> None:
+        super().fits(count)
         if not self.cohort <= self.asked(count) <= count:
             raise ConfigError(
                 "selection.contacted",

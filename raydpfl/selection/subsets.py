@@ -23,7 +23,7 @@ class Sized(Selection):
 
     cohort: int = Field(ge=1)
 
-    def check(self, count: int) -> None:
+    def fits(self, count: int) -> None:
         if self.cohort > count:
             raise ConfigError(
                 "selection.cohort", self.cohort, f"at most the population of {count} clients"

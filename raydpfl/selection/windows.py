@@ -87,7 +87,7 @@ class Cyclic(Selection):
             )
         return self
 
-    def check(self, count: int) -> None:
+    def fits(self, count: int) -> None:
         least = fewest(count, self.period, 1)
         if least < 1:
             raise ConfigError(
@@ -162,7 +162,7 @@ class Availability(Selection):
             )
         return self
 
-    def check(self, count: int) -> None:
+    def fits(self, count: int) -> None:
         least = fewest(count, self.period, self.window)
         if self.cohort > least:
             raise ConfigError(

@@ -11,23 +11,20 @@ formulas are some too.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
+from raydpfl.member import family
 from raydpfl.privacy.accountants.base import Accountant, Formula
 
 __all__ = ["ACCOUNTANTS", "FORMULAS", "Accountant", "Formula", "at_local_steps"]
 
 
-def _found() -> dict[str, Accountant]:
-    modules = (name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base")
-    members = [importlib.import_module(f"{__name__}.{name}").ACCOUNTANT for name in modules]
-    # as messages and tables list them
+def _listed() -> dict[str, Accountant]:
+    """One of each, in the order of messages and tables: rigorous first, local steps last."""
+    members = [cls() for cls in family(__name__, Accountant, name="name").values()]
     members.sort(key=lambda member: (not member.rigorous, member.local_steps))
     return {member.name: member for member in members}
 
 
-ACCOUNTANTS: dict[str, Accountant] = _found()
+ACCOUNTANTS: dict[str, Accountant] = _listed()
 FORMULAS: dict[str, Formula] = {
     name: member for name, member in ACCOUNTANTS.items() if isinstance(member, Formula)
 }

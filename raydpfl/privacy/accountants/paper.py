@@ -30,6 +30,3 @@ class Paper(Accountant):
         return paper.client_delta(
             mechanism.noise_multiplier, mechanism.sampling, rounds, epsilon, v
         )
-
-
-ACCOUNTANT = Paper()

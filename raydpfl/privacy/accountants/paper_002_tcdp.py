@@ -17,6 +17,3 @@ class Tcdp(Formula):
 
     def noise(self, epsilon, delta, **client):
         return paper.tcdp_noise(epsilon, delta=delta, **client)
-
-
-ACCOUNTANT = Tcdp()

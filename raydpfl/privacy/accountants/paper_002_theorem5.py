@@ -17,6 +17,3 @@ class Theorem5(Formula):
 
     def noise(self, epsilon, delta, **client):
         return paper.tcdp_theorem5_noise(epsilon, **client)
-
-
-ACCOUNTANT = Theorem5()

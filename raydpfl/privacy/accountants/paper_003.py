@@ -27,6 +27,3 @@ class Budgets(Formula):
 
     def conditions(self, epsilon, std, delta, *, bound, batch, samples, steps):
         return delta, paper.lemma2(epsilon, delta, batch=batch, samples=samples)
-
-
-ACCOUNTANT = Budgets()

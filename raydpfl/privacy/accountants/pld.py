@@ -48,6 +48,3 @@ class Pld(Accountant):
 @lru_cache(maxsize=64)
 def _losses(sampling, mu):
     return sampling.law.losses(sampling, mu)
-
-
-ACCOUNTANT = Pld()

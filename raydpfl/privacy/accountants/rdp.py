@@ -40,6 +40,3 @@ class Rdp(Accountant):
 def _round(sampling, mu):
     """Renyi divergences of one round at each of `renyi.ORDERS`."""
     return sampling.law.renyi(sampling, mu) if sampling.hidden else renyi.gaussian(mu)
-
-
-ACCOUNTANT = Rdp()

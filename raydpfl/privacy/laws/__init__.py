@@ -15,22 +15,10 @@ A law of one's own is an object of a class derived from `Law`, given in the plac
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
+from raydpfl.member import family
 from raydpfl.privacy.laws.base import Law
 
 __all__ = ["LAWS", "Law"]
 
-
 FIRST = ("fixed", "poisson", "full", "with_replacement")  # the commonest, as messages list them
-
-
-def _found() -> dict[str, Law]:
-    modules = (name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base")
-    members = [importlib.import_module(f"{__name__}.{name}").LAW for name in modules]
-    named = {member.kind: member for member in members}
-    return {**{kind: named[kind] for kind in FIRST}, **named}
-
-
-LAWS: dict[str, Law] = _found()
+LAWS: dict[str, Law] = {kind: law() for kind, law in family(__name__, Law, FIRST).items()}

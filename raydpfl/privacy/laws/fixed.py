@@ -28,6 +28,3 @@ class Fixed(Law):
 
     def renyi(self, sampling, mu):
         return renyi.fixed_size(sampling.q, mu)
-
-
-LAW = Fixed()

@@ -19,6 +19,3 @@ class Full(Law):
 
     def words(self, sampling):
         return f"all {sampling.population}"
-
-
-LAW = Full()

@@ -48,6 +48,3 @@ class Poisson(Law):
             return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
         finally:
             logger.level = level
-
-
-LAW = Poisson()

@@ -33,6 +33,3 @@ class Public(Law):
     def known(self, sampling, rounds, participations):
         times = rounds if participations is None else min(participations, rounds)
         return times, times, f"a client in at most {times} rounds"
-
-
-LAW = Public()

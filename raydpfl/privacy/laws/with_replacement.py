@@ -56,6 +56,3 @@ class WithReplacement(Law):
         """
         chance = sampling.p_max or 1 / sampling.population
         return rounds * sampling.cohort, chance, 1 / chance
-
-
-LAW = WithReplacement()
