@@ -14,7 +14,6 @@ from conftest import SMALL
 from raydpfl import Experiment, cli
 from raydpfl.config import dump, parse_yaml
 
-# ruff: noqa: E501
 # What is changed (overrides of the small experiment), and how the one line begins.
 BAD = {
     "unknown section": (["sever.kind=sgd"], "sever = {'kind': 'sgd'}: no such section; the sections are seed, rounds, data,"),
