@@ -47,13 +47,20 @@ def linear(layer: nn.Linear, rows: torch.Tensor, inputs_only: bool = False) -> t
     ).view(*rows.shape[:-1], -1)
 
 
+def _forward(
+    layer: nn.Linear, inputs_only: bool, *rows: torch.Tensor, **named: torch.Tensor
+) -> torch.Tensor:
+    """As `nn.Linear.forward`, whose argument may be given by its name, input."""
+    return linear(layer, *(rows or (named["input"],)), inputs_only=inputs_only)
+
+
 def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
     """Has the layers of `module` that are `nn.Linear`, of no class derived from it, take their
     products here. Changes the module.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.forward = partial(linear, layer, inputs_only=inputs_only)
+            layer.forward = partial(_forward, layer, inputs_only)
 
 
 def _pays(a: torch.Tensor, outputs: int) -> bool:
