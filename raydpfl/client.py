@@ -38,7 +38,7 @@ from raydpfl.local.way import sample_loss
 from raydpfl.models.state import changed, kept
 from raydpfl.noise import client_noise
 from raydpfl.own import is_own
-from raydpfl.server import snap
+from raydpfl.sums import snap
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Work:
     noise_seed: int
     bound: float | None  # of one client's vector, before its weight
     client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
-    grid: float  # see raydpfl.server.grid
+    grid: float  # see raydpfl.sums.grid
     # the last global update, float32 [d], where angles to it are measured
     previous: np.ndarray | None = None
 

@@ -34,7 +34,7 @@ from pydantic import (
     field_validator,
 )
 
-from raydpfl import bounding, data, local, models, noise, own, selection, server
+from raydpfl import bounding, data, local, models, noise, own, selection, server, weights
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, importing, imports, load, validate
@@ -138,7 +138,7 @@ FAMILIES: dict[str, tuple[dict, type]] = {
     "local": (local.FAMILY, local.Local),
     "bounding": (bounding.FAMILY, bounding.Bounding),
     "noise": (noise.FAMILY, noise.Noise),
-    "weights": (server.WEIGHTS, server.Weights),
+    "weights": (weights.FAMILY, weights.Weights),
     "server": (server.FAMILY, server.Server),
 }
 KINDS: dict[str, dict] = {  # of every section that is a choice, those within others too
@@ -161,7 +161,7 @@ class Experiment(Section):
     local: SerializeAsAny[local.Local]
     bounding: SerializeAsAny[bounding.Bounding]
     noise: SerializeAsAny[noise.Noise]
-    weights: SerializeAsAny[server.Weights]
+    weights: SerializeAsAny[weights.Weights]
     server: SerializeAsAny[server.Server]
     privacy: Privacy = Privacy()
     client: Client = Client()
@@ -241,6 +241,13 @@ class Experiment(Section):
         for section, member in self._every_member():
             if ":" in member.kind or "." in member.kind:
                 own.complete(type(member), section, member.kind)
+
+    def warnings(self) -> list[str]:
+        """What its members have whoever reads the results know."""
+        said = []
+        for _, member in self._every_member():
+            said += member.warnings(self)
+        return said
 
     def _every_member(self) -> Iterator[tuple[str, Member]]:
         for name in type(self).model_fields:
@@ -334,7 +341,7 @@ class Experiment(Section):
                 self.privacy.budget,
                 "a budget needs noise and an accountant; this run spends without bound",
             )
-        if self.bounding.sends == "model" and not isinstance(self.weights, server.UniformWeights):
+        if self.bounding.sends == "model" and not self.weights.plain():
             raise ConfigError(
                 "weights.kind",
                 self.weights.kind,
@@ -346,7 +353,7 @@ class Experiment(Section):
                 self.bounding.kind,
                 f"a bounding without memory beside local.kind {self.local.kind}, which has one",
             )
-        if self.stateful and not isinstance(self.weights, server.UniformWeights):
+        if self.stateful and not self.weights.plain():
             raise ConfigError(
                 "weights.kind",
                 self.weights.kind,

@@ -44,7 +44,7 @@ from raydpfl.privacy import (
 from raydpfl.privacy.personal import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness, fingerprint
-from raydpfl.server import grid, snap
+from raydpfl.sums import grid, snap
 from raydpfl.tracking import (
     ROW_BYTES,
     Checkpoint,

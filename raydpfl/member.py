@@ -10,9 +10,9 @@ no change here:
 ...     bound: float = 1.0
 >>> choose("bounding", {"kind": "scale", "bound": 2}, {"scale": Scale}, Member)
 Scale(kind='scale', bound=2.0)
->>> choose("bounding", {"kind": "scael"}, {"scale": Scale}, Member)
+>>> choose("bounding", {"kind": "scale", "bond": 2}, {"scale": Scale}, Member)
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: bounding.kind = 'scael': one of scale, or the import path of your own class (package.module:Name)
+raydpfl.errors.ConfigError: bounding.bond = 2: no such key; the keys here are kind, bound
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class Member(BaseModel):
         combinations that it refuses itself; nobody else knows of them.
         """
 
+    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
+        """What whoever reads the results of this experiment should know, in words."""
+        return ()
+
     def files(self) -> dict[str, str]:
         """The files that this member names, by field."""
         given = {name: getattr(self, name) for name in sorted(self.named)}
@@ -77,6 +81,7 @@ class Member(BaseModel):
 
 
 M = TypeVar("M", bound=BaseModel)
+K = TypeVar("K", bound="Member")
 T = TypeVar("T")
 _IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
 
@@ -140,7 +145,7 @@ def _name_of(cls: type, field: str) -> str:
 
 
 def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
-    """`cls(**values)`, with pydantic's first complaint as a `ConfigError` that names `section.key`."""
+    """`cls(**values)`, with pydantic's first complaint as a `ConfigError` on `section.key`."""
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping of keys to values")
     try:
@@ -154,7 +159,7 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     return found
 
 
-def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[M]) -> M:
+def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
     """The member that `values["kind"]` names, from `family` or by import path, validated.
 
     Raises `ConfigError` for an unknown kind, a module that cannot be imported, a class that is not
@@ -180,7 +185,7 @@ def choose(section: str, values: Any, family: Mapping[str, type[M]], base: type[
     return validate(own_class(kind, section, base), section, values)
 
 
-def own_class(kind: str, section: str, base: type[M]) -> type[M]:
+def own_class(kind: str, section: str, base: type[K]) -> type[K]:
     """The class at an import path, a `base` with nothing in it that would not be looked at.
 
     Raises `ConfigError`.
@@ -188,7 +193,9 @@ def own_class(kind: str, section: str, base: type[M]) -> type[M]:
     cls = load(kind, f"{section}.kind")
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
         raise ConfigError(
-            f"{section}.kind", kind, f"a subclass of {base.__module__}.{base.__qualname__}"
+            f"{section}.kind",
+            kind,
+            f"a subclass of {base.__module__.removesuffix('.base')}.{base.__qualname__}",
         )
     if cls.model_fields["kind"].annotation is not str:
         accepted = "a class without a field kind of its own: the config's kind is its import path"
@@ -197,7 +204,7 @@ def own_class(kind: str, section: str, base: type[M]) -> type[M]:
     return cls
 
 
-def _named(section: str, values: M, family: Mapping[str, type[M]], base: type[M]) -> M:
+def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]) -> K:
     """A member that was made in Python, its `kind` what a config would name it by."""
     cls = type(values)
     named = family.get(values.kind) is cls or ":" in values.kind

@@ -107,7 +107,7 @@ def complete(cls: type, section: str, kind: str) -> None:
             )
     for name in sorted(_flagged(cls)):
         if not hasattr(cls, name) and name not in _fields(cls):
-            flags = [flag for flag, names in cls.needs.items() if name in names]
+            flags = [flag for flag, names in _needs(cls).items() if name in names]
             raise ConfigError(
                 f"{section}.kind", kind, f"a class with {name}, as its {flags[0]} says"
             )
@@ -115,10 +115,16 @@ def complete(cls: type, section: str, kind: str) -> None:
 
 def _flagged(cls: type) -> set[str]:
     """What a class must give because of a flag that it sets, such as `adaptive`."""
-    needs = getattr(cls, "needs", {})
     return {
-        name for flag, names in needs.items() if getattr(cls, flag, False) is True for name in names
+        name
+        for flag, names in _needs(cls).items()
+        if getattr(cls, flag, False) is True
+        for name in names
     }
+
+
+def _needs(cls: type) -> dict[str, tuple[str, ...]]:
+    return getattr(cls, "needs", {})
 
 
 def _fields(cls: type) -> list[str]:
@@ -244,9 +250,8 @@ def _reached(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType) and _users(value.__name__):
-            yield from (
-                each for other in names if isinstance(each := vars(value).get(other), FunctionType)
-            )
+            named = (vars(value).get(other) for other in names)
+            yield from (each for each in named if isinstance(each, FunctionType))
         elif isinstance(value, FunctionType) and _users(value.__module__):
             yield value
         elif (

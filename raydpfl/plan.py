@@ -27,9 +27,8 @@ from raydpfl.noise import BandedGaussian, Noise
 from raydpfl.own import is_own
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Segment, paper
 from raydpfl.privacy.factorization import check as check_bands
-from raydpfl.selection import FedAvgStale, Population, Selection, WithReplacement
+from raydpfl.selection import FedAvgStale, Population, Selection
 from raydpfl.selection.witness import fingerprint
-from raydpfl.server import DataWeights
 
 log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
@@ -135,7 +134,7 @@ class Plan:
             check_bands(
                 experiment.noise.bands, selection.sampling(population), selection.separation
             )
-            noise = experiment.noise.resolve(rounds, getattr(experiment.server, "momentum", 0.0))
+            noise = experiment.noise.resolve(rounds, experiment.server.persistence())
             experiment = experiment.model_copy(update={"noise": noise})
             plan = replace(plan, experiment=experiment)
         unit = _mechanism(experiment, population, 1.0, int(plan.exposures[-1]))
@@ -365,11 +364,8 @@ class Plan:
         e = self.experiment
         if said := _classes(Shards.open(self.shards)):
             log.warning(said)
-        if isinstance(e.weights, DataWeights) and isinstance(e.selection, WithReplacement):
-            log.warning(
-                "weights.kind data and selection.kind %s both weigh clients by their data; uniform weights are what the papers have",
-                e.selection.kind,
-            )
+        for warning in e.warnings():
+            log.warning(warning)
         if self.mechanism:
             steps = isinstance(self.mechanism, LocalSteps)
             size = int(self.population.sizes.max()) if steps else self.mechanism.sampling.population

@@ -16,7 +16,7 @@ ORDER = [
     "__main__", "cli", "budget", "audit", "submit", "staging", "archive", "tune", "report",
     "runner", "coordinator", "placement", "client", "cluster", "tracking",  # front and runtime
     "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
-    "server", "privacy", "models", "data", "member", "own", "files", "keys", "errors", "interrupts", "reaper",
+    "weights", "server", "sums", "privacy", "models", "data", "member", "own", "files", "keys", "errors", "interrupts", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -19,7 +19,7 @@ from raydpfl.audit import audit
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.plan import Plan
 from raydpfl.privacy import Mechanism, Query, Sampling, guarantees, holding, sentences, unproved
-from raydpfl.server import Weights
+from raydpfl.weights import Weights
 
 UNEQUAL = {
     "data": {"sizes": {"kind": "power-law"}},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from raydpfl import bounding, keys, noise, server
+from raydpfl import bounding, keys, noise, server, sums, weights
 from raydpfl.errors import RunError
 
 NORMS = [0.0, 1e-300, 1e-12, 0.3, 1.0, 1.0 + 1e-12, 7.0, 1e12, 1e300]
@@ -48,17 +48,17 @@ def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
 
 def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bound():
     for cohort, bound, std in [(1, 1.0, 0.0), (80, 0.5, 3.0), (10_000, 1.0, 2.0)]:
-        step = server.grid(cohort, bound, std)
-        assert step * 2.0**53 > cohort * (bound + server.TAIL * std)
-        assert step < 1e-9 * (bound + server.TAIL * std)
+        step = sums.grid(cohort, bound, std)
+        assert step * 2.0**53 > cohort * (bound + sums.TAIL * std)
+        assert step < 1e-9 * (bound + sums.TAIL * std)
         assert math.log2(step) == int(math.log2(step))
 
 
 def test_a_sum_out_of_range_is_a_divergence():
     with pytest.raises(RunError, match="diverged"):
-        server.snap(np.array([1.0, 1e30]), server.grid(10, None))
+        sums.snap(np.array([1.0, 1e30]), sums.grid(10, None))
     with pytest.raises(RunError, match="diverged"):
-        server.snap(np.array([np.nan]), 1.0)
+        sums.snap(np.array([np.nan]), 1.0)
 
 
 def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
@@ -66,10 +66,10 @@ def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
     sizes = np.array([1, 5, 2, 9, 3])
     r = 2
     updates = np.random.default_rng(1).normal(size=(5, 4))
-    weights = server.DataWeights()
+    member = weights.FAMILY["data"]()
     means = []
     for cohort in combinations(range(5), r):
-        w = weights.of(sizes[list(cohort)], int(sizes.sum()), 5)
+        w = member.of(sizes[list(cohort)], int(sizes.sum()), 5)
         means.append((w[:, None] * updates[list(cohort)]).sum(0) / r)
     expected = (sizes / sizes.sum()) @ updates
     np.testing.assert_allclose(np.mean(means, axis=0), expected, rtol=1e-12)
@@ -111,12 +111,12 @@ def test_adaptive_servers_follow_their_algorithm(kind):
 def test_server_momentum_accumulates_and_zero_momentum_is_sgd():
     x = np.zeros(3)
     u = np.ones(3)
-    member = server.Momentum(lr=0.5, momentum=0.8)
+    member = server.FAMILY["momentum"](lr=0.5, momentum=0.8)
     state = {"v": np.zeros(3)}
     first = member.step(x, u, state, 0)
     assert first == pytest.approx(0.5 * u)
     assert member.step(first.astype(float), u, state, 1) == pytest.approx(0.5 + 0.5 * 1.8 * u)
-    plain = server.Momentum(lr=0.5, momentum=0.0)
+    plain = server.FAMILY["momentum"](lr=0.5, momentum=0.0)
     assert np.array_equal(plain.step(x, u, plain.start(3), 0), server.Sgd(lr=0.5).step(x, u, {}, 0))
 
 

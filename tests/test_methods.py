@@ -557,7 +557,7 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
 
 def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
     (tmp_path / "mine_weights.py").write_text(
-        "import numpy as np\nfrom raydpfl.server import Weights\n"
+        "import numpy as np\nfrom raydpfl.weights import Weights\n"
         "class Signed(Weights):\n    def of(self, sizes, samples, population):\n        return np.full(len(sizes), -3.0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -24,8 +24,8 @@ from raydpfl.errors import RunError
 from raydpfl.plan import Plan
 from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
 from raydpfl.selection import Cohort, Selection
-from raydpfl.server import Weights
 from raydpfl.tracking import load
+from raydpfl.weights import Weights
 
 LOUD = {"noise": {"kind": "gaussian", "multiplier": 1000.0}, "server": {"kind": "sgd"}, "rounds": 1}
 STEPS = {

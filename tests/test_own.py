@@ -12,7 +12,19 @@ from conftest import SMALL, experiment
 from test_bad_input import complain
 from torch import nn
 
-from raydpfl import Experiment, bounding, cli, data, local, models, noise, run, selection, server
+from raydpfl import (
+    Experiment,
+    bounding,
+    cli,
+    data,
+    local,
+    models,
+    noise,
+    run,
+    selection,
+    server,
+    weights,
+)
 from raydpfl.data.features import Features
 from raydpfl.errors import ConfigError
 from raydpfl.member import choose, family
@@ -33,7 +45,7 @@ FAMILIES = {
     "selection": (selection.FAMILY, selection.Selection),
     "selection.response": (selection.RESPONSES, Response),
     "server": (server.FAMILY, server.Server),
-    "weights": (server.WEIGHTS, server.Weights),
+    "weights": (weights.FAMILY, weights.Weights),
 }
 REQUIRED = {
     "a": [1.0], "b": [1.0], "bands": 2, "bound": 1.0, "clients": 3, "cohort": 1, "epsilon": 1.0,
@@ -144,7 +156,7 @@ UNREAD = {
     ),
     "a property": (
         "weights",
-        "server:UniformWeights",
+        "weights.uniform:UniformWeights",
         "@property\n    def power(self): return 2",
         "a class without power, which nothing",
     ),
@@ -174,7 +186,7 @@ UNREAD = {
     ),
     "a property where a method is called": (
         "weights",
-        "server:UniformWeights",
+        "weights.uniform:UniformWeights",
         "@property\n    def of(self): return 1",
         "a class whose of is a method, of(self, sizes",
     ),

@@ -459,7 +459,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
 
 
 def test_lane_sums_are_exact_in_any_order_and_grouping():
-    from raydpfl.server import grid, snap
+    from raydpfl.sums import grid, snap
 
     generator = np.random.default_rng(0)
     step = grid(400, 1.0, 2.0)

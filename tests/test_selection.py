@@ -26,7 +26,7 @@ from raydpfl.privacy import Mechanism, Query, Sampling, covers
 from raydpfl.selection import FAMILY, Cohort, Population, Selection
 from raydpfl.selection.losses import successive
 from raydpfl.selection.windows import available, fewest, nth, turns
-from raydpfl.server import DataWeights
+from raydpfl.weights.data import DataWeights
 
 EXAMPLES = {
     "uniform": {"cohort": 7},

@@ -188,6 +188,10 @@ class Selection(Member):
         """
         return None
 
+    def weighs_data(self) -> bool:
+        """Whether the plain mean of what a cohort sends weighs clients by their data already."""
+        return False
+
     def corrections(self, population: Population) -> np.ndarray | None:
         """Factors float64 [N] on the clients' weights, which undo that some are drawn more often
         than others; None: all 1.

@@ -43,6 +43,9 @@ class WithReplacement(Selection):
         """p float64 [N]: who each draw takes; computed once for a population."""
         return population.remember((self, "p"), lambda: self.law(population))
 
+    def weighs_data(self) -> bool:
+        return True
+
     def select(self, seed: int, t: int, population: Population) -> Cohort:
         sums = population.remember(
             (self, "sums"), lambda: np.cumsum(self.probabilities(population))

@@ -1,0 +1,18 @@
+"""FedAdagrad."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.server.adaptive import Adaptive
+
+
+class Adagrad(Adaptive):
+    """FedAdagrad: nu = nu + u^2 (Reddi et al. 2021, Alg. 2)."""
+
+    kind: str = "adagrad"
+    beta1: float = Field(default=0.0, ge=0, lt=1)
+
+    def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return nu + square

@@ -1,0 +1,20 @@
+"""FedAdam."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.server.adaptive import Adaptive
+
+
+class Adam(Adaptive):
+    """FedAdam: nu = beta2 nu + (1 - beta2) u^2, from tau^2, without bias correction (002 Alg. 2;
+    Reddi et al. 2021).
+    """
+
+    kind: str = "adam"
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+
+    def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return self.beta2 * nu + (1 - self.beta2) * square

@@ -1,0 +1,81 @@
+"""The base of the servers' family."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.errors import RunError
+from raydpfl.member import Member
+
+State = dict[str, np.ndarray]
+
+
+class Server(Member):
+    """Base of the family. A member gives `direction`, and `start` if it keeps a state.
+
+    `lr` is the server's learning rate eta_g, divided by sqrt(t + 1) under `schedule: inverse_sqrt`.
+    """
+
+    lr: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "inverse_sqrt"] = "constant"
+
+    def learning_rate(self, t: int) -> float:
+        """eta_g of round t, counted from 0."""
+        if self.schedule == "inverse_sqrt":
+            return self.lr / math.sqrt(t + 1)
+        return self.lr
+
+    def start(self, d: int) -> State:
+        """The state before the first round, for a model of `d` parameters.
+
+        Returns:
+            By names of the member's own choice, float64 arrays. A checkpoint whose state has other
+            names or shapes is refused.
+        """
+        return {}
+
+    def direction(self, update: np.ndarray, state: State) -> np.ndarray:
+        """What the learning rate is multiplied with.
+
+        Args:
+            update: float64 [d], the mean update of the round, noise included. Not to be changed.
+            state: as `start` made it and the rounds before left it; changed in place.
+
+        Returns:
+            float64 [d].
+        """
+        raise NotImplementedError
+
+    def step(self, model: np.ndarray, update: np.ndarray, state: State, t: int) -> np.ndarray:
+        """The next model: x + eta_g(t) direction.
+
+        Args:
+            model: float64 [d].
+            update: float64 [d], the mean update of round t.
+            state: changed in place.
+            t: the round, counted from 0.
+
+        Returns:
+            float32 [d].
+
+        Raises:
+            RunError: it is not finite.
+        """
+        with np.errstate(over="ignore"):  # an overflow is reported below
+            moved = model + self.learning_rate(t) * self.direction(update, state)
+            following = moved.astype(np.float32)
+        if not np.isfinite(following).all():
+            raise RunError(
+                f"the model is no longer finite after round {t}; lower server.lr or local.lr"
+            )
+        return following
+
+    def persistence(self) -> float:
+        """beta, where v <- beta v + u is what the model moves along; 0 where no update is felt
+        after its own round. Noise that is correlated over rounds is fitted to it.
+        """
+        return 0.0

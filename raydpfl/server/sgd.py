@@ -1,0 +1,16 @@
+"""The plain step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.server.base import Server, State
+
+
+class Sgd(Server):
+    """x + lr u (000 Alg. 1-3, 001 Alg. 1-3, 002 Alg. 1)."""
+
+    kind: str = "sgd"
+
+    def direction(self, update: np.ndarray, state: State) -> np.ndarray:
+        return update

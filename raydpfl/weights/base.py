@@ -1,0 +1,33 @@
+"""The base of the weights' family."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.member import Member
+
+
+class Weights(Member):
+    """Base of the family. A member gives `of`.
+
+    It is asked once, for all clients together: what it normalises by is the whole population, never
+    a round's cohort. So the largest weight that the accountants are told is the largest of any
+    round.
+    """
+
+    def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
+        """The weights of all clients.
+
+        Args:
+            sizes: int64 [N], the samples of each client.
+            samples: of all clients together.
+            population: N.
+
+        Returns:
+            float64 [N], finite.
+        """
+        raise NotImplementedError
+
+    def plain(self) -> bool:
+        """Whether every client counts 1, so that the server's quotient is the plain mean."""
+        return False
