@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -582,7 +582,8 @@ class ClientActor(Process):
         present = np.flatnonzero(members >= 0).tolist()
         following = dict(pairwise(present))
         self.progress.at(members[present[0]] if present else -1)
-        for slot, delta, loss in self.trainer.lane(parameters, x, y, sizes, **keyed, **more):
+        blocks = self.trainer.lane(parameters, x, y, sizes, **keyed, **more)
+        for slot, delta, loss in chain.from_iterable(block.clients() for block in blocks):
             self.progress.at(members[following[slot]] if slot in following else -1)
             idle = shared is not None and not sizes[slot]
             yield (

@@ -34,6 +34,7 @@ from raydpfl.local import (
     picked,
     resolve,
 )
+from raydpfl.local import way as way_module
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
@@ -222,18 +223,23 @@ def reference(module: nn.Module, local: Sgd, x, y, batches_of_client, t: int, co
     return models.flatten(module) - start, float(np.mean(losses))
 
 
+def each(blocks):
+    """(slot, update, loss) of every client."""
+    return [client for block in blocks for client in block.clients()]
+
+
 def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t=2, seed=4, **more):
     way, _, picking = way.partition(", ")
     with pytest.MonkeyPatch.context() as patch:
         # as in a lane too large to be worth taking whole, its updates formed one by one
         if picking:
             patch.setattr(linear, "PICK", -1)
-            patch.setattr(linear, "CHUNK", 1)
+            patch.setattr(way_module, "BLOCK", 1)
         trainer = Trainer(module, local, way=way, seed=seed)
         lane = trainer.lane(
             models.flatten(module), x, y, sizes, t=t, clients=clients, draws=draws, **more
         )
-        return {slot: (delta, loss) for slot, delta, loss in lane}
+        return {slot: (delta, loss) for block in lane for slot, delta, loss in block.clients()}
 
 
 def check_against_the_plain_loop(way, module, local, x, y, corrections=None):
@@ -414,13 +420,35 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
     torch.testing.assert_close(together[2][0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop", "noop"])
+def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(way, monkeypatch):
+    module = made("mlp")
+    d = models.parameter_count(module)
+    monkeypatch.setattr(way_module, "BLOCK", 3 * d)
+    clients = [9, 5, 5, 7, 3, -1, 2]
+    sizes = [13, 0, 7, 0, 7, 0, 0]  # some clients without rows: within a block, first and last
+    x, y = rows([13, 13, 13, 13, 13, 13, 13])
+    trainer = Trainer(module, LOCALS["plain"], way=way, seed=4)
+    name = {"t": 2, "clients": clients, "draws": [0, 0, 1, 0, 0, 0, 0]}
+    blocks = list(trainer.lane(models.flatten(module), x, y, sizes, **name))
+    assert [slot for slot, _, _ in each(blocks)] == [0, 1, 2, 3, 4, 6]
+    assert max(len(block.slots) for block in blocks) == (1 if way == "loop" else 3)
+    for block in blocks:
+        assert block.updates.shape == (len(block.slots), d) and block.losses.dtype == np.float64
+    for slot, update, loss in each(blocks):
+        assert np.isnan(loss) == (sizes[slot] == 0)
+        assert bool(update.any()) == (sizes[slot] > 0 and way != "noop")
+
+
 def test_an_update_that_is_handed_out_is_not_written_to_again():
     module = made("mlp")
     x, y = rows()
     for way in ("sample_space", "fused", "vmap", "loop", "noop"):
         trainer = Trainer(module, LOCALS["plain"], way=way, seed=0)
         lane = dict(t=0, clients=CLIENTS, draws=DRAWS)
-        held = [delta for _, delta, _ in trainer.lane(models.flatten(module), x, y, SIZES, **lane)]
+        held = [
+            block.updates for block in trainer.lane(models.flatten(module), x, y, SIZES, **lane)
+        ]
         copies = [delta.clone() for delta in held]
         list(trainer.lane(models.flatten(module) * 2, x, y, SIZES, **lane))
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
@@ -582,7 +610,7 @@ def test_rows_that_no_batch_takes_are_not_needed(way):
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
     whole = trainer.lane(parameters, x, y, sizes, **name)
     ours = trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes))
-    for (_, delta, loss), (_, our_delta, our_loss) in zip(whole, ours, strict=True):
+    for (_, delta, loss), (_, our_delta, our_loss) in zip(each(whole), each(ours), strict=True):
         torch.testing.assert_close(our_delta, delta, atol=1e-6, rtol=0)
         assert our_loss == pytest.approx(loss, abs=1e-6) and delta.norm() > 0.01
 
@@ -746,9 +774,8 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
 @pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     def skewed(self, parameters, lane):
-        yield from (
-            (slot, delta * 1.01, loss) for slot, delta, loss in self.straight(parameters, lane)
-        )
+        for block in self.straight(parameters, lane):
+            yield replace(block, updates=block.updates * 1.01)
 
     for way in (Fused, SampleSpace, Vmap):
         monkeypatch.setattr(way, "straight", way.run, raising=False)
@@ -948,12 +975,8 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
         shared = torch.zeros(3, dtype=torch.float64)
         for t in range(60):
             more = {"corrections": local.correction(shared, own)} if local.stateful else {}
-            sent = torch.stack(
-                [
-                    delta
-                    for _, delta, _ in trainer.lane(model, x, y, [8] * 4, t=t, **everyone, **more)
-                ]
-            ).double()
+            blocks = trainer.lane(model, x, y, [8] * 4, t=t, **everyone, **more)
+            sent = torch.cat([block.updates for block in blocks]).double()
             if local.stateful:
                 lr = local.learning_rate(t)
                 own = local.next_own(own, shared, sent, lr)
@@ -981,7 +1004,7 @@ for kind, ways in (("softmax", ("sample_space", "fused", "vmap")), ("mlp", ("sam
     for way in ways:
         trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), way=way, seed=1)
         lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], t=0, clients=[1, 2, 3], draws=[0, 0, 0])
-        print(way, hashlib.sha256(b"".join(delta.numpy().tobytes() for _, delta, _ in lane)).hexdigest())
+        print(way, hashlib.sha256(b"".join(block.updates.numpy().tobytes() for block in lane)).hexdigest())
 """
 
 

@@ -234,6 +234,6 @@ def test_noise_of_local_steps(way):
                 draws=[0] * 20,
                 stds=stds,
             )
-            updates.append(np.stack([delta.double().numpy() for _, delta, _ in lane]))
+            updates.append(torch.cat([block.updates for block in lane]).double().numpy())
         rows += [(before - after) / stds[:, None] for before, after in pairwise(updates)]
     check_law(np.concatenate(rows))

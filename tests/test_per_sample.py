@@ -365,7 +365,7 @@ def train(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, draws=DR
     lane = trainer.lane(
         models.flatten(module), x, y, sizes, t=ROUND, clients=clients, draws=draws, **more
     )
-    return {slot: (delta, loss) for slot, delta, loss in lane}
+    return {slot: (delta, loss) for block in lane for slot, delta, loss in block.clients()}
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -660,10 +660,9 @@ def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_l
             "stds": stds,
             "corrections": corrections,
         }
-        for slot, _, _ in trainer.lane(
-            models.flatten(module), x, y, SIZES, **keyed, clipped=clipped
-        ):
-            seen[slot] = clipped[slot]  # there once the slot is yielded
+        for block in trainer.lane(models.flatten(module), x, y, SIZES, **keyed, clipped=clipped):
+            for slot in block.slots.tolist():
+                seen[slot] = clipped[slot]  # there once the slot is yielded
         norms = {slot: norms for slot, (_, norms) in expected(name, method).items()}
         # rounding decides of none
         assert all(np.abs(each / clip - 1).min() > 5e-5 for each in norms.values())

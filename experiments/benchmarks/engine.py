@@ -90,10 +90,10 @@ class Engine(Worker):
     def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
         for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
-            for _, delta, _ in self.trainer.lane(
+            for block in self.trainer.lane(
                 self.model, x, y, sizes, t=t, clients=clients, draws=self.draws
             ):
-                total.add_(delta.double(), alpha=1 / self.work.cohort)
+                total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
         return total
 
 

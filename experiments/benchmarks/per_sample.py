@@ -63,8 +63,8 @@ class Engine(Worker):
                 draws=self.draws,
                 stds=np.full(self.width, std(t)),
             )
-            for _, delta, _ in lane:
-                total.add_(delta.double(), alpha=1 / self.work.cohort)
+            for block in lane:
+                total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
         return total
 
 

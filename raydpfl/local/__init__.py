@@ -24,10 +24,12 @@ from raydpfl.local.batches import batches, picked
 from raydpfl.local.engine import WAYS, Trainer, resolve
 from raydpfl.local.process import single_thread, tune_allocator
 from raydpfl.local.sgd import FAMILY, Local, Scaffold, Sgd
+from raydpfl.local.way import Block
 
 __all__ = [
     "FAMILY",
     "WAYS",
+    "Block",
     "Local",
     "Scaffold",
     "Sgd",

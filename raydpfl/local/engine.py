@@ -7,10 +7,9 @@
 'sample_space'
 >>> trainer = Trainer(module, local, way=way, seed=0)
 >>> x, y, sizes = torch.ones(2, 20, 1, 28, 28), torch.zeros(2, 20, dtype=torch.long), [20, 13]
->>> for slot, delta, loss in trainer.lane(torch.zeros(7850), x, y, sizes, t=0, clients=[3, 8], draws=[0, 0]):
-...     print(slot, tuple(delta.shape), f"{loss:.2f}")
-0 (7850,) 0.12
-1 (7850,) 0.12
+>>> for block in trainer.lane(torch.zeros(7850), x, y, sizes, t=0, clients=[3, 8], draws=[0, 0]):
+...     print(block.slots, tuple(block.updates.shape), block.losses.round(2))
+[0 1] (2, 7850) [0.12 0.12]
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from raydpfl.local.noop import Noop
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
-from raydpfl.local.way import LaneData, Way, sample_loss
+from raydpfl.local.way import Block, LaneData, Way, sample_loss, spans
 
 log = logging.getLogger("raydpfl")
 WAYS: dict[str, type[Way]] = {
@@ -280,7 +279,7 @@ def _mismatch(
     parameters = models.flatten(module)
     generator = stream(0, Purpose.DATA)
     x = torch.from_numpy(generator.random((3, 6, *shape), dtype=np.float32))
-    steps: list[list[torch.Tensor]] = []
+    steps: list[torch.Tensor] = []
     # A proximal term is 0 at the first step.
     few = {
         "steps": 2 if local.proximal else 1,
@@ -318,7 +317,7 @@ def _mismatch(
                 draws=[0] * 3,
                 corrections=corrections,
             )
-            steps.append([delta for _, delta, _ in lane])
+            steps.append(torch.cat([block.updates for block in lane]))
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return (
             str(error)
@@ -375,16 +374,17 @@ class Trainer:
         corrections: torch.Tensor | np.ndarray | None = None,
         drawn: tuple[np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
-        """(slot, update float32 [d] on the device, mean training loss over the steps) of each
-        client of the lane, in its order.
+    ) -> Iterator[Block]:
+        """The clients of the lane, in its order, in blocks (see `raydpfl.local.way.Block`): of one
+        client where the way trains one by one, each trained when its block is asked for; else of as
+        many as lie in the cache.
 
         `parameters` is the model, float32 [d] as `raydpfl.models.flatten` gives it; x float32 [C,
         n, *shape], sizes [C]; y [C, n] holds integers for cross-entropy, floats for half the
         squared error; rows from sizes[i] on are never looked at. `clients` [C] has -1 for an empty
         slot; `draws` [C] tells apart the times a client was drawn. A client's bits depend on its
         rows, key, slot and the shapes C and n, not on what is in the other slots. A client without
-        rows gives zeros and the loss NaN; a diverged update comes back as it is.
+        rows has an update of zeros and the loss NaN; a diverged update comes back as it is.
 
         `stds` float64 [C] is the std of the Gaussian noise on the mean gradient of each step, in
         each coordinate, and needs `clip`; `corrections` float32 [C, d] is added to every gradient
@@ -393,7 +393,7 @@ class Trainer:
         stds without clip, and for a stateful `local` without corrections or corrections for a way
         that cannot add them.
 
-        Into `clipped`, float64 [C], is written, by the time that a slot is yielded, the share of
+        Into `clipped`, float64 [C], is written, by the time that a slot's block is yielded, the share of
         its (sample, step) pairs whose gradient was longer than `clip`: a gradient that is not
         finite is not. NaN for a slot without rows, and for all where nothing is clipped.
         """
@@ -456,24 +456,37 @@ class Trainer:
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
-        trained = self._way.run(parameters, lane)
-        for slot in np.flatnonzero(members).tolist():
-            if not present[slot]:
-                yield slot, torch.zeros_like(parameters), float("nan")
-                continue
-            with self._keyed(t, int(clients[slot]), int(draws[slot])):
-                found = next(trained)
-            yield found
+        trained = self._trained(parameters, lane, t, clients, draws)
+        idle = np.flatnonzero(members & (present == 0))
+        yield from trained if not len(idle) else _with_idle(trained, idle, parameters)
 
-    def _keyed(self, t: int, client: int, draw: int) -> AbstractContextManager[None]:
-        """Whatever the user's own code draws: by the client, or by the round where a lane is
-        trained at once.
+    def _trained(
+        self,
+        parameters: torch.Tensor,
+        lane: LaneData,
+        t: int,
+        clients: Sequence[int],
+        draws: Sequence[int],
+    ) -> Iterator[Block]:
+        """What the way gives. What the user's own code draws in it is keyed: by the client, or by
+        the round where a lane is trained at once.
         """
-        if not self.own:
-            return nullcontext()
-        if not self._way.one_by_one:
-            return keys.keyed_globals(self.seed, t=t, step=1)
-        return keys.keyed_globals(self.seed, t=t, client=client, draw=draw)
+        running = self._way.run(parameters, lane)
+        if self._way.one_by_one:
+            for slot in lane.slots:
+                with self._keyed(t=t, client=int(clients[slot]), draw=int(draws[slot])):
+                    block = next(running)
+                yield block
+            return
+        while True:
+            with self._keyed(t=t, step=1):
+                block = next(running, None)
+            if block is None:
+                return
+            yield block
+
+    def _keyed(self, **name: int) -> AbstractContextManager[None]:
+        return keys.keyed_globals(self.seed, **name) if self.own else nullcontext()
 
     @property
     def module(self) -> nn.Module | None:
@@ -481,3 +494,29 @@ class Trainer:
         taken apart.
         """
         return getattr(self._way, "module", None)
+
+
+def _with_idle(
+    trained: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
+) -> Iterator[Block]:
+    """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN."""
+    for block in trained:
+        first, last = block.slots[[0, -1]]
+        yield from _idle(idle[idle < first], parameters)
+        within = idle[(idle > first) & (idle < last)]
+        idle = idle[idle > last]
+        for zeros in _idle(within, parameters):
+            slots = np.concatenate([block.slots, zeros.slots])
+            order = np.argsort(slots)
+            updates = torch.cat([block.updates, zeros.updates])[torch.from_numpy(order)]
+            losses = np.concatenate([block.losses, zeros.losses])[order]
+            block = Block(slots[order], updates, losses)
+        yield block
+    yield from _idle(idle, parameters)
+
+
+def _idle(slots: np.ndarray, parameters: torch.Tensor) -> Iterator[Block]:
+    for some in spans(0, len(slots), len(parameters)):
+        given = slots[some]
+        updates = parameters.new_zeros(len(given), len(parameters))
+        yield Block(given, updates, np.full(len(given), np.nan))

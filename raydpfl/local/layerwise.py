@@ -47,7 +47,7 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl.local.loop import Loop
 from raydpfl.local.products import product
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import LaneData, clip_factors, sample_loss
+from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
 
 GHOST = 32
 # numbers in a patch: up to so many, a product of patches takes less than a convolution of as many
@@ -294,9 +294,7 @@ class Layerwise(Loop):
             if own:
                 self.leaves.append(_Leaf(layer, own))
 
-    def run(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         if self.samples is None:
             with (

@@ -33,14 +33,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import nn
 
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.stack import Layer, stack
-from raydpfl.local.way import LaneData, clip_factors, take
+from raydpfl.local.way import Block, LaneData, clip_factors, spans, take
 
-CHUNK = 1 << 18  # numbers of updates that are formed at once
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
 MEMORY = 24  # products that take as long as reading and writing one weight
 
@@ -256,31 +256,28 @@ class _Stack:
         """
         return False
 
-    def run(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         with torch.inference_mode():
             chain, losses = self._train(parameters, lane)
-        clients = len(lane.sizes)
+        wanted = np.asarray(lane.slots)
         d = len(parameters)
-        together = max(1, CHUNK // d)
-        for first in range(0, clients, together):
-            slots = slice(first, min(first + together, clients))
-            wanted = [slot for slot in lane.slots if slots.start <= slot < slots.stop]
-            if not wanted:
+        for slots in spans(0, len(lane.sizes), d):
+            given = wanted[(wanted >= slots.start) & (wanted < slots.stop)]
+            if not len(given):
                 continue
-            deltas = torch.empty(slots.stop - first, d, device=parameters.device)
+            deltas = torch.empty(slots.stop - slots.start, d, device=parameters.device)
             with torch.inference_mode():
                 for place in chain:
                     place.delta(slots, deltas)
-            for slot in wanted:
-                yield slot, deltas[slot - first], losses[slot]
+            if len(given) < len(deltas):
+                deltas = deltas[torch.from_numpy(given - slots.start)]
+            yield Block(given, deltas, losses[given])
 
     def _train(
         self, parameters: torch.Tensor, lane: LaneData
-    ) -> tuple[list[_Weights | _Span], list[float]]:
-        """The layers after the last step, and the mean losses [C]."""
+    ) -> tuple[list[_Weights | _Span], np.ndarray]:
+        """The layers after the last step, and the mean losses, float64 [C]."""
         batches = lane.batches(self.whole(lane))
         whole = batches[0][0] is None
         x, y = lane.rows(picked=not whole and self.first is _Inputs)
@@ -330,7 +327,7 @@ class _Stack:
         if not lane.regression:
             losses.mul_(wanted if whole else shares)
         lane.count_clipped(clipped_by)
-        return chain, (losses.sum((1, 2)) / -len(batches)).tolist()
+        return chain, (losses.sum((1, 2)) / -len(batches)).double().cpu().numpy()
 
 
 def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:

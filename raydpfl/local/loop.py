@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import nn
 
 from raydpfl import models
 from raydpfl.local.products import speed_up
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import LaneData, clip_factors, sample_loss
+from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
 
 
 class Loop:
@@ -84,9 +85,7 @@ class Loop:
             return part.view(out, height, width, channels).permute(0, 3, 1, 2)
         return part.view(shape)
 
-    def run(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         for slot in lane.slots:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -95,7 +94,8 @@ class Loop:
                 if self.device.type == "cuda":
                     torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
                 loss = self._train(parameters, lane, slot)
-            yield slot, models.flatten(self.module) - parameters, loss
+            update = models.flatten(self.module) - parameters
+            yield Block(np.array([slot]), update[None], np.array([loss]))
 
     def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
         models.load(self.module, parameters)

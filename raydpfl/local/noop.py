@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import nn
 
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import LaneData
+from raydpfl.local.way import Block, LaneData, spans
 
 
 class Noop:
@@ -20,9 +21,10 @@ class Noop:
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 
-    def run(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
-        for slot in lane.slots:
-            yield slot, torch.zeros_like(parameters), 0.0
+        slots = np.asarray(lane.slots, dtype=np.int64)
+        for some in spans(0, len(slots), len(parameters)):
+            given = slots[some]
+            updates = parameters.new_zeros(len(given), len(parameters))
+            yield Block(given, updates, np.zeros(len(given)))

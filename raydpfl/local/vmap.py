@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import LaneData, clip_factors, sample_loss, take
+from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss, spans, take
 
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
@@ -96,9 +97,7 @@ class Vmap:
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
 
-    def run(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         clients = len(lane.sizes)
         batches = lane.batches()
@@ -147,16 +146,12 @@ class Vmap:
                 direction = velocity
             torch._foreach_add_(now, direction, alpha=-lane.lr)
         lane.count_clipped(factors)
-        for slot, loss in zip(
-            lane.slots, (losses[list(lane.slots)] / lane.index.shape[1]).tolist(), strict=True
-        ):
-            yield (
-                slot,
-                torch.cat(
-                    [
-                        (part[slot] - start).flatten()
-                        for part, start in zip(now, starts, strict=True)
-                    ]
-                ),
-                loss,
-            )
+        means = (losses / lane.index.shape[1]).double().cpu().numpy()
+        slots = np.asarray(lane.slots)
+        for some in spans(0, len(slots), len(parameters)):
+            given = slots[some]
+            moved = [
+                (part[torch.from_numpy(given)] - start).flatten(1)
+                for part, start in zip(now, starts, strict=True)
+            ]
+            yield Block(given, torch.cat(moved, dim=1), means[given])

@@ -19,6 +19,31 @@ from torch import nn
 
 from raydpfl.local.sgd import Sgd
 
+BLOCK = 1 << 18  # numbers of updates in a block
+
+
+@dataclass(frozen=True)
+class Block:
+    """What consecutive clients of a lane have trained to, in their order.
+
+    `updates` is not written to again by whoever trained it, and may be by whoever is given it.
+    """
+
+    slots: np.ndarray  # int64 [k], ascending
+    updates: torch.Tensor  # float32 [k, d], on the device
+    losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
+
+    def clients(self) -> Iterator[tuple[int, torch.Tensor, float]]:
+        """(slot, update float32 [d], loss) of each client."""
+        yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
+
+
+def spans(first: int, end: int, d: int) -> Iterator[slice]:
+    """The slots from `first` to `end` in parts whose updates, of `d` numbers, are a block."""
+    together = max(1, BLOCK // d)
+    for start in range(first, end, together):
+        yield slice(start, min(start + together, end))
+
 
 @dataclass(frozen=True)
 class LaneData:
@@ -155,11 +180,9 @@ class Way(Protocol):
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 
-    def run(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
-        """(slot, update float32 [d], mean over the steps of the batches' losses) of each of
-        `lane.slots`, in order.
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
+        """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one
+        by one, else of as many as `spans` puts together.
 
         `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged
         update is passed on as it is. A way that clips fills a slot of `lane.clipped` by the time
