@@ -28,7 +28,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.tune import Sweep, driver, run
 from raydpfl.tune.display import table
 from raydpfl.tune.driver import scheduler
-from raydpfl.tune.proposals import Guided
+from raydpfl.tune.proposals import guided
 from raydpfl.tune.results import statement
 from raydpfl.tune.sweep import Trial, identity
 
@@ -433,9 +433,9 @@ def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none():
     assert all(set(decisions) == {"CONTINUE"} for decisions in decided.values())
 
 
-def guided(order: int) -> list[float]:
+def proposed(order: int, failing: float = math.inf) -> list[float]:
     """What Optuna proposes when -(log10 lr + 2)^2 is to be large, results arriving in one of
-    several orders.
+    several orders. Learning rates from `failing` on have no result.
     """
     spaces = dict(
         local={"lr": {"loguniform": [1e-4, 1]}}, bounding={"bound": {"powers_of_two": [-3, 3]}}
@@ -449,34 +449,35 @@ def guided(order: int) -> list[float]:
         )
         return setting
 
-    source = Guided(sweep, add)
-    proposed = []
+    rates = []
     pending = []
-    while True:
-        try:
-            setting = source.next()
-        except StopIteration:
-            return proposed
+    for setting in guided(sweep, add):
         if setting is not None:
-            proposed.append(setting.values["local.lr"])
+            rates.append(setting.values["local.lr"])
             pending.append(setting)
-            if len(pending) < 4 and len(proposed) < 40:
+            if len(pending) < 4:
                 continue
         trial = pending.pop(order % len(pending)).trials[0]
-        trial.status, trial.summary = (
-            "completed",
-            {"test_accuracy": -((math.log10(trial.setting.values["local.lr"]) + 2) ** 2)},
-        )
+        rate = trial.setting.values["local.lr"]
+        trial.status = "completed" if rate < failing else "failed"
+        trial.summary = {"test_accuracy": -((math.log10(rate) + 2) ** 2)}
+    return rates
 
 
 def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_better():
     pytest.importorskip("optuna")
-    first = guided(0)
-    assert first == guided(3) == guided(1)
+    first = proposed(0)
+    assert first == proposed(3) == proposed(1)
     assert len(first) == 40 and all(1e-4 <= lr <= 1 for lr in first)
     # After ten random settings. Thirty uniform draws would have mean 1 and standard deviation
     # 0.105: below 0.75 with probability 0.009.
     assert sum(abs(math.log10(lr) + 2) for lr in first[10:]) / 30 < 0.75
+
+
+def test_optuna_goes_on_without_the_settings_that_fail():
+    pytest.importorskip("optuna")
+    rates = proposed(0, failing=1e-2)
+    assert len(rates) == 40 and rates == proposed(2, failing=1e-2) != proposed(0)
 
 
 def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_path):

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from raydpfl.plan import Plan
 from raydpfl.runner import alone
 from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.limits import Limits
-from raydpfl.tune.proposals import Guided, Listed, Proposals, Source, Stop, optuna
+from raydpfl.tune.proposals import Proposals, Stop, guided, optuna
 from raydpfl.tune.results import Result, gather, remove, write
 from raydpfl.tune.sweep import FINISHED, Setting, Sweep, Trial
 from raydpfl.tune.trial import TrialActor, work
@@ -128,10 +128,11 @@ class _Course:
         sweep = self.sweep
         search = self.sweep.search
         _tidy(self.folder)
-        if search.search == "optuna":
-            source: Source = Guided(sweep, self._add)
-        else:
-            source = Listed([self._add(values) for values in sweep.listed()])
+        source: Iterable[Setting | None] = (
+            guided(sweep, self._add)
+            if search.search == "optuna"
+            else [self._add(values) for values in sweep.listed()]
+        )
         replace_file(self.folder / "sweep.yaml", lambda file: file.write(sweep.to_yaml().encode()))
         trials = [trial for setting in self.settings for trial in setting.trials]
         over = bool(trials) and all(trial.finished for trial in trials)

@@ -10,9 +10,11 @@ again, the finished settings answering at once.
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ray.tune.search import Searcher
 
@@ -30,69 +32,6 @@ class Stop(BaseException):
         self.error = error
 
 
-class Source(Protocol):
-    """Settings in order. `next` is None while the next one must wait for results; it raises
-    StopIteration after the last.
-    """
-
-    def next(self) -> Setting | None: ...
-
-
-class Listed:
-    """All settings known beforehand."""
-
-    def __init__(self, settings: Iterable[Setting]):
-        self._settings = iter(settings)
-
-    def next(self) -> Setting:
-        return next(self._settings)
-
-
-class Guided:
-    """Optuna's tree-structured Parzen estimator (Watanabe 2023), through Ray Tune."""
-
-    def __init__(self, sweep: Sweep, add: Callable[[dict[str, Any]], Setting]):
-        library = optuna()
-        from ray.tune.search.optuna import OptunaSearch
-
-        library.logging.set_verbosity(library.logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # constant_liar is marked experimental
-            seed = int(stream(sweep.seed, Purpose.SWEEP).integers(1 << 32))
-            sampler = library.samplers.TPESampler(seed=seed, constant_liar=True)
-            space = {
-                str(place): _distribution(each) for place, each in enumerate(sweep.spaces.values())
-            }
-            self._search = OptunaSearch(space, metric="score", mode="max", sampler=sampler)
-        self._sweep = sweep
-        self._add = add
-        self._made: dict[str, Setting] = {}
-        self._asked: list[Setting] = []  # one may stand there twice
-        self._told = 0
-
-    def next(self) -> Setting | None:
-        if len(self._asked) == self._sweep.search.samples:
-            raise StopIteration
-        while self._told <= len(self._asked) - self._sweep.search.ahead:
-            setting = self._asked[self._told]
-            if not setting.done:
-                return None
-            mean = setting.mean(self._sweep.search.metric)
-            result = None if mean is None else {"score": self._sweep.sign * mean}
-            self._search.on_trial_complete(str(self._told), result, error=mean is None)
-            self._told += 1
-        drawn = self._search.suggest(str(len(self._asked)))
-        spaces = self._sweep.spaces.items()
-        values = {
-            key: _value(space, drawn[str(place)]) for place, (key, space) in enumerate(spaces)
-        }
-        name = identity(values)
-        if name not in self._made:
-            self._made[name] = self._add(values)
-        self._asked.append(self._made[name])
-        return self._made[name]
-
-
 def optuna() -> Any:
     """The library, which is not installed with the package. Raises `ConfigError` without it."""
     try:
@@ -103,13 +42,58 @@ def optuna() -> Any:
         ) from None
 
 
+def guided(sweep: Sweep, add: Callable[[dict[str, Any]], Setting]) -> Iterator[Setting | None]:
+    """The settings that Optuna's tree-structured Parzen estimator (Watanabe 2023) proposes.
+
+    Args:
+        sweep: With `sweep.samples` settings, at most `sweep.ahead` of them without a result.
+        add: Makes the setting of some values. Values that are proposed again have it again.
+
+    Yields:
+        The next setting, or None as long as it has to wait for a result.
+    """
+    library = optuna()
+    search = sweep.search
+    spaces = list(sweep.spaces.items())  # known to Optuna by number, as it goes by their names
+    distributions = {str(place): _distribution(space) for place, (_, space) in enumerate(spaces)}
+    study = library.create_study(direction="maximize", sampler=_sampler(sweep))
+    made: dict[str, Setting] = {}
+    pending: deque[tuple[Any, Setting]] = deque()  # asked and not yet told
+    for _ in range(sweep.size):
+        if len(pending) == search.ahead:
+            asked, setting = pending.popleft()
+            while not setting.done:
+                yield None
+            mean = setting.mean(search.metric)
+            if mean is None:
+                study.tell(asked, state=library.trial.TrialState.FAIL)
+            else:
+                study.tell(asked, sweep.sign * mean)
+        asked = study.ask(distributions)
+        values = {key: _value(space, asked.params[str(k)]) for k, (key, space) in enumerate(spaces)}
+        name = identity(values)
+        if name not in made:
+            made[name] = add(values)
+        pending.append((asked, made[name]))
+        yield made[name]
+
+
+def _sampler(sweep: Sweep) -> Any:
+    library = optuna()
+    library.logging.set_verbosity(library.logging.ERROR)
+    seed = int(stream(sweep.seed, Purpose.SWEEP).integers(1 << 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constant_liar is marked experimental
+        return library.samplers.TPESampler(seed=seed, constant_liar=True)
+
+
 def _distribution(space: Space) -> Any:
     kinds = optuna().distributions
     if isinstance(space, Interval):
         return kinds.FloatDistribution(space.low, space.high, log=space.log)
     if space.ordered:
         return kinds.IntDistribution(0, len(space.options) - 1)
-    return kinds.CategoricalDistribution(list(range(len(space.options))))
+    return kinds.CategoricalDistribution(range(len(space.options)))
 
 
 def _value(space: Space, drawn: Any) -> Any:
@@ -117,50 +101,40 @@ def _value(space: Space, drawn: Any) -> Any:
 
 
 class Proposals(Searcher):
-    """Hands Ray Tune the trials of a source's settings, all trials of a setting before the next.
+    """Hands Ray Tune the trials of the settings, all trials of a setting before the next.
 
-    `skip` says which trials need not run, `work` what a trial's process is told.
+    Args:
+        settings: In order. None stands for a setting that has to wait for results.
+        skip: Whether a trial need not run.
+        work: What a trial's process is told.
     """
 
     def __init__(
-        self, source: Source, skip: Callable[[Trial], bool], work: Callable[[Trial], dict[str, Any]]
+        self,
+        settings: Iterable[Setting | None],
+        skip: Callable[[Trial], bool],
+        work: Callable[[Trial], dict[str, Any]],
     ):
         super().__init__()
-        self._source = source
-        self._skip = skip
+        self._trials: Iterator[Trial | None] = _trials(settings, skip)
         self._work = work
-        self._trials: Iterator[Trial] = iter(())
-        self._next: Trial | None = None
-        self._over = False
         self.running: dict[str, Trial] = {}
 
     def waiting(self) -> bool:
         """Whether there is, or may come, a trial to run."""
-        self._advance()
-        return self._next is not None or not self._over
+        first = list(itertools.islice(self._trials, 1))
+        self._trials = itertools.chain(first, self._trials)
+        return bool(first)
 
-    def _advance(self) -> None:
-        while self._next is None and not self._over:
-            self._next = next((trial for trial in self._trials if not self._skip(trial)), None)
-            if self._next is None:
-                try:
-                    setting = self._source.next()
-                except StopIteration:
-                    self._over = True
-                    return
-                if setting is None:
-                    return
-                self._trials = iter(setting.trials)
-
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> Any:  # Ray Tune takes `FINISHED`, a text, for the end
         try:
-            self._advance()
+            trial = next(self._trials)
+        except StopIteration:
+            return Searcher.FINISHED
         except ConfigError as error:
             raise Stop(error) from None
-        if self._next is None:
-            return Searcher.FINISHED if self._over else None
-        trial = self._next
-        self._next = None
+        if trial is None:
+            return None
         self.running[trial_id] = trial
         return self._work(trial)
 
@@ -173,3 +147,13 @@ class Proposals(Searcher):
         """Nothing: the trials' directories hold all there is."""
 
     restore = save
+
+
+def _trials(
+    settings: Iterable[Setting | None], skip: Callable[[Trial], bool]
+) -> Iterator[Trial | None]:
+    for setting in settings:
+        if setting is None:
+            yield None
+        else:
+            yield from (trial for trial in setting.trials if not skip(trial))
