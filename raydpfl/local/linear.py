@@ -39,7 +39,7 @@ from torch import nn
 
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.stack import Layer, stack
-from raydpfl.local.way import Block, LaneData, clip_factors, spans, take
+from raydpfl.local.way import Block, LaneData, clip_factors, take
 
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
 MEMORY = 24  # products that take as long as reading and writing one weight
@@ -260,13 +260,8 @@ class _Stack:
         """See `raydpfl.local.way.Way`."""
         with torch.inference_mode():
             chain, losses = self._train(parameters, lane)
-        wanted = np.asarray(lane.slots)
-        d = len(parameters)
-        for slots in spans(0, len(lane.sizes), d):
-            given = wanted[(wanted >= slots.start) & (wanted < slots.stop)]
-            if not len(given):
-                continue
-            deltas = torch.empty(slots.stop - slots.start, d, device=parameters.device)
+        for slots, given in lane.blocks(len(parameters)):
+            deltas = parameters.new_empty(slots.stop - slots.start, len(parameters))
             with torch.inference_mode():
                 for place in chain:
                     place.delta(slots, deltas)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import Block, LaneData, spans
+from raydpfl.local.way import Block, LaneData
 
 
 class Noop:
@@ -23,8 +23,6 @@ class Noop:
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
-        slots = np.asarray(lane.slots, dtype=np.int64)
-        for some in spans(0, len(slots), len(parameters)):
-            given = slots[some]
+        for _, given in lane.blocks(len(parameters)):
             updates = parameters.new_zeros(len(given), len(parameters))
             yield Block(given, updates, np.zeros(len(given)))

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss, spans, take
+from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss, take
 
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
@@ -147,9 +146,7 @@ class Vmap:
             torch._foreach_add_(now, direction, alpha=-lane.lr)
         lane.count_clipped(factors)
         means = (losses / lane.index.shape[1]).double().cpu().numpy()
-        slots = np.asarray(lane.slots)
-        for some in spans(0, len(slots), len(parameters)):
-            given = slots[some]
+        for _, given in lane.blocks(len(parameters)):
             moved = [
                 (part[torch.from_numpy(given)] - start).flatten(1)
                 for part, start in zip(now, starts, strict=True)

@@ -72,6 +72,16 @@ class LaneData:
     def regression(self) -> bool:
         return self.y.is_floating_point()
 
+    def blocks(self, d: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """For each block of updates of `d` numbers: the slots that it spans, and those of them to
+        train, int64 [k], at least one.
+        """
+        wanted = np.asarray(self.slots, dtype=np.int64)
+        for span in spans(0, len(self.sizes), d):
+            given = wanted[(wanted >= span.start) & (wanted < span.stop)]
+            if len(given):
+                yield span, given
+
     def step_noise(self, step: int) -> torch.Tensor | None:
         """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if
         there is none.
@@ -182,7 +192,7 @@ class Way(Protocol):
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one
-        by one, else of as many as `spans` puts together.
+        by one, else as `LaneData.blocks` says.
 
         `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged
         update is passed on as it is. A way that clips fills a slot of `lane.clipped` by the time
