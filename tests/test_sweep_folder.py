@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from conftest import SMALL
 from test_sweep import complain, tree
 
 from raydpfl import cli
+from raydpfl import run as run_one
 from raydpfl.bounding import Bounding
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.tune import Sweep, driver, folder, results, run
@@ -211,6 +213,33 @@ def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
         json.loads((out / "summary.json").read_text())["status"] == "completed"
         and (out / "best.yaml").exists()
     )
+
+
+def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, tmp_path):
+    asked = sweep_of({"grid": [0.1]}, **FAILING, sweep={"repeats": 1, "cpus": 1})
+    (setting,) = [asked.setting(values) for values in asked.listed()]
+    asked.add_trials(setting, tmp_path / "trials")
+    (trial,) = setting.trials
+    client = trial.experiment.client.model_copy(update={"way": "loop"})
+    begun = trial.experiment.model_copy(update={"client": client})
+    run_one(begun, trial.folder, on_rows=lambda rows: True)
+    (trial.folder / "summary.json").unlink()
+    (tmp_path / "sweep.yaml").write_text(asked.to_yaml())
+    result = run(asked, tmp_path, resume=True)
+    assert result.trials["status"].to_pylist() == ["completed"]
+    stored = yaml.safe_load((trial.folder / "config.yaml").read_text())
+    assert stored["client"]["way"] == "loop" and trial.experiment.client.way == "auto"
+
+
+def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_path, monkeypatch):
+    (tmp_path / ".tune-1").mkdir()
+    (tmp_path / ".tune-1" / "state").touch()
+    gone = tmp_path / ".summary.json.1"
+    found = driver._left_over(tmp_path)
+    monkeypatch.setattr(driver, "_left_over", lambda folder: [gone, *found])
+    monkeypatch.setattr("os.rmdir", lambda *args, **more: os.listdir("/nowhere"))  # written to
+    driver._tidy(tmp_path)
+    assert not (tmp_path / ".tune-1" / "state").exists()
 
 
 def test_results_that_cannot_be_written_are_none(out, monkeypatch, capsys):

@@ -51,6 +51,7 @@ SHOW = 0.25  # seconds between showings of what has changed
 EVERY = 5.0  # seconds between looks at the cluster, and between writings of the results so far
 # seconds that a cluster may be too small for every waiting trial, before the sweep gives up
 LOST = 60.0
+BUSY = 10.0  # seconds that what another sweep has started may take to let go of its directory
 LOOK = 1.0  # seconds between looks for trials that hang
 OUTPUTS = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
 TUNE = {
@@ -101,7 +102,7 @@ def run(
         make_folder(folder)
         course = _Course(sweep, folder, root, cluster, on_change)
         with _writable(folder):
-            stack.enter_context(alone(folder))
+            stack.enter_context(alone(folder, BUSY))
             course.prepare()
         return course.carry_out()
 
@@ -262,8 +263,12 @@ def _left_over(folder: Path) -> list[Path]:
 
 
 def _tidy(folder: Path) -> None:
+    """Removes what a kill has left. Processes of the killed sweep may end, and write, only now."""
     for left in _left_over(folder):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def _settle(settings: Sequence[Setting], cut_off: str | None) -> None:

@@ -23,6 +23,7 @@ from raydpfl.config import Experiment, read
 from raydpfl.errors import ConfigError
 from raydpfl.files import read_text
 from raydpfl.runner import FREE
+from raydpfl.tune.spaces import put
 
 FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE.items() for key in keys)
 # What a run settles before it writes its config, by the value that leaves it open.
@@ -74,6 +75,21 @@ def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str,
     kept = tuple(f"{each}." for each in searched)
     free = {key for key in FREE_KEYS if not f"{key}.".startswith(kept)}
     return {key: value for key, value in flat(experiment.to_dict()).items() if key not in free}
+
+
+def settled(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with what the run in `folder` has settled, where it leaves that open.
+
+    So a trial that goes on never settles it anew, on another node or another day.
+    """
+    stored = flat(read(folder / "config.yaml"))
+    asked = flat(experiment.to_dict())
+    found = {
+        key: stored[key]
+        for key, left_open in SETTLED.items()
+        if key in stored and key in asked and asked[key] == left_open
+    }
+    return Experiment.from_dict(put(experiment.to_dict(), found))
 
 
 def identity(values: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from raydpfl import runner
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError, told
+from raydpfl.tune.folder import settled
 from raydpfl.tune.sweep import FINISHED, Trial
 
 ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
@@ -138,13 +139,16 @@ class TrialActor(tune.Trainable):
         with runner.alone(folder, PATIENCE):
             begun = (folder / "config.yaml").exists()
             if not begun:  # at most what a kill left behind before the run began
-                for each in folder.iterdir():
-                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+                for left in folder.iterdir():
+                    if left.is_dir():
+                        shutil.rmtree(left)
+                    else:
+                        left.unlink()
         self._rows(_rows(folder))
         if self._work["status"] not in FINISHED:
             experiment = Experiment.from_dict(self._work["experiment"])
             runner.run(
-                experiment,
+                settled(experiment, folder) if begun else experiment,
                 folder,
                 resume=begun,
                 data_root=self._work["data_root"],
