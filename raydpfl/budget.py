@@ -305,7 +305,7 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     plan = Plan.make(experiment, data_root)
     e = plan.experiment
     seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
-    if isinstance(plan.mechanism, LocalSteps):
+    if plan.mechanism.by_draws:
         found = of_personal(plan.mechanism, seen, e.privacy.accountants)
     else:
         scale = e.bounding.initial_bound * plan.weight
@@ -421,7 +421,7 @@ class PersonalBudget:
         """What the first guarantee means for the client that spends most."""
         return _means(
             self.guarantees[0],
-            "which samples were in the batches" if self.mechanism.hidden.any() else "",
+            "which samples were in the batches" if self.mechanism.amplified.any() else "",
         )
 
     def to_dict(self) -> dict[str, Any]:

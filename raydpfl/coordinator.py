@@ -34,8 +34,6 @@ from raydpfl.plan import Plan
 from raydpfl.privacy import (
     Guarantee,
     Ledger,
-    LocalSteps,
-    Mechanism,
     check_budget,
     column,
     holding,
@@ -115,9 +113,8 @@ class Coordinator:
         self._noise = lambda t, std: server_noise(seed, t, std, d)
         if isinstance(noise, BandedGaussian):
             self._noise = Correlated(seed, noise.coefficients, d).draw
-        draws = (
-            plan.draws(self.experiment.rounds) if isinstance(plan.mechanism, LocalSteps) else None
-        )
+        by_draws = plan.mechanism is not None and plan.mechanism.by_draws
+        draws = plan.draws(self.experiment.rounds) if by_draws else None
         self.curves = plan.curves(draws)
         self._begin(checkpoint)
         self.dropped = Dropped(self.out / "dropped.jsonl", self.next)
@@ -276,9 +273,8 @@ class Coordinator:
         selection = self.experiment.selection
         least = plan.survivors if plan.ratio and noise.placement == "client" else 0
         exposures = plan.exposures + max(plan.repeated, 0)
-        secret = isinstance(plan.mechanism, Mechanism)
-        if secret:
-            plan.check_law()
+        plan.check_law()
+        secret = plan.mechanism is not None and not plan.mechanism.by_draws
         apart = noise.bands if isinstance(noise, BandedGaussian) else 1
         planned = None
         if draws is not None:
@@ -639,8 +635,9 @@ class Coordinator:
         )
         clients = sum(row["cohort"] for row in self.table.rows)
         evaluating = sum(row["seconds_evaluate"] for row in self.table.rows)
-        if isinstance(self.plan.mechanism, LocalSteps):
-            found["epsilon_quantiles"] = self._per_client()
+        quantiles = self._per_client()
+        if quantiles is not None:
+            found["epsilon_quantiles"] = quantiles
         guarantees = self.guarantees()
         return found | {
             "status": status,
@@ -693,17 +690,20 @@ class Coordinator:
             seen = self.plan.participations(rounds)
         return rounds, seen
 
-    def _per_client(self) -> dict[str, list[float]]:
+    def _per_client(self) -> dict[str, list[float]] | None:
         """Writes every client's own guarantee to guarantees.parquet; quantiles of epsilon over the
-        clients by accountant, for the summary.
+        clients by accountant, for the summary. None where no client has a guarantee of its own.
         """
-        accountants, (_, seen) = self.plan.named, self._recorded()
+        mechanism = self.plan.mechanism
+        if mechanism is None or not mechanism.by_draws:
+            return None
+        accountants = self.plan.named
+        _, seen = self._recorded()
         table = Table(self.out / "guarantees.parquet")
-        table.rows = self.plan.mechanism.table(seen, accountants)
+        table.rows = mechanism.table(seen, accountants)
         table.flush()
         quantiles = {
-            name: self.plan.mechanism.quantiles(name, seen).tolist()
-            for name in rigorous(accountants)
+            name: mechanism.quantiles(name, seen).tolist() for name in rigorous(accountants)
         }
         return {"at": list(SHARES)} | {
             name: [value if np.isfinite(value) else "infinity" for value in values]

@@ -25,7 +25,16 @@ from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.noise import BandedGaussian, Noise
 from raydpfl.own import is_own
-from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Segment, paper
+from raydpfl.privacy import (
+    Guarantee,
+    LocalSteps,
+    Mechanism,
+    Query,
+    Release,
+    Segment,
+    Terms,
+    paper,
+)
 from raydpfl.privacy.factorization import check as check_bands
 from raydpfl.selection import FedAvgStale, Population, Selection
 from raydpfl.selection.witness import fingerprint
@@ -52,7 +61,7 @@ class Plan:
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
     count_std: float  # std of the noise on the count of clients below the bound; 0: no such query
     survivors: int  # clients that the round with most dropouts keeps
-    mechanism: Mechanism | LocalSteps | None  # None: not private
+    mechanism: Release | None  # None: not private
     # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
     exposures: np.ndarray
     platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.origin`
@@ -200,7 +209,7 @@ class Plan:
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
         ]
-        known += [self.mechanism.stds] if isinstance(self.mechanism, LocalSteps) else []
+        known += self.mechanism.client_facts() if self.mechanism else ()
         # which may depend on more than its source and the data
         if is_own(type(self.experiment.weights)):
             known.append(_weights(self.experiment, self.population))
@@ -280,7 +289,13 @@ class Plan:
         """Std of the noise on the sum / bound, all queries of a round taken together; None where
         there is no one such number.
         """
-        return self.mechanism.noise_multiplier if isinstance(self.mechanism, Mechanism) else None
+        return self.mechanism.noise_multiplier if self.mechanism else None
+
+    @property
+    def terms(self) -> Terms:
+        """What guarantees are asked for at."""
+        e = self.experiment
+        return Terms(e.relation, e.noise.delta, e.noise.v)
 
     @property
     def covering(self) -> tuple[str, ...]:
@@ -352,7 +367,7 @@ class Plan:
         """Stds float64 [r] of the noise of these clients on the mean gradient of each local step;
         None when there is none.
         """
-        return self.mechanism.stds[clients] if isinstance(self.mechanism, LocalSteps) else None
+        return self.mechanism.step_stds(clients) if self.mechanism else None
 
     def check_claims(self) -> None:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some
@@ -366,27 +381,29 @@ class Plan:
             log.warning(said)
         for warning in e.warnings():
             log.warning(warning)
-        if self.mechanism:
-            steps = isinstance(self.mechanism, LocalSteps)
-            size = int(self.population.sizes.max()) if steps else self.mechanism.sampling.population
-            if loose := privacy.loose(e.noise.delta, size, "sample" if steps else "client"):
-                log.warning(loose)
-        if isinstance(self.mechanism, LocalSteps):
-            seen = self.participations(self.experiment.rounds)
-            for warning in self.mechanism.warnings(seen):
-                log.warning(warning)
-            try:
-                self.mechanism.check_claims(seen)
-            except BudgetError as error:
-                if not self.history:
-                    raise
-                log.warning("%s, as rounds were released twice", error)
+        mechanism = self.mechanism
+        if not mechanism:
+            return
+        loose = privacy.loose(e.noise.delta, mechanism.largest, mechanism.unit)
+        if loose:
+            log.warning(loose)
+        seen = self.participations(e.rounds) if mechanism.by_draws else {}
+        for warning in mechanism.warnings(seen):
+            log.warning(warning)
+        try:
+            mechanism.check_claims(seen)
+        except BudgetError as error:
+            if not self.history:
+                raise
+            log.warning("%s, as rounds were released twice", error)
 
     def check_law(self) -> None:
         """Raises `RunError` where the selection declares another law by now than the mechanism was
         told of.
         """
-        told = self.mechanism.sampling
+        told = self.mechanism.cohorts if self.mechanism else None
+        if told is None:
+            return
         selection = self.experiment.selection
         now = selection.sampling(self.population)
         if self.experiment.noise.virtual_cohort:
@@ -408,20 +425,10 @@ class Plan:
         """
         if not self.mechanism:
             return {}
-        e = self.experiment
-        if isinstance(self.mechanism, LocalSteps):
-            curves = self.mechanism.curves(
-                self.named, self.draws(e.rounds) if draws is None else draws
-            )
-            return {name: curve[self.repeated :] for name, curve in curves.items()}
-        found = {name: np.full(e.rounds, np.inf) for name in self.named}
-        for name in self.covering:
-            composed = self.mechanism.rounds + self.repeated
-            curve = privacy.epsilon_curve(
-                self.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v
-            )
-            found[name] = np.concatenate([[0.0], curve])[self.exposures + self.repeated]
-        return found
+        if draws is None and self.mechanism.by_draws:
+            draws = self.draws(self.experiment.rounds)
+        composed = self.exposures + self.repeated
+        return self.mechanism.curves(self.named, draws, composed, self.terms)
 
     def cohort_seed(self, again: int | None = None) -> int:
         """The seed of the cohorts of a segment, the present one by default.
@@ -429,7 +436,7 @@ class Plan:
         Where the cohort is a secret, a round that is released again has one of its own, or it would
         amplify but once.
         """
-        hidden = isinstance(self.mechanism, Mechanism) and self.mechanism.sampling.hidden
+        hidden = self.mechanism is not None and self.mechanism.hidden
         return seed_of(
             self.experiment.seed, (self.again if again is None else again) if hidden else 0
         )
@@ -463,20 +470,10 @@ class Plan:
         """
         if not self.mechanism or rounds == 0:
             return []
-        e = self.experiment
-        if isinstance(self.mechanism, LocalSteps):
-            return self.mechanism.guarantees(participations, self.named)
-        most = None if e.noise.virtual_cohort else max(participations.values(), default=0)
+        # of a virtual cohort's clients nobody knows how often they are drawn
+        seen = None if self.experiment.noise.virtual_cohort else participations
         composed = int(self.exposures[rounds - 1]) + self.repeated
-        return privacy.guarantees(
-            self.mechanism,
-            e.relation,
-            e.noise.delta,
-            composed,
-            self.named,
-            participations=most,
-            v=e.noise.v,
-        )
+        return self.mechanism.guarantees(seen, self.named, composed, self.terms)
 
 
 def _classes(shards: Shards) -> str | None:
@@ -548,9 +545,7 @@ def _resolve(experiment: Experiment, way: str, cohort: int) -> Experiment:
     )
 
 
-def _rigorous(
-    experiment: Experiment, mechanism: Mechanism | LocalSteps | None = None
-) -> tuple[str, ...]:
+def _rigorous(experiment: Experiment, mechanism: Release | None = None) -> tuple[str, ...]:
     """The rigorous accountants asked for, of those that cover the mechanism if it is known."""
     asked = privacy.rigorous(experiment.privacy.accountants)
     return tuple(name for name in asked if not _uncovered(name, experiment, mechanism))
@@ -569,24 +564,15 @@ def _held(plan: Plan) -> Plan:
         raise ConfigError(
             "privacy.budget", budget, f"none here, as no rigorous accountant can hold it: {reason}"
         )
-    if isinstance(mechanism, Mechanism) and privacy.unproved(mechanism):
-        raise ConfigError(
-            "privacy.budget",
-            budget,
-            f"none here, as no proof holds it: {privacy.unproved(mechanism)}",
-        )
+    if mechanism and mechanism.unproved:
+        accepted = f"none here, as no proof holds it: {mechanism.unproved}"
+        raise ConfigError("privacy.budget", budget, accepted)
     return plan
 
 
-def _uncovered(
-    name: str, experiment: Experiment, mechanism: Mechanism | LocalSteps | None
-) -> str | None:
+def _uncovered(name: str, experiment: Experiment, mechanism: Release | None) -> str | None:
     """Why this accountant does not cover the mechanism; None if it does."""
-    return (
-        privacy.covers(name, mechanism, experiment.relation)
-        if isinstance(mechanism, Mechanism)
-        else None
-    )
+    return mechanism.uncovered(name, experiment.relation) if mechanism else None
 
 
 def _weights(experiment: Experiment, population: Population) -> np.ndarray:
@@ -766,8 +752,7 @@ def _mechanism(
     mechanism = replace(
         mechanism, remembers_noise=experiment.local.stateful and noise.placement == "client"
     )
-    unproved = privacy.unproved(mechanism)
-    exclusions += [unproved] if unproved else []
+    exclusions += [mechanism.unproved] if mechanism.unproved else []
     mechanism = replace(mechanism, exclusions=tuple(exclusions))
     rigorous = privacy.rigorous(experiment.privacy.accountants)
     if rigorous and not _rigorous(experiment, mechanism):

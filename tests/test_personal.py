@@ -20,17 +20,19 @@ from raydpfl import keys
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.local import Sgd, batches
 from raydpfl.privacy import (
+    Event,
     Guarantee,
     LocalSteps,
     Mechanism,
     Query,
+    Sampling,
     epsilon,
     gaussian_delta,
     gaussian_epsilon,
     paper,
     personal,
 )
-from raydpfl.privacy.accountants import FORMULAS
+from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
 from raydpfl.privacy.budgets import Law, parse
 from raydpfl.privacy.personal import SHARES
 
@@ -236,6 +238,15 @@ def clients(count: int, seed: int) -> dict:
     }
 
 
+def counted(monkeypatch) -> list[int]:
+    """A list that grows by one with each evaluation of a client's curve by pld."""
+    calls: list[int] = []
+    pld = type(ACCOUNTANTS["pld"])
+    real = pld.curve
+    monkeypatch.setattr(pld, "curve", lambda *arguments: calls.append(1) or real(*arguments))
+    return calls
+
+
 def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
     """The slow reference: client k by the accountants of one mechanism."""
     if count == 0:
@@ -281,11 +292,7 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
 
 
 def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
-    calls = []
-    real = personal._epsilons
-    monkeypatch.setattr(
-        personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
-    )
+    calls = counted(monkeypatch)
     given = clients(40, seed=10)
     first = LocalSteps.calibrated(**given)
     assert len(calls) < 6 * (given["participations"] > 0).sum()
@@ -294,11 +301,7 @@ def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
 
 
 def test_clients_that_are_alike_are_accounted_for_once(monkeypatch):
-    calls = []
-    real = personal._epsilons
-    monkeypatch.setattr(
-        personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
-    )
+    calls = counted(monkeypatch)
     LocalSteps(np.full(500, 100), 10, 4, 1.0, 1e-5, np.full(500, 0.5)).epsilons(
         "pld", np.full(500, 3)
     )
@@ -379,12 +382,16 @@ def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(acc
 
 def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_grid():
     """At the ends what is left is the one or the other, to a relative 1e-3, never below it."""
+
+    def spent(cohort: int, mu: float, also: float = 0.0) -> float:
+        event = Event(Sampling("fixed", 100, cohort), mu, 5, also)
+        return float(ACCOUNTANTS["pld"].curve(event, 1e-5, np.array([4]))[0])
+
     for mu, other in ((1e-4, 3.0), (1e-2, 50.0), (0.02, 1.0)):
-        louder = personal._epsilons("pld", 0.01, mu, 1e-5, 5, 4, 4, other)[0]
         alone = float(gaussian_epsilon(2 * other, 1e-5))
-        assert alone <= louder <= alone * 1.001
-    steps = personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4)[0]
-    assert steps <= personal._epsilons("pld", 0.1, 1.0, 1e-5, 5, 4, 4, 1e-9)[0] <= steps * 1.001
+        assert alone <= spent(1, mu, other) <= alone * 1.001
+    steps = spent(10, 1.0)
+    assert steps <= spent(10, 1.0, 1e-9) <= steps * 1.001
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -856,11 +863,7 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
         "budgets": [1.0],
         "delta": 1e-14,
     }
-    calls = []
-    real = personal._epsilons
-    monkeypatch.setattr(
-        personal, "_epsilons", lambda *arguments: calls.append(1) or real(*arguments)
-    )
+    calls = counted(monkeypatch)
     with pytest.raises(
         ConfigError,
         match=r"noise.delta = 1e-14: more, or rdp as the first accountant: delta is too small for pld .* after 300 steps",

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import math
 import operator
+from collections import Counter
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import (
     Guarantee,
+    LocalSteps,
     Mechanism,
     Query,
     Sampling,
+    Terms,
     accountants,
     covers,
     epsilon,
@@ -247,3 +251,27 @@ def test_accountants_and_laws_are_found_by_looking():
         "base",
     }
     assert len(ACCOUNTANTS) == len(modules)
+
+
+STEPS = LocalSteps([100, 60, 80], 10, 5, 1.0, 1e-5, [2.0, 2.0, 0.5])
+SUMS = Mechanism(Sampling("poisson", 60, 10), (Query("updates", 1.0, 4.0),), rounds=4)
+
+
+@pytest.mark.parametrize("release", [SUMS, STEPS], ids=["sums over cohorts", "local steps"])
+def test_both_descriptions_answer_all_that_a_run_asks(release):
+    """The last point of a curve is the guarantee, whichever description stands behind it."""
+    draws = [[0, 1], [1, 2], [1], [0]]
+    counts = Counter(client for drawn in draws for client in drawn)
+    terms = Terms("zero_out", 1e-5)
+    curves = release.curves(("rdp",), draws, np.arange(1, 5), terms)
+    assert [len(curve) for curve in curves.values()] == [4] and (np.diff(curves["rdp"]) >= 0).all()
+    first = release.guarantees(counts, ("rdp",), 4, terms)[0]
+    assert curves["rdp"][-1] == pytest.approx(first.epsilon) and first.unit == release.unit
+    asked = release.curves(("rdp",), draws, np.arange(3, 5), terms)
+    assert asked["rdp"].tolist() == curves["rdp"][2:].tolist()
+    assert release.by_draws == (release.cohorts is None) and release.largest in (60, 100)
+    assert (release.table(counts, ("rdp",)) is not None) == release.by_draws
+    assert len(release.quantiles("rdp", counts)) == 5 * release.by_draws
+    assert (release.step_stds(np.array([2])) is not None) == bool(release.client_facts())
+    assert release.uncovered("rdp", "zero_out") is None and release.unproved is None
+    assert release.private and len(release.digest()) == 64

@@ -359,7 +359,7 @@ class StepRecord:
         counts = _counts(self.plan)
         n = int(steps.samples[worst])
         b = int(steps.batches[worst])
-        hidden = ", batch hidden" if steps.hidden[worst] else ""
+        hidden = ", batch hidden" if steps.amplified[worst] else ""
         words = f"batches: fixed size {b} of {n}{hidden}; client {worst}, in {counts[worst]} rounds of {steps.steps} steps"
         by = names[worst]
         claimed = Guarantee(

@@ -21,7 +21,7 @@ from raydpfl.audit.canaries import Record
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
-from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous, unproved
+from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
 from raydpfl.privacy.accounting import views as observers
 from raydpfl.privacy.mechanism import Mechanism
 
@@ -108,7 +108,7 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
         if not spent:
             continue
         name = min(spent, key=spent.get)
-        kind = "unproven" if unproved(mechanism) else "rigorous"
+        kind = "unproven" if mechanism.unproved else "rigorous"
         claimed = Guarantee(
             kind,
             name,

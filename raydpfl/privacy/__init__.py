@@ -28,24 +28,27 @@ References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2
 
 from raydpfl.privacy.accounting import covers, delta, epsilon, epsilon_curve, guarantees, rigorous
 from raydpfl.privacy.calibrate import noise_for, rounds_for
+from raydpfl.privacy.facts import Relation, Terms
 from raydpfl.privacy.guarantee import Guarantee, column, holding, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
-from raydpfl.privacy.mechanism import Mechanism, Query, Relation, Sampling
-from raydpfl.privacy.memory import unproved
+from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Sampling
 from raydpfl.privacy.paper import paper_multiplier
 from raydpfl.privacy.personal import LocalSteps
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 
 __all__ = [
+    "Event",
     "Guarantee",
     "Ledger",
     "LocalSteps",
     "Mechanism",
     "Query",
     "Relation",
+    "Release",
     "Sampling",
     "Segment",
     "Spent",
+    "Terms",
     "check_budget",
     "column",
     "covers",
@@ -63,5 +66,4 @@ __all__ = [
     "rounds_for",
     "segments",
     "sentences",
-    "unproved",
 ]

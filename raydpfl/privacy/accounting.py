@@ -26,14 +26,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import memory, paper
+from raydpfl.privacy import paper
 from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant
+from raydpfl.privacy.facts import Relation, one_of
 from raydpfl.privacy.guarantee import Guarantee
-from raydpfl.privacy.mechanism import Mechanism, Relation, Sampling, one_of
+
+if TYPE_CHECKING:
+    from raydpfl.privacy.mechanism import Mechanism
 
 NOISELESS = "no noise is added, so nothing is private"
 UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
@@ -152,7 +156,7 @@ def guarantees(
                 else 0.0
             )
             failed = (reason,) if reason else (UNREACHED.format(name),) if math.isinf(spent) else ()
-            unproved = memory.unproved(observed)
+            unproved = observed.unproved
             kind = "unproven" if unproved else "rigorous"
             if unproved:
                 failed += (unproved,)
@@ -193,9 +197,7 @@ def views(mechanism: Mechanism, relation: Relation, rounds: int, participations:
         yield "every aggregate", whole, mechanism, relation, rounds
     known = None if sampling.everyone else participations
     draws, composed, seen_as = sampling.law.known(sampling, rounds, known)
-    unsampled = replace(
-        mechanism, sampling=Sampling("full", sampling.population, sampling.population)
-    )
+    unsampled = mechanism.unsampled()
     # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an absent
     # contribution.
     under = "zero_out" if relation == "add_remove" and not sampling.everyone else relation

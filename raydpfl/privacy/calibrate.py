@@ -24,7 +24,8 @@ from typing import Any
 from raydpfl.errors import ConfigError
 from raydpfl.files import cache_root, check, keep_json, read_json
 from raydpfl.privacy.accounting import UNREACHED, epsilon
-from raydpfl.privacy.mechanism import Mechanism, Relation
+from raydpfl.privacy.facts import Relation
+from raydpfl.privacy.mechanism import Mechanism
 
 _VERSION = 3  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z

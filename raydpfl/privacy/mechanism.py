@@ -1,4 +1,8 @@
-"""The mechanism: what a run releases, described once, for sampler, ledger and accountants alike.
+"""What a run releases, described once, for sampler, ledger and accountants alike.
+
+A `Release` is the description that plan, coordinator, budget and audit ask. Its members are
+`Mechanism`, sums over cohorts, and `raydpfl.privacy.personal.LocalSteps`, sums over batches at
+clients' local steps. Accountants are handed an `Event`: what one unit's data meet in one round.
 
 >>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (Query("update", bound=0.5, std=2.0),), rounds=100)
 >>> mechanism.noise_multiplier
@@ -21,21 +25,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
+from raydpfl.privacy import accounting, memory
+from raydpfl.privacy.facts import Placement, Relation, Terms, Unit, one_of
+from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.laws import LAWS, Law
-
-Relation = Literal["add_remove", "zero_out", "replace_one"]
-Placement = Literal["client", "server", "step"]
-
-
-def one_of(field: str, value: object, choices: object) -> None:
-    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
-    if value not in get_args(choices):
-        raise ConfigError(field, value, f"one of {', '.join(get_args(choices))}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,146 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class Event:
+    """What accountants compose: what one round (or participation) releases about one unit.
+
+    `each` Gaussians, every one over a sample of its own drawn by `sampling`, with `mu` =
+    sensitivity / std; and, unless `also` is 0, one Gaussian of that mu over everyone.
+    """
+
+    sampling: Sampling
+    mu: float
+    each: int = 1
+    also: float = 0.0
+
+    def unamplified(self, counts: ArrayLike) -> np.ndarray:
+        """mu float64 [counts] of the one Gaussian that `counts` events amount to, where no sample
+        is a secret.
+        """
+        if self.each == 1 and not self.also:
+            return self.mu * np.sqrt(counts)  # mu itself, unrounded
+        return np.sqrt(np.asarray(counts) * (self.each * self.mu**2 + self.also**2))
+
+
+class Release:
+    """Base of the two descriptions of what a run releases; everything that the rest asks of one.
+
+    The answers given here are those of sums over cohorts with nothing to say of single clients.
+    """
+
+    unit: Unit
+
+    def digest(self) -> str:
+        """Its name in the ledger and the cache."""
+        raise NotImplementedError
+
+    @property
+    def private(self) -> bool:
+        """Whether there is any noise to account for."""
+        raise NotImplementedError
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Std of the noise on the sum / bound; None where each client has its own."""
+        return None
+
+    @property
+    def largest(self) -> int:
+        """How many units are protected together: the largest number that delta is held against."""
+        raise NotImplementedError
+
+    @property
+    def cohorts(self) -> Sampling | None:
+        """The law of the cohorts, where accountants count on it; None where they count draws."""
+        return None
+
+    @property
+    def by_draws(self) -> bool:
+        """Whether what is spent depends on who was drawn, client by client."""
+        return self.cohorts is None
+
+    @property
+    def hidden(self) -> bool:
+        """Whether accountants count on the cohort being a secret."""
+        return self.cohorts is not None and self.cohorts.hidden
+
+    @property
+    def unproved(self) -> str | None:
+        """Why what it guarantees is not proved, in words; None where it is."""
+        return None
+
+    def uncovered(self, accountant: str, relation: Relation) -> str | None:
+        """Why an accountant does not cover it under a relation, in words; None where it does."""
+        return None
+
+    def curves(
+        self,
+        accountants: Sequence[str],
+        draws: Sequence[ArrayLike] | None,
+        exposures: np.ndarray,
+        terms: Terms,
+    ) -> dict[str, np.ndarray]:
+        """Epsilon after each of the rounds that count, float64 [rounds], by accountant: of one
+        client, or of the sample that has spent most.
+
+        Args:
+            accountants: whose curves are wanted.
+            draws: the clients of every release, one drawn twice standing twice; only read where
+                `by_draws`.
+            exposures: int64 [rounds], how many releases a guarantee composes over by each round.
+            terms: relation, delta and v.
+        """
+        raise NotImplementedError
+
+    def guarantees(
+        self,
+        participations: Mapping[int, int] | ArrayLike | None,
+        accountants: Sequence[str],
+        rounds: int,
+        terms: Terms,
+    ) -> list[Guarantee]:
+        """What holds after the run, by every accountant, against each observer worth telling apart.
+
+        Args:
+            participations: how often each client was drawn; None where that is not known.
+            accountants: whose guarantees are wanted.
+            rounds: how many releases a guarantee composes over.
+            terms: relation, delta and v.
+        """
+        raise NotImplementedError
+
+    def client_facts(self) -> tuple[np.ndarray, ...]:
+        """What it holds of each client, arrays [N]; part of the digests that noise is keyed by."""
+        return ()
+
+    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
+        """Stds float64 [r] of the noise of these clients on the mean gradient of a local step;
+        None where none is drawn there.
+        """
+        return None
+
+    def table(
+        self, participations: Mapping[int, int] | ArrayLike, accountants: Sequence[str]
+    ) -> list[dict[str, Any]] | None:
+        """A row for each client that took part; None where no client has a guarantee of its own."""
+        return None
+
+    def quantiles(
+        self, accountant: str, participations: Mapping[int, int] | ArrayLike
+    ) -> np.ndarray:
+        """Epsilon float64 [5] at quantiles over the clients; [0] where none has one of its own."""
+        return np.zeros(0)
+
+    def warnings(self, participations: Mapping[int, int] | ArrayLike) -> tuple[str, ...]:
+        """What a reader should know of single clients, in words."""
+        return ()
+
+    def check_claims(self, participations: Mapping[int, int] | ArrayLike) -> None:
+        """Raises `BudgetError` where some client was promised more than holds."""
+
+
+@dataclass(frozen=True)
+class Mechanism(Release):
     """`rounds` times: sample, bound, add, noise, release. What every accountant reads, and nothing
     else.
 
@@ -152,7 +292,7 @@ class Mechanism:
     sampling: Sampling
     queries: tuple[Query, ...]
     rounds: int
-    unit: Literal["client", "sample"] = "client"
+    unit: Unit = "client"
     placement: Placement = "server"
     exclusions: tuple[str, ...] = ()
     memory: str = ""
@@ -160,7 +300,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         one_of("noise.placement", self.placement, Placement)
-        one_of("privacy.unit", self.unit, Literal["client", "sample"])
+        one_of("privacy.unit", self.unit, Unit)
         if not (_is_count(self.rounds) and self.rounds >= 1):
             raise ConfigError("rounds", self.rounds, "an integer, at least 1")
         if not self.queries:
@@ -220,6 +360,71 @@ class Mechanism:
             if self.private
             else math.inf
         )
+
+    @property
+    def largest(self) -> int:
+        return self.sampling.population
+
+    @property
+    def cohorts(self) -> Sampling:
+        return self.sampling
+
+    @property
+    def unproved(self) -> str | None:
+        return memory.unproved(self)
+
+    def uncovered(self, accountant: str, relation: Relation) -> str | None:
+        return accounting.covers(accountant, self, relation)
+
+    def event(self, relation: Relation) -> Event:
+        """What accountants compose over the rounds."""
+        return Event(self.sampling, self.mu(relation))
+
+    def curves(
+        self,
+        accountants: Sequence[str],
+        draws: Sequence[ArrayLike] | None,
+        exposures: np.ndarray,
+        terms: Terms,
+    ) -> dict[str, np.ndarray]:
+        """As `Release.curves`; infinite by an accountant that does not cover this."""
+        most = max(int(exposures[-1]), 1)
+        found = {name: np.full(len(exposures), np.inf) for name in accountants}
+        for name in accountants:
+            if self.uncovered(name, terms.relation):
+                continue
+            curve = accounting.epsilon_curve(
+                self, terms.relation, terms.delta, most, name, v=terms.v
+            )
+            found[name] = np.concatenate([[0.0], curve])[exposures]
+        return found
+
+    def guarantees(
+        self,
+        participations: Mapping[int, int] | ArrayLike | None,
+        accountants: Sequence[str],
+        rounds: int,
+        terms: Terms,
+    ) -> list[Guarantee]:
+        most = None
+        if isinstance(participations, Mapping):
+            most = max(participations.values(), default=0)
+        elif participations is not None:
+            most = int(np.max(participations, initial=0))
+        return accounting.guarantees(
+            self,
+            terms.relation,
+            terms.delta,
+            rounds,
+            accountants,
+            participations=most,
+            v=terms.v,
+        )
+
+    def unsampled(self) -> Mechanism:
+        """The same mechanism as one meets it who knows the cohorts: everyone in every round."""
+        everyone = Sampling("full", self.sampling.population, self.sampling.population)
+        return replace(self, sampling=everyone)
 
     def with_noise(self, z: float) -> Mechanism:
         """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by

@@ -75,7 +75,10 @@ of the kind `unproven`.
 
 from __future__ import annotations
 
-from raydpfl.privacy.mechanism import Mechanism
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raydpfl.privacy.mechanism import Mechanism
 
 
 def unproved(mechanism: Mechanism) -> str | None:

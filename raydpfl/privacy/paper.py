@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.mechanism import Sampling
 from raydpfl.privacy.pld import gaussian_delta
+
+if TYPE_CHECKING:
+    from raydpfl.privacy.mechanism import Sampling
 
 
 @dataclass(frozen=True)

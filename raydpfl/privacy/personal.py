@@ -37,7 +37,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -47,8 +47,9 @@ from raydpfl.privacy import pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, at_local_steps
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
+from raydpfl.privacy.facts import Terms, Unit, one_of
 from raydpfl.privacy.guarantee import Guarantee, column
-from raydpfl.privacy.mechanism import Query, one_of
+from raydpfl.privacy.mechanism import Event, Query, Release, Sampling
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # at which quantiles over clients are reported
@@ -60,7 +61,7 @@ Participations = Mapping[int, int] | ArrayLike
 
 
 @dataclass(frozen=True, eq=False)
-class LocalSteps:
+class LocalSteps(Release):
     """What N clients release, and what each was promised. Arrays have length N.
 
     `samples` int64: n_k. `batch`: B, of which a smaller client uses n_k; None: all samples, always.
@@ -86,6 +87,7 @@ class LocalSteps:
     calibration: Calibration | None = None
     exclusions: tuple[str, ...] = ()
     beside: Query | None = None
+    unit: ClassVar[Unit] = "sample"
     _spent: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +184,7 @@ class LocalSteps:
         return self.samples if self.batch is None else np.minimum(self.batch, self.samples)
 
     @property
-    def hidden(self) -> np.ndarray:
+    def amplified(self) -> np.ndarray:
         """Bool [N]: where a batch is a secret subset, which amplifies privacy."""
         return (self.batches < self.samples) & (self.sampling == "fresh")
 
@@ -213,6 +215,28 @@ class LocalSteps:
             if self.beside
             else np.zeros(len(self.samples))
         )
+
+    def event(self, k: int) -> Event:
+        """What one participation of client k releases about one of its samples."""
+        n = int(self.samples[k])
+        b = int(self.batches[k])
+        return Event(
+            Sampling("fixed", n, b if self.amplified[k] else n),
+            2 * self.bound / (b * float(self.stds[k])),
+            int(self.compositions[k]),
+            float(self.beside_mu[k]),
+        )
+
+    @property
+    def largest(self) -> int:
+        """The samples of the client that has most."""
+        return int(self.samples.max())
+
+    def client_facts(self) -> tuple[np.ndarray, ...]:
+        return (self.stds,)
+
+    def step_stds(self, clients: np.ndarray) -> np.ndarray:
+        return self.stds[clients]
 
     @property
     def private(self) -> bool:
@@ -264,16 +288,22 @@ class LocalSteps:
         return found
 
     def curves(
-        self, accountants: Sequence[str], cohorts: Iterable[ArrayLike]
+        self,
+        accountants: Sequence[str],
+        draws: Sequence[ArrayLike] | None,
+        exposures: np.ndarray | None = None,
+        terms: Terms | None = None,
     ) -> dict[str, np.ndarray]:
         """The largest epsilon of any client's samples after each round, float64 [rounds], by pld,
         rdp or paper; public clients left out.
 
-        `cohorts`: the clients of each round, one drawn twice standing twice. `paper` is the formula
-        that the noise was calibrated by, else 003's. The last value is the largest of `epsilons` to
-        the bit.
+        `draws`: the clients of each release, one drawn twice standing twice; the last
+        len(`exposures`) of them are the rounds that count, all where that is None. `terms` are
+        this object's own. `paper` is the formula that the noise was calibrated by, else 003's. The
+        last value is the largest of `epsilons` to the bit.
         """
-        rounds = [np.unique(np.asarray(cohort, np.int64), return_counts=True) for cohort in cohorts]
+        assert draws is not None
+        rounds = [np.unique(np.asarray(drawn, np.int64), return_counts=True) for drawn in draws]
         finals = np.zeros(len(self.samples), np.int64)
         for clients, times in rounds:
             finals[clients] += times
@@ -300,19 +330,24 @@ class LocalSteps:
                         )
                         worst = max(worst, float(now))
                 curve[t] = worst
-            found[accountant] = curve
+            found[accountant] = curve if exposures is None else curve[-len(exposures) :]
         return found
 
     def guarantees(
-        self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")
+        self,
+        participations: Participations | None,
+        accountants: Sequence[str] = ("pld", "rdp", "paper"),
+        rounds: int | None = None,
+        terms: Terms | None = None,
     ) -> list[Guarantee]:
         """What holds for the client that has spent most, by every accountant; its id and the
-        quantiles over clients are in `sampling`.
+        quantiles over clients are in `sampling`. `rounds` and `terms` are this object's own.
 
         `paper` stands for each of `FORMULAS`, with the conditions that fail for that client. Public
         clients have no guarantee and are listed among the exclusions; when there is nobody else,
         the epsilon is infinite.
         """
+        assert participations is not None
         counts = self._counts(participations)
         who = np.flatnonzero((counts > 0) & (self.samples > 0))
         kept = who[~self.public[who]]
@@ -476,21 +511,10 @@ class LocalSteps:
     def _account(self, name: str, k: int, first: int, last: int) -> np.ndarray:
         counts = np.arange(first, last + 1)
         if name in FORMULAS:
-            return FORMULAS[name].curve(
+            return FORMULAS[name].claims(
                 float(self.stds[k]), self.delta, counts, **self._client(k, 1)
             )
-        mu = 2 * self.bound / (self.batches[k] * self.stds[k])
-        q = self.batches[k] / self.samples[k] if self.hidden[k] else 1.0
-        return _epsilons(
-            name,
-            float(q),
-            float(mu),
-            self.delta,
-            int(self.compositions[k]),
-            first,
-            last,
-            float(self.beside_mu[k]),
-        )
+        return _rigorous(name).curve(self.event(k), self.delta, counts)
 
     def _conditions(
         self, name: str, k: int, count: int, epsilon: float
@@ -524,7 +548,7 @@ class LocalSteps:
         n = self.samples[k]
         b = self.batches[k]
         steps = self.steps * count
-        if self.hidden[k]:
+        if self.amplified[k]:
             batches = f"fixed size {b} of {n}, batch hidden"
         elif b == n:
             batches = f"all {n}"
@@ -556,8 +580,7 @@ class LocalSteps:
         _rigorous(accountant)
         n = self.samples[clients]
         b = self.batches[clients]
-        hidden = self.hidden[clients]
-        q = np.where(hidden, b / n, 1.0)
+        q = np.where(self.amplified[clients], b / n, 1.0)
         times = self.compositions[clients] * counts[clients]
         # With the noise gone all that protects a sample is the chance of never being in a batch.
         with np.errstate(divide="ignore"):
@@ -582,10 +605,18 @@ class LocalSteps:
         )
         if self.beside:
             self._check_left(clients[first], kinds, accountant)
+        samplings = [
+            Sampling(
+                "fixed",
+                int(self.samples[k]),
+                int(self.batches[k] if self.amplified[k] else self.samples[k]),
+            )
+            for k in clients[first].tolist()
+        ]
         question = ["local steps", kinds.tolist(), self.delta, accountant]
         z = cached(
             question,
-            lambda: _noise_multipliers(*kinds.T, self.delta, accountant).tolist(),
+            lambda: _noise_multipliers(samplings, *kinds.T, self.delta, accountant).tolist(),
             len(kinds),
         )
         return np.array(z)[member.reshape(-1)] * self.bound / b
@@ -594,9 +625,11 @@ class LocalSteps:
         """Raises `ConfigError` where what is released `beside` the steps takes (nearly) all of the
         budget of one of these clients.
         """
+        everyone = Sampling("full", 1, 1)
+        by = _rigorous(accountant)
         alone = np.array(
             [
-                _epsilons(accountant, 1.0, mu, self.delta, 1, int(count), int(count))[0]
+                by.curve(Event(everyone, mu), self.delta, np.array([int(count)]))[0]
                 for _, _, count, _, mu in kinds.tolist()
             ]
         )
@@ -610,23 +643,6 @@ class LocalSteps:
                 self.beside.std,
                 f"more, as {what}, {spent} (99% at most, which leaves some to its steps)",
             )
-
-
-def _epsilons(
-    name: str,
-    q: float,
-    mu: float,
-    delta: float,
-    each: int,
-    first: int,
-    last: int,
-    beside: float = 0.0,
-) -> np.ndarray:
-    """Epsilon at `delta` after first, ..., last times `each` Gaussians of one `mu` on subsets of a
-    hidden fraction q (1: nothing is hidden) and, if `beside` is not 0, one Gaussian of that mu of
-    everyone.
-    """
-    return _rigorous(name).of_steps(q, mu, delta, each, np.arange(first, last + 1), beside)
 
 
 def _rigorous(name: str) -> Accountant:
@@ -643,6 +659,7 @@ def _formula(calibration: str) -> Formula:
 
 
 def _noise_multipliers(
+    samplings: Sequence[Sampling],
     q: np.ndarray,
     each: np.ndarray,
     counts: np.ndarray,
@@ -654,6 +671,7 @@ def _noise_multipliers(
     """z float64 [k]: std of the sum / bound with which `counts` times `each` Gaussians at fraction
     q, and one of mu `beside`, spend at most `targets`; 1e-3 above the least, at most.
     """
+    by = _rigorous(accountant)
     times = each * counts
     others = beside * np.sqrt(counts)
     mu = _central_limit_mu(q, times, targets, others, delta)
@@ -670,17 +688,8 @@ def _noise_multipliers(
         start = log_z[k] + offsets[k]
 
         def excess(x: float, k: int = k, aim: float = aim, start: float = start) -> float:
-            count = int(counts[k])
-            spent = _epsilons(
-                accountant,
-                float(q[k]),
-                2 * math.exp(-x),
-                delta,
-                int(each[k]),
-                count,
-                count,
-                float(beside[k]),
-            )[0]
+            event = Event(samplings[k], 2 * math.exp(-x), int(each[k]), float(beside[k]))
+            spent = by.curve(event, delta, np.array([int(counts[k])]))[0]
             # noise so far beyond what is looked for changes nothing any more
             if math.isinf(spent) and x > start + 5:
                 raise ConfigError(

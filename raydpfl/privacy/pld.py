@@ -107,9 +107,15 @@ class LossDistribution:
             ]
         )
 
-    def delta(self, epsilon: float, rounds: int) -> float:
-        """Delta at `epsilon` after `rounds` rounds."""
-        (deltas,) = self._tails(rounds, rounds)
+    def delta(
+        self,
+        epsilon: float,
+        rounds: int,
+        every: int = 1,
+        beside: LossDistribution | None = None,
+    ) -> float:
+        """Delta at `epsilon` after `rounds` rounds; `every` and `beside` as for `epsilons`."""
+        (deltas,) = self._tails(rounds, rounds, every, beside)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
             return float(deltas[-1])

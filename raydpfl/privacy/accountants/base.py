@@ -9,13 +9,14 @@ import numpy as np
 from raydpfl.privacy.laws import Law
 
 if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Mechanism, Relation
+    from raydpfl.privacy.facts import Relation
+    from raydpfl.privacy.mechanism import Event, Mechanism
     from raydpfl.privacy.paper import Printed
 
 
 class Accountant:
-    """Base of the accountants: `epsilons` and `delta` of a mechanism it covers, and `of_steps` for
-    noise at local steps.
+    """Base of the accountants. A member gives `curve` and `delta_of` an event that it covers, or,
+    where it is a formula of another form, `epsilons` and `delta` of a mechanism.
 
     A rigorous member names in `needs` the method of a sampling law (`Law.losses` or `Law.renyi`)
     that it accounts a secret by.
@@ -73,23 +74,20 @@ class Accountant:
 
         `v` is the constant that the formula of 000 and 001 leaves open.
         """
-        raise NotImplementedError
+        return self.curve(mechanism.event(relation), delta, np.arange(first, last + 1))
 
     def delta(
         self, mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int, v: float
     ) -> float:
         """Delta at `epsilon` after `rounds` rounds of a mechanism with noise."""
+        return self.delta_of(mechanism.event(relation), epsilon, rounds)
+
+    def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
+        """Epsilon at `delta` after `counts` events (int64, consecutive), float64 [counts]."""
         raise NotImplementedError
 
-    def of_steps(
-        self, q: float, mu: float, delta: float, each: int, counts: np.ndarray, beside: float
-    ) -> np.ndarray:
-        """Epsilon at `delta` of a sample after `counts` participations (int64, one after another),
-        float64 [counts].
-
-        Each is `each` Gaussians of one `mu` on subsets of a hidden fraction q (1: nothing is
-        hidden) and, if `beside` is not 0, one Gaussian of that mu of everyone.
-        """
+    def delta_of(self, event: Event, epsilon: float, count: int) -> float:
+        """Delta at `epsilon` after `count` events."""
         raise NotImplementedError
 
 
@@ -118,7 +116,7 @@ class Formula(Accountant):
         """The std at which it claims (epsilon, delta), with the conditions that fail."""
         raise NotImplementedError
 
-    def curve(self, std: float, delta: float, counts: np.ndarray, **client: Any) -> np.ndarray:
+    def claims(self, std: float, delta: float, counts: np.ndarray, **client: Any) -> np.ndarray:
         """Its epsilons after `counts` participations of `client["steps"]` steps each, float64
         [counts].
         """

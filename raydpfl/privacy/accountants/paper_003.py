@@ -21,7 +21,7 @@ class Budgets(Formula):
     def noise(self, epsilon, delta, **client):
         return paper.budget_noise(epsilon, delta, **client)
 
-    def curve(self, std, delta, counts, *, bound, batch, samples, steps):
+    def claims(self, std, delta, counts, *, bound, batch, samples, steps):
         root = std / (bound * np.sqrt(steps * counts))
         return paper.budget_epsilons(root, delta, batch=batch, samples=samples)
 

@@ -4,13 +4,17 @@ for the mathematics.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants.base import Accountant
+from raydpfl.privacy.laws.base import Losses
+
+if TYPE_CHECKING:
+    from raydpfl.privacy.mechanism import Event
 
 
 class Pld(Accountant):
@@ -19,32 +23,29 @@ class Pld(Accountant):
     name = "pld"
     needs = "losses"
 
-    def epsilons(self, mechanism, relation, delta, first, last, v):
-        mu = mechanism.mu(relation)
-        sampling = mechanism.sampling
-        if not sampling.hidden:
-            return pld.gaussian_epsilon(mu * np.sqrt(np.arange(first, last + 1)), delta)
-        return np.max([loss.epsilons(delta, first, last) for loss in _losses(sampling, mu)], axis=0)
+    def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
+        if not event.sampling.hidden:
+            return pld.gaussian_epsilon(event.unamplified(counts), delta)
+        each = event.each
+        first = int(counts[0]) * each
+        last = int(counts[-1]) * each
+        curves = [loss.epsilons(delta, first, last, each, other) for loss, other in _losses(event)]
+        return np.max(curves, axis=0)
 
-    def delta(self, mechanism, relation, epsilon, rounds, v):
-        mu = mechanism.mu(relation)
-        sampling = mechanism.sampling
-        if not sampling.hidden:
-            return float(pld.gaussian_delta(epsilon, mu * math.sqrt(rounds)))
-        return min(1.0, max(loss.delta(epsilon, rounds) for loss in _losses(sampling, mu)))
-
-    def of_steps(self, q, mu, delta, each, counts, beside):
-        if q == 1:
-            return pld.gaussian_epsilon(np.sqrt(counts * (each * mu**2 + beside**2)), delta)
-        first = int(counts[0])
-        last = int(counts[-1])
-        loss = pld.fixed_size(q, mu)
-        other = None
-        if beside:
-            loss, other = pld.fixed_size_and_gaussian(q, mu, each, beside)
-        return loss.epsilons(delta, each * first, each * last, each, other)
+    def delta_of(self, event: Event, epsilon: float, count: int) -> float:
+        if not event.sampling.hidden:
+            return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
+        times = count * event.each
+        deltas = [loss.delta(epsilon, times, event.each, other) for loss, other in _losses(event)]
+        return min(1.0, max(deltas))
 
 
-@lru_cache(maxsize=64)
-def _losses(sampling, mu):
-    return sampling.law.losses(sampling, mu)
+@lru_cache(maxsize=16)
+def _losses(event: Event) -> tuple[Losses, ...]:
+    """The losses of an event, one pair for each direction that can differ: of one of its `each`
+    Gaussians, and of what is released once besides.
+    """
+    law = event.sampling.law
+    if event.also:
+        return law.losses_besides(event.sampling, event.mu, event.each, event.also)
+    return tuple((loss, None) for loss in law.losses(event.sampling, event.mu))

@@ -5,11 +5,15 @@ See `raydpfl.privacy.renyi`.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.privacy import renyi
 from raydpfl.privacy.accountants.base import Accountant
+
+if TYPE_CHECKING:
+    from raydpfl.privacy.mechanism import Event
 
 
 class Rdp(Accountant):
@@ -20,23 +24,20 @@ class Rdp(Accountant):
     name = "rdp"
     needs = "renyi"
 
-    def epsilons(self, mechanism, relation, delta, first, last, v):
-        return renyi.epsilons(
-            _round(mechanism.sampling, mechanism.mu(relation)), delta, np.arange(first, last + 1)
-        )
+    def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
+        return renyi.epsilons(_divergences(event), delta, counts)
 
-    def delta(self, mechanism, relation, epsilon, rounds, v):
+    def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        spent = _round(mechanism.sampling, mechanism.mu(relation)) * rounds
-        return float(compute_delta(renyi.ORDERS, spent, epsilon)[0])
-
-    def of_steps(self, q, mu, delta, each, counts, beside):
-        step = renyi.fixed_size(q, mu) if q < 1 else renyi.gaussian(mu)
-        return renyi.epsilons(each * step + renyi.gaussian(beside), delta, counts)
+        return float(compute_delta(renyi.ORDERS, _divergences(event) * count, epsilon)[0])
 
 
 @lru_cache(maxsize=64)
-def _round(sampling, mu):
-    """Renyi divergences of one round at each of `renyi.ORDERS`."""
-    return sampling.law.renyi(sampling, mu) if sampling.hidden else renyi.gaussian(mu)
+def _divergences(event: Event) -> np.ndarray:
+    """Renyi divergences float64 [orders] of one event at each of `renyi.ORDERS`."""
+    sampling = event.sampling
+    one = renyi.gaussian(event.mu)
+    if sampling.hidden:
+        one = sampling.law.renyi(sampling, event.mu)
+    return event.each * one + renyi.gaussian(event.also)

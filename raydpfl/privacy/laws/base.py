@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
+from raydpfl.privacy.pld import LossDistribution
 
 if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Relation, Sampling
-    from raydpfl.privacy.pld import LossDistribution
+    from raydpfl.privacy.facts import Relation
+    from raydpfl.privacy.mechanism import Sampling
+
+# of one of an event's Gaussians, and of what is released once besides them, on the same grid
+Losses: TypeAlias = tuple[LossDistribution, LossDistribution | None]
 
 
 class Law:
@@ -60,6 +64,14 @@ class Law:
         direction that can differ (pld).
 
         Not covered by pld unless given.
+        """
+        raise NotImplementedError
+
+    def losses_besides(
+        self, sampling: Sampling, mu: float, each: int, also: float
+    ) -> tuple[Losses, ...]:
+        """The same where one Gaussian of mu `also` over everyone is released besides every `each`
+        of them: the losses of both on one grid. Not covered by pld unless given.
         """
         raise NotImplementedError
 

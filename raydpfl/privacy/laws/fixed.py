@@ -26,5 +26,8 @@ class Fixed(Law):
     def losses(self, sampling, mu):
         return (pld.fixed_size(sampling.q, mu),)
 
+    def losses_besides(self, sampling, mu, each, also):
+        return (pld.fixed_size_and_gaussian(sampling.q, mu, each, also),)
+
     def renyi(self, sampling, mu):
         return renyi.fixed_size(sampling.q, mu)

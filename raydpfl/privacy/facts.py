@@ -1,0 +1,30 @@
+"""Words with a fixed meaning that mechanisms, accountants and guarantees share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from raydpfl.errors import ConfigError
+
+Relation = Literal["add_remove", "zero_out", "replace_one"]
+Placement = Literal["client", "server", "step"]
+Unit = Literal["client", "sample"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a guarantee is asked for at.
+
+    `v` is the constant that the formula of 000 and 001 leaves open; no rigorous accountant has one.
+    """
+
+    relation: Relation
+    delta: float
+    v: float = 4.0
+
+
+def one_of(field: str, value: object, choices: object) -> None:
+    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
+    if value not in get_args(choices):
+        raise ConfigError(field, value, f"one of {', '.join(get_args(choices))}")
