@@ -22,6 +22,7 @@ from raydpfl.bounding import Bounding
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.tune import Sweep, driver, folder, results, run
 from raydpfl.tune.limits import Limits
+from raydpfl.tune.spaces import parse
 
 RATES = {"grid": [0.1, 1]}
 KEPT = {"rounds": 2, "evaluate": {"every": 1}, "sweep": {"repeats": 2}}
@@ -169,6 +170,50 @@ def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
     first.folder.mkdir(parents=True)
     ledger(first.folder)
     assert results.counted(settings) == results.Runs(own=3, all=3, private=3)
+
+
+# --- the tables ---
+
+
+def test_the_tables_of_a_sweep_have_one_schema_whatever_has_run(finished, tmp_path):
+    asked = sweep_of()
+    waiting = [asked.setting(values) for values in asked.listed()]
+    for setting in waiting:
+        asked.add_trials(setting, tmp_path / "trials")
+    for settings in ([], waiting):
+        found = results.gather(tmp_path, settings, asked, False, {})
+        results.write(found, asked)
+        for name in ("results.parquet", "settings.parquet"):
+            schema = pq.read_schema(tmp_path / name)
+            assert schema == pq.read_schema(finished / name)
+            assert len(schema.names) == len({*schema.names}) and "epsilon_rdp" in schema.names
+            assert str(schema.field("local.lr").type) == "double"
+
+
+COLUMNS = {
+    "an interval": ({"uniform": [0.1, 1]}, "double", 0.5, 0.5),
+    "whole numbers": ({"grid": [1, 2]}, "int64", 1, 1),
+    "whole numbers beyond 64 bits": ({"powers_of_two": [60, 70]}, "double", 2**70, 2.0**70),
+    "numbers": ({"grid": [1, 0.5]}, "double", 1, 1.0),
+    "truths": ({"choice": [True, False]}, "bool", True, True),
+    "texts": ({"grid": ["clip", "none"]}, "string", "clip", "clip"),
+    "values of several kinds": ({"grid": [1, "auto"]}, "string", 1, "1"),
+    "sections": ({"grid": [{"kind": "sgd"}]}, "string", {"kind": "sgd"}, '{"kind": "sgd"}'),
+    "nothing, or a number": ({"grid": [None, 2]}, "int64", None, None),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_a_searched_value_has_a_column_of_its_spaces_kind(case, tmp_path):
+    space, kind, value, held = COLUMNS[case]
+    search = {"search": "random", "samples": 1}
+    asked = sweep_of(sweep=search)
+    asked.spaces["local.lr"] = parse("local.lr", space)
+    setting = asked.setting({"local.lr": 0.1})
+    setting.values["local.lr"] = value
+    for settings in ([], [setting]):
+        column = results.gather(tmp_path, settings, asked, False, {}).settings["local.lr"]
+        assert str(column.type) == kind and column.to_pylist() == [held] * len(settings)
 
 
 # --- trials that fail ---

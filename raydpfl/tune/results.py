@@ -4,6 +4,7 @@ what choosing it means.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ import pyarrow.parquet as pq
 from raydpfl.privacy import column
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
+from raydpfl.tune.spaces import Interval, Space
 from raydpfl.tune.sweep import Setting, Sweep, Trial
 
 _SHOWN = ("completed", "budget", "stopped", "failed")
+# What a row of results.parquet has of the trial's summary, before and after the epsilons.
+_SCORES = {"rounds": pa.int64(), "test_accuracy": pa.float64(), "test_loss": pa.float64()}
+_FACTS = {"model_sha256": pa.string(), "seconds": pa.float64()}
 
 
 @dataclass(frozen=True)
@@ -50,15 +55,10 @@ def best_of(settings: Sequence[Setting], sweep: Sweep) -> Setting | None:
     """See `Result.best`; of the settings so far, while the sweep runs."""
     if sweep.search.on_error == "fail" and failures(settings):
         return None
-    known = [
-        setting
-        for setting in settings
-        if setting.done and setting.mean(sweep.search.metric) is not None
-    ]
-    known = [setting for setting in known if setting.whole] or known
-    return max(
-        known, key=lambda setting: sweep.sign * setting.mean(sweep.search.metric), default=None
-    )
+    means = [(setting, setting.mean(sweep.search.metric)) for setting in settings if setting.done]
+    known = [(sweep.sign * mean, setting) for setting, mean in means if mean is not None]
+    known = [(score, setting) for score, setting in known if setting.whole] or known
+    return max(known, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def epsilons(trial: Trial) -> dict[str, float]:
@@ -125,43 +125,51 @@ def gather(
     folder: Path, settings: Sequence[Setting], sweep: Sweep, over: bool, more: dict[str, Any]
 ) -> Result:
     """The result so far, or, when the sweep is `over`, the result. `more` goes into the summary."""
-    trials = [trial for each in settings for trial in each.trials]
-    failed = failures(settings)
     best = best_of(settings, sweep)
-    metric = sweep.search.metric
-    problem = None
-    if failed and sweep.search.on_error == "fail":
-        problem = f"{len(failed):,} of {_count(len(trials), 'trial')} failed, and no best setting"
-        problem += " was chosen; go on with --resume, or choose among the others with"
-        problem += " sweep.on_error=choose"
-    elif best is None:
-        problem = "no setting has a result"
+    problem = _problem(settings, sweep, best) if over else None
     status = "running"
     if over:
         status = "failed" if problem else "completed"
-    runs = counted(settings)
-    summary: dict[str, Any] = {
-        "status": status,
-        "reason": problem if over else None,
-        "settings": len(settings),
-        "trials": {state: sum(trial.status == state for trial in trials) for state in _SHOWN},
-        "metric": metric,
-        "choice": statement(settings, sweep, best is not None or not over),
-        "trained": {"runs": runs.all, "private": runs.private},
-        "failed": [
-            {"directory": str(trial.folder.relative_to(folder)), "reason": trial.failure()}
-            for trial in failed
-        ],
-    }
+    summary = {"status": status, "reason": problem} | _summary(settings, sweep, folder)
+    summary["choice"] = statement(settings, sweep, best is not None or not over)
     if best:
+        metric = sweep.search.metric
         summary["best"] = {
             "values": best.values,
             "mean": best.mean(metric),
             "spread": best.spread(metric),
-            "seeds": [t.seed for t in best.trials],
+            "seeds": [trial.seed for trial in best.trials],
         }
     tables = _trials(settings, sweep, folder), _settings(settings, sweep)
-    return Result(folder, *tables, best, summary | more, list(settings), problem if over else None)
+    return Result(folder, *tables, best, summary | more, list(settings), problem)
+
+
+def _problem(settings: Sequence[Setting], sweep: Sweep, best: Setting | None) -> str | None:
+    """Why a sweep that is over did not come to its end, in one line."""
+    failed = len(failures(settings))
+    if failed and sweep.search.on_error == "fail":
+        trials = _count(sum(len(setting.trials) for setting in settings), "trial")
+        return (
+            f"{failed:,} of {trials} failed, and no best setting was chosen; go on with --resume,"
+            " or choose among the others with sweep.on_error=choose"
+        )
+    return "no setting has a result" if best is None else None
+
+
+def _summary(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> dict[str, Any]:
+    """What summary.json says of the trials, whichever setting is chosen."""
+    states = [trial.status for setting in settings for trial in setting.trials]
+    runs = counted(settings)
+    return {
+        "settings": len(settings),
+        "trials": {state: states.count(state) for state in _SHOWN},
+        "metric": sweep.search.metric,
+        "trained": {"runs": runs.all, "private": runs.private},
+        "failed": [
+            {"directory": str(trial.folder.relative_to(folder)), "reason": trial.failure()}
+            for trial in failures(settings)
+        ],
+    }
 
 
 def write(result: Result, sweep: Sweep) -> None:
@@ -200,12 +208,8 @@ def score(setting: Setting, metric: str) -> str:
     spread = setting.spread(metric)
     if mean is None:
         return ""
-    show = (
-        (lambda value: f"{value:.2%}")
-        if metric == "test_accuracy"
-        else (lambda value: f"{value:.4g}")
-    )
-    return show(mean) + (f" ± {show(spread)}" if spread is not None else "")
+    shown = ".2%" if metric == "test_accuracy" else ".4g"
+    return f"{mean:{shown}}" + (f" ± {spread:{shown}}" if spread is not None else "")
 
 
 def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table:
@@ -213,58 +217,78 @@ def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table
     for place, setting in enumerate(settings):
         for trial in setting.trials:
             facts = trial.summary or {}
-            row = {"setting": place, **setting.values, "seed": trial.seed, "status": trial.status}
-            row |= {name: facts.get(name) for name in ("rounds", "test_accuracy", "test_loss")} | (
-                epsilons(trial) if facts else {}
-            )
-            row |= {name: facts.get(name) for name in ("model_sha256", "seconds")}
+            row = _cells(setting, sweep) | {"setting": place, "seed": trial.seed}
+            row |= {name: facts.get(name) for name in (*_SCORES, *_FACTS)}
+            row |= epsilons(trial) if facts else {}
+            directory = str(trial.folder.relative_to(folder))
             rows.append(
-                row | {"directory": str(trial.folder.relative_to(folder)), "reason": trial.reason}
+                row | {"status": trial.status, "directory": directory, "reason": trial.reason}
             )
-    return _arrow(rows)
+    first = {"setting": pa.int64(), **_searched(sweep), "seed": pa.uint64(), "status": pa.string()}
+    last = {"directory": pa.string(), "reason": pa.string()}
+    return _table(rows, first | _SCORES | _spent(rows, sweep) | _FACTS | last)
 
 
 def _settings(settings: Sequence[Setting], sweep: Sweep) -> pa.Table:
     metric = sweep.search.metric
     rows = []
     for place, setting in enumerate(settings):
-        spent: dict[str, float] = {}
+        row = _cells(setting, sweep)
+        row |= {"setting": place, "trials": len(setting.trials), "whole": setting.whole}
+        row |= {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)}
         for trial in setting.trials:
             for name, value in epsilons(trial).items():
-                spent[name] = max(value, spent.get(name, value))
-        row = {
-            "setting": place,
-            **setting.values,
-            "trials": len(setting.trials),
-            "whole": setting.whole,
-        }
-        rows.append(
-            row
-            | {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)}
-            | spent
-        )
-    return _arrow(rows)
+                row[name] = max(value, row.get(name, value))
+        rows.append(row)
+    columns = {"setting": pa.int64(), **_searched(sweep), "trials": pa.int64(), "whole": pa.bool_()}
+    columns |= {f"{metric}_mean": pa.float64(), f"{metric}_spread": pa.float64()}
+    return _table(rows, columns | _spent(rows, sweep))
 
 
-def _arrow(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """A table whose columns of mixed or nested values are JSON texts."""
-    columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
-        kinds = {
-            bool if isinstance(v, bool) else float if isinstance(v, (int, float)) else type(v)
-            for v in values
-            if v is not None
-        }
-        if len(kinds) > 1 or kinds & {dict, list}:
-            values = [
-                None if value is None else value if isinstance(value, str) else json.dumps(value)
-                for value in values
-            ]
-        elif kinds == {float} and any(isinstance(value, float) for value in values):
-            values = [None if value is None else float(value) for value in values]
-        columns[name] = pa.array(values)
-    return pa.table(columns)
+def _table(rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Table:
+    return pa.Table.from_pylist(rows, schema=pa.schema(list(columns.items())))
+
+
+def _spent(rows: Sequence[dict[str, Any]], sweep: Sweep) -> dict[str, pa.DataType]:
+    """The columns of epsilons: of every accountant that the config asks for, and of those that a
+    run has besides, such as a rigorous one beside the paper's."""
+    asked = [e.privacy.accountants for e in sweep.probes if e.private]
+    names = [column(name) for name in dict.fromkeys(itertools.chain(*asked))]
+    found = [name for row in rows for name in row if name.startswith("epsilon_")]
+    return dict.fromkeys([*names, *found], pa.float64())
+
+
+def _searched(sweep: Sweep) -> dict[str, pa.DataType]:
+    """The columns of searched values."""
+    return {key: _kind(space) for key, space in sweep.spaces.items()}
+
+
+def _kind(space: Space) -> pa.DataType:
+    """How a column holds the values of a space: those of several kinds, or of nested ones, as JSON
+    texts.
+    """
+    if isinstance(space, Interval):
+        return pa.float64()
+    values = [value for value in space.options if value is not None]
+    kinds = {type(value) for value in values}
+    if kinds == {bool}:
+        return pa.bool_()
+    if kinds == {int} and all(-(1 << 63) <= value < 1 << 63 for value in values):
+        return pa.int64()
+    return pa.float64() if kinds and kinds <= {int, float} else pa.string()
+
+
+def _cells(setting: Setting, sweep: Sweep) -> dict[str, Any]:
+    """A setting's values, as their columns hold them."""
+    return {key: _cell(value, _kind(sweep.spaces[key])) for key, value in setting.values.items()}
+
+
+def _cell(value: Any, kind: pa.DataType) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if kind == pa.string():
+        return json.dumps(value)
+    return float(value) if kind == pa.float64() else value
 
 
 def _count(number: int, thing: str) -> str:
