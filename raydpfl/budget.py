@@ -347,7 +347,9 @@ def _without_model(experiment: Experiment) -> Experiment:
     where its size does not count, an own server where no noise is correlated."""
     from raydpfl import models, noise, server
 
-    if experiment.selection.needs_costs or isinstance(experiment.noise, noise.BandedGaussian):
+    if experiment.selection.needs_costs or isinstance(
+        experiment.noise, noise.FAMILY["banded_gaussian"]
+    ):
         return experiment.imported()
     changes: dict[str, Any] = {}
     if "model" in experiment.unread:

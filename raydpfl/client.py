@@ -36,7 +36,6 @@ from raydpfl.keys import keyed_globals
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import sample_loss
 from raydpfl.models.state import changed, kept
-from raydpfl.noise import client_noise
 from raydpfl.own import is_own
 from raydpfl.sums import snap
 
@@ -374,13 +373,9 @@ class ClientActor(Process):
             if bounding.stateful:
                 partial.memory.append((own + bounding.beta * vector).float().cpu().numpy())
             if work.client_std > 0:
-                noise = client_noise(
-                    work.noise_seed,
-                    work.round,
-                    client,
-                    int(lane.draws[slot]),
-                    work.client_std,
-                    len(vector),
+                who = lane.clients[slot : slot + 1], lane.draws[slot : slot + 1]
+                (noise,) = self.experiment.noise.on_clients(
+                    work.noise_seed, work.round, *who, work.client_std, len(vector)
                 )
                 vector += torch.from_numpy(noise).to(self.device)
                 if self.experiment.measure.bounding:

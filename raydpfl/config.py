@@ -269,7 +269,7 @@ class Experiment(Section):
 
     @property
     def private(self) -> bool:
-        return not isinstance(self.noise, noise.NoNoise)
+        return not isinstance(self.noise, noise.FAMILY["none"])
 
     @property
     def stateful(self) -> Member | None:

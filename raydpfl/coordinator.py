@@ -28,7 +28,6 @@ from raydpfl.client import Lane, Partial, Work, peak_rss_mb
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.heterogeneity import Heterogeneity
-from raydpfl.noise import BandedGaussian, Correlated, query_noise, server_noise
 from raydpfl.placement import Actors, Inline, lanes
 from raydpfl.plan import Plan
 from raydpfl.privacy import (
@@ -105,14 +104,8 @@ class Coordinator:
             checkpoint = load(self.out / "checkpoints", self._flaw, self._most())
         anew = (checkpoint.round if checkpoint else 0) if self._anew else None
         self.plan = plan = self.plan.continued(self.ledger.segments, anew)
-        noise = self.experiment.noise
-        seed = plan.noise_seed
-        d = plan.d
-        self.noise_seed = seed
-        # without self: a cycle would keep its files open
-        self._noise = lambda t, std: server_noise(seed, t, std, d)
-        if isinstance(noise, BandedGaussian):
-            self._noise = Correlated(seed, noise.coefficients, d).draw
+        self.noise_seed = plan.noise_seed
+        self._noise = self.experiment.noise.source(plan.noise_seed, plan.d)
         by_draws = plan.mechanism is not None and plan.mechanism.by_draws
         draws = plan.draws(self.experiment.rounds) if by_draws else None
         self.curves = plan.curves(draws)
@@ -271,11 +264,11 @@ class Coordinator:
         plan = self.plan
         noise = self.experiment.noise
         selection = self.experiment.selection
-        least = plan.survivors if plan.ratio and noise.placement == "client" else 0
+        least = noise.least(plan.survivors)
         exposures = plan.exposures + max(plan.repeated, 0)
         plan.check_law()
         secret = plan.mechanism is not None and not plan.mechanism.by_draws
-        apart = noise.bands if isinstance(noise, BandedGaussian) else 1
+        apart = noise.apart()
         planned = None
         if draws is not None:
             present = draws[len(draws) - (self.experiment.rounds - plan.first) :]
@@ -431,9 +424,9 @@ class Coordinator:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,
         where the server draws any.
         """
-        if self.experiment.noise.placement != "server" or not self.plan.ratio:
+        noise = self._noise.on_sum(t, self.plan.sum_std(self.bound))
+        if noise is None:
             return total
-        noise = self._noise(t, self.plan.sum_std(self.bound))
         self._snr = (
             float(np.linalg.norm(total) / np.linalg.norm(noise))
             if self.experiment.measure.bounding
@@ -480,14 +473,8 @@ class Coordinator:
         # Each client gives its indicator minus 1/2; a client that failed has a NaN norm and gives
         # 0.
         count = sum(0.5 if norm <= self.bound else -0.5 for norm in norms if np.isfinite(norm))
-        if self.experiment.noise.placement == "server":
-            count += query_noise(seed, t, std)
-        elif std:  # in client order, whoever trained them
-            drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
-            count += sum(
-                query_noise(seed, t, std / math.sqrt(self.plan.survivors), client, draw)
-                for client, draw in drawn
-            )
+        who = cohort.clients, cohort.draws
+        count += self.experiment.noise.on_query(seed, t, std, *who, self.plan.survivors)
         bound = self.experiment.bounding.next_bound(self.bound, min(max(count / r + 0.5, 0.0), 1.0))
         if not 0 < bound <= 1e15:
             raise RunError(

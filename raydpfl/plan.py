@@ -23,7 +23,8 @@ from raydpfl import data, local, models, origin, privacy
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
-from raydpfl.noise import BandedGaussian, Noise
+from raydpfl.noise import Noise
+from raydpfl.noise.banded_gaussian import BandedGaussian
 from raydpfl.own import is_own
 from raydpfl.privacy import (
     Guarantee,
@@ -359,9 +360,7 @@ class Plan:
         """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
         with most dropouts still has the sum's.
         """
-        if self.experiment.noise.placement != "client" or not self.ratio:
-            return 0.0
-        return self.sum_std(bound) / math.sqrt(self.survivors)
+        return self.experiment.noise.client_std(self.sum_std(bound), self.survivors)
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
         """Stds float64 [r] of the noise of these clients on the mean gradient of each local step;

@@ -14,7 +14,8 @@ from scipy.optimize import minimize
 from raydpfl import noise
 from raydpfl.errors import ConfigError
 from raydpfl.member import choose
-from raydpfl.noise import Correlated
+from raydpfl.noise.banded_gaussian import BandedGaussian, Correlated
+from raydpfl.noise.drawn import server_noise
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.factorization import banded_toeplitz, check, error, sensitivity
 
@@ -69,8 +70,8 @@ def test_one_band_is_independent_noise():
     # the sum of t normals, over t = 1 .. 50
     assert error([1.0], 50) == pytest.approx(math.sqrt(51 / 2))
     drawn = Correlated(3, (1.0,), 100)
-    plain = [noise.server_noise(3, t, 0.7, 100) for t in range(3)]
-    assert all(np.array_equal(drawn.draw(t, 0.7), plain[t]) for t in range(3))
+    plain = [server_noise(3, t, 0.7, 100) for t in range(3)]
+    assert all(np.array_equal(drawn.on_sum(t, 0.7), plain[t]) for t in range(3))
 
 
 @pytest.mark.parametrize("bands, rounds", [(2, 100), (8, 1000), (32, 1000), (64, 500), (200, 200)])
@@ -164,24 +165,24 @@ def test_the_recurrence_is_the_dense_inverse(bands, rounds):
     c = banded_toeplitz(bands, rounds)
     inverse = np.linalg.inv(_matrix(c, rounds))
     assert np.allclose(_matrix(c, rounds) @ inverse, np.eye(rounds), atol=1e-12)
-    z = np.stack([noise.server_noise(5, t, 1.0, 30) for t in range(rounds)])
+    z = np.stack([server_noise(5, t, 1.0, 30) for t in range(rounds)])
     # an adaptive bound scales each round's release
     correlated = Correlated(5, c, 30)
     stds = np.linspace(0.5, 3, rounds)
-    drawn = np.stack([correlated.draw(t, stds[t]) for t in range(rounds)])
+    drawn = np.stack([correlated.on_sum(t, stds[t]) for t in range(rounds)])
     assert drawn == pytest.approx(stds[:, None] * (inverse @ z), rel=1e-10, abs=1e-12)
 
 
 def test_the_noise_of_a_round_has_the_same_bits_in_whatever_order_rounds_are_asked_for():
     c = banded_toeplitz(4, 12)
     straight = Correlated(6, c, 50)
-    through = [straight.draw(t, 2.0) for t in range(12)]
-    assert np.array_equal(Correlated(6, c, 50).draw(7, 2.0), through[7])  # after a resume
+    through = [straight.on_sum(t, 2.0) for t in range(12)]
+    assert np.array_equal(Correlated(6, c, 50).on_sum(7, 2.0), through[7])  # after a resume
     jumping = Correlated(6, c, 50)
     assert all(
-        np.array_equal(jumping.draw(t, 2.0), through[t]) for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7)
+        np.array_equal(jumping.on_sum(t, 2.0), through[t]) for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7)
     )
-    assert not np.array_equal(Correlated(7, c, 50).draw(7, 2.0), through[7])
+    assert not np.array_equal(Correlated(7, c, 50).on_sum(7, 2.0), through[7])
 
 
 def test_the_drawn_noise_has_the_covariance_of_the_theory():
@@ -193,7 +194,7 @@ def test_the_drawn_noise_has_the_covariance_of_the_theory():
     sigma = 1.7
     c = banded_toeplitz(3, rounds)
     correlated = Correlated(8, c, d)
-    drawn = np.stack([correlated.draw(t, sigma) for t in range(rounds)])
+    drawn = np.stack([correlated.on_sum(t, sigma) for t in range(rounds)])
     inverse = np.linalg.inv(_matrix(c, rounds))
     truth = sigma**2 * inverse @ inverse.T
     spread = np.sqrt((np.outer(np.diag(truth), np.diag(truth)) + truth**2) / d)
@@ -273,4 +274,4 @@ def test_a_factorisation_that_does_not_exist_is_refused(bands, rounds, momentum,
 
 def test_own_coefficients_must_fit_the_rounds_too():
     with pytest.raises(ConfigError, match=r"noise\.bands = 4"):
-        noise.BandedGaussian(bands=4, coefficients=(1, 0, 0, 0), multiplier=1.0).resolve(3)
+        BandedGaussian(bands=4, coefficients=(1, 0, 0, 0), multiplier=1.0).resolve(3)

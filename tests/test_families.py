@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from raydpfl import bounding, keys, noise, server, sums, weights
+from raydpfl import bounding, keys, server, sums, weights
 from raydpfl.errors import RunError
+from raydpfl.noise import drawn
 
 NORMS = [0.0, 1e-300, 1e-12, 0.3, 1.0, 1.0 + 1e-12, 7.0, 1e12, 1e300]
 BOUNDED = [
@@ -159,17 +160,14 @@ def test_torch_streams_keep_all_the_bits_of_their_key():
 
 def test_client_noise_has_its_law_and_is_independent_over_clients_and_rounds():
     """Kolmogorov-Smirnov and correlations of 60 vectors of 500; false-alarm rate about 1e-4 each."""
-    drawn = np.array(
-        [[noise.client_noise(0, t, c, 0, 2.0, 500) for c in range(6)] for t in range(10)]
+    vectors = np.array(
+        [drawn.client_noise(0, t, range(6), [0] * 6, 2.0, 500) for t in range(10)]
     ).reshape(60, 500)
-    assert stats.kstest(drawn.ravel() / 2.0, "norm").pvalue > 1e-4
-    correlations = np.corrcoef(drawn)[np.triu_indices(60, 1)]
+    assert stats.kstest(vectors.ravel() / 2.0, "norm").pvalue > 1e-4
+    correlations = np.corrcoef(vectors)[np.triu_indices(60, 1)]
     assert np.abs(correlations).max() < stats.norm.isf(1e-4 / 2 / len(correlations)) / math.sqrt(
         500
     )
-    assert np.array_equal(
-        noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 0, 2.0, 500)
-    )
-    assert not np.array_equal(
-        noise.client_noise(0, 3, 4, 0, 2.0, 500), noise.client_noise(0, 3, 4, 1, 2.0, 500)
-    )
+    once, again, next_draw = (drawn.client_noise(0, 3, [4], [draw], 2.0, 500) for draw in (0, 0, 1))
+    assert np.array_equal(once, again)
+    assert not np.array_equal(once, next_draw)

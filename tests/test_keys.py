@@ -7,8 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from raydpfl import keys, noise
+from raydpfl import keys
 from raydpfl.keys import Purpose, clients_normals, normals
+from raydpfl.noise import drawn
 
 ALARM = 1e-5  # false-alarm rate of each statistic below
 
@@ -160,11 +161,11 @@ def test_any_number_of_normals_can_be_drawn_odd_ones_too():
 
 
 def test_noise_is_scaled_in_double_precision():
-    for drawn, base in (
+    for noise, base in (
         (
-            noise.client_noise(2, 3, 4, 1, 1 / 3, 1001),
+            drawn.client_noise(2, 3, [4], [1], 1 / 3, 1001)[0],
             normals(2, Purpose.CLIENT_NOISE, 1001, t=3, client=4, draw=1),
         ),
-        (noise.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
+        (drawn.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
     ):
-        assert drawn.dtype == np.float64 and np.array_equal(drawn, base.double().numpy() * (1 / 3))
+        assert noise.dtype == np.float64 and np.array_equal(noise, base.double().numpy() * (1 / 3))

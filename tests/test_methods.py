@@ -19,7 +19,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.keys import Purpose, normals
-from raydpfl.noise import query_noise
+from raydpfl.noise.drawn import query_noise
 from raydpfl.plan import Plan
 from raydpfl.server import Server
 from raydpfl.tracking import load

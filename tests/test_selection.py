@@ -21,7 +21,7 @@ from scipy import stats
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import choose
-from raydpfl.noise import query_noise
+from raydpfl.noise.drawn import query_noise
 from raydpfl.privacy import Mechanism, Query, Sampling, covers
 from raydpfl.selection import FAMILY, Cohort, Population, Selection
 from raydpfl.selection.losses import successive

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +25,6 @@ import torch
 from raydpfl.client import ClientActor, Lane, Partial, Work
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
-from raydpfl.noise import BandedGaussian
 from raydpfl.plan import Plan
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
@@ -196,27 +195,6 @@ class PlantedCoordinator(Coordinator):
         return self.seen
 
 
-class Whitening:
-    """Turns rows with banded noise y = C^-1 z into rows with z: the product with C, for float [d]
-    rows given one after another.
-    """
-
-    def __init__(self, plan: Plan):
-        noise = plan.experiment.noise
-        self.coefficients = np.array(
-            noise.coefficients if isinstance(noise, BandedGaussian) else (1.0,)
-        )
-        self._past: deque[np.ndarray] = deque(maxlen=len(self.coefficients))
-
-    def __call__(self, row: np.ndarray) -> np.ndarray:
-        self._past.appendleft(row)
-        return (
-            row
-            if len(self.coefficients) == 1
-            else sum(c * past for c, past in zip(self.coefficients, self._past, strict=False))
-        )
-
-
 @dataclass
 class Record:
     """What an observer sees of one run, in units of the noise that the accountants were told of,
@@ -264,9 +242,11 @@ class Record:
         self.times = np.zeros((k, rounds), np.int64)
         self.single = np.zeros(k)
         self.single_power = np.zeros(k)
-        self.by_client = self.plan.experiment.noise.placement == "client"
+        noise = self.plan.experiment.noise
+        self.by_client = noise.client_std(1.0, self.plan.survivors) > 0
         self._weights = self.plan.weights(self.canaries.clients)
-        self._seen, self._left = Whitening(self.plan), Whitening(self.plan)
+        self._seen = noise.whitening()
+        self._left = noise.whitening()
         self._rows: list[np.ndarray] = []
 
     def begin(self, t: int, bound: float, cohort: Cohort) -> None:
@@ -279,7 +259,8 @@ class Record:
         self._sum_std = self.stds[-1] * (
             math.sqrt(len(cohort) / self.plan.survivors) if self.by_client else 1.0
         )
-        self._client_std = self.stds[-1] / math.sqrt(self.plan.survivors) if self.by_client else 0.0
+        noise = self.plan.experiment.noise
+        self._client_std = noise.client_std(self.stds[-1], self.plan.survivors)
         self.reach = bound + self._client_std / self.plan.weight
         self.cohorts.append(len(cohort) + cohort.lost)
         self._sum, self._known, self._planted = (np.zeros(self.plan.d) for _ in range(3))

@@ -5,7 +5,7 @@ What trains the model is the sum of the updates so far, A x, with x the rounds' 
 round) and A the lower triangle of ones. With A = B C the server releases A x + B z = A (x + C^-1
 z): C x + z is one Gaussian mechanism, and round t shows x_t + y_t, y = C^-1 z. Here C is
 lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few
-of its own values (`raydpfl.noise.Correlated`), and c is chosen so that the noise in the sums so far
+of its own values (`raydpfl.noise.banded_gaussian.Correlated`), and c is chosen so that the noise in the sums so far
 is least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
-from raydpfl.noise import query_noise
+from raydpfl.noise.drawn import query_noise
 from raydpfl.privacy import Query, Sampling
 from raydpfl.selection.base import Cohort, Population
 from raydpfl.selection.subsets import Sized

@@ -1,0 +1,128 @@
+"""Gaussian noise that is correlated over the rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from raydpfl.errors import ConfigError
+from raydpfl.noise.base import Source
+from raydpfl.noise.drawn import server_noise
+from raydpfl.noise.gaussian import Gaussian
+from raydpfl.privacy.factorization import banded_toeplitz
+
+
+class BandedGaussian(Gaussian):
+    """Correlated noise y = C^-1 z on the sum, drawn by the server: C banded lower-triangular
+    Toeplitz, z of N(0, std^2 I) (DP-FTRL with banded matrix factorisation, Choquette-Choo et al.
+    2023).
+
+    `epsilon`, `multiplier` and `std` speak of z, C having columns of norm at most 1. `coefficients`
+    are C's diagonals, float [bands], of any scale: by default those of least error, which `resolve`
+    fills in, so that a resumed run cannot come to others.
+    """
+
+    kind: str = "banded_gaussian"
+    placement: Literal["server"] = "server"
+    bands: int = Field(ge=1)
+    coefficients: tuple[float, ...] | None = None
+
+    @model_validator(mode="after")
+    def _banded(self) -> BandedGaussian:
+        if self.calibration != "rigorous":
+            raise ConfigError(
+                "noise.calibration",
+                self.calibration,
+                "rigorous: the papers have no formula for noise that is correlated over rounds",
+            )
+        if self.coefficients is not None and not (
+            len(self.coefficients) == self.bands and self.coefficients[0] > 0
+        ):
+            raise ConfigError(
+                "noise.coefficients",
+                self.coefficients,
+                f"{self.bands} numbers, one a band, the first above 0",
+            )
+        return self
+
+    def source(self, seed: int, d: int) -> Source:
+        assert self.coefficients is not None
+        return Correlated(seed, self.coefficients, d)
+
+    def apart(self) -> int:
+        return self.bands
+
+    def whitening(self) -> Callable[[np.ndarray], np.ndarray]:
+        assert self.coefficients is not None
+        return Whitening(self.coefficients)
+
+    def resolve(self, rounds: int, momentum: float = 0.0) -> BandedGaussian:
+        """Itself with `coefficients` of norm 1: those given, or the best for so many rounds under a
+        server of this momentum.
+
+        Raises `ConfigError` for more bands than rounds.
+        """
+        best = banded_toeplitz(self.bands, rounds, momentum)
+        c = best if self.coefficients is None else np.array(self.coefficients)
+        norm = float(np.linalg.norm(c))
+        # resolved again, it is the same to the last bit
+        c = c if abs(norm - 1) < 1e-12 else c / norm
+        return self.model_copy(update={"coefficients": tuple(c.tolist())})
+
+
+class Correlated(Source):
+    """The noise of a resolved `BandedGaussian` on models of `d` parameters: a function of (seed,
+    coefficients, round) alone.
+
+    y_t = (z_t - sum_{j=1}^{bands-1} c_j y_{t-j}) / c_0, z_t being the standard normals that
+    `server_noise` scales. It holds the last bands - 1 y, as float64 [d] each; asked for any round
+    but the next (after a resume, or for a round that broke off) it draws all from round 0 again, so
+    that nothing need be checkpointed.
+    """
+
+    def __init__(self, seed: int, coefficients: Sequence[float], d: int):
+        self._seed = seed
+        self._first = coefficients[0]
+        self._later = coefficients[1:]
+        self._d = d
+        self._restart()
+
+    def _restart(self) -> None:
+        self._next = 0
+        self._past: deque[np.ndarray] = deque(maxlen=len(self._later))  # the latest first
+
+    def on_sum(self, t: int, std: float) -> np.ndarray:
+        """The noise of one round on the sum, float64 [d], where `std` is that of z: noise
+        multiplier x the bound in force.
+        """
+        if t != self._next:
+            self._restart()
+        while self._next <= t:
+            y = server_noise(self._seed, self._next, 1.0, self._d)
+            for coefficient, past in zip(self._later, self._past, strict=False):
+                y -= coefficient * past
+            y /= self._first
+            self._past.appendleft(y)
+            self._next += 1
+        return y * std
+
+
+class Whitening:
+    """Turns rows with banded noise y = C^-1 z into rows with z: the product with C, for float64 [d]
+    rows given one after another.
+    """
+
+    def __init__(self, coefficients: Sequence[float]):
+        self._coefficients = coefficients
+        self._past: deque[np.ndarray] = deque(maxlen=len(coefficients))
+
+    def __call__(self, row: np.ndarray) -> np.ndarray:
+        self._past.appendleft(row)
+        if len(self._coefficients) == 1:
+            return row
+        parts = zip(self._coefficients, self._past, strict=False)
+        return np.asarray(sum(c * past for c, past in parts))
