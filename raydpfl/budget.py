@@ -49,9 +49,10 @@ from raydpfl import privacy
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.accountants import FORMULAS, Formula
-from raydpfl.privacy.accounting import views
+from raydpfl.privacy.accounting import View, views
+from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.paper import Printed
-from raydpfl.privacy.personal import SHARES, Participations
+from raydpfl.privacy.personal import Participations
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -139,12 +140,7 @@ class Budget:
         """What the first guarantee's epsilon means, as a bound on the power of any test at a
         false-alarm rate of 5%.
         """
-        hidden = (
-            "which samples were in the batches"
-            if self.mechanism.placement == "step"
-            else "who was in the cohorts"
-        )
-        return _means(self.guarantees[0], hidden if self.mechanism.sampling.hidden else "")
+        return _means(self.guarantees[0])
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
@@ -421,10 +417,7 @@ class PersonalBudget:
 
     def sentence(self) -> str:
         """What the first guarantee means for the client that spends most."""
-        return _means(
-            self.guarantees[0],
-            "which samples were in the batches" if self.mechanism.amplified.any() else "",
-        )
+        return _means(self.guarantees[0])
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
@@ -532,7 +525,7 @@ class _Question:
     def _at(self, z: float, rounds: int) -> Mechanism:
         return replace(self.mechanism.with_noise(z), rounds=rounds * self.steps)
 
-    def _seen(self, rounds: int) -> list[tuple[str, str, Mechanism, Relation, int]]:
+    def _seen(self, rounds: int) -> list[View]:
         return list(views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
     def _guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
@@ -552,9 +545,9 @@ class _Question:
         """
         z = self.mechanism.noise_multiplier
         rounds = self.mechanism.rounds // self.steps
-        for place, (_, _, observed, under, times) in enumerate(
-            self._seen(rounds)[: 1 if name == "paper" else None]
-        ):
+        for place, view in enumerate(self._seen(rounds)[: 1 if name == "paper" else None]):
+            observed = view.mechanism
+            under = view.relation
             found_z = z
             found_rounds = rounds
             if self.unknown != "epsilon" and not privacy.covers(name, observed, under):
@@ -563,15 +556,17 @@ class _Question:
                         self.epsilon, observed, under, self.delta, name, self.v
                     )
                     found_rounds = bisect_right(
-                        _COUNTS, most, key=lambda t, place=place: self._seen(t)[place][-1]
+                        _COUNTS, most, key=lambda t, place=place: self._seen(t)[place].rounds
                     )
                 elif name == "paper":
                     found_z = privacy.paper_multiplier(
-                        self.epsilon, observed.sampling, times, self.delta, self.v
+                        self.epsilon, observed.sampling, view.rounds, self.delta, self.v
                     )
                 else:  # what an observer meets is a fixed multiple of the mechanism's own noise
                     found_z *= (
-                        privacy.noise_for(self.epsilon, observed, under, self.delta, name, times)
+                        privacy.noise_for(
+                            self.epsilon, observed, under, self.delta, name, view.rounds
+                        )
                         / observed.noise_multiplier
                     )
             guarantee = self._guarantees(name, found_z, found_rounds, self.delta)[place]
@@ -644,10 +639,9 @@ class _Question:
         return next((each for each in spent if math.isfinite(each)), math.inf)
 
 
-def _means(guarantee: Guarantee, hidden: str) -> str:
-    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%; `hidden`: what
-    its observer does not know.
-    """
+def _means(guarantee: Guarantee) -> str:
+    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%."""
+    hidden = guarantee.sampling.secret
     if not math.isfinite(guarantee.epsilon):
         return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
     likelier = math.exp(min(guarantee.epsilon, 700.0))
@@ -821,14 +815,12 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
         for name in columns:
             made.add_column(name, justify="right", overflow="fold")
         for place, (guarantee, _) in enumerate(columns["pld"]):
-            knows = (
-                guarantee.sampling.removeprefix("batches: ")
-                .removeprefix(str(sampling))
-                .split(", ")[1:2]
-            )
+            against = [guarantee.observer.value, guarantee.sampling.knows]
             row = [column[place][1] if place < len(column) else "" for column in columns.values()]
             made.add_row(
-                ", ".join([guarantee.observer, *knows]), *[guarantee.relation] * told_apart, *row
+                ", ".join(word for word in against if word),
+                *[guarantee.relation] * told_apart,
+                *row,
             )
         return made
 
@@ -859,7 +851,7 @@ def render(budget: Budget | PersonalBudget) -> RenderableType:
             parts.append(
                 Text(_worth(budget, answer, repeated), style="red" if answer.overclaims else "")
             )
-    known = [each.sampling.partition("cohort known, ")[2] for each in budget.guarantees]
+    known = [each.sampling.participations for each in budget.guarantees]
     notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
     rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind != "paper"]
     notes += dict.fromkeys(

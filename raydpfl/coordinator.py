@@ -38,7 +38,7 @@ from raydpfl.privacy import (
     holding,
     rigorous,
 )
-from raydpfl.privacy.personal import SHARES
+from raydpfl.privacy.guarantee import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness, fingerprint
 from raydpfl.sums import grid, snap

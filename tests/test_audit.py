@@ -244,13 +244,10 @@ def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     plan = Plan.make(small())
     most = max(np.bincount(np.concatenate(plan.draws(6))))
     hidden, known, single = done.views
-    of_run = {
-        g.observer + str("hidden" in g.sampling): g.epsilon
-        for g in plan.guarantees(6, {0: int(most)})
-    }
+    of_run = {(g.observer, g.sampling.knows): g.epsilon for g in plan.guarantees(6, {0: int(most)})}
     assert (
         hidden.claimed.epsilon
-        == of_run["every aggregateTrue"]
+        == of_run["every aggregate", "cohort hidden"]
         < known.claimed.epsilon
         < single.claimed.epsilon
     )

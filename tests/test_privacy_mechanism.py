@@ -28,6 +28,7 @@ from raydpfl.privacy import (
     pld,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy.guarantee import Batches, Cohorts, Observer, Participations, Told
 from raydpfl.privacy.laws import LAWS, Law
 
 MECHANISM = Mechanism(
@@ -41,8 +42,8 @@ GUARANTEE = Guarantee(
     "pld",
     "client",
     "replace_one",
-    "every aggregate",
-    "fixed size 80 of 1920, cohort hidden",
+    Observer.AGGREGATES,
+    Cohorts(Sampling("fixed", 1920, 80)),
     1.5,
     1e-5,
     ("a",),
@@ -195,13 +196,34 @@ def test_the_sentence_leaves_no_part_out():
         "client",
         "replaced",
         "every aggregate",
-        GUARANTEE.sampling,
+        "fixed size 80 of 1920, cohort hidden",
         "rigorous",
         "pld",
         "for: a",
         "fail: b",
     ):
         assert part in sentence
+
+
+def test_a_guarantee_is_made_of_facts_and_what_is_read_back_has_their_words_alone():
+    run = replace(MECHANISM, placement="client")
+    hidden, known, seen = guarantees(
+        run, "replace_one", 1e-5, accountants=["rdp"], participations=7
+    )
+    assert [one.observer for one in (hidden, known, seen)] == [
+        Observer.AGGREGATES,
+        Observer.AGGREGATES,
+        Observer.UPDATES,
+    ]
+    assert hidden.sampling.hidden and not known.sampling.hidden
+    assert hidden.sampling.secret and not known.sampling.secret and not seen.sampling.secret
+    assert hidden.sampling.participations is None
+    assert known.sampling.participations == Participations(most=7, gaussians=7, rounds=100)
+    read = Guarantee.from_dict(hidden.to_dict())
+    assert read == hidden and read.sampling == Told("fixed size 80 of 1920, cohort hidden")
+    assert not read.sampling.secret and read.observer is Observer.AGGREGATES
+    assert Batches(run.sampling).secret != hidden.sampling.secret
+    assert Cohorts(Sampling("full", 80, 80)).knows == "" == Cohorts(Sampling("full", 80, 80)).secret
 
 
 class Halves(Law):

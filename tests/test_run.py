@@ -117,7 +117,7 @@ def test_hidden_and_known_cohorts_and_single_updates_are_reported_apart(tmp_path
     hidden, known, single = run(
         experiment(privacy={"accountants": ["pld"]}), tmp_path / "out"
     ).guarantees
-    assert "cohort hidden" in hidden.sampling and "cohort known" in known.sampling
+    assert "cohort hidden" in str(hidden.sampling) and "cohort known" in str(known.sampling)
     assert (hidden.observer, known.observer, single.observer) == (
         "every aggregate",
         "every aggregate",

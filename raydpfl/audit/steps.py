@@ -38,6 +38,7 @@ from raydpfl.local.batches import batches
 from raydpfl.local.way import sample_loss
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, rigorous
+from raydpfl.privacy.guarantee import Observer
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
 
@@ -358,17 +359,14 @@ class StepRecord:
         steps = self.plan.mechanism
         counts = _counts(self.plan)
         n = int(steps.samples[worst])
-        b = int(steps.batches[worst])
-        hidden = ", batch hidden" if steps.amplified[worst] else ""
-        words = f"batches: fixed size {b} of {n}{hidden}; client {worst}, in {counts[worst]} rounds of {steps.steps} steps"
         by = names[worst]
         claimed = Guarantee(
             "rigorous",
             by,
             "sample",
             "replace_one",
-            "every single update",
-            words,
+            Observer.UPDATES,
+            steps.scope(worst, int(counts[worst])),
             float(claims[worst]),
             delta,
             steps.exclusions,

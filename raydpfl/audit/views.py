@@ -22,7 +22,9 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
+from raydpfl.privacy.accounting import View as Observed
 from raydpfl.privacy.accounting import views as observers
+from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.mechanism import Mechanism
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
@@ -97,31 +99,13 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
     rounds = max(int(record.plan.exposures[-1]) for record in records)
     most = max((times for record in records for times in record.counts.values()), default=0)
     found = []
-    for observer, words, mechanism, relation, times in observers(
-        plan.mechanism, e.relation, rounds, most
-    ):
-        spent = {
-            name: epsilon(mechanism, relation, delta, times, name)
-            for name in names
-            if times and not covers(name, mechanism, relation)
-        }
-        if not spent:
+    for seen in observers(plan.mechanism, e.relation, rounds, most):
+        claimed = _claimed(seen, names, delta)
+        if claimed is None:
             continue
-        name = min(spent, key=spent.get)
-        kind = "unproven" if mechanism.unproved else "rigorous"
-        claimed = Guarantee(
-            kind,
-            name,
-            "client",
-            relation,
-            observer,
-            words,
-            spent[name],
-            delta,
-            mechanism.exclusions,
-        )
+        mechanism = seen.mechanism
         hidden = mechanism.sampling.hidden
-        single = observer == "every single update"
+        single = seen.observer is Observer.UPDATES
         parts, imagined = zip(
             *[
                 _scores(record, mechanism.sampling.q if hidden else None, single)
@@ -140,12 +124,27 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
                 scores,
                 np.concatenate(imagined),
                 claimed,
-                _worst(mechanism, times),
-                relation == "replace_one",
+                _worst(mechanism, seen.rounds),
+                seen.relation == "replace_one",
                 confidence,
             )
         )
     return found
+
+
+def _claimed(seen: Observed, names: Sequence[str], delta: float) -> Guarantee | None:
+    """The least that these accountants guarantee against an observer; None where none covers it."""
+    if not seen.rounds:
+        return None
+    spent = {
+        name: epsilon(seen.mechanism, seen.relation, delta, seen.rounds, name)
+        for name in names
+        if not covers(name, seen.mechanism, seen.relation)
+    }
+    if not spent:
+        return None
+    name = min(spent, key=spent.__getitem__)
+    return seen.guarantee(name, spent[name], delta)
 
 
 def view(

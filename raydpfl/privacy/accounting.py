@@ -24,9 +24,9 @@ would give 6.2 (and 124 when each update is seen), where all 100 rounds give 49.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import paper
 from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant
 from raydpfl.privacy.facts import Relation, one_of
-from raydpfl.privacy.guarantee import Guarantee
+from raydpfl.privacy.guarantee import Batches, Cohorts, Guarantee, Observer, Scope
 
 if TYPE_CHECKING:
     from raydpfl.privacy.mechanism import Mechanism
@@ -144,88 +144,105 @@ def guarantees(
         if not named(name).rigorous:
             found.append(_as_printed(mechanism, delta, rounds, v))
             continue
-        for observer, sampling, observed, under, times in views(
-            mechanism, relation, rounds, participations
-        ):
-            reason = covers(name, observed, under) if mechanism.private else NOISELESS
-            spent = (
-                math.inf
-                if reason
-                else epsilon(observed, under, delta, times, name)
-                if times
-                else 0.0
-            )
-            failed = (reason,) if reason else (UNREACHED.format(name),) if math.isinf(spent) else ()
-            unproved = observed.unproved
-            kind = "unproven" if unproved else "rigorous"
-            if unproved:
-                failed += (unproved,)
-            found.append(
-                Guarantee(
-                    kind,
-                    name,
-                    mechanism.unit,
-                    under,
-                    observer,
-                    sampling,
-                    spent,
-                    delta,
-                    mechanism.exclusions,
-                    failed,
-                )
-            )
+        for view in views(mechanism, relation, rounds, participations):
+            found.append(_rigorous(view, delta, name))
     return found
 
 
-def views(mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None):
-    """(observer, sampling in words, the mechanism as that observer meets it, relation, rounds it
-    composes over).
+@dataclass(frozen=True)
+class View:
+    """What an observer meets: `rounds` rounds of `mechanism`, under `relation`; `scope` is what of
+    the sampling its guarantee counts on.
+    """
+
+    observer: Observer
+    scope: Scope
+    mechanism: Mechanism
+    relation: Relation
+    rounds: int
+
+    def guarantee(
+        self, accountant: str, epsilon: float, delta: float, failed: tuple[str, ...] = ()
+    ) -> Guarantee:
+        """What a rigorous accountant's epsilon guarantees against this observer; not proved where
+        no proof is known for such a mechanism.
+        """
+        mechanism = self.mechanism
+        kind: Literal["rigorous", "unproven"] = "rigorous"
+        if mechanism.unproved:
+            kind = "unproven"
+            failed += (mechanism.unproved,)
+        return Guarantee(
+            kind,
+            accountant,
+            mechanism.unit,
+            self.relation,
+            self.observer,
+            self.scope,
+            epsilon,
+            delta,
+            mechanism.exclusions,
+            failed,
+        )
+
+
+def views(
+    mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
+) -> Iterator[View]:
+    """The observers worth telling apart after `rounds` rounds, whoever sees least first.
+
+    `participations` is the largest number of times that any client was drawn; None where that is
+    not known.
     """
     sampling = mechanism.sampling
-    r = mechanism.sampling.cohort
-    whole = f"{sampling}, cohort hidden" if sampling.hidden else str(sampling)
     if mechanism.placement == "step":
-        yield (
-            "every single update",
-            f"batches: {sampling}" + (", batch hidden" if sampling.hidden else ""),
-            mechanism,
-            relation,
-            rounds,
-        )
+        yield View(Observer.UPDATES, Batches(sampling), mechanism, relation, rounds)
         return
     if sampling.hidden or sampling.everyone:
-        yield "every aggregate", whole, mechanism, relation, rounds
-    known = None if sampling.everyone else participations
-    draws, composed, seen_as = sampling.law.known(sampling, rounds, known)
+        yield View(Observer.AGGREGATES, Cohorts(sampling), mechanism, relation, rounds)
+    known = sampling.law.known(sampling, rounds, None if sampling.everyone else participations)
+    scope = Cohorts(sampling)
+    under = relation
     unsampled = mechanism.unsampled()
-    # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an absent
-    # contribution.
-    under = "zero_out" if relation == "add_remove" and not sampling.everyone else relation
-    where = f"{sampling}, cohort known, {seen_as}"
     if not sampling.everyone:
-        yield "every aggregate", where, unsampled, under, composed
+        scope = Cohorts(sampling, known)
+        # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an
+        # absent contribution.
+        under = "zero_out" if relation == "add_remove" else relation
+        yield View(Observer.AGGREGATES, scope, unsampled, under, known.gaussians)
     if mechanism.placement == "client":
-        seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(r))
+        seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(sampling.cohort))
         # what a client remembers of what it sent is seen
         seen = replace(seen, remembers_noise=False)
-        yield "every single update", whole if sampling.everyone else where, seen, under, draws
+        yield View(Observer.UPDATES, scope, seen, under, known.most)
+
+
+def _rigorous(view: View, delta: float, name: str) -> Guarantee:
+    reason = NOISELESS
+    if view.mechanism.private:
+        reason = covers(name, view.mechanism, view.relation)
+    if reason:
+        return view.guarantee(name, math.inf, delta, (reason,))
+    spent = 0.0
+    if view.rounds:
+        spent = epsilon(view.mechanism, view.relation, delta, view.rounds, name)
+    failed = (UNREACHED.format(name),) if math.isinf(spent) else ()
+    return view.guarantee(name, spent, delta, failed)
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
-    sampling = str(mechanism.sampling) + (", cohort hidden" if mechanism.sampling.hidden else "")
     printed = paper.client_epsilon(mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v)
     failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
-    if others := [query.name for query in mechanism.queries if query.apart]:
-        failed += (
-            f"nothing is released beside the sum (here too: the {', '.join(others)} of clients)",
-        )
+    others = ", ".join(query.name for query in mechanism.queries if query.apart)
+    if others:
+        failed += (f"nothing is released beside the sum (here too: the {others} of clients)",)
     return Guarantee(
         "paper",
         "paper",
         mechanism.unit,
         "unstated",
-        "every aggregate",
-        sampling,
+        Observer.AGGREGATES,
+        Cohorts(mechanism.sampling),
         printed.value,
         delta,
         mechanism.exclusions,

@@ -48,11 +48,18 @@ from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formu
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
 from raydpfl.privacy.facts import Terms, Unit, one_of
-from raydpfl.privacy.guarantee import Guarantee, column
+from raydpfl.privacy.guarantee import (
+    Guarantee,
+    Nobody,
+    Observer,
+    OneClient,
+    Scope,
+    column,
+    quantiles,
+)
 from raydpfl.privacy.mechanism import Event, Query, Release, Sampling
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # at which quantiles over clients are reported
 _TOLERANCE = 5e-4  # of log z: calibrated noise exceeds the smallest that will do by 1e-3 at most
 _MOST_BESIDE = 0.99  # of a budget that may be spent beside the steps
 _CLAIM = 1e-6  # relative; by how much a truth may exceed a claim
@@ -356,37 +363,30 @@ class LocalSteps(Release):
             spent = self.epsilons(name, counts)
             epsilon = 0.0
             delta = self.delta
-            failed = ()
-            words = "no client took part"
+            failed: tuple[str, ...] = ()
+            scope: Scope = Nobody(public=len(who) > 0)
             if len(kept):
                 worst = int(kept[np.argmax(spent[kept])])
                 epsilon = float(spent[worst])
-                words = self._words(worst, int(counts[worst]), spent[kept])
+                scope = self.scope(worst, int(counts[worst]), spent[kept])
                 delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             elif len(who):
                 epsilon = math.inf
                 failed = (NOISELESS,)
-                words = "public clients alone took part"
-            kind = "rigorous"
-            relation = "replace_one"
-            if name in FORMULAS:
-                kind = "paper"
-                relation = FORMULAS[name].relation
-            outside = (*self.exclusions, *self._public_words(len(who) - len(kept)))
-            found.append(
-                Guarantee(
-                    kind,
-                    name,
-                    "sample",
-                    relation,
-                    "every single update",
-                    words,
-                    epsilon,
-                    delta,
-                    outside,
-                    failed,
-                )
+            rigorous = name not in FORMULAS
+            guarantee = Guarantee(
+                "rigorous" if rigorous else "paper",
+                name,
+                self.unit,
+                "replace_one" if rigorous else FORMULAS[name].relation,
+                Observer.UPDATES,
+                scope,
+                epsilon,
+                delta,
+                (*self.exclusions, *self._public_words(len(who) - len(kept))),
+                failed,
             )
+            found.append(guarantee)
         return found
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
@@ -395,7 +395,7 @@ class LocalSteps(Release):
         """
         counts = self._counts(participations)
         spent = self.epsilons(accountant, counts)[(counts > 0) & (self.samples > 0) & ~self.public]
-        return np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else np.zeros(0)
+        return quantiles(spent) if len(spent) else np.zeros(0)
 
     def table(
         self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")
@@ -544,27 +544,22 @@ class LocalSteps(Release):
             else failed
         )
 
-    def _words(self, k: int, count: int, spent: np.ndarray) -> str:
-        n = self.samples[k]
-        b = self.batches[k]
-        steps = self.steps * count
-        if self.amplified[k]:
-            batches = f"fixed size {b} of {n}, batch hidden"
-        elif b == n:
-            batches = f"all {n}"
-        else:
-            batches = f"{b} of {n} in shuffled epochs, order known, {self.compositions[k] * count} Gaussians without amplification"
-        values = ", ".join(
-            f"{value:.4g}" for value in np.quantile(spent, SHARES, method="inverted_cdf")
-        )
-        among = (
-            f", the worst of {len(spent)} whose epsilons have quartiles {values}"
-            if len(spent) > 1
-            else ""
-        )
-        also = f", the {self.beside.name} released at each" if self.beside else ""
-        return (
-            f"batches: {batches}; client {k}, {steps} steps in {count} participations{also}{among}"
+    def scope(self, k: int, count: int, spent: ArrayLike = ()) -> OneClient:
+        """What a guarantee of client k counts on after `count` participations; it spent most of the
+        clients whose epsilons are `spent`, where these are given.
+        """
+        others = np.asarray(spent, np.float64)
+        return OneClient(
+            client=k,
+            batch=int(self.batches[k]),
+            samples=int(self.samples[k]),
+            hidden=bool(self.amplified[k]),
+            gaussians=int(self.compositions[k]) * count,
+            steps=self.steps * count,
+            times=count,
+            besides=self.beside.name if self.beside else "",
+            spread=tuple(quantiles(others).tolist()) if len(others) else (),
+            among=max(len(others), 1),
         )
 
     def _public_words(self, count: int) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import numpy as np
 
 from raydpfl.errors import ConfigError
+from raydpfl.privacy.guarantee import Participations
 from raydpfl.privacy.pld import LossDistribution
 
 if TYPE_CHECKING:
@@ -81,17 +82,13 @@ class Law:
         """
         raise NotImplementedError
 
-    def known(
-        self, sampling: Sampling, rounds: int, participations: int | None
-    ) -> tuple[int, int, str]:
-        """What a client spends against one who knows the cohorts: (times drawn, Gaussians that
-        these compose, in words).
+    def known(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
+        """What a client spends against one who knows the cohorts of `rounds` rounds.
 
-        `participations`: the most that any client was drawn in `rounds` rounds; None: that is not
-        known.
+        `most`: how often any client was drawn, at most; None: that is not known.
         """
-        times = rounds if participations is None else min(participations, rounds)
-        return times, times, f"a client in at most {times} of {rounds} rounds"
+        times = rounds if most is None else min(most, rounds)
+        return Participations(times, times, rounds)
 
     def most(self, sampling: Sampling, rounds: int, exposure: int) -> tuple[int, float, float]:
         """How often a client can be drawn, for the check of a run's draws: Bin(trials, chance), and

@@ -4,6 +4,7 @@ in count, and each in full.
 
 from __future__ import annotations
 
+from raydpfl.privacy.guarantee import Participations
 from raydpfl.privacy.laws.base import Law
 
 
@@ -30,6 +31,6 @@ class Public(Law):
             return None
         return "public cohorts show who is there, so add_remove cannot hold; nearest: zero_out or replace_one"
 
-    def known(self, sampling, rounds, participations):
-        times = rounds if participations is None else min(participations, rounds)
-        return times, times, f"a client in at most {times} rounds"
+    def known(self, sampling, rounds, most):
+        times = rounds if most is None else min(most, rounds)
+        return Participations(times, times)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
+from raydpfl.privacy.guarantee import Participations
 from raydpfl.privacy.laws.base import Law
 
 
@@ -42,13 +43,13 @@ class WithReplacement(Law):
             pld.with_replacement(sampling.p_max or 1 / sampling.population, sampling.cohort, mu),
         )
 
-    def known(self, sampling, rounds, participations):
+    def known(self, sampling, rounds, most):
         """A client drawn m times in a round moves the sum m times as far: sum of m^2 <= (most m)
         (sum of m).
         """
-        most = rounds * sampling.cohort
-        times = most if participations is None else min(participations, most)
-        return times, times * min(sampling.cohort, times), f"a client drawn at most {times} times"
+        draws = rounds * sampling.cohort
+        times = draws if most is None else min(most, draws)
+        return Participations(times, times * min(sampling.cohort, times), repeats=True)
 
     def most(self, sampling, rounds, exposure):
         """Over clients of any probabilities p_i, P[Bin(n, p_i) >= m] / p_i is largest for the
