@@ -440,6 +440,88 @@ def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(way, monkeypatch
         assert bool(update.any()) == (sizes[slot] > 0 and way != "noop")
 
 
+MERGED = {
+    "sample_space": ("softmax", "mlp"),
+    "fused": ("softmax", "mlp"),
+    "vmap": ("mlp", "residual"),
+    "noop": ("mlp",),
+}
+
+
+@pytest.mark.parametrize("method", ["plain", "both", "corrected", "clipped"])
+@pytest.mark.parametrize("way,name", [(way, name) for way in MERGED for name in MERGED[way]])
+def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
+    more = {}
+    clip = None
+    local = LOCALS["plain" if method == "plain" else "both"]
+    if way != "sample_space" and method == "corrected":
+        local = CORRECTED["all"]
+    elif way != "sample_space" and method == "clipped":
+        clip = 0.5
+        more["stds"] = np.linspace(0.0, 0.1, 12)
+    module = made(name)
+    d = models.parameter_count(module)
+    sizes = np.array([13, 4, 0, 9, 5, 6, 13, 13, 2, 0, 13, 7])
+    clients = [5, 6, -1, 7, 8, 9, 9, 10, 11, 12, 30, 31]
+    draws = [0] * 6 + [1] + [0] * 5
+    x, y = rows(sizes)
+    trainer = Trainer(module, local, way=way, seed=4, clip=clip)
+    assert trainer.together(4, 13, 36) > 100
+    if local.stateful:
+        more["corrections"] = corrected(clients, d)
+
+    def trained(slots: slice, width: int | None) -> list[tuple]:
+        clipped = np.zeros(slots.stop - slots.start)
+        parts = {key: part[slots] for key, part in more.items()}
+        blocks = list(
+            trainer.lane(
+                models.flatten(module), x[slots], y[slots], sizes[slots], t=2, width=width,
+                clients=clients[slots], draws=draws[slots], clipped=clipped, **parts,
+            )
+        )  # fmt: skip
+        if width is not None:
+            assert all(len({*(block.slots // width)}) == 1 for block in blocks)
+        return [
+            (slots.start + slot, delta.numpy().tobytes(), loss, clipped[slot])
+            for slot, delta, loss in each(blocks)
+        ]
+
+    together = trained(slice(0, 12), 4)
+    apart = [client for first in (0, 4, 8) for client in trained(slice(first, first + 4), None)]
+    assert [slot for slot, *_ in together] == [0, 1, *range(3, 12)]
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_equal(one, other)
+
+
+@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap"])
+@pytest.mark.parametrize("kind,batch", [("softmax", 10), ("softmax", 3), ("mlp", 10)])
+def test_lanes_of_images_trained_together_have_the_bits_of_each_alone(way, kind, batch):
+    module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
+    trainer = Trainer(module, Sgd(steps=3, batch=batch, weight_decay=1e-4), way=way, seed=1)
+    generator = np.random.default_rng(0)
+    x = generator.random((75, 20, 1, 28, 28), dtype=np.float32)
+    y = generator.integers(10, size=(75, 20))
+
+    def trained(slots: slice, width: int | None) -> list[bytes]:
+        everyone = np.arange(75)[slots]
+        name = {"t": 0, "clients": everyone, "draws": np.zeros_like(everyone), "width": width}
+        sizes = np.where(everyone % 7, 20, 17)
+        blocks = trainer.lane(models.flatten(module), x[slots], y[slots], sizes, **name)
+        return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
+
+    apart = [trained(slice(first, first + 25), None) for first in (0, 25, 50)]
+    assert trained(slice(0, 75), 25) == sum(apart, [])
+
+
+def test_ways_that_train_one_by_one_or_convolve_train_every_lane_by_itself():
+    for way, name in (("loop", "mlp"), ("vmap", "cnn")):
+        assert Trainer(made(name), Sgd(), way=way, seed=0).together(4, 13, 36) == 1
+    trainer = Trainer(made("softmax"), Sgd(), way="sample_space", seed=0)
+    # of a lane's size alone, and never none
+    assert trainer.together(25, 13, 36) > trainer.together(50, 13, 36) > 1
+    assert trainer.together(25, 100_000, 36) == 1
+
+
 def test_an_update_that_is_handed_out_is_not_written_to_again():
     module = made("mlp")
     x, y = rows()

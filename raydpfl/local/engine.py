@@ -54,6 +54,7 @@ WAYS: dict[str, type[Way]] = {
     "noop": Noop,
 }
 REFERENCE = "loop"  # trains any module
+TOGETHER = 1 << 24  # bytes that lanes trained together may take
 # of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong
 # gradient about 1
 TOLERANCE = 1e-3
@@ -374,6 +375,7 @@ class Trainer:
         corrections: torch.Tensor | np.ndarray | None = None,
         drawn: tuple[np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
+        width: int | None = None,
     ) -> Iterator[Block]:
         """The clients of the lane, in its order, in blocks (see `raydpfl.local.way.Block`): of one
         client where the way trains one by one, each trained when its block is asked for; else of as
@@ -396,6 +398,10 @@ class Trainer:
         Into `clipped`, float64 [C], is written, by the time that a slot's block is yielded, the share of
         its (sample, step) pairs whose gradient was longer than `clip`: a gradient that is not
         finite is not. NaN for a slot without rows, and for all where nothing is clipped.
+
+        With `width`, the C clients are C / `width` lanes one after another, trained together: each
+        client has the bits that it has in its lane alone, and no block holds clients of two. See
+        `together`.
         """
         if clipped is not None:
             clipped.fill(np.nan)
@@ -452,6 +458,7 @@ class Trainer:
             else torch.as_tensor(corrections, dtype=torch.float32, device=self.device),
             noise=None if stds is None else noise,
             clipped=clipped,
+            width=width,
         )
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
@@ -487,6 +494,14 @@ class Trainer:
 
     def _keyed(self, **name: int) -> AbstractContextManager[None]:
         return keys.keyed_globals(self.seed, **name) if self.own else nullcontext()
+
+    def together(self, width: int, rows: int, features: int) -> int:
+        """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
+        trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1.
+        """
+        batch = self.local.batch_size(rows)
+        numbers = self._way.numbers(rows, features, batch, clip=self.clip is not None)
+        return 1 if numbers is None else max(1, TOGETHER // (4 * width * max(numbers, 1)))
 
     @property
     def module(self) -> nn.Module | None:

@@ -167,15 +167,22 @@ class _Span:
         self.gamma, responses = _responses(local, lane.lr, lane.index.shape[1])
         self.responses = iter(responses)
         weight, *bias = self.start
-        flat = x.flatten(0, 1)
-        now = (torch.addmm(*bias, flat, weight.mT) if bias else torch.mm(flat, weight.mT)).view(
-            *x.shape[:2], -1
-        )
+        now = x.new_empty(*x.shape[:2], layer.outputs)
+        self.kernel = x.new_empty(*x.shape[:2], x.shape[1])
+        # lane by lane: the bits of the first product may depend on the number of its rows
+        for slots in lane.lanes:
+            flat = x[slots].flatten(0, 1)
+            outputs = now[slots].flatten(0, 1)
+            if bias:
+                torch.addmm(*bias, flat, weight.mT, out=outputs)
+            else:
+                torch.mm(flat, weight.mT, out=outputs)
+            torch.bmm(x[slots], x[slots].mT, out=self.kernel[slots])
+        self.kernel.add_(len(bias))
         self.now = now.mT.contiguous() if whole else now  # Z
         self.first = self.now.clone() if local.proximal else None  # Z_0
         self.velocity = torch.zeros_like(self.now) if local.momentum else None
         self.coefficients = torch.zeros_like(self.now)  # A
-        self.kernel = torch.bmm(x, x.mT).add_(len(bias))
 
     def forward(self, rows: torch.Tensor | None) -> torch.Tensor:
         self.rows = rows
@@ -344,6 +351,11 @@ class Fused(_Stack):
 
     first = _Inputs
 
+    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
+        """See `raydpfl.local.way.Way`."""
+        weights = sum(layer.inputs * layer.outputs for layer in self.layers)
+        return (rows + batch) * features + (1 + clip) * weights
+
 
 class SampleSpace(_Stack):
     """The first layer in the span of each client's rows. Raises `NoStack` as `Fused` does.
@@ -357,8 +369,15 @@ class SampleSpace(_Stack):
     first = _Span
 
     def whole(self, lane: LaneData) -> bool:
-        clients, n = lane.y.shape
+        n = lane.y.shape[1]
+        clients = lane.width or len(lane.y)
         return clients * n * (n - lane.index.shape[2]) * self.layers[0].outputs <= PICK
+
+    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
+        """See `raydpfl.local.way.Way`."""
+        outputs = sum(layer.outputs for layer in self.layers)
+        later = sum(layer.inputs * layer.outputs for layer in self.layers[1:])
+        return rows * (features + rows) + 8 * rows * outputs + 2 * later
 
     @staticmethod
     def pays(layers: tuple[Layer, ...], rows: int, local: Sgd) -> bool:

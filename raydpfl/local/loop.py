@@ -62,6 +62,9 @@ class Loop:
         # that the client's samples were clipped by in the steps so far
         self.factors: list[torch.Tensor] = []
 
+    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> None:
+        """See `raydpfl.local.way.Way`."""
+
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a vector in the order that the parameters have inside, the part of each parameter, in
         its shape.

@@ -21,6 +21,10 @@ class Noop:
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 
+    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
+        """See `raydpfl.local.way.Way`."""
+        return rows * features
+
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         for _, given in lane.blocks(len(parameters)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss, take
@@ -38,6 +39,9 @@ class Vmap:
             name for name, parameter in self.module.named_parameters() if parameter.requires_grad
         ]
         self.shapes = [self.module.get_parameter(name).shape for name in self.names]
+        self.convolves = any(
+            isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in self.module.modules()
+        )
         self._gradients = vmap(grad_and_value(self._loss), randomness="error")
         self._each = vmap(
             grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error"
@@ -87,6 +91,15 @@ class Vmap:
             }
             loss = loss + losses @ share
         return total, loss, torch.cat(found)
+
+    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int | None:
+        """See `raydpfl.local.way.Way`. The bits of a convolution may depend on the number of
+        clients.
+        """
+        if self.convolves:
+            return None
+        d = sum(shape.numel() for shape in self.shapes)
+        return rows * features + (4 + batch * clip) * d
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of `flat` [..., d], as [..., *its shape]."""

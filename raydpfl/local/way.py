@@ -20,6 +20,7 @@ from torch import nn
 from raydpfl.local.sgd import Sgd
 
 BLOCK = 1 << 18  # numbers of updates in a block
+ALIGNED = 64  # bytes: where torch's own tensors begin
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,15 @@ class LaneData:
     # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip
     # factor below 1
     clipped: np.ndarray | None = None
+    # of each of the lanes that the C clients make up one after another, whose shape alone decides
+    # how it is trained; None: C
+    width: int | None = None
+
+    @property
+    def lanes(self) -> list[slice]:
+        """The slots of each lane."""
+        width = self.width or len(self.sizes)
+        return [slice(first, first + width) for first in range(0, len(self.sizes), width)]
 
     @property
     def regression(self) -> bool:
@@ -74,13 +84,14 @@ class LaneData:
 
     def blocks(self, d: int) -> Iterator[tuple[slice, np.ndarray]]:
         """For each block of updates of `d` numbers: the slots that it spans, and those of them to
-        train, int64 [k], at least one.
+        train, int64 [k], at least one. All of them are of one lane.
         """
         wanted = np.asarray(self.slots, dtype=np.int64)
-        for span in spans(0, len(self.sizes), d):
-            given = wanted[(wanted >= span.start) & (wanted < span.stop)]
-            if len(given):
-                yield span, given
+        for lane in self.lanes:
+            for span in spans(lane.start, lane.stop, d):
+                given = wanted[(wanted >= span.start) & (wanted < span.stop)]
+                if len(given):
+                    yield span, given
 
     def step_noise(self, step: int) -> torch.Tensor | None:
         """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if
@@ -96,19 +107,20 @@ class LaneData:
         )
 
     def rows(self, picked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y with zeros for padding. Copies, for a product may depend on how its factors are
-        aligned in memory.
+        """x and y with zeros for padding, to be read alone. x is copied where it has other padding
+        or is not aligned as torch does it, on which the bits of a product may depend.
 
         With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none
         of which is padding.
         """
-        x = self.x if picked else self.x.clone(memory_format=torch.contiguous_format)
-        y = self.y.clone()
-        for slot, size in enumerate(self.sizes.tolist()):
-            if size < y.shape[1]:
-                y[slot, size:] = 0
-                if not picked:
-                    x[slot, size:] = 0
+        padding = torch.from_numpy(np.arange(self.y.shape[1]) >= self.sizes[:, None])
+        padding = padding.to(self.y.device)
+        y = self.y.masked_fill(padding, 0)
+        aligned = self.x.is_contiguous() and self.x.data_ptr() % ALIGNED == 0
+        if picked or (aligned and not self.x[padding].any()):
+            return self.x, y
+        x = self.x.clone(memory_format=torch.contiguous_format)
+        x[padding] = 0
         return x, y
 
     def batches(self, whole: bool = False) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
@@ -126,10 +138,10 @@ class LaneData:
         )[:, None]
         index = torch.from_numpy(self.index)
         if whole or width == n:
-            placed = torch.zeros(clients, steps, n).scatter_add_(
-                2, index, shares.expand(index.shape)
+            placed = torch.zeros(steps, clients, n).scatter_add_(
+                2, index.transpose(0, 1), shares.transpose(0, 1).expand(steps, clients, width)
             )
-            return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind(1)]
+            return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind()]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
         shares = shares.to(self.y.device)
         return [(each, shares) for each in rows.to(self.y.device).unbind()]
@@ -187,6 +199,15 @@ class Way(Protocol):
     corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
+
+    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int | None:
+        """How many numbers it keeps at once for a client of `rows` rows of `features` numbers each,
+        trained on batches of `batch`, clipped sample by sample or not: as many lanes are trained
+        together as fit.
+
+        None for a way that trains every lane by itself, because it gains nothing or would give
+        other bits.
+        """
 
     def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
 
