@@ -8,6 +8,7 @@ alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,9 +16,9 @@ import numpy as np
 from raydpfl.keys import Purpose, stream
 from raydpfl.local.sgd import Local, Sgd  # noqa: F401  (Sgd: the example above)
 
-# a batch of at least 1/FEW of the rows is drawn by ranking all rows, a smaller one row by row
-FEW = 8
-# of a shuffled word that hold the row's number; more for a client with more rows than that
+# a batch of at least 1/RANKED of the rows is drawn by ranking all rows, a smaller one row by row
+RANKED = 8
+# bits of a shuffled word that hold the row's number; more where a client's rows take more
 BITS = 24
 
 
@@ -41,35 +42,52 @@ def batches(
     width = local.batch_size(int(sizes.max(initial=1)) if rows is None else rows)
     batch_sizes = sizes if local.batch == "full" else np.minimum(sizes, local.batch)
     index = np.zeros((len(sizes), local.steps, width), dtype=np.int64)
-    ranked = []
-    raw = []
-    for slot, (n, b) in enumerate(zip(sizes.tolist(), batch_sizes.tolist(), strict=True)):
-        if b == n:
-            index[slot, :, :n] = np.arange(n)
-            continue
-        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
-        if local.sampling == "epochs":
-            epochs = _shuffled(
-                keyed.bit_generator.random_raw(-(-local.steps * b // n) * n).reshape(-1, n)
-            )
-            index[slot, :, :b] = epochs.ravel()[: local.steps * b].reshape(local.steps, b)
-        elif n <= FEW * b and n <= 1 << BITS:
-            ranked.append(slot)
-            raw.append(keyed.bit_generator.random_raw(local.steps * n))
-        elif n <= FEW * b:  # alone: how many bits its rows take is not to show in the others
-            index[slot, :, :b] = _shuffled(
-                keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n)
-            )[:, :b]
-        else:
-            index[slot, :, :b] = _floyd(keyed.random((local.steps, b)), n)
-    if ranked:  # all of these have batches of the full width
-        words = np.full(
-            (len(raw), local.steps, max(map(len, raw)) // local.steps), np.iinfo(np.uint64).max
-        )
-        for lines, each in zip(words, raw, strict=True):
-            lines[:, : len(each) // local.steps] = each.reshape(local.steps, -1)
+    every = batch_sizes == sizes
+    index[every, :, :] = np.where(np.arange(width) < sizes[every, None, None], np.arange(width), 0)
+    # A client with many rows ranks them alone: how many bits they take may not show in the others.
+    few = (sizes <= RANKED * batch_sizes) & (sizes <= 1 << BITS) & (local.sampling == "fresh")
+    ranked = np.flatnonzero(few & ~every)
+    if len(ranked):  # all of these have batches of the full width
+        words = _words(seed, t, clients, draws, sizes, ranked, local.steps)
         index[ranked] = _shuffled(words)[:, :, :width]
+    for slot in np.flatnonzero(~few & ~every).tolist():
+        n = int(sizes[slot])
+        b = int(batch_sizes[slot])
+        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
+        index[slot, :, :b] = _drawn_alone(keyed, n, b, local)
     return index, batch_sizes
+
+
+def _words(
+    seed: int,
+    t: int,
+    clients: Sequence[int],
+    draws: Sequence[int],
+    sizes: np.ndarray,
+    slots: np.ndarray,
+    steps: int,
+) -> np.ndarray:
+    """Random words, uint64 [slots, steps, n], n the most rows that one of the slots has; all bits
+    are set where a slot has fewer.
+    """
+    n = int(sizes[slots].max())
+    words = np.full((len(slots), steps, n), np.iinfo(np.uint64).max)
+    for lines, slot in zip(words, slots.tolist(), strict=True):
+        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
+        raw = keyed.bit_generator.random_raw(steps * int(sizes[slot]))
+        lines[:, : sizes[slot]] = raw.reshape(steps, -1)
+    return words
+
+
+def _drawn_alone(keyed: np.random.Generator, n: int, b: int, local: Local) -> np.ndarray:
+    """The batches of one client of `n` rows, int64 [Q, b]."""
+    if local.sampling == "epochs":
+        count = math.ceil(local.steps * b / n)
+        epochs = _shuffled(keyed.bit_generator.random_raw(count * n).reshape(-1, n))
+        return epochs.ravel()[: local.steps * b].reshape(local.steps, b)
+    if n <= RANKED * b:
+        return _shuffled(keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n))[:, :b]
+    return _floyd(keyed.random((local.steps, b)), n)
 
 
 def picked(
