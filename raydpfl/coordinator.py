@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from raydpfl import measures, models, origin
@@ -42,13 +43,12 @@ from raydpfl.privacy.guarantee import SHARES
 from raydpfl.selection import Cohort
 from raydpfl.selection.witness import Witness, fingerprint
 from raydpfl.sums import grid, snap
+from raydpfl.tables import Table, schema, write_table
 from raydpfl.tracking import (
-    ROW_BYTES,
     Checkpoint,
     Clock,
     Dropped,
     Pace,
-    Table,
     Trajectory,
     load,
     save,
@@ -95,10 +95,8 @@ class Coordinator:
         shards = str(self.plan.shards)
         self.shards = Shards.open(self.plan.shards)
         self.ledger = Ledger(self.out / "ledger.jsonl", resume=self._resume)
-        self.table, self.client_table = (
-            Table(self.out / "rounds.parquet"),
-            Table(self.out / "clients.parquet"),
-        )
+        self.table = Table(self.out, "rounds", schema(self._round_columns()))
+        self.client_table = Table(self.out, "clients", schema(self._client_columns()))
         checkpoint = None
         if self._resume:
             checkpoint = load(self.out / "checkpoints", self._flaw, self._most())
@@ -183,28 +181,40 @@ class Coordinator:
         clients = {"clients": self.client_table} if self.experiment.measure.clients else {}
         return {"rounds": self.table, **clients}
 
+    def _round_columns(self) -> list[str]:
+        names = ["round", "cohort", "train_loss", "test_loss", "test_accuracy"]
+        names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
+        names += ["bound", "noise_std", "clipped", "norm_p10", "norm_p50", "norm_p90"]
+        names += ["update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"]
+        if self.experiment.measure.bounding:
+            names += measures.BOUNDING
+        phases = ("account", "select", "collect", "server", "record", "evaluate")
+        names += [f"seconds_{phase}" for phase in phases]
+        return [*names, "seconds", "clients_per_second"]
+
+    def _client_columns(self) -> list[str]:
+        names = ["round", "client", "norm", "factor", "clipped", "train_loss"]
+        measure = self.experiment.measure
+        if measure.bounding:
+            names += ["bounded_norm", "angle"]
+            names += ["expected_norm"] if measure.repeats else []
+            names += ["noise_norm"] if self.experiment.noise.placement == "client" else []
+        return names
+
     def _most(self) -> int:
-        """Bytes that a checkpoint of this run has at most, its tables estimated generously."""
+        """Bytes that a checkpoint of this run has at most."""
         d = self.plan.d
         clients = len(self.plan.population)
-        rounds = self.experiment.rounds
         arrays = len(self.experiment.server.start(d)) + 2  # shared and previous
         remembered = clients if self.experiment.stateful else 0
-        rows = ROW_BYTES * rounds
-        if self.experiment.measure.clients:
-            rows += 1024 * rounds * max(clients, round(self.plan.cohort))
-        return (1 << 22) + d * (4 + 8 * arrays + 4 * remembered) + 24 * clients + rows
+        return (1 << 22) + d * (4 + 8 * arrays + 4 * remembered) + 24 * clients
 
     def _flaw(self, found: Checkpoint) -> str | None:
         """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table
         makes its reader raise.
         """
-        for name, table in self._tables().items():
-            table.resume(found.tables[name], found.round if name == "rounds" else None)
-        rows = self.table.rows
-        self.table.rows = []
-        self.client_table.rows = []
-        if not _sound(rows):
+        rows = {name: table.read(found.tables[name]) for name, table in self._tables().items()}
+        if not _sound(rows["rounds"], found.round):
             return "its rows are not those of rounds"
         bounding = self.experiment.bounding
         state = self.experiment.server.start(self.plan.d)
@@ -546,12 +556,7 @@ class Coordinator:
                 "train_loss": losses,
             }
             columns |= measured
-            names = list(columns)
-            lists = [column.tolist() for column in columns.values()]
-            self.client_table.rows += [
-                {"round": t, **dict(zip(names, values, strict=True))}
-                for values in zip(*lists, strict=True)
-            ]
+            self.client_table.append({"round": np.full(len(norms), t), **columns})
         return row
 
     def record(self, row: dict, clock: Clock) -> list[dict]:
@@ -568,11 +573,15 @@ class Coordinator:
         row["seconds"] = sum(clock.seconds.values())
         row["clients_per_second"] = row["cohort"] / (row["seconds"] - row["seconds_evaluate"])
         self.seconds += row["seconds"]
-        self.table.rows.append(row)
         if self.trajectory:
             self.trajectory.write(self.next, self.model)
-        complete += [] if self._pending else [row]
+        complete += [] if self._pending else [self._keep(row)]
         return complete + (self.save() if last or self._pace.due() else [])
+
+    def _keep(self, row: dict) -> dict:
+        """Appends a row that is complete to the rounds table."""
+        self.table.append({name: [value] for name, value in row.items()})
+        return row
 
     def _settle(self) -> list[dict]:
         if not self._pending:
@@ -585,7 +594,7 @@ class Coordinator:
                 f"the test loss is {loss} after round {row['round']}; lower server.lr or local.lr"
             )
         row["test_loss"], row["test_accuracy"] = loss, accuracy
-        return [row]
+        return [self._keep(row)]
 
     def save(self) -> list[dict]:
         """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row
@@ -615,13 +624,15 @@ class Coordinator:
         """
         if save:
             self.save()
+            for table in self._tables().values():
+                table.copy()
         self.pool.close()
         found = {}
-        evaluated = next(
-            (row for row in reversed(self.table.rows) if row["test_loss"] is not None), {}
-        )
-        clients = sum(row["cohort"] for row in self.table.rows)
-        evaluating = sum(row["seconds_evaluate"] for row in self.table.rows)
+        rows = self.table.arrow()
+        evaluated = rows.filter(rows["test_loss"].is_valid())
+        last = evaluated.slice(max(0, len(evaluated) - 1)).to_pylist()
+        clients = sum(rows["cohort"].to_pylist())
+        evaluating = sum(rows["seconds_evaluate"].to_pylist())
         quantiles = self._per_client()
         if quantiles is not None:
             found["epsilon_quantiles"] = quantiles
@@ -629,8 +640,8 @@ class Coordinator:
         return found | {
             "status": status,
             "rounds": self.next,
-            "test_accuracy": evaluated.get("test_accuracy"),
-            "test_loss": evaluated.get("test_loss"),
+            "test_accuracy": last[0]["test_accuracy"] if last else None,
+            "test_loss": last[0]["test_loss"] if last else None,
             "model_sha256": hashlib.sha256(self.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,
             "population": len(self.plan.population),
@@ -658,9 +669,9 @@ class Coordinator:
     def heterogeneity(self) -> dict:
         """What it came to, for the summary; each client's part goes to heterogeneity.parquet."""
         found = self._heterogeneity.result()
-        table = Table(self.out / "heterogeneity.parquet")
-        table.rows = found.pop("clients")
-        table.flush()
+        rows = found.pop("clients")
+        table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
+        write_table(self.out / "heterogeneity.parquet", table)
         return found
 
     def guarantees(self) -> list[Guarantee]:
@@ -686,9 +697,9 @@ class Coordinator:
             return None
         accountants = self.plan.named
         _, seen = self._recorded()
-        table = Table(self.out / "guarantees.parquet")
-        table.rows = mechanism.table(seen, accountants)
-        table.flush()
+        rows = mechanism.table(seen, accountants)
+        table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
+        write_table(self.out / "guarantees.parquet", table)
         quantiles = {
             name: mechanism.quantiles(name, seen).tolist() for name in rigorous(accountants)
         }
@@ -706,17 +717,15 @@ class Coordinator:
         return self.next
 
 
-def _sound(rows: list[dict]) -> bool:
-    """Whether these can be the rows of the rounds from 0 on."""
-    measured = {"cohort", "seconds_evaluate"}
-    for t, row in enumerate(rows):
-        if row.get("round") != t or not {"test_loss", "test_accuracy", *measured} <= row.keys():
-            return False
-        numbers = [row[name] for name in measured]
-        numbers += [row[name] for name in ("test_loss", "test_accuracy") if row[name] is not None]
-        if not all(type(each) in (int, float) and math.isfinite(each) for each in numbers):
-            return False
-    return True
+def _sound(rows: pa.Table, rounds: int) -> bool:
+    """Whether these can be the rows of so many rounds, from 0 on."""
+    if rows["round"].to_pylist() != list(range(rounds)):
+        return False
+    known = ("cohort", "seconds_evaluate")
+    if any(rows[name].null_count for name in known):
+        return False
+    numbers = (rows[name].drop_null() for name in (*known, "test_loss", "test_accuracy"))
+    return all(np.isfinite(column.to_numpy()).all() for column in numbers)
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -15,7 +15,6 @@ anew.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -32,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock
 
 from raydpfl.errors import ConfigError
 
 SEAL = "digests.json"
+LOCK = ".lock"
 STILL = "a file that stays as it is while it is read; this one was changed"
 # nanoseconds after which another write to a file is sure to move its time of change
 SETTLED = 2 * 10**9
@@ -204,7 +205,7 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
             path.name: [path.stat().st_size, digest(path)] for path in sorted(scratch.iterdir())
         }
         (scratch / SEAL).write_text(json.dumps({"files": files, "check": check(files)}))
-        with _alone(folder.parent):
+        with holding(folder.parent):
             _swap(scratch, folder)
     except OSError as error:
         room = f"a folder that can be written, with room ({error.strerror})"
@@ -255,17 +256,26 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds `folder` against other processes that hold it; where the file system has no locks,
-    against none.
+def holding(folder: Path, patience: float = -1) -> Iterator[None]:
+    """Holds `folder` against other processes, by its lock file `LOCK`, which goes with it.
+
+    The lock is the operating system's, so a killed process holds it no longer; filelock takes a
+    file for none that was removed after another process had opened it.
+
+    Args:
+        folder: where the lock file is made.
+        patience: seconds to wait for another process; below 0, as long as it takes.
+
+    Raises:
+        filelock.Timeout: when another process holds it after `patience` seconds.
+        OSError: where no lock file can be made or locked.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    path = folder / LOCK
+    with FileLock(path, timeout=patience):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def check_memory(needed: int) -> None:

@@ -23,6 +23,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+# the columns that `of_bounding` gives
+BOUNDING = (
+    *("snr", "angle_p10", "angle_p50", "angle_p90", "alpha_mean"),
+    *("bias_within", "bias_within_squared", "bias_across", "bias_across_squared"),
+)
+
 
 def of_bounding(
     norms: np.ndarray, bound: float | None, measured: Mapping[str, np.ndarray]

@@ -7,14 +7,13 @@ a checkpoint and no process behind.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from filelock import Timeout
 
 from raydpfl import interrupts, models
 from raydpfl.client import peak_rss_mb
@@ -30,6 +30,7 @@ from raydpfl.config import Experiment, read
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained, told
+from raydpfl.files import LOCK, holding
 from raydpfl.origin import versions
 from raydpfl.placement import cores, wanted
 from raydpfl.plan import FREE, Plan
@@ -86,7 +87,7 @@ def run(
     if folder.exists() and (
         not folder.is_dir()
         or (
-            any(not file.name.startswith(".config.yaml") for file in folder.iterdir())
+            any(not file.name.startswith((".config.yaml", LOCK)) for file in folder.iterdir())
             and not resume
         )
     ):
@@ -150,7 +151,13 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
         if not resume and not saved and not ended:
             for name in ("tensorboard", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("config.yaml", "trajectory.bin", "rounds.parquet", "clients.parquet"):
+            for name in (
+                "config.yaml",
+                "trajectory.bin",
+                "rounds.parquet",
+                "clients.parquet",
+                LOCK,
+            ):
                 (folder / name).unlink(missing_ok=True)
             if made:
                 with suppress(OSError):  # something else is in it by now
@@ -164,31 +171,22 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
 def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
     """Holds the run directory, so that no two runs write to it; a killed run holds it no longer.
 
-    Waits `patience` seconds for it: a process that is being forked holds for a moment what its
-    parent has just let go of.
+    Waits `patience` seconds for it: a process that a killed run was forking holds it until it is
+    another program.
+
+    Raises:
+        ConfigError: when another run holds it, or it cannot be held.
     """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        until = time.monotonic() + patience
-    except OSError as error:
-        accepted = f"a directory that can be read ({error.strerror})"
-        raise ConfigError("--out", str(folder), accepted) from None
-    while True:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            if time.monotonic() < until:
-                time.sleep(0.1)
-                continue
-            os.close(descriptor)
-            raise ConfigError(
-                "--out", str(folder), "a directory that no other run is writing to"
-            ) from None
-    try:
+            stack.enter_context(holding(folder, patience))
+        except Timeout:
+            accepted = "a directory that no other run is writing to"
+            raise ConfigError("--out", str(folder), accepted) from None
+        except OSError as error:
+            accepted = f"a directory that can be written to ({error.strerror})"
+            raise ConfigError("--out", str(folder), accepted) from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _drive(

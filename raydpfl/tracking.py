@@ -1,10 +1,11 @@
-"""What a run leaves behind: rounds table, clients table, checkpoints, TensorBoard events.
+"""What a run leaves behind: checkpoints, TensorBoard events and other files that grow.
 
 A checkpoint is one `.npz` of arrays and a JSON text, read without pickle and put in place by a
-rename, so that a kill at any instant leaves the last whole one. It is all that a run is resumed
-from, and holds the rows of the tables too: `rounds.parquet` and `clients.parquet` are copies for
-whoever reads them, and are written anew, whatever has become of them. A checkpoint that is torn or
-does not fit the run is passed over, with a warning, for the one before it. Of the files that grow
+rename, so that a kill at any instant leaves the last whole one. The rows of the tables lie beside
+it (`raydpfl.tables`): it says how far they reached, and what they were. The two are all that a run
+is resumed from; `rounds.parquet` and `clients.parquet` are copies for whoever reads them, and are
+written anew, whatever has become of them. A checkpoint that is torn or does not fit the run, or
+whose rows are gone, is passed over, with a warning, for the one before it. Of the files that grow
 by the round, `dropped.jsonl` loses what is torn and the rounds that are done again, and
 `trajectory.bin` has NaN where it was cut. What stands in the place of a file and is none, as a
 directory, is set aside under another name.
@@ -16,7 +17,6 @@ the run goes on with `--resume` from its last checkpoint.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import math
@@ -27,22 +27,27 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raydpfl.errors import ConfigError, FileError, RunError
 
 KEEP = 2  # checkpoints
-# of a row of a table at most
-ROW_VALUES = 10_000
-ROW_BYTES = 1 << 16
 SHARE = 0.05  # of a run's time that snapshots may take
 log = logging.getLogger("raydpfl")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a table reaches: see `raydpfl.tables`."""
+
+    rows: int
+    length: int  # bytes of its log
+    sha256: str  # of these bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Checkpoint:
     members: np.ndarray  # int64 [m]: the clients that remember something
     memory: np.ndarray  # float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
-    tables: dict[str, bytes] = field(default_factory=dict)  # name -> `Table.flush`
+    tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far each table reaches
     # what the coordinator keeps besides the server's state
     kept: dict[str, np.ndarray] = field(default_factory=dict)
     intact: bool = True  # whether it is as it was written
@@ -70,9 +75,19 @@ class Checkpoint:
 
         `state` is what the server starts with; the names and shapes of its arrays stay.
         """
+        return (
+            self._of_another_run(d, state)
+            or self._not_finite()
+            or self._out_of_range(clients, rounds)
+            or (None if self.intact else "it has been changed since it was written")
+        )
+
+    def _of_another_run(self, d: int, state: Mapping[str, np.ndarray]) -> str | None:
+        """What has other shapes or types than this run's."""
         if self.model.shape != (d,) or self.model.dtype != np.float32:
             shape = list(self.model.shape)
-            return f"it holds a model of {shape} parameters in {self.model.dtype}, not of [{d}] in float32"
+            held = f"a model of {shape} parameters in {self.model.dtype}"
+            return f"it holds {held}, not of [{d}] in float32"
         if self.memory.shape != (len(self.members), d) or self.memory.dtype != np.float32:
             return "what it holds of clients' memory is of other clients or another model"
         kinds = {name: (array.shape, array.dtype) for name, array in self.server.items()}
@@ -80,19 +95,25 @@ class Checkpoint:
             return "what it holds of the server is another server's"
         if not _counts(self.participations):
             return "what it holds of clients' participations is no count of them"
-        if not isinstance(self.origin, dict):
-            return "it does not say what its bits depend on"
+        return None if isinstance(self.origin, dict) else "it does not say what its bits depend on"
+
+    def _not_finite(self) -> str | None:
+        """What holds numbers that no run goes on from."""
         if not np.isfinite(self.model).all() or not np.isfinite(self.memory).all():
             return "its model has numbers that are not finite"
         for name, array in (*self.server.items(), *self.kept.items()):
             if array.dtype.kind == "f" and np.isnan(array).any():
                 return f"the server's {name} is not a number somewhere"
+        return None
+
+    def _out_of_range(self, clients: int, rounds: int) -> str | None:
+        """What is beyond the clients and rounds of this run."""
         seen = np.concatenate([self.participations[:, 0], self.members])
         if seen.size and not 0 <= seen.min() <= seen.max() < clients:
             return f"it knows of clients beyond the {clients:,} there are"
         if not 0 <= self.round <= rounds or not 0 <= self.seconds < np.inf:
             return f"it has {self.round} rounds of {rounds}, in {self.seconds} s"
-        return None if self.intact else "it has been changed since it was written"
+        return None
 
 
 def _counts(participations: np.ndarray) -> bool:
@@ -109,20 +130,18 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     with writing(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
-    facts = {
+    facts: dict[str, Any] = {
         "round": checkpoint.round,
         "bound": checkpoint.bound,
         "seconds": checkpoint.seconds,
         "origin": checkpoint.origin,
+        "tables": {name: asdict(extent) for name, extent in checkpoint.tables.items()},
     }
     arrays = {
         name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")
     }
     arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
     arrays |= {f"kept.{name}": value for name, value in checkpoint.kept.items()}
-    arrays |= {
-        f"table.{name}": np.frombuffer(table, np.uint8) for name, table in checkpoint.tables.items()
-    }
     facts["check"] = _check(facts, arrays)
     path = folder / f"round-{checkpoint.round:08d}.npz"
     replace_file(
@@ -214,16 +233,15 @@ def _read(path: Path, most: float) -> Checkpoint:
         if not isinstance(facts["origin"], dict):
             raise ValueError("it does not say what its bits depend on")
         arrays = {name: every[name] for name in ("model", "participations", "members", "memory")}
-        groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "table": {}, "kept": {}}
+        groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "kept": {}}
         for name, array in every.items():
             group, _, rest = name.partition(".")
             if rest:
                 groups[group][rest] = array
-    groups_of = {name: groups[name] for name in ("server", "kept")}
-    tables = {name: table.tobytes() for name, table in groups["table"].items()}
-    return Checkpoint(
-        **facts, **arrays, **groups_of, tables=tables, intact=check == _check(facts, every)
-    )
+    intact = check == _check(facts, every)
+    facts["tables"] = {name: Extent(**extent) for name, extent in facts["tables"].items()}
+    kept = groups["kept"]
+    return Checkpoint(**facts, **arrays, server=groups["server"], kept=kept, intact=intact)
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
@@ -231,67 +249,8 @@ def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array))
+        found.update(np.ascontiguousarray(array).data)
     return found.hexdigest()
-
-
-# What may be missing from every row are numbers, and lists of words.
-_UNFILLED = {pa.null(): pa.float64(), pa.list_(pa.null()): pa.list_(pa.string())}
-
-
-class Table:
-    """Rows in memory, a Parquet file on disk at every flush. A column's dtype does not depend on
-    whether it holds anything.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows = list[dict[str, Any]]()
-
-    def resume(self, flushed: bytes, rows: int | None = None) -> None:
-        """Takes up the rows that `flush` returned, which are `rows` where that is known.
-
-        Raises ValueError, before it is read, for what unpacks to more than such rows ever take.
-        """
-        with pq.ParquetFile(io.BytesIO(flushed)) as file:
-            about = file.metadata
-            groups = [about.row_group(index) for index in range(about.num_row_groups)]
-            held = [
-                group.column(index).num_values
-                for group in groups
-                for index in range(group.num_columns)
-            ]
-            if rows is not None and about.num_rows != rows:
-                raise ValueError(f"it has rows of {about.num_rows} rounds and counts {rows}")
-            if sum(held) > ROW_VALUES * (about.num_rows + 1):
-                raise ValueError("its rows are longer than those of any run")
-            if sum(group.total_byte_size for group in groups) > ROW_BYTES * (about.num_rows + 1):
-                raise ValueError("its rows take more bytes than those of any run")
-            self.rows = file.read().to_pylist()
-
-    def flush(self) -> bytes:
-        """Writes the file, of which there is none while there are no rows, and returns what would
-        be in it.
-        """
-        file = io.BytesIO()
-        pq.write_table(self.arrow(), file)
-        flushed = file.getvalue()
-        if self.rows:
-            replace_file(self.path, lambda part: part.write(flushed))
-        else:
-            with writing(self.path):
-                clear(self.path)
-                self.path.unlink(missing_ok=True)
-        return flushed
-
-    def arrow(self) -> pa.Table:
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        table = pa.table({name: [row.get(name) for row in self.rows] for name in names})
-        return table.cast(
-            pa.schema(
-                [(column.name, _UNFILLED.get(column.type, column.type)) for column in table.schema]
-            )
-        )
 
 
 class Trajectory:
@@ -389,7 +348,8 @@ class Clock:
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[f"seconds_{phase}"], self._last = now - self._last, now
+        self.seconds[f"seconds_{phase}"] = now - self._last
+        self._last = now
 
 
 class Pace:

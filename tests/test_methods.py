@@ -345,7 +345,8 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
         assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2
         exact += losses.values()
         coordinator.round()
-        took = [row["client"] for row in coordinator.client_table.rows if row["round"] == t]
+        rows = coordinator.client_table.arrow().to_pylist()
+        took = [row["client"] for row in rows if row["round"] == t]
         assert took == sorted(sorted(answers, key=answers.get)[-5:])
     coordinator.save()
     shown = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import subprocess
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ from conftest import SMALL, experiment
 from raydpfl import Experiment, bounding, cli, privacy, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
+from raydpfl.files import LOCK
 from raydpfl.plan import Plan
 
 SUMMARY = {
@@ -640,18 +642,48 @@ def test_slow_clients_are_not_shown_as_none_per_second(value, shown):
     assert cli._rate({"clients_per_second": value}) == f"{shown} clients/s"
 
 
-def test_two_runs_cannot_write_to_one_directory(tmp_path):
-    import fcntl
-    import os
+HOLDER = """
+import sys, time
+from pathlib import Path
+from raydpfl.files import holding
 
-    held = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+with holding(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def holder(folder, seconds: float) -> subprocess.Popen:
+    """A process that holds a run directory for so long."""
+    arguments = [sys.executable, "-c", HOLDER, str(folder), str(seconds)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_two_runs_cannot_write_to_one_directory_and_a_killed_one_holds_it_no_longer(tmp_path):
+    other = holder(tmp_path, 600)
     try:
         with pytest.raises(ConfigError, match="no other run is writing to"):
             run(experiment(), tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     finally:
-        os.close(held)
+        other.kill()
+        other.communicate()
     assert run(experiment(), tmp_path).summary["status"] == "completed"
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_directory_that_is_let_go_of_within_a_second_is_waited_for(tmp_path):
+    other = holder(tmp_path, 0.3)
+    assert run(experiment(rounds=1), tmp_path).summary["status"] == "completed"
+    other.communicate()
+
+
+def test_a_directory_that_cannot_be_held_is_refused_in_one_line(tmp_path):
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ConfigError, match=r"--out = .*a directory that can be written to \("):
+        run(experiment(), tmp_path)
 
 
 class Loose(bounding.Clip):

@@ -4,7 +4,7 @@ and rows.
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import os
 import shutil
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(
 ):
     monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
     halfway(tmp_path / "out", described(), 3)
-    *_, newest = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    *_, newest = sorted((tmp_path / "out" / "checkpoints").glob("round-*"))
     rewritten(newest, model=np.full(7850, np.nan, np.float32))
     again = run(described(), tmp_path / "out", resume=True)
     assert again.summary["model_sha256"] == whole.summary["model_sha256"]
@@ -194,16 +194,31 @@ UNFIT = {
 def test_a_run_without_a_checkpoint_that_fits_says_what_is_wrong_with_it(unfit, tmp_path):
     arrays, reason = UNFIT[unfit]
     run(experiment(rounds=2), tmp_path / "out")
-    for path in (tmp_path / "out" / "checkpoints").iterdir():
+    for path in (tmp_path / "out" / "checkpoints").glob("round-*"):
         rewritten(path, **arrays)
     with pytest.raises(RunError, match=f"no checkpoint can be gone on with; .*: {reason}"):
         run(experiment(rounds=2), tmp_path / "out", resume=True)
 
 
-def table_of(rows: list[dict]) -> np.ndarray:
-    file = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
-    return np.frombuffer(file.getvalue(), np.uint8)
+def relogged(path, table: pa.Table) -> None:
+    """Another log of rounds beside a checkpoint, which vouches for it."""
+    log = path.with_name("rounds.arrows")
+    with pa.ipc.new_stream(log, table.schema) as writer:
+        writer.write_table(table)
+    content = log.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    extent = {"rows": table.num_rows, "length": len(content), "sha256": digest}
+    rewritten(path, facts=facts(path, tables={"rounds": extent}))
+
+
+def edited(path, rows: int | None = None, **columns) -> None:
+    """The log of rounds with other values in some columns, or with so many rows."""
+    with pa.ipc.open_stream(path.with_name("rounds.arrows")) as reader:
+        table = reader.read_all()
+    for name, values in columns.items():
+        index = table.schema.get_field_index(name)
+        table = table.set_column(index, table.schema.field(name), pa.array(values))
+    relogged(path, table.take([0] * rows) if rows else table)
 
 
 def packed(path, **arrays) -> None:
@@ -217,19 +232,16 @@ def facts(path, **changed) -> np.ndarray:
     return np.frombuffer(json.dumps(known | changed).encode(), np.uint8)
 
 
-ROW = {"cohort": 1, "seconds_evaluate": 0.0, "test_loss": 1.0, "test_accuracy": None}
 HOSTILE = {
     "packed": lambda path: packed(path, model=np.zeros(10**6, np.float32)),
     "far larger": lambda path: rewritten(path, more=np.zeros(10**7)),
-    "many rows": lambda path: rewritten(path, **{"table.rounds": table_of([{"round": 0}] * 10**5)}),
-    "long rows": lambda path: rewritten(
-        path, **{"table.rounds": table_of([{"round": t, "x": [0] * 10**6} for t in range(2)])}
-    ),
-    "other rows": lambda path: rewritten(path, **{"table.rounds": table_of([{"x": "a"}] * 2)}),
-    "rows without numbers": lambda path: rewritten(
-        path,
-        **{"table.rounds": table_of([ROW | {"round": t, "test_loss": np.nan} for t in range(2)])},
-    ),
+    "many rows": lambda path: edited(path, rows=10**5),
+    "other rows": lambda path: relogged(path, pa.table({"x": ["a"] * 2})),
+    "rows of other rounds": lambda path: edited(path, round=[1, 2]),
+    "rows without numbers": lambda path: edited(path, test_loss=[0.5, np.nan]),
+    "rows that are no file": lambda path: damage(path.with_name("rounds.arrows"), "a folder"),
+    "rows that were cut": lambda path: damage(path.with_name("rounds.arrows"), "cut"),
+    "rows that were edited": lambda path: damage(path.with_name("rounds.arrows"), "edited"),
     "no origin": lambda path: rewritten(path, facts=facts(path, origin=[1])),
     "counts of three": lambda path: rewritten(path, participations=np.ones((1, 3), np.int64)),
     "negative counts": lambda path: rewritten(path, participations=np.array([[1, -5]])),
@@ -240,7 +252,7 @@ HOSTILE = {
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_checkpoint_that_no_run_wrote_is_passed_over_unread(how, tmp_path, caplog):
     first = run(experiment(rounds=2), tmp_path / "out")
-    *_, newest = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    *_, newest = sorted((tmp_path / "out" / "checkpoints").glob("round-*"))
     HOSTILE[how](newest)
     again = run(experiment(rounds=2), tmp_path / "out", resume=True)
     assert again.summary["model_sha256"] == first.summary["model_sha256"]

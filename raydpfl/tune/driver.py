@@ -36,6 +36,7 @@ from raydpfl.cluster import Session
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.files import LOCK
 from raydpfl.placement import capacity, cores
 from raydpfl.plan import Plan
 from raydpfl.runner import alone
@@ -227,7 +228,8 @@ def _check_metric(sweep: Sweep, plan: Plan) -> None:
 
 def _check_folder(folder: Path, resume: bool) -> None:
     """Raises `ConfigError` unless a sweep can write to `folder`, or to one that it makes there."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not resume)):
+    taken = not folder.is_dir() or any(file.name != LOCK for file in folder.iterdir())
+    if folder.exists() and taken and not (folder.is_dir() and resume):
         accepted = "a new or empty directory, or --resume to go on with the sweep in it"
         raise ConfigError("--out", str(folder), accepted)
     trials = folder / "trials"
@@ -240,7 +242,7 @@ def _same_sweep(sweep: Sweep, folder: Path) -> None:
     """Raises `ConfigError` when `folder` holds another sweep."""
     path = folder / "sweep.yaml"
     if not path.exists():
-        if folder.exists() and {*folder.iterdir()} - {*_left_over(folder)}:
+        if folder.exists() and {*folder.iterdir()} - {*_left_over(folder), folder / LOCK}:
             raise ConfigError(
                 "--resume", str(folder), "the directory of a sweep; it has no sweep.yaml"
             )

@@ -17,8 +17,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 from ray import tune
 
@@ -26,6 +24,8 @@ from raydpfl import runner
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError, told
+from raydpfl.files import LOCK
+from raydpfl.tables import read_log
 from raydpfl.tune.folder import settled
 from raydpfl.tune.sweep import FINISHED, Trial
 
@@ -142,7 +142,7 @@ class TrialActor(tune.Trainable):
                 for left in folder.iterdir():
                     if left.is_dir():
                         shutil.rmtree(left)
-                    else:
+                    elif left.name != LOCK:
                         left.unlink()
         self._rows(_rows(folder))
         if self._work["status"] not in FINISHED:
@@ -176,7 +176,5 @@ class TrialActor(tune.Trainable):
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     """What a run that was begun before has recorded."""
-    try:
-        return pq.read_table(folder / "rounds.parquet").to_pylist()
-    except (OSError, pa.ArrowInvalid):
-        return []
+    found = read_log(folder, "rounds")
+    return [] if found is None else found.to_pylist()
