@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -54,6 +55,7 @@ from raydpfl.files import STILL, cache_root, put, whole
 from raydpfl.member import own_code
 
 FORMAT = 4
+ALIGNED = 64  # bytes
 # bytes that are read as fast as another call is made: so many for each row wanted, before rows are
 # read one by one
 NEAR = 32 << 10
@@ -292,7 +294,7 @@ class Shards:
         int64 [len(clients)]. Raises ValueError if that is more than `rows`.
         """
         members = np.asarray(clients, np.int64)
-        x = np.zeros((len(members), rows, *self.shape), np.float32)
+        x = _aligned_zeros(len(members), rows, *self.shape)
         y = np.zeros((len(members), rows), self._test_y.dtype)
         sizes = np.where(members < 0, 0, self.sizes[members])
         picked = [None] * len(members) if picked is None else picked
@@ -387,3 +389,12 @@ class Shards:
         model can reach is known.
         """
         return dict(self._description)
+
+
+def _aligned_zeros(*shape: int) -> np.ndarray:
+    """float32, from a place in memory where torch would begin a tensor of its own: what trains on
+    it need not copy it (see `raydpfl.local.way.LaneData.rows`).
+    """
+    flat = np.zeros(math.prod(shape) + ALIGNED // 4, np.float32)
+    first = -flat.ctypes.data % ALIGNED // 4
+    return flat[first : first + math.prod(shape)].reshape(shape)
