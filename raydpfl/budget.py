@@ -341,11 +341,9 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
 def _without_model(experiment: Experiment) -> Experiment:
     """The experiment as far as privacy goes, without what need not be imported: an own model
     where its size does not count, an own server where no noise is correlated."""
-    from raydpfl import models, noise, server
+    from raydpfl import models, server
 
-    if experiment.selection.needs_costs or isinstance(
-        experiment.noise, noise.FAMILY["banded_gaussian"]
-    ):
+    if experiment.accounted_with() & experiment.unread.keys():
         return experiment.imported()
     changes: dict[str, Any] = {}
     if "model" in experiment.unread:

@@ -242,6 +242,10 @@ class Experiment(Section):
             if ":" in member.kind or "." in member.kind:
                 own.complete(type(member), section, member.kind)
 
+    def accounted_with(self) -> set[str]:
+        """The sections that what another one's member spends depends on."""
+        return {name for _, member in self._every_member() for name in member.accounted_with}
+
     def warnings(self) -> list[str]:
         """What its members have whoever reads the results know."""
         said = []
@@ -257,7 +261,7 @@ class Experiment(Section):
         """Where noise with placement auto is drawn."""
         if self.bounding.sample_bound is not None:
             return "step"
-        return "server" if self.selection.own_coins else "client"
+        return "server" if self.selection.hides_size() else "client"
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
@@ -284,7 +288,7 @@ class Experiment(Section):
             return "replace_one"
         if self.privacy.relation != "auto":
             return self.privacy.relation
-        return "add_remove" if self.selection.own_coins else "replace_one"
+        return "add_remove" if self.selection.hides_size() else "replace_one"
 
     def _combinations(self) -> None:
         """What no single section can refuse."""
@@ -295,7 +299,7 @@ class Experiment(Section):
                 self.noise.kind,
                 "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise",
             )
-        if self.stateful and self.private and self.selection.own_coins and self.local.stateful:
+        if self.stateful and self.private and self.selection.hides_size() and self.local.stateful:
             raise ConfigError(
                 "selection.kind",
                 self.selection.kind,

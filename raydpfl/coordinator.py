@@ -284,10 +284,10 @@ class Coordinator:
             present = draws[len(draws) - (self.experiment.rounds - plan.first) :]
             planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
         witness = Witness(selection, plan.population, exposures, least, secret, apart, planned)
-        for t in range(self.next if selection.needs_losses else 0):
-            witness.asked(selection.candidates(plan.cohort_seed(), t, plan.population).clients)
+        for t in range(self.next if selection.asks else 0):
+            witness.asked(selection.exposed(plan.cohort_seed(), t, plan.population))
         for t in range(max(0, self.next - apart + 1), self.next):
-            witness.took(selection.draw(plan.cohort_seed(), t, plan.population).clients)
+            witness.took(selection.exposed(plan.cohort_seed(), t, plan.population))
         return witness
 
     def _module(self) -> torch.nn.Module:
@@ -317,21 +317,15 @@ class Coordinator:
         return self.record(row, clock)
 
     def select(self, t: int) -> Cohort:
-        """The cohort of the round; where the largest losses are wanted, clients are asked for them
-        first.
-        """
-        selection = self.experiment.selection
+        """The cohort of the round."""
+
+        def ask(clients: np.ndarray) -> np.ndarray:
+            self.witness.asks(t, clients)
+            return self.pool.losses(self.model, t, clients, self.noise_seed)
+
         seed = self.plan.cohort_seed()
-        population = self.plan.population
-        candidates = None
-        if selection.needs_losses:
-            candidates = selection.candidates(seed, t, population)
-            self.witness.asks(t, candidates)
-            losses = self.pool.losses(self.model, t, candidates.clients, self.noise_seed)
-            cohort = selection.choose(seed, t, candidates, losses)
-        else:
-            cohort = selection.draw(seed, t, population)
-        self.witness.see(t, cohort, self.participations, candidates)
+        cohort = self.experiment.selection.draw(seed, t, self.plan.population, ask)
+        self.witness.see(t, cohort, self.participations)
         return cohort
 
     def account(self, t: int) -> None:
@@ -473,10 +467,7 @@ class Coordinator:
             return self.bound
         seed = self.noise_seed
         std = self.plan.count_std
-        # A Poisson cohort's size is a secret, and its mean stands in for it.
-        sampling = self.experiment.selection.sampling(self.plan.population)
-        secret = self.experiment.selection.own_coins or (sampling.hidden and not sampling.law.sized)
-        r = self.plan.cohort * (1 - self.experiment.selection.dropout) if secret else len(cohort)
+        r = self.experiment.selection.counted(cohort, self.plan.population)
         if not r:
             return self.bound
         norms = [norm for partial in partials for norm in partial.norms]
@@ -684,7 +675,7 @@ class Coordinator:
         rounds = max(self.next, self.ledger.spent().rounds)
         seen = self.participations.copy()
         # who might have been chosen does not depend on the data
-        if rounds > self.next or self.plan.history or self.experiment.selection.needs_losses:
+        if rounds > self.next or self.plan.history or self.experiment.selection.asks:
             seen = self.plan.participations(rounds)
         return rounds, seen
 

@@ -50,6 +50,8 @@ class Member(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
+    # the other sections that what it spends depends on
+    accounted_with: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
     # flag -> what a class that sets it must give, and no other may

@@ -46,7 +46,8 @@ DECORATED = (  # what pydantic calls by itself
     "validators", "field_validators", "root_validators", "model_validators",
     "field_serializers", "model_serializers", "computed_fields",
 )  # fmt: skip
-INNER = {"files", "named", "needs", "unread"}  # of a base, which no own class has to give
+# of a base, which no own class has to give
+INNER = {"accounted_with", "files", "named", "needs", "unread"}
 MOST = 2000  # functions that are looked at, of code that calls much else
 Code = list[
     tuple[str, set[str], set[str]]
@@ -95,11 +96,10 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
 
 def complete(cls: type, section: str, kind: str) -> None:
     """Raises `ConfigError` for a class that lacks what its base leaves to it."""
-    excused = {"select"} if getattr(cls, "needs_losses", False) is True else set()
     for name in sorted(dir(cls)):
         found = inspect.getattr_static(cls, name)
         left = isinstance(found, FunctionType) and "NotImplementedError" in found.__code__.co_names
-        if left and found.__module__.partition(".")[0] == "raydpfl" and name not in excused:
+        if left and found.__module__.partition(".")[0] == "raydpfl":
             raise ConfigError(
                 f"{section}.kind",
                 kind,

@@ -37,7 +37,7 @@ from raydpfl.privacy import (
     paper,
 )
 from raydpfl.privacy.factorization import check as check_bands
-from raydpfl.selection import FedAvgStale, Population, Selection
+from raydpfl.selection import Population, Selection
 from raydpfl.selection.witness import fingerprint
 
 log = logging.getLogger("raydpfl")
@@ -103,21 +103,18 @@ class Plan:
         )
         population = Population(
             sizes,
-            _costs(experiment, sizes, d, data_root),
+            experiment.selection.costs(d, lambda: _variances(experiment, sizes, data_root)),
             experiment.selection.table(len(sizes), data_root),
         )
         experiment = _resolve(experiment, way, experiment.selection.sampling(population).cohort)
         seed = experiment.seed
         rounds = experiment.rounds
         selection = experiment.selection
-        if experiment.bounding.sends == "model" and not _means(selection, population):
+        if experiment.bounding.sends == "model" and not selection.means(population):
             accepted = "one whose cohorts all have the size that the sum is divided by, without weights or dropouts: the new model is the mean of those sent"
             raise ConfigError("selection.kind", selection.kind, accepted)
         if experiment.stateful and selection.corrections(population) is not None:
             accepted = f"one without weights of its own, as {experiment.stateful.kind} keeps the plain mean over all clients"
-            raise ConfigError("selection.kind", selection.kind, accepted)
-        if experiment.bounding.stateful and isinstance(selection, FedAvgStale):
-            accepted = f"another with bounding.kind {experiment.bounding.kind}, whose mean has every client's memory in it, drawn or not"
             raise ConfigError("selection.kind", selection.kind, accepted)
         weight = float(np.abs(_weights(experiment, population)).max())
         survivors = selection.survivors(seed, rounds, population)
@@ -193,11 +190,10 @@ class Plan:
         again after it.
         """
         e = self.experiment
-        draw = e.selection.candidates if e.selection.needs_losses else e.selection.draw
         rounds = e.rounds if is_own(type(e.selection)) else min(e.rounds, 4)
 
         def compute() -> str:
-            drawn = [draw(e.seed, t, self.population).clients for t in range(rounds)]
+            drawn = [e.selection.exposed(e.seed, t, self.population) for t in range(rounds)]
             return hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn)).hexdigest()[
                 :16
             ]
@@ -450,12 +446,8 @@ class Plan:
             for t in range(one.first, one.end)
         ]
         present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
-        draw = (
-            self.experiment.selection.candidates
-            if self.experiment.selection.needs_losses
-            else self.experiment.selection.draw
-        )
-        return [draw(seed, t, self.population).clients for seed, t in (*past, *present)]
+        exposed = self.experiment.selection.exposed
+        return [exposed(seed, t, self.population) for seed, t in (*past, *present)]
 
     def participations(self, rounds: int) -> Counter:
         """How often the seed draws each client in the releases up to round `rounds`; where losses
@@ -600,35 +592,18 @@ def _weights(experiment: Experiment, population: Population) -> np.ndarray:
     return population.remember(tuple(member.model_dump_json() for member in members), compute)
 
 
-def _means(selection: Selection, population: Population) -> bool:
-    """Whether the server's quotient is the plain mean of what was sent, in every round."""
-    law = selection.sampling(population)
-    fixed = (
-        not selection.own_coins
-        and not selection.dropout
-        and selection.corrections(population) is None
-    )
-    return fixed and selection.divisor(population) == law.cohort
-
-
-def _costs(
-    experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None
+def _variances(
+    experiment: Experiment, sizes: np.ndarray, data_root: Path | None
 ) -> np.ndarray | None:
-    """What 003 Problem 1 weighs a client's selection with: d V_k, float64 [N]; None for a selection
-    that does not.
+    """V_k of 003 Problem 1, float64 [N]: the variance of each client's noise for a bound of 1; None
+    where clients have no budgets of their own.
     """
-    if not experiment.selection.needs_costs:
-        return None
     if experiment.noise.placement != "step" or experiment.noise.epsilon is None:
-        raise ConfigError(
-            "selection.kind",
-            experiment.selection.kind,
-            "noise at local steps, with noise.epsilon for the clients' budgets",
-        )
+        return None
     held = np.maximum(sizes, 1)  # a client without samples is never drawn
     batches = np.minimum(held, experiment.local.batch_size(int(sizes.max())))
     budgets = _budgets(experiment, len(sizes), data_root)
-    return d * paper.budget_variance(budgets, experiment.noise.delta, batch=batches, samples=held)
+    return paper.budget_variance(budgets, experiment.noise.delta, batch=batches, samples=held)
 
 
 def _budgets(experiment: Experiment, clients: int, data_root: Path | None) -> np.ndarray:
@@ -691,8 +666,7 @@ def _common(noise: Noise) -> list[str]:
 
 def _draws(experiment: Experiment, population: Population, rounds: int) -> list[np.ndarray]:
     selection = experiment.selection
-    draw = selection.candidates if selection.needs_losses else selection.draw
-    return [draw(experiment.seed, t, population).clients for t in range(rounds)]
+    return [selection.exposed(experiment.seed, t, population) for t in range(rounds)]
 
 
 def _mechanism(
@@ -715,7 +689,8 @@ def _mechanism(
         )
     else:
         queries = (Query("updates", 1.0, z),)
-    queries += (selection.loss_query,) if selection.loss_query else ()
+    asked = selection.loss_query
+    queries += (asked,) if asked else ()
     exclusions = [*experiment.data.exclusions, *selection.exclusions, *_common(noise), SHOWN]
     sampling = selection.sampling(population)
     if noise.virtual_cohort:

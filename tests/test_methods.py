@@ -289,7 +289,7 @@ def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp
     plan = Plan.make(chosen)
     shards = Shards.open(plan.shards)
     module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
-    candidates = chosen.selection.candidates(chosen.seed, 0, plan.population).clients
+    candidates = chosen.selection.exposed(chosen.seed, 0, plan.population)
     losses = {}
     for client in candidates.tolist():
         x, y, _ = shards.lane([client], int(shards.sizes[client]))
@@ -312,7 +312,7 @@ def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, flo
     module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
     models.load(module, torch.tensor(model))
     found = {}
-    for client in chosen.selection.candidates(chosen.seed, t, plan.population).clients.tolist():
+    for client in chosen.selection.exposed(chosen.seed, t, plan.population).tolist():
         x, y, _ = shards.lane([client], int(shards.sizes[client]))
         each = torch.nn.functional.cross_entropy(
             module(torch.from_numpy(x[0])), torch.from_numpy(y[0]), reduction="none"

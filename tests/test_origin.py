@@ -499,7 +499,7 @@ class Rotating(Selection):
     def sampling(self, population):
         return Sampling("public", len(population), 20)
 
-    def select(self, seed, t, population):
+    def select(self, seed, t, population, ask):
         return Cohort.of((np.arange(20) + self.turn * t) % len(population))
 
 

@@ -30,7 +30,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.member import choose, family
 from raydpfl.plan import Plan
 from raydpfl.privacy import budgets
-from raydpfl.selection.responders import Response
+from raydpfl.selection.responses import Response
 
 FAMILIES = {
     "bounding": (bounding.FAMILY, bounding.Bounding),
@@ -279,7 +279,7 @@ from raydpfl.selection import Cohort, Selection
 class Own(Selection):
     cohort: int = Field(ge=1)
     def fits(self, count): assert self.cohort <= count
-    def select(self, seed, round, population):
+    def select(self, seed, round, population, ask):
         drawn = np.random.default_rng([seed, round]).permutation(len(population))
         return Cohort.of(drawn[:self.cohort])
     def sampling(self, population): return Sampling("fixed", len(population), self.cohort)

@@ -11,7 +11,7 @@ import pytest
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.paper import budget_variance
-from raydpfl.selection.privacy_aware import kkt_residual, objective, solve, solve_cvxpy
+from raydpfl.selection.problem1 import kkt_residual, objective, solve, solve_cvxpy
 
 
 def instance(

@@ -24,7 +24,7 @@ from raydpfl.member import choose
 from raydpfl.noise.drawn import query_noise
 from raydpfl.privacy import Mechanism, Query, Sampling, covers
 from raydpfl.selection import FAMILY, Cohort, Population, Selection
-from raydpfl.selection.losses import successive
+from raydpfl.selection.power_of_choice import successive
 from raydpfl.selection.windows import available, fewest, nth, turns
 from raydpfl.weights.data import DataWeights
 
@@ -64,10 +64,7 @@ def clients(count: int = 50) -> Population:
 
 def drawn(chosen: Selection, seed: int, t: int, population: Population) -> Cohort:
     """The cohort; where losses decide, a client's loss is its number modulo 10."""
-    if not chosen.needs_losses:
-        return chosen.draw(seed, t, population)
-    candidates = chosen.candidates(seed, t, population)
-    return chosen.choose(seed, t, candidates, candidates.clients % 10.0)
+    return chosen.draw(seed, t, population, lambda clients: clients % 10.0)
 
 
 def p_value(cohorts: Counter, law: dict[tuple, float]) -> float:
@@ -565,28 +562,36 @@ def test_candidates_are_found_where_one_client_holds_nearly_all_data():
     population = Population(np.append(np.ones(50, np.int64), 10**12))
     chosen = member("power_of_choice", cohort=2, pool=30)
     for t in range(5):
-        found = chosen.candidates(0, t, population).clients
+        found = chosen.exposed(0, t, population)
         assert len(found) == 30 == len(set(found.tolist())) and found[-1] == 50
     with pytest.raises(
         ConfigError, match=r"selection\.pool = 30: at most the 29 clients that have data"
     ):
-        chosen.candidates(0, 0, Population(np.repeat([1, 0], [29, 20])))
+        chosen.exposed(0, 0, Population(np.repeat([1, 0], [29, 20])))
 
 
 def test_the_largest_losses_are_chosen():
     chosen = member("power_of_choice", cohort=2, pool=5)
-    candidates = Cohort.of(np.array([3, 5, 8, 9, 12]))
+    # those of five clients, whom it asks in any order of theirs
+    population = Population(np.isin(np.arange(13), [3, 5, 8, 9, 12]).astype(int))
     for losses, expected in (
         ([0.1, 0.9, 0.3, 0.8, 0.2], [5, 9]),
         ([0.5, 0.5, 0.5, 0.5, 0.5], [3, 5]),
         ([math.nan, 0.1, math.nan, 0.0, math.nan], [5, 9]),
         ([0.0, math.inf, 1.0, math.nan, -math.inf], [5, 8]),
     ):
-        assert chosen.choose(0, 0, candidates, np.array(losses)).clients.tolist() == expected
+        asked = []
+
+        def ask(clients, asked=asked, losses=losses):
+            asked.append(clients.tolist())
+            return np.array(losses)
+
+        assert chosen.select(0, 0, population, ask).clients.tolist() == expected
+        assert asked == [[3, 5, 8, 9, 12]]
 
 
 def test_power_of_choice_cannot_draw_without_losses_and_says_what_its_guarantee_leaves_out():
-    with pytest.raises(NotImplementedError, match="losses"):
+    with pytest.raises(ConfigError, match="asks for losses"):
         example("power_of_choice").draw(0, 0, clients())
     assert "local losses" in example("power_of_choice").exclusions[0]
     assert not any(example(kind).exclusions for kind in FAMILY if kind != "power_of_choice")
@@ -688,10 +693,7 @@ def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dro
     elif kind == "power_of_choice":
         asked = (
             np.array(
-                [
-                    np.bincount(chosen.candidates(0, t, population).clients, minlength=50)
-                    for t in range(60)
-                ]
+                [np.bincount(chosen.exposed(0, t, population), minlength=50) for t in range(60)]
             )
             .cumsum(0)
             .max(1)
@@ -714,7 +716,7 @@ def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
     full = member("full", dropout=0.3)
     kept = 0
     for t in range(300):
-        whole = chosen.select(0, t, population)
+        whole = chosen.select(0, t, population, None)
         cohort = chosen.draw(0, t, population)
         assert len(cohort) + cohort.lost == len(whole) == 20 and set(cohort.clients) <= set(
             whole.clients

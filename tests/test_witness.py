@@ -18,8 +18,9 @@ from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
 from raydpfl.privacy import Sampling
 from raydpfl.selection import Cohort, Population, Selection
-from raydpfl.selection.losses import PowerOfChoice
-from raydpfl.selection.subsets import Poisson, Uniform
+from raydpfl.selection.poisson import Poisson
+from raydpfl.selection.power_of_choice import PowerOfChoice
+from raydpfl.selection.uniform import Uniform
 from raydpfl.selection.witness import (
     Witness,
     _binomial,
@@ -46,7 +47,7 @@ class Liar(Selection):
             len(population) if self.declares == "full" else self.cohort,
         )
 
-    def select(self, seed, t, population):
+    def select(self, seed, t, population, ask):
         return Cohort.of(self.drawn(stream(seed, Purpose.COHORT, t=t), t, len(population)))
 
 
@@ -137,7 +138,7 @@ class Families(Liar):
 class Owing(Liar):
     """Twice as many clients as it says, the others lost less than never."""
 
-    def select(self, seed, t, population):
+    def select(self, seed, t, population, ask):
         drawn = stream(seed, Purpose.COHORT, t=t).choice(
             len(population), 2 * self.cohort, replace=False
         )
@@ -253,9 +254,14 @@ def test_a_choice_beyond_the_candidates_is_noticed():
     member = Uniform(cohort=2)
     clients = Population.balanced(10)
     witness = Witness(member, clients, np.arange(1, 11), least=0, secret=False)
-    witness.see(0, Cohort.of(np.array([1, 2])), Counter(), Cohort.of(np.array([1, 2, 3])))
+    witness.asks(0, np.array([1, 2, 3]))
+    witness.see(0, Cohort.of(np.array([1, 2])), Counter())
+    witness.asks(1, np.array([1, 2, 3]))
     with pytest.raises(RunError, match="chose clients in round 1 that are no candidates"):
-        witness.see(1, Cohort.of(np.array([1, 4])), Counter(), Cohort.of(np.array([1, 2, 3])))
+        witness.see(1, Cohort.of(np.array([1, 4])), Counter())
+    witness.asks(2, np.array([1, 2, 3]))
+    with pytest.raises(RunError, match="asked for losses twice in round 2"):
+        witness.asks(2, np.array([4]))
 
 
 def test_the_tails_are_those_of_the_binomial_law_and_chernoffs_bound_is_above_them():
@@ -335,7 +341,7 @@ class Restive(Selection):
     def sampling(self, population):
         return Sampling("fixed", len(population), 20)
 
-    def select(self, seed, t, population):
+    def select(self, seed, t, population, ask):
         CALLS["draws"] += 1
         return Cohort.of(
             stream(seed, Purpose.COHORT, t=t, step=CALLS["draws"]).choice(
@@ -361,10 +367,10 @@ def test_draws_that_are_counted_in_advance_are_those_of_the_run(tmp_path):
 class Asking(PowerOfChoice):
     """Asks always the same clients for their losses, once the accountants have looked."""
 
-    def candidates(self, seed, t, population):
+    def exposed(self, seed, t, population):
         CALLS["asked"] += 1
         first = 10 * (t % 4) if CALLS["asked"] <= 4 else 0
-        return Cohort.of(np.arange(first, first + self.pool))
+        return np.arange(first, first + self.pool)
 
 
 def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_path):
@@ -435,7 +441,7 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
         ),
         tmp_path / "run",
     )
-    sizes = [len(QuietlyPoisson().select(3, t, Population.balanced(300))) for t in range(4)]
+    sizes = [len(QuietlyPoisson().draw(3, t, Population.balanced(300))) for t in range(4)]
     np.testing.assert_allclose(shares, [min(size / 60 + 0.5, 1.0) for size in sizes], atol=0.01)
     assert len(set(sizes)) > 1
 

@@ -221,7 +221,7 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
             e.noise.virtual_cohort,
             "none: the clients that it stands for do not run, and cannot be audited",
         )
-    if e.selection.needs_losses:
+    if e.selection.asks:
         raise ConfigError(
             "selection.kind",
             e.selection.kind,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,6 +26,7 @@ class BandedGaussian(Gaussian):
     fills in, so that a resumed run cannot come to others.
     """
 
+    accounted_with: ClassVar[tuple[str, ...]] = ("server",)  # its coefficients are fitted to it
     kind: str = "banded_gaussian"
     placement: Literal["server"] = "server"
     bands: int = Field(ge=1)

@@ -6,7 +6,7 @@ standing twice; and `sampling` says to the accountants exactly the law that `sel
 that sampler and accountant cannot disagree.
 
 >>> clients = Population.balanced(10)
->>> Uniform(cohort=3).draw(seed=0, t=5, population=clients).clients
+>>> Uniform(cohort=3).exposed(seed=0, t=5, population=clients)
 array([1, 2, 5])
 >>> print(Uniform(cohort=3).sampling(clients))
 fixed size 3 of 10
@@ -31,30 +31,18 @@ of probabilities, Problem 1) is done once.
 
 from __future__ import annotations
 
-from raydpfl.selection.base import Cohort, Population, Selection
-from raydpfl.selection.losses import PowerOfChoice
-from raydpfl.selection.multinomial import Importance, Multinomial, PrivacyAware, WithReplacement
-from raydpfl.selection.privacy_aware import Solution, kkt_residual, solve, solve_cvxpy
-from raydpfl.selection.responders import RESPONSES, FirstResponders
-from raydpfl.selection.subsets import FedAvgStale, Full, Poisson, Uniform
-from raydpfl.selection.windows import Availability, Cyclic
+from raydpfl.member import family
+from raydpfl.selection.base import Ask, Cohort, Population, Selection
+from raydpfl.selection.first_responders import RESPONSES
+from raydpfl.selection.poisson import Poisson
+from raydpfl.selection.problem1 import Solution, kkt_residual, solve, solve_cvxpy
+from raydpfl.selection.uniform import Uniform
 
 __all__ = [
-    "FAMILY", "RESPONSES", "Cohort", "Poisson", "Population", "Selection", "Solution", "Uniform",
-    "WithReplacement", "kkt_residual", "solve", "solve_cvxpy",
+    "FAMILY", "RESPONSES", "Ask", "Cohort", "Poisson", "Population", "Selection", "Solution",
+    "Uniform", "kkt_residual", "solve", "solve_cvxpy",
 ]  # fmt: skip
 
-FAMILY: dict[str, type[Selection]] = {
-    "uniform": Uniform,
-    "poisson": Poisson,
-    "full": Full,
-    "fedavg_stale": FedAvgStale,
-    "multinomial": Multinomial,
-    "unbiased": Multinomial,
-    "importance": Importance,
-    "privacy_aware": PrivacyAware,
-    "first_responders": FirstResponders,
-    "cyclic": Cyclic,
-    "availability": Availability,
-    "power_of_choice": PowerOfChoice,
-}
+FIRST = ("uniform", "poisson", "full", "fedavg_stale", "multinomial")
+FAMILY: dict[str, type[Selection]] = family(__name__, Selection, FIRST)
+FAMILY["unbiased"] = FAMILY["multinomial"]  # as 003 calls it

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -68,15 +68,14 @@ class Population:
         return len(self.sizes)
 
     def __repr__(self) -> str:
-        return f"Population({len(self)} clients, {self.samples} samples{'' if self.privacy_cost is None else ', with budgets'})"
+        budgets = "" if self.privacy_cost is None else ", with budgets"
+        return f"Population({len(self)} clients, {self.samples} samples{budgets})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., Population], tuple[Any, ...]]:
         alike = self.sizes.strides == (0,) and self.privacy_cost is None and self.table is None
-        return (
-            (Population.balanced, (len(self),))
-            if alike
-            else (Population, (self.sizes, self.privacy_cost, self.table))
-        )
+        if alike:
+            return Population.balanced, (len(self),)
+        return Population, (self.sizes, self.privacy_cost, self.table)
 
     def remember(self, name: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, once for every `name`."""
@@ -113,6 +112,11 @@ class Cohort:
         return cls(clients, np.arange(len(clients)) - first)
 
 
+# asks clients, int64 [k], ascending, for the losses of the model on their data: float64 [k], in
+# their order, as `Selection.answer` lets each say
+Ask = Callable[[np.ndarray], np.ndarray]
+
+
 class Selection(Member):
     """Base of the family. A member gives `select` and `sampling`; the rest has an answer that holds
     for cohorts of distinct clients.
@@ -122,34 +126,57 @@ class Selection(Member):
     have drawn is missing, which `survivors` tells the accountants.
     """
 
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {"needs_losses": ("candidates", "choose")}
-    # whether the cohort is chosen among `candidates` by their local losses
-    needs_losses: ClassVar[bool] = False
-    needs_costs: ClassVar[bool] = False  # whether it looks at `Population.privacy_cost`
-    # data-dependent choices that no accountant counts, in words
-    exclusions: ClassVar[tuple[str, ...]] = ()
-    # what `answer` releases, as accountants count it; None: nothing they know of
-    loss_query: ClassVar[Query | None] = None
-
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
-    def select(self, seed: int, t: int, population: Population) -> Cohort:
-        """Who trains in this round."""
+    # --- who takes part ---
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        """Who trains in round t: a function of (seed, t) and of what is public of the population.
+
+        Args:
+            seed: the seed of the run's cohorts.
+            t: the round, counted from 0.
+            population: the public facts.
+            ask: for a member that chooses clients by their losses, `ask(clients)` gives them. Such
+                a member gives `exposed` too, as all who are asked are exposed.
+        """
         raise NotImplementedError
 
     def sampling(self, population: Population) -> Sampling:
         """The law that `select` follows, for the accountants."""
         raise NotImplementedError
 
+    def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
+        """The clients of whose data something is released in round t, int64 [k], one that is drawn
+        twice standing twice: known before the run, and all that accountants count.
+
+        By default the cohort, without those that drop out.
+        """
+        return self.draw(seed, t, population).clients
+
+    @property
+    def asks(self) -> bool:
+        """Whether others are exposed than those who take part."""
+        return type(self).exposed is not Selection.exposed
+
+    def _unasked(self, clients: np.ndarray) -> np.ndarray:
+        accepted = (
+            "one whose cohorts are known before the run; this one asks for losses, so that it must "
+            "give exposed(seed, t, population), and only a run can draw"
+        )
+        raise ConfigError("selection.kind", self.kind, accepted)
+
     def fits(self, count: int) -> None:
         """Raises `ConfigError` when a population of `count` clients cannot give such cohorts."""
 
-    def draw(self, seed: int, t: int, population: Population) -> Cohort:
-        """Who sends an update in this round: those selected, without those that drop out."""
-        return self.drop(seed, t, self.select(seed, t, population))
+    def draw(self, seed: int, t: int, population: Population, ask: Ask | None = None) -> Cohort:
+        """Who sends an update in round t: those selected, without those that drop out. A member
+        that asks for losses can only do so in a run, which gives `ask`.
+        """
+        return self.drop(seed, t, self.select(seed, t, population, ask or self._unasked))
 
     def drop(self, seed: int, t: int, cohort: Cohort) -> Cohort:
-        """`cohort` without the clients that fail in this round."""
+        """`cohort` without the clients that fail in round t."""
         if not self.dropout:
             return cohort
         drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
@@ -160,14 +187,13 @@ class Selection(Member):
         kept = np.array(coins) >= self.dropout
         return Cohort(cohort.clients[kept], cohort.draws[kept], cohort.lost + int((~kept).sum()))
 
-    def divisor(self, population: Population) -> float:
-        """What the server divides the sum of the contributions by."""
-        return float(self.sampling(population).cohort)
+    # --- what is public of it ---
 
-    @property
-    def own_coins(self) -> bool:
-        """Whether each client takes part by a coin of its own, so that the size of a cohort is a
-        secret.
+    def hides_size(self) -> bool:
+        """Whether the size of a cohort is a secret, as each client takes part by a coin of its own.
+
+        Then a client may be absent without anyone's knowing: the neighbouring relation is
+        add_remove unless the config names one, and the server draws the noise.
         """
         return False
 
@@ -176,17 +202,24 @@ class Selection(Member):
         """The fewest rounds from one participation of a client to its next."""
         return 1
 
-    def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
-        """What a candidate says its loss is, and all that leaves it of `losses`, float64 [n_k],
-        those of its samples.
-        """
-        return float(losses.mean())
+    def divisor(self, population: Population) -> float:
+        """What the server divides the sum of the contributions by."""
+        return float(self.sampling(population).cohort)
 
-    def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
-        """What the file that this selection names says of each of `count` clients, float64 [N];
-        None: it names none.
+    def means(self, population: Population) -> bool:
+        """Whether that quotient is the plain mean of what was sent, in every round."""
+        if self.hides_size() or self.dropout or self.corrections(population) is not None:
+            return False
+        return self.divisor(population) == self.sampling(population).cohort
+
+    def counted(self, cohort: Cohort, population: Population) -> float:
+        """How many clients answered in a round, as far as may be told: where the size of its cohort
+        is a secret, the number to expect.
         """
-        return None
+        sampling = self.sampling(population)
+        if self.hides_size() or (sampling.hidden and not sampling.law.sized):
+            return sampling.cohort * (1 - self.dropout)
+        return len(cohort)
 
     def weighs_data(self) -> bool:
         """Whether the plain mean of what a cohort sends weighs clients by their data already."""
@@ -198,17 +231,51 @@ class Selection(Member):
         """
         return None
 
+    def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
+        """What the file that this selection names says of each of `count` clients, float64 [N];
+        None: it names none.
+        """
+        return None
+
+    def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray | None:
+        """What it costs to select each client, float64 [N] (`Population.privacy_cost`); None for a
+        selection that does not weigh it.
+
+        Args:
+            d: parameters of the model.
+            variances: gives the variance of each client's noise at a local step for a bound of 1,
+                float64 [N]; None where clients have no budgets of their own.
+        """
+        return None
+
+    # --- what it spends ---
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """Choices that depend on data and that no accountant counts, in words."""
+        return ()
+
+    @property
+    def loss_query(self) -> Query | None:
+        """What `answer` releases, as accountants count it; None: nothing that they know of."""
+        return None
+
+    def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
+        """What a client that is asked says its loss is, and all that leaves it of `losses`, float64
+        [n_k], those of its samples.
+        """
+        return float(losses.mean())
+
     def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         """Int64 [rounds]: how many rounds of `sampling` the guarantee of any one client composes
         over, after 1, 2, ... rounds.
         """
         if not self.sampling(population).by_participation:
             return np.arange(1, rounds + 1)
-        who = self.candidates if self.needs_losses else self.draw
-        seen = Counter()
+        seen = Counter[int]()
         most = np.zeros(rounds, np.int64)
         for t in range(rounds):
-            clients = who(seed, t, population).clients.tolist()
+            clients = self.exposed(seed, t, population).tolist()
             seen.update(clients)
             most[t] = max((seen[client] for client in clients), default=0)
         return np.maximum.accumulate(most)
@@ -219,4 +286,5 @@ class Selection(Member):
         """
         if not self.dropout:
             return self.sampling(population).cohort
-        return min(len(self.draw(seed, t, population)) for t in range(rounds))
+        drawn = (self.draw(seed, t, population) for t in range(rounds))
+        return min(len(cohort) for cohort in drawn)

@@ -1,265 +1,53 @@
-"""Whom to ask how often when budgets differ: personalised-privacy-aware client selection (003 sec.
-V, Problem 1; PRIVACY.md sec. 6).
-
-With p^u the unbiased probabilities and c_k the cost of asking client k, its noise variance times a
-scale (003: c_k = eta D V_k, V_k = `raydpfl.privacy.paper.budget_variance`), the selection
-probabilities p minimise over the simplex
-
-    f(p) = D + F,   D = ||p - p^u||_1,   F = sqrt(D^2 + sum_k c_k p_k^2).
-
->>> unbiased, cost = np.array([0.5, 0.5]), np.array([64.0, 1.0])
->>> solution = solve(unbiased, cost)
->>> print(np.round(solution.probabilities, 6), round(solution.objective, 6), round(solution.moved, 6), np.round(solution.levels, 6))
-[0.084312 0.915688] 2.24014 0.415688 [0.915688 5.395968]
->>> kkt_residual(solution.probabilities, unbiased, cost) < 1e-14
-True
-
-*Derivation.* f is convex. Where F > 0, F times a subgradient is s_k f + c_k p_k, with s_k in the
-subdifferential of |p_k - p^u_k|; so p is optimal iff some nu equals it wherever p_k > 0 and is at
-most that where p_k = 0. Hence c_k p_k is a := nu - f for a raised client, b := nu + f for a lowered
-one, in [a, b] for one that stays:
-
-    p_k = min(max(p^u_k, a / c_k), b / c_k),   b - a = 2 f,
-
-and p^u itself is optimal iff max c p^u - min c p^u <= 2 sqrt(sum c (p^u)^2). (PRIVACY.md's "b - a =
-2F" calls the whole objective F, as its check value shows.) A raised client has a >= 0, so b > 0 and
-no p^u_k > 0 is lowered to 0 (003 Proposition 2, whose proof needs p^u_k > 0). A public client, c_k
-= 0, forces a = 0, and all that moves goes to public clients; f does not care how they share it, and
-here they share it in proportion to p^u (equally where that is 0).
-
-*Solver.* Sorted by c_k p^u_k, the raised clients are a prefix and the lowered ones a suffix, and
-the mass M = D / 2 that moves is piecewise linear in either level. Two binary searches on the sign
-of b - a - 2f, which falls as M grows, find prefix and suffix. There the equation is linear =
-Euclidean norm of a linear function, concave with one sign change, so that Newton's method from the
-side where too much has moved approaches the root without overshooting. Its unknown is the level
-whose clients hold less mass per unit of level, not M: with c = (1e150, 1) the lowered client keeps
-6e-150, which M = 0.5 - 6e-150 cannot hold in float64.
-
-Public: p^u and c, hence sizes and budgets; nothing here may depend on the data.
-"""
+"""Draws by the probabilities that solve Problem 1 of 003."""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from pydantic import Field
 
 from raydpfl.errors import ConfigError
+from raydpfl.selection.base import Population
+from raydpfl.selection.problem1 import solve, solve_cvxpy
+from raydpfl.selection.with_replacement import WithReplacement
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The minimiser of 003 Problem 1: p = min(max(p^u, a / c), b / c) with `levels` = (a, b).
+class PrivacyAware(WithReplacement):
+    """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the
+    clients that p asks (003 sec. V).
 
-    `probabilities` float64 [N]; `objective` = f(p); `moved`: the mass taken from the lowered
-    clients and given to the raised ones,
-    ||p - p^u||_1 / 2; `kkt_residual`: see the function of that name. Where p = p^u, the levels are the extremes of c p^u.
+    `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact`
+    (see `solve`) or the reference it is tested against. The weights are uniform: the bias is what
+    Problem 1 has paid for. A client without data is never drawn.
     """
 
-    probabilities: np.ndarray
-    objective: float
-    moved: float
-    levels: tuple[float, float]
-    kkt_residual: float
+    kind: str = "privacy_aware"
+    accounted_with: ClassVar[tuple[str, ...]] = ("model",)  # a cost grows with its parameters
+    scale: float = Field(default=1.0, gt=0, le=1e15)
+    solver: Literal["exact", "cvxpy"] = "exact"
 
+    def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray:
+        found = variances()
+        if found is None:
+            accepted = "noise at local steps, with noise.epsilon for the clients' budgets"
+            raise ConfigError("selection.kind", self.kind, accepted)
+        return d * found
 
-def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
-    """The exact solution in O(N log N): one sort, two binary searches, a few Newton steps on one
-    scalar.
-
-    `unbiased` float64 [N]: p^u, non-negative, sum 1. `cost` float64 [N]: c, from 0 (a public
-    client) to 1e300; below 1e-300 counts as 0. Raises `ConfigError` for anything else.
-    """
-    unbiased, cost = _checked(unbiased, cost)
-    cost = np.where(cost < 1e-300, 0.0, cost)
-    pull = cost * unbiased
-    low = float(pull.min())
-    high = float(pull.max())
-    if high - low <= 2 * math.sqrt(pull @ unbiased):
-        return _solution(unbiased, unbiased, cost, (low, high))
-    a, b = _levels(pull, unbiased, cost)
-    public = cost == 0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = np.where(public, unbiased, np.minimum(np.maximum(unbiased, a / cost), b / cost))
-    if public.any():
-        share = unbiased[public] if unbiased[public].any() else np.ones(public.sum())
-        p[public] += (unbiased - p).sum() * share / share.sum()
-    return _solution(p, unbiased, cost, (a, b))
-
-
-def _levels(pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> tuple[float, float]:
-    """The levels (a, b) where p^u is not optimal."""
-    order = np.argsort(pull, kind="stable")
-    g = pull[order]
-    u = unbiased[order]
-    with np.errstate(divide="ignore"):
-        w = 1 / cost[order]  # mass per unit of level
-    n = len(g)
-    mass_below, width_below, square_below = (
-        np.concatenate(([0.0], np.cumsum(x))) for x in (u, w, g * u)
-    )
-    mass_above, width_above = (np.concatenate((np.cumsum(x[::-1])[::-1], [0.0])) for x in (u, w))
-    # The mass that lifts the prefix to g[i], or that lowering the suffix to g[j] sets free: sums of
-    # non-negative terms, so that
-    # both are monotone and keep their relative precision.
-    rise = np.diff(g)
-    # infinite beyond the public clients, and where no mass is enough
-    with np.errstate(invalid="ignore", over="ignore"):
-        given = np.concatenate(
-            ([0.0], np.cumsum(np.where(rise > 0, rise * width_below[1:-1], 0.0)))
-        )
-    taken = np.concatenate(
-        (np.cumsum((rise * np.where(rise > 0, width_above[1:-1], 0.0))[::-1])[::-1], [0.0])
-    )
-
-    def excess(i: int, j: int, moved: float, a: float, b: float) -> tuple[float, float]:
-        """(b - a - 2f, minus its slope in the moved mass without the levels' part) with [0, i) at a
-        and [j, n) at b.
-        """
-        raised = moved + float(mass_below[i])
-        lowered = b * float(width_above[j])
-        norm = math.hypot(
-            2 * moved,
-            math.sqrt(max(0.0, square_below[j] - square_below[i]) + a * raised + b * lowered),
-        )
-        gap = b - a - 4 * moved
-        return gap - 2 * norm, 4 - 2 * gap / norm if norm else 0.0
-
-    def lowered_to(j: int) -> float:
-        moved = float(taken[j])
-        i = int(np.searchsorted(given, moved, side="right"))
-        return excess(
-            i,
-            j,
-            moved,
-            max(float(g[i - 1]), float((moved + mass_below[i]) / width_below[i])),
-            float(g[j]),
-        )[0]
-
-    def raised_to(i: int) -> float:
-        moved = float(given[i])
-        return (
-            excess(i, j, moved, float(g[i]), (mass_l - moved) / width_l)[0]
-            if moved < mass_l
-            else -math.inf
-        )
-
-    j = min(bisect_right(range(n), 0.0, lo=1, key=lowered_to), n - 1)
-    mass_l = float(mass_above[j])
-    width_l = float(width_above[j])
-    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -raised_to(k))
-    mass_r = float(mass_below[i])
-    width_r = float(width_below[i])
-
-    by_b = width_l <= width_r
-    level = float(g[j - 1] if by_b else g[i])  # too much has moved here
-    while True:
-        if by_b:
-            b = level
-            moved = mass_l - level * width_l
-            a = (mass_r + moved) / width_r
-        else:
-            a = level
-            moved = level * width_r - mass_r
-            b = (mass_l - moved) / width_l
-        value, slope = excess(i, j, moved, a, b)
-        step = value / (1 / width_l + 1 / width_r + slope)  # still to be moved
-        following = level - step / width_l if by_b else level + step / width_r
-        if not step < 0 or following == level:
-            return a, b
-        level = following
-
-
-def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """f(p) = D + sqrt(D^2 + sum c p^2), D = ||p - p^u||_1 (003 Problem 1); all arguments float64
-    [N].
-    """
-    distance = float(np.abs(probabilities - unbiased).sum())
-    return distance + math.hypot(distance, math.sqrt((cost * probabilities) @ probabilities))
-
-
-def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """By how much p fails the optimality conditions of Problem 1: 0 exactly where it is optimal;
-    all arguments float64 [N].
-
-    The largest of |sum p - 1|, the most negative p_k, and the stationarity gap: the distance
-    between the bounds that the clients put on nu (see the derivation), as a fraction of the largest
-    term in them, since costs may have any magnitude. It knows nothing of levels or of the solver. A
-    client counts as staying only where p_k = p^u_k to the bit, so it judges exact solutions, not an
-    iterative solver's. The rounding of p alone can make it 1e-16 / f where f is small (all but
-    public clients hold next to nothing).
-    """
-    value = objective(probabilities, unbiased, cost)
-    pull = cost * probabilities
-    at_least = np.where(
-        probabilities > 0, pull + np.where(probabilities > unbiased, value, -value), -np.inf
-    ).max()
-    at_most = (pull + np.where(probabilities < unbiased, -value, value)).min()
-    gap = (at_least - at_most) / max(value, pull.max()) if value > 0 else 0.0
-    return float(max(abs(probabilities.sum() - 1), -probabilities.min(), gap, 0.0))
-
-
-def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
-    """The probabilities float64 [N] by CVXPY and CLARABEL: the reference that `solve` is tested
-    against, for costs up to 1e6 or so.
-
-    Problem 1 as a second-order cone program at tolerance 1e-10 has f to 1e-9 but p only to 1e-5,
-    since f is flat. So p is polished: with F = min over t > 0 of t / 2 + (D^2 + sum c p^2) / (2 t),
-    t held at its last value leaves a quadratic program that is not flat, and four of them at 1e-12
-    give p to 1e-7 (1e-5 beside public clients). Raises `ConfigError` as `solve` does, and cvxpy's
-    `SolverError` where CLARABEL fails.
-    """
-    unbiased, cost = _checked(unbiased, cost)
-    import cvxpy  # takes a second, and only the reference needs it
-
-    gain = cvxpy.Variable(len(cost), nonneg=True)
-    loss = cvxpy.Variable(len(cost), nonneg=True)
-    p = unbiased + gain - loss
-    distance = cvxpy.sum(gain) + cvxpy.sum(loss)
-    spread = cvxpy.hstack([distance, cvxpy.multiply(np.sqrt(cost), p)])
-
-    def minimise(function: cvxpy.Expression, tolerance: float) -> None:
-        problem = cvxpy.Problem(
-            cvxpy.Minimize(function), [cvxpy.sum(gain) == cvxpy.sum(loss), p >= 0]
-        )
-        problem.solve(
-            solver=cvxpy.CLARABEL, tol_gap_abs=tolerance, tol_gap_rel=tolerance, tol_feas=tolerance
-        )
-
-    minimise(distance + cvxpy.norm(spread, 2), 1e-10)
-    for _ in range(4):
-        minimise(
-            float(np.linalg.norm(spread.value)) * distance + cvxpy.sum_squares(spread) / 2, 1e-12
-        )
-    return p.value
-
-
-def _checked(unbiased: ArrayLike, cost: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    unbiased = np.asarray(unbiased, np.float64)
-    cost = np.asarray(cost, np.float64)
-    if (
-        unbiased.ndim != 1
-        or not len(unbiased)
-        or not (unbiased >= 0).all()
-        or not abs(unbiased.sum() - 1) <= 1e-9
-    ):
-        raise ConfigError(
-            "unbiased", unbiased, "a vector of probabilities: non-negative, with sum 1"
-        )
-    if cost.shape != unbiased.shape or not ((cost >= 0) & (cost <= 1e300)).all():
-        raise ConfigError(
-            "cost", cost, f"a vector of {len(unbiased)} costs from 0 to 1e300, one per client"
-        )
-    return unbiased, cost
-
-
-def _solution(
-    p: np.ndarray, unbiased: np.ndarray, cost: np.ndarray, levels: tuple[float, float]
-) -> Solution:
-    moved = float(np.abs(p - unbiased).sum()) / 2
-    return Solution(
-        p.copy(), objective(p, unbiased, cost), moved, levels, kkt_residual(p, unbiased, cost)
-    )
+    def law(self, population: Population) -> np.ndarray:
+        if population.privacy_cost is None:
+            raise ConfigError(
+                "selection.kind",
+                self.kind,
+                "clients with privacy budgets: noise at local steps, with noise.epsilon",
+            )
+        p = np.zeros(len(population))
+        has = population.sizes > 0
+        shares = population.shares[has]
+        cost = self.scale * population.privacy_cost[has]
+        if self.solver == "exact":
+            p[has] = solve(shares, cost).probabilities
+            return p
+        p[has] = np.maximum(solve_cvxpy(shares, cost), 0)
+        return p / p.sum()

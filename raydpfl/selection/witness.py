@@ -15,7 +15,7 @@ epsilon that does not hold, so every cohort is looked at before anything is rele
   round to round (clients that come together, not each by its own coin) or too little.
 
 >>> from raydpfl.selection.base import Cohort, Population
->>> from raydpfl.selection.subsets import Uniform
+>>> from raydpfl.selection.uniform import Uniform
 >>> member, clients = Uniform(cohort=90), Population.balanced(900)
 >>> witness = Witness(member, clients, exposures=np.arange(1, 101), least=90, secret=True)
 >>> for t in range(100):
@@ -85,16 +85,23 @@ class Witness:
         self._expected = 0.0
         self._planned = planned or {}
         self._asked = Counter[int]()
+        self._candidates: np.ndarray | None = None  # who was asked in this round
         self._sizes = _Variation()
         self._overlaps = _Variation()
 
-    def asks(self, t: int, candidates: Cohort) -> None:
-        """Looks at the clients that are about to be asked for their losses in round `t`. Raises as
-        `see` does.
+    def asks(self, t: int, clients: np.ndarray) -> None:
+        """Looks at the clients, int64 [k], that are about to be asked for their losses in round
+        `t`. Raises as `see` does.
         """
+        if self._candidates is not None:
+            raise self._wrong(f"asked for losses twice in round {t}")
+        candidates = Cohort.of(clients)
+        if not np.array_equal(candidates.clients, clients):
+            raise self._wrong(f"asked clients in round {t} that are not ascending")
         self._members(t, candidates, None)
-        self._as_planned(t, candidates)
-        self._asked.update(candidates.clients.tolist())
+        self._as_planned(t, clients)
+        self._candidates = clients
+        self._asked.update(clients.tolist())
         most = int(self._exposures[t])
         law = self._law.law
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
@@ -118,18 +125,19 @@ class Witness:
         t: int,
         cohort: Cohort,
         participations: Mapping[int, int],
-        candidates: Cohort | None = None,
     ) -> None:
         """Looks at the cohort of round `t`. Raises `RunError` for one that the declared law does
         not give.
 
-        `participations`: how often each client took part in the rounds before. `candidates`: whom
-        it was chosen among.
+        `participations`: how often each client took part in the rounds before. It was chosen among
+        those who were asked in the round, if any were.
         """
+        candidates = self._candidates
+        self._candidates = None
         self._members(t, cohort, candidates)
         self._size(t, cohort)
         if candidates is None:
-            self._as_planned(t, cohort)
+            self._as_planned(t, cohort.clients)
         clients = cohort.clients
         before = [participations.get(client, 0) for client in clients.tolist()]
         # of a client drawn twice the last of its draws has all
@@ -142,7 +150,7 @@ class Witness:
             self._total(t, cohort, limit)
             self._in_common(t, clients, limit)
 
-    def _members(self, t: int, cohort: Cohort, candidates: Cohort | None) -> None:
+    def _members(self, t: int, cohort: Cohort, candidates: np.ndarray | None) -> None:
         clients = np.asarray(cohort.clients)
         if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
             raise self._wrong(f"gave no array of whole numbers in round {t}")
@@ -159,11 +167,11 @@ class Witness:
         if cohort.draws.any() and not self._law.law.repeats:
             twice = int(clients[cohort.draws > 0][0])
             raise self._wrong(f"drew client {twice} twice in round {t}")
-        if candidates is not None and not np.isin(clients, candidates.clients).all():
+        if candidates is not None and not np.isin(clients, candidates).all():
             raise self._wrong(f"chose clients in round {t} that are no candidates")
 
-    def _as_planned(self, t: int, cohort: Cohort) -> None:
-        if t in self._planned and fingerprint(cohort.clients) != self._planned[t]:
+    def _as_planned(self, t: int, clients: np.ndarray) -> None:
+        if t in self._planned and fingerprint(clients) != self._planned[t]:
             raise self._wrong(
                 f"drew other clients in round {t} than those that were accounted for before the run"
             )

@@ -21,57 +21,15 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
-from raydpfl.member import Member, choose
+from raydpfl.member import choose, family
 from raydpfl.privacy import Sampling
-from raydpfl.selection.base import Cohort, Population
-from raydpfl.selection.subsets import Sized, distinct
+from raydpfl.selection.base import Ask, Cohort, Population
+from raydpfl.selection.responses import Exponential, Response
+from raydpfl.selection.sized import Sized, distinct
 
 # clients asked when it is left open, so that a round among a million does not wait for a million
 ASKED = 10_000
-
-
-class Response(Member):
-    """Base of the response laws."""
-
-    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Independent response times float64 [count] of clients of scale 1."""
-        raise NotImplementedError
-
-
-class Exponential(Response):
-    """Memoryless: however long one has waited, the mean wait is still 1."""
-
-    kind: str = "exponential"
-
-    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        return generator.standard_exponential(count)
-
-
-class Lognormal(Response):
-    """exp(sigma Z), Z standard normal: many small delays multiplied."""
-
-    kind: str = "lognormal"
-    sigma: float = Field(default=1.0, gt=0)
-
-    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        return np.exp(self.sigma * generator.standard_normal(count))
-
-
-class Pareto(Response):
-    """P[time > x] = x^-alpha for x >= 1: a heavy tail, of infinite mean for alpha <= 1."""
-
-    kind: str = "pareto"
-    alpha: float = Field(default=1.5, gt=0)
-
-    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        return 1 + generator.pareto(self.alpha, count)
-
-
-RESPONSES: dict[str, type[Response]] = {
-    "exponential": Exponential,
-    "lognormal": Lognormal,
-    "pareto": Pareto,
-}
+RESPONSES: dict[str, type[Response]] = family("raydpfl.selection", Response, ("exponential",))
 
 
 class FirstResponders(Sized):
@@ -108,7 +66,7 @@ class FirstResponders(Sized):
                 f"from the cohort of {self.cohort} to the population of {count} clients",
             )
 
-    def select(self, seed: int, t: int, population: Population) -> Cohort:
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         count = len(population)
         asked = self.asked(len(population))
         clients = (

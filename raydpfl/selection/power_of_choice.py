@@ -2,19 +2,19 @@
 biased baseline of 003 sec. VI-B).
 
 >>> clients, member = Population(sizes=[10, 20, 30, 40]), PowerOfChoice(cohort=1, pool=3)
->>> found = member.candidates(seed=0, t=0, population=clients)
->>> found.clients, member.choose(0, 0, found, losses=np.array([0.1, 0.7, 0.3])).clients
-(array([1, 2, 3]), array([2]))
+>>> member.exposed(seed=0, t=0, population=clients)
+array([1, 2, 3])
+>>> member.select(0, 0, clients, ask=lambda candidates: np.array([0.1, 0.7, 0.3])).clients
+array([2])
 >>> noised = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
->>> round(noised.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2), 3)  # (0.2 + 4) / 2, and noise
+>>> answer = noised.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2)
+>>> round(answer, 3)  # (0.2 + 4) / 2, and noise
 2.569
 >>> noised.loss_query
 Query(name='losses', bound=2.0, std=0.5, apart=True)
 """
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -23,16 +23,15 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.noise.drawn import query_noise
 from raydpfl.privacy import Query, Sampling
-from raydpfl.selection.base import Cohort, Population
-from raydpfl.selection.subsets import Sized
+from raydpfl.selection.base import Ask, Cohort, Population
+from raydpfl.selection.sized import Sized
 
 
 class PowerOfChoice(Sized):
     """Of `pool` candidates, drawn without replacement in proportion to their data, the `cohort`
     with the largest local loss under the global model.
 
-    `candidates` says whose losses are needed, `choose` who then takes part; `draw` cannot say
-    without them. The weights are uniform.
+    All candidates are exposed, as all of them are asked. The weights are uniform.
 
     The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of
     each of its samples to [0, L], L being `loss_bound`, and answers with their mean plus Gaussian
@@ -50,8 +49,6 @@ class PowerOfChoice(Sized):
     """
 
     kind: str = "power_of_choice"
-    needs_losses: ClassVar[bool] = True
-
     pool: int = Field(ge=1)
     loss_bound: float | None = Field(default=None, gt=0, le=1e15)
     loss_std: float = Field(default=0.0, ge=0, le=1e15)  # 0: the losses are exact
@@ -70,44 +67,37 @@ class PowerOfChoice(Sized):
             raise ConfigError(
                 "selection.loss_bound",
                 None,
-                "a positive number with selection.loss_std: losses without a bound have no sensitivity",
+                "a positive number with selection.loss_std: losses without a bound have no "
+                "sensitivity",
             )
-        if 0 < self.loss_std < 1e-9 * (self.loss_bound or 0.0):
-            raise ConfigError(
-                "selection.loss_std",
-                self.loss_std,
-                f"0, or at least {1e-9 * self.loss_bound:g}, a billionth of selection.loss_bound",
-            )
+        least = 1e-9 * (self.loss_bound or 0.0)
+        if 0 < self.loss_std < least:
+            accepted = f"0, or at least {least:g}, a billionth of selection.loss_bound"
+            raise ConfigError("selection.loss_std", self.loss_std, accepted)
         return self
 
     @property
     def exclusions(self) -> tuple[str, ...]:
+        if self.loss_std:
+            return ()
         return (
-            ()
-            if self.loss_std
-            else (
-                "clients are chosen by their local losses, a data-dependent query that is not noised",
-            )
+            "clients are chosen by their local losses, a data-dependent query that is not noised",
         )
 
     @property
     def loss_query(self) -> Query | None:
         """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
-        return (
-            Query("losses", self.loss_bound / 2, self.loss_std, apart=True)
-            if self.loss_std
-            else None
-        )
+        if self.loss_bound is None or not self.loss_std:
+            return None
+        return Query("losses", self.loss_bound / 2, self.loss_std, apart=True)
 
     def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
         if self.loss_bound is None:
             return super().answer(losses, noise_seed, t, client)
         clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
-        noise = (
-            query_noise(noise_seed, t, self.loss_std, client, query="losses")
-            if self.loss_std
-            else 0.0
-        )
+        if not self.loss_std:
+            return float(clipped.mean())
+        noise = query_noise(noise_seed, t, self.loss_std, client, query="losses")
         return float(clipped.mean()) + noise
 
     def fits(self, count: int) -> None:
@@ -117,23 +107,17 @@ class PowerOfChoice(Sized):
                 "selection.pool", self.pool, f"at most the population of {count} clients"
             )
 
-    def candidates(self, seed: int, t: int, population: Population) -> Cohort:
-        """The clients whose losses are needed. Raises `ConfigError` when fewer than `pool` have
-        data.
+    def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
+        """The candidates. Raises `ConfigError` when fewer than `pool` clients have data."""
+        return np.sort(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        """The candidates with the largest losses; of equal ones the lower client comes first, NaN
+        last.
         """
-        return Cohort.of(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
-
-    def choose(self, seed: int, t: int, candidates: Cohort, losses: np.ndarray) -> Cohort:
-        """The candidates with the largest losses, without those that drop out.
-
-        `losses` float64 [pool], what each answered, in the order of `candidates.clients`; of equal
-        ones the lower client comes first, NaN last.
-        """
-        order = np.argsort(-losses, kind="stable")
-        return self.drop(seed, t, Cohort.of(candidates.clients[order[: self.cohort]]))
-
-    def select(self, seed: int, t: int, population: Population) -> Cohort:
-        raise NotImplementedError("power_of_choice needs losses: candidates(...), then choose(...)")
+        candidates = self.exposed(seed, t, population)
+        order = np.argsort(-ask(candidates), kind="stable")
+        return Cohort.of(candidates[order[: self.cohort]])
 
     def sampling(self, population: Population) -> Sampling:
         rule = f"the largest losses of {self.pool} candidates"
@@ -144,13 +128,11 @@ class PowerOfChoice(Sized):
         """At least so many: had all candidates that fail in a round been chosen in it."""
         if not self.dropout:
             return self.cohort
-        return max(
-            0,
-            self.cohort
-            - max(
-                self.drop(seed, t, self.candidates(seed, t, population)).lost for t in range(rounds)
-            ),
+        lost = (
+            self.drop(seed, t, Cohort.of(self.exposed(seed, t, population))).lost
+            for t in range(rounds)
         )
+        return max(0, self.cohort - max(lost))
 
 
 def successive(

@@ -1,0 +1,33 @@
+"""FedAvg's own average, with stale models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raydpfl.errors import ConfigError
+from raydpfl.selection.base import Population
+from raydpfl.selection.uniform import Uniform
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
+
+
+class FedAvgStale(Uniform):
+    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5): uniform, but the N
+    - r clients that were not drawn count with the unchanged global model, so that the divisor is N.
+    Biased towards standing still: each round moves r/N as far.
+    """
+
+    kind: str = "fedavg_stale"
+
+    def check(self, experiment: Experiment) -> None:
+        bounding = experiment.bounding
+        if bounding.stateful:
+            accepted = (
+                f"another with bounding.kind {bounding.kind}, whose mean has every client's memory "
+                "in it, drawn or not"
+            )
+            raise ConfigError("selection.kind", self.kind, accepted)
+
+    def divisor(self, population: Population) -> float:
+        return float(len(population))

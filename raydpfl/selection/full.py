@@ -1,0 +1,20 @@
+"""Everyone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.privacy import Sampling
+from raydpfl.selection.base import Ask, Cohort, Population, Selection
+
+
+class Full(Selection):
+    """Every client in every round (001 sec. 5.3)."""
+
+    kind: str = "full"
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        return Cohort.of(np.arange(len(population)))
+
+    def sampling(self, population: Population) -> Sampling:
+        return Sampling("full", len(population), len(population))

@@ -1,0 +1,26 @@
+"""Cohorts of distinct clients, all equally likely."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.errors import ConfigError
+from raydpfl.selection.base import Selection
+
+
+def distinct(generator: np.random.Generator, count: int, size: int) -> np.ndarray:
+    """`size` of 0 .. count - 1, uniformly without replacement, ascending; O(size)."""
+    return np.sort(generator.choice(count, size, replace=False, shuffle=False))
+
+
+class Sized(Selection):
+    """Base of the members with a `cohort` that the population must be able to fill."""
+
+    cohort: int = Field(ge=1)
+
+    def fits(self, count: int) -> None:
+        if self.cohort > count:
+            raise ConfigError(
+                "selection.cohort", self.cohort, f"at most the population of {count} clients"
+            )

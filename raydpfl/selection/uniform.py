@@ -1,0 +1,23 @@
+"""A uniform subset of fixed size."""
+
+from __future__ import annotations
+
+from raydpfl.keys import Purpose, stream
+from raydpfl.privacy import Sampling
+from raydpfl.selection.base import Ask, Cohort, Population
+from raydpfl.selection.sized import Sized, distinct
+
+
+class Uniform(Sized):
+    """`cohort` clients uniformly without replacement (000 Alg. 1, 001 Alg. 1-3, 002 Alg. 1).
+
+    With weights N p_k the sum over the divisor r is unbiased for sum p_k Delta_k (002 Lemma 5).
+    """
+
+    kind: str = "uniform"
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        return Cohort.of(distinct(stream(seed, Purpose.COHORT, t=t), len(population), self.cohort))
+
+    def sampling(self, population: Population) -> Sampling:
+        return Sampling("fixed", len(population), self.cohort)
