@@ -30,7 +30,7 @@ import torch
 from raydpfl import models, origin
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
-from raydpfl.data import Shards
+from raydpfl.data import Room, Shards
 from raydpfl.errors import RAISED, ClientError, ConfigError, RunError, contained, exited, told
 from raydpfl.keys import keyed_globals
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
@@ -208,6 +208,7 @@ class ClientActor(Process):
         tune_allocator()
         self.experiment = experiment
         self.shards = Shards.open(shards)
+        self._room = Room()
         self.device = torch.device(
             "cuda" if experiment.client.num_gpus > 0 and torch.cuda.is_available() else "cpu"
         )
@@ -560,7 +561,7 @@ class ClientActor(Process):
         sizes = np.where(members < 0, 0, self.shards.sizes[members])
         index, batch_sizes = batches(work.seed, sizes=sizes, local=local, rows=lane.rows, **keyed)
         rows, index = picked(index, batch_sizes, sizes, local)
-        x, y, sizes = self.shards.lane(members, lane.rows, rows)
+        x, y, sizes = self.shards.lane(members, lane.rows, rows, self._room)
         corrections = None
         if shared is not None:
             own = [self._memory(lane, slot, len(parameters)) for slot in range(len(members))]

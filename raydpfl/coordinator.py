@@ -567,7 +567,7 @@ class Coordinator:
         if self.trajectory:
             self.trajectory.write(self.next, self.model)
         complete += [] if self._pending else [self._keep(row)]
-        return complete + (self.save() if last or self._pace.due() else [])
+        return complete + (self.save(copies=last) if last or self._pace.due() else [])
 
     def _keep(self, row: dict) -> dict:
         """Appends a row that is complete to the rounds table."""
@@ -587,13 +587,15 @@ class Coordinator:
         row["test_loss"], row["test_accuracy"] = loss, accuracy
         return [self._keep(row)]
 
-    def save(self) -> list[dict]:
+    def save(self, copies: bool = True) -> list[dict]:
         """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row
-        that this completed, if any.
+        that this completed, if any. Without `copies` the Parquet files are written when due.
         """
         began = time.monotonic()
         complete = self._settle()
         self._snapshot()
+        for table in self._tables().values() if copies else ():
+            table.copy()
         self._pace.took(time.monotonic() - began)
         return complete
 
@@ -615,8 +617,6 @@ class Coordinator:
         """
         if save:
             self.save()
-            for table in self._tables().values():
-                table.copy()
         self.pool.close()
         found = {}
         rows = self.table.arrow()

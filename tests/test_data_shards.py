@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from raydpfl import data
-from raydpfl.data import Shards, prepare, shards
+from raydpfl.data import Room, Shards, prepare, shards
 from raydpfl.errors import ConfigError
 
 
@@ -141,6 +141,63 @@ def test_rows_that_are_picked_are_those_of_the_whole_client(described, near, mon
             y[slot, : n[slot]], whole_y[slot, rows]
         )
         assert not x[slot, n[slot] :].any() and not y[slot, n[slot] :].any()
+
+
+@pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
+def test_a_room_gives_the_same_lane_whatever_was_in_it_before(described):
+    opened = Shards.open(prepare(described, seed=5))
+    rows = int(opened.sizes.max()) + 1
+    room = Room()
+    for clients in ([3, 4, 5, 6], [9, -1, 0], [-1, -1], list(range(12)), [17]):
+        expected = opened.lane(clients, rows)
+        for found, part in zip(opened.lane(clients, rows, room=room), expected, strict=True):
+            assert found.dtype == part.dtype and np.array_equal(found, part)
+        for part in opened.lane(clients, rows, room=room)[:2]:
+            assert part.ctypes.data % shards.ALIGN == 0
+            part[...] = 7
+    first, *_ = opened.lane([1, 2], rows, room=room)
+    again, *_ = opened.lane([3, 4], rows, room=room)
+    assert np.shares_memory(first, again)
+
+
+@pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
+def test_several_lanes_read_at_once_are_those_read_one_by_one(described):
+    opened = Shards.open(prepare(described, seed=5))
+    rows = int(opened.sizes.max())
+    lanes = [[3, 8, 19], [20, 21, -1], [5, 5, 6]]
+    x, y, n = opened.lane([client for lane in lanes for client in lane], rows)
+    for part, clients in zip(range(0, 9, 3), lanes, strict=True):
+        for found, expected in zip((x, y, n), opened.lane(clients, rows), strict=True):
+            assert np.array_equal(found[part : part + 3], expected)
+
+
+def test_clients_who_follow_one_another_in_the_file_are_read_at_once(monkeypatch):
+    opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
+    rows = int(opened.sizes.min())
+    assert rows == opened.sizes.max()
+    expected = [opened.lane([client], rows)[0][0] for client in (4, 5, 6, 7, 9)]
+    read = os.preadv
+    calls = []
+    monkeypatch.setattr(os, "preadv", lambda *given: calls.append(given) or read(*given))
+    x, _, _ = opened.lane([4, 5, 6, 7, 9], rows)
+    assert len(calls) == 4 and np.array_equal(x, expected)  # x and y of two runs of clients
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="needs Linux")
+def test_clients_that_are_in_memory_are_not_asked_for(monkeypatch):
+    opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: asked.append(given))
+    opened.lane([3, 4], int(opened.sizes.max()))
+    opened.prefetch(np.array([3, -1, 4]), 40)
+    assert not asked
+
+    def away(*_):
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "preadv", away)
+    opened.prefetch(np.array([3, -1, 4]), 40)
+    assert len(asked) == 4
 
 
 def test_a_read_that_stops_short_goes_on(monkeypatch):
@@ -334,6 +391,7 @@ def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, mon
     asked = []
     places = {opened._places[0][0] + 8 * first: client for client, first in ((1, 0), (3, 2))}
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, at, *_: asked.append(at))
+    monkeypatch.setattr(opened._train, "cached", lambda places: False)
     opened.prefetch(np.array([0, 1, -1, 2, 3, 4]), rows)
     assert [places[at] for at in asked if at in places] == wanted and len(asked) == 2 * len(wanted)
 

@@ -23,7 +23,7 @@ from typing import Any
 from raydpfl.data.features import FEATURES
 from raydpfl.data.partitions import PARTITIONS, SIZES, Partition, Sizes
 from raydpfl.data.quadratics import Quadratics, ScalarQuadratics
-from raydpfl.data.shards import Shards, prepare
+from raydpfl.data.shards import Room, Shards, prepare
 from raydpfl.data.sources import (
     Cifar10,
     Cifar100,

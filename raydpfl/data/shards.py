@@ -40,7 +40,7 @@ import mmap
 import os
 import shutil
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,10 +55,14 @@ from raydpfl.files import STILL, cache_root, put, whole
 from raydpfl.member import own_code
 
 FORMAT = 4
-ALIGNED = 64  # bytes
 # bytes that are read as fast as another call is made: so many for each row wanted, before rows are
 # read one by one
 NEAR = 32 << 10
+LOOKS = 8  # clients by whom it is told whether a cohort is in memory
+CACHED = 80 << 10  # bytes of pixels that are scaled at once
+# bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
+# need not copy them (`raydpfl.local.way.LaneData.rows`)
+ALIGN = 64
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 
@@ -212,26 +216,62 @@ class _Mapped:
     def at(self, column: np.ndarray) -> int:
         return column.ctypes.data - np.frombuffer(self.map, np.uint8).ctypes.data
 
-    def read(self, into: np.ndarray, at: int) -> None:
-        rest = memoryview(into).cast("B")
-        while rest:  # Linux reads 2 GiB at a time at most
-            count = os.preadv(self.file.fileno(), [rest], at)
-            if not count:
+    def read(self, into: memoryview, at: int) -> None:
+        """Fills `into`, of bytes, with what stands from `at` on. Raises OSError."""
+        count = os.preadv(self.file.fileno(), [into], at)
+        while count < len(into):  # Linux reads 2 GiB at a time at most
+            more = os.preadv(self.file.fileno(), [into[count:]], at + count)
+            if not more:
                 raise OSError(f"{self.file.name} is cut short")
-            rest = rest[count:]
-            at = at + count
+            count += more
 
-    def take(self, into: np.ndarray, at: int, count: int, rows: np.ndarray | None) -> None:
-        """Of `count` rows from `at` on, those at `rows`, or all for None."""
-        if rows is None:
-            self.read(into, at)
-        elif count * into[0].nbytes <= NEAR * len(rows):
-            whole = np.empty((count, *into.shape[1:]), into.dtype)
-            self.read(whole, at)
-            np.take(whole, rows, axis=0, out=into)
-        else:
-            for place, row in enumerate(rows.tolist()):
-                self.read(into[place : place + 1], at + row * into[0].nbytes)
+    def take(self, into: np.ndarray, at: int, count: int, rows: np.ndarray) -> None:
+        """Of `count` rows from `at` on, those at `rows`, ascending."""
+        width = into[0].nbytes
+        if count * width <= NEAR * len(rows):
+            near = np.empty((count, *into.shape[1:]), into.dtype)
+            self.read(memoryview(near).cast("B"), at)
+            np.take(near, rows, axis=0, out=into)
+            return
+        apart = memoryview(into).cast("B")
+        for place, row in enumerate(rows.tolist()):
+            self.read(apart[place * width : (place + 1) * width], at + row * width)
+
+    def cached(self, places: Sequence[int]) -> bool:
+        """Whether all these places of the file are in memory, as far as the system tells."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return all(
+                os.preadv(self.file.fileno(), [bytearray(1)], at, os.RWF_NOWAIT) for at in places
+            )
+        except OSError:  # it is not, or this file system cannot tell
+            return False
+
+
+class Room:
+    """Memory that is used again and again: fresh pages of it cost as much as what is put there."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """An array of any values, which begins at a multiple of `ALIGN` bytes; it is the memory
+        that was given out by this name before.
+        """
+        needed = math.prod(shape) * dtype.itemsize
+        held = self._held.get(name)
+        if held is None or held.nbytes < needed:
+            held = _aligned(needed)
+            self._held[name] = held
+        return held[:needed].view(dtype).reshape(shape)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Bytes, uint8 [size], from a multiple of `ALIGN` on."""
+    memory = np.empty(size + ALIGN, np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    return memory[start : start + size]
 
 
 class Shards:
@@ -257,7 +297,9 @@ class Shards:
         self._test_x = test_x.reshape(-1, *self.shape)
         # first row of each batch
         self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])
-        self._places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
+        # where x and y of each batch are in the file, int64 [batches, 2]
+        places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
+        self._places = np.array(places, np.int64)
         self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
         # uint8 v becomes (v / 255 - mean) / std per channel, by one product and one sum.
         per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(about["mean"]) > 1 else ()
@@ -267,6 +309,7 @@ class Shards:
         )
         self._scale = np.float32(1 / (255 * std))
         self._shift = np.float32(-mean / std)
+        self._shifted = bool(self._shift.any())
 
     @classmethod
     def open(cls, folder: Path | str) -> Shards:
@@ -284,73 +327,121 @@ class Shards:
         return len(self._test_y)
 
     def lane(
-        self, clients: Sequence[int], rows: int, picked: Sequence[np.ndarray | None] | None = None
+        self,
+        clients: Sequence[int] | np.ndarray,
+        rows: int,
+        picked: Sequence[np.ndarray | None] | None = None,
+        room: Room | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The samples of some clients, each padded with zeros to `rows`; a client of -1 is a dummy
         without samples.
 
-        `picked` has the rows to take of each client, ascending, or None for all. Returns x float32
-        [len(clients), rows, *shape], y int64 [len(clients), rows] and the numbers of samples taken,
-        int64 [len(clients)]. Raises ValueError if that is more than `rows`.
+        Several lanes are read at once by the clients of one after those of another.
+
+        Args:
+            clients: int [C].
+            rows: that each client is padded to.
+            picked: the rows to take of each client, ascending; None for all of them.
+            room: memory to use again: what it gave before is overwritten. None: new memory.
+
+        Returns:
+            x float32 [C, rows, *shape], y int64 [C, rows] and the numbers of samples taken, int64
+            [C].
+
+        Raises:
+            ValueError: if a client has more than `rows`.
+            OSError: where the data cannot be read.
         """
         members = np.asarray(clients, np.int64)
-        x = _aligned_zeros(len(members), rows, *self.shape)
-        y = np.zeros((len(members), rows), self._test_y.dtype)
         sizes = np.where(members < 0, 0, self.sizes[members])
-        picked = [None] * len(members) if picked is None else picked
-        n = np.array(
-            [size if some is None else len(some) for size, some in zip(sizes, picked, strict=True)],
-            np.int64,
-        )
+        n = sizes.copy()
+        apart = {}  # slot -> the rows to take, for those that do not give all
+        for slot, chosen in enumerate(picked or ()):
+            if chosen is not None:
+                n[slot] = len(chosen)
+                apart[slot] = chosen
         if n.max(initial=0) > rows:
             raise ValueError(
-                f"client {members[n.argmax()]} has {n.max()} samples, more than the {rows} rows of the lane"
+                f"client {members[n.argmax()]} has {n.max()} samples, "
+                f"more than the {rows} rows of the lane"
             )
-        raw = np.empty((rows, *self.shape), self._test_x.dtype)
-        for lane, (batch, before, count) in enumerate(
-            zip(*self._rows_of(members), n.tolist(), strict=True)
-        ):
-            if count:
-                stored = raw[:count] if raw.dtype == np.uint8 else x[lane, :count]
-                for into, at in zip((stored, y[lane, :count]), self._places[batch], strict=True):
-                    self._train.take(
-                        into, at + before * into[0].nbytes, int(sizes[lane]), picked[lane]
-                    )
-                if raw.dtype == np.uint8:
-                    self._scaled(stored, x[lane, :count])
+        room = room or Room()
+        x = room.array("x", (len(members), rows, *self.shape), np.dtype(np.float32))
+        y = room.array("y", (len(members), rows), self._test_y.dtype)
+        stored = x
+        if self._test_x.dtype == np.uint8:
+            stored = room.array("stored", x.shape, self._test_x.dtype)
+        for part, into in enumerate((stored, y)):
+            self._read(part, into, members, sizes, apart)
+        if stored is not x:
+            self._scale_lane(stored, x, n)
+        for slot in np.flatnonzero(n < rows).tolist():
+            x[slot, n[slot] :] = 0
+            y[slot, n[slot] :] = 0
         return x, y, n
 
-    def _rows_of(self, members: np.ndarray) -> tuple[list[int], list[int]]:
-        """Of each client, the batch of the file that holds its rows, and how many rows of others
-        stand before them there.
+    def _read(
+        self,
+        part: int,
+        into: np.ndarray,
+        members: np.ndarray,
+        sizes: np.ndarray,
+        apart: Mapping[int, np.ndarray],
+    ) -> None:
+        """Puts x (`part` 0) or y (1) of some clients into [C, rows, ...], as it is stored.
+
+        Clients who follow one another in the file and fill their rows are read at once.
         """
-        batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
-        return batches.tolist(), (self._first[members] - self._starts[batches]).tolist()
+        if not into.size:
+            return
+        width = into[0, :1].nbytes
+        at = self._at(part, members, width)
+        lengths = sizes * width
+        slot_bytes = into[0].nbytes
+        whole = lengths == slot_bytes
+        whole[list(apart)] = False
+        joined = whole[1:] & whole[:-1] & (at[1:] == at[:-1] + slot_bytes)
+        starts = np.flatnonzero(np.concatenate([[True], ~joined]))
+        ends = np.append(starts[1:], len(members))
+        view = memoryview(into.reshape(-1)).cast("B")
+        runs = (starts, ends, at[starts], lengths[starts])
+        for slot, end, place, length in zip(*(run.tolist() for run in runs), strict=True):
+            if slot in apart:
+                rows = apart[slot]
+                self._train.take(into[slot, : len(rows)], place, int(sizes[slot]), rows)
+            elif length:
+                first = slot * slot_bytes
+                self._train.read(view[first : first + (end - slot) * length], place)
+
+    def _at(self, part: int, members: np.ndarray, width: int) -> np.ndarray:
+        """Where in the file x or y of each client begins, int64 [C]; a row has `width` bytes."""
+        first = self._first[members]
+        batches = np.searchsorted(self._starts, first, side="right") - 1
+        # clients without samples may stand beyond the last row
+        batches = np.minimum(batches, len(self._places) - 1)
+        return self._places[batches, part] + (first - self._starts[batches]) * width
 
     def prefetch(self, clients: np.ndarray, rows: int) -> None:
         """Asks the system to have these clients (int64, -1 for a dummy) in memory soon, but for
-        those of whom `rows` are a small part; returns at once.
+        those of whom `rows` are a small part; returns at once. Where a few of them are there
+        already, all are taken to be.
         """
         if not hasattr(os, "posix_fadvise"):
             return
         members = np.asarray(clients, np.int64)
         members = members[members >= 0]
         sizes = self.sizes[members]
-        members = members[
-            (sizes > 0) & ((sizes <= rows) | (sizes * self._row_bytes <= NEAR * rows))
-        ]
-        for batch, before, count in zip(
-            *self._rows_of(members), self.sizes[members].tolist(), strict=True
-        ):
-            for at, width in zip(
-                self._places[batch], (self._row_bytes, self._test_y.itemsize), strict=True
-            ):
-                os.posix_fadvise(
-                    self._train.file.fileno(),
-                    at + before * width,
-                    count * width,
-                    os.POSIX_FADV_WILLNEED,
-                )
+        wanted = (sizes > 0) & ((sizes <= rows) | (sizes * self._row_bytes <= NEAR * rows))
+        members = members[wanted]
+        sizes = sizes[wanted]
+        places = self._at(0, members, self._row_bytes)
+        if self._train.cached(places[:: max(1, len(places) // LOOKS)].tolist()):
+            return
+        descriptor = self._train.file.fileno()
+        for part, width in enumerate((self._row_bytes, self._test_y.itemsize)):
+            at = self._at(part, members, width)
+            for place, length in zip(at.tolist(), (sizes * width).tolist(), strict=True):
+                os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
 
     def test(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The test samples in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<=
@@ -366,10 +457,21 @@ class Shards:
                 y.copy(),
             )
 
+    def _scale_lane(self, stored: np.ndarray, x: np.ndarray, n: np.ndarray) -> None:
+        """Scales the first n rows of each client, in pieces that stay in the cache."""
+        rows = x.shape[1]
+        if (n == rows).all():
+            pieces = stored.reshape(-1, *self.shape), x.reshape(-1, *self.shape)
+            step = max(1, CACHED // self._row_bytes)
+            for start in range(0, len(pieces[0]), step):
+                self._scaled(*(piece[start : start + step] for piece in pieces))
+            return
+        for slot in np.flatnonzero(n).tolist():
+            self._scaled(stored[slot, : n[slot]], x[slot, : n[slot]])
+
     def _scaled(self, pixels: np.ndarray, x: np.ndarray) -> np.ndarray:
-        x[...] = pixels
-        x *= self._scale
-        if self._shift.any():
+        np.multiply(pixels, self._scale, out=x)
+        if self._shifted:
             x += self._shift
         return x
 
@@ -389,12 +491,3 @@ class Shards:
         model can reach is known.
         """
         return dict(self._description)
-
-
-def _aligned_zeros(*shape: int) -> np.ndarray:
-    """float32, from a place in memory where torch would begin a tensor of its own: what trains on
-    it need not copy it (see `raydpfl.local.way.LaneData.rows`).
-    """
-    flat = np.zeros(math.prod(shape) + ALIGNED // 4, np.float32)
-    first = -flat.ctypes.data % ALIGNED // 4
-    return flat[first : first + math.prod(shape)].reshape(shape)
