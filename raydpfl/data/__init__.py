@@ -45,8 +45,8 @@ from raydpfl.files import data_root
 from raydpfl.member import choose
 
 __all__ = [
-    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Samples", "Shards", "Sizes", "Split",
-    "catalogue", "describe", "fetch", "parse", "prepare",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples", "Shards", "Sizes",
+    "Split", "catalogue", "describe", "fetch", "parse", "prepare",
 ]  # fmt: skip
 
 FAMILY: dict[str, type[Data]] = {
