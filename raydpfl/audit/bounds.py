@@ -23,11 +23,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import expit, ndtr
 from scipy.stats import binom
 
 from raydpfl.privacy import gaussian_epsilon
+from raydpfl.privacy.roots import safe_end
 
 _MOST = 700.0  # epsilon beyond which nobody looks
 INTERVAL = 1.96  # standard errors to either side: 95 %
@@ -72,7 +72,7 @@ def one_run_bound(
         return 0.0
     # At s = v / r half of the mass lies at v and above.
     most = _MOST if right == guesses else math.log(right / (guesses - right))
-    return float(brentq(excess, 0.0, most, xtol=tolerance)) if excess(most) > 0 else most
+    return safe_end(excess, 0.0, most, xtol=tolerance) if excess(most) > 0 else most
 
 
 def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:
@@ -161,7 +161,7 @@ def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta:
         return 0.0
     if _pair_delta(p, q, _MOST) > delta:
         return _MOST
-    return float(brentq(lambda epsilon: _pair_delta(p, q, epsilon) - delta, 0.0, _MOST, xtol=1e-9))
+    return safe_end(lambda epsilon: _pair_delta(p, q, epsilon) - delta, 0.0, _MOST, xtol=1e-9)
 
 
 def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:

@@ -26,6 +26,7 @@ from raydpfl.files import cache_root, check, keep_json, read_json
 from raydpfl.privacy.accounting import UNREACHED, epsilon
 from raydpfl.privacy.facts import Relation
 from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.roots import last, narrowed
 
 _VERSION = 3  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
@@ -74,19 +75,7 @@ def rounds_for(
     def fits(rounds: int) -> bool:
         return epsilon(mechanism, relation, delta, rounds, accountant, v) <= target
 
-    if not fits(1):
-        return 0
-    low = 1
-    high = 2
-    while high < _MOST_ROUNDS and fits(high):
-        low = high
-        high = 2 * high
-    if high == _MOST_ROUNDS and fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return last(fits, _MOST_ROUNDS)
 
 
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
@@ -169,19 +158,7 @@ def _search(
             delta,
             f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}",
         )
-    for turn in range(200):
-        if high - low <= _TOLERANCE:
-            break
-        share = below / (below - above) if turn % 4 < 3 else 0.5
-        root = low + share * (high - low)
-        # A little past the root as seen from the nearer bound, which closes that side; the next
-        # turn closes the other.
-        root += 0.4 * _TOLERANCE if share < 0.5 else -0.4 * _TOLERANCE
-        value = excess(root)
-        low, below, high, above = (
-            (root, value, high, above) if value > 0 else (low, below, root, value)
-        )
-    return math.exp(high)
+    return math.exp(narrowed(excess, (low, below), (high, above), _TOLERANCE))
 
 
 def _check(target: float) -> None:

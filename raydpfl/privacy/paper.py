@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.pld import gaussian_delta
+from raydpfl.privacy.roots import halved, safe_end
 
 if TYPE_CHECKING:
     from raydpfl.privacy.mechanism import Sampling
@@ -280,15 +281,13 @@ def budget_epsilons(
     root, delta, batch, samples = np.broadcast_arrays(
         *(np.asarray(each, float) for each in (root, delta, batch, samples))
     )
-    # of ln(epsilon)
-    low = np.full(root.shape, -500.0)
-    high = np.full(root.shape, 500.0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        asks = np.sqrt(budget_variance(np.exp(middle), delta, batch=batch, samples=samples)) > root
-        low = np.where(asks, middle, low)
-        high = np.where(asks, high, middle)
-    return np.where(root > 0, np.exp(high), math.inf)[()]
+
+    def asks(log_epsilon: np.ndarray) -> np.ndarray:
+        asked = budget_variance(np.exp(log_epsilon), delta, batch=batch, samples=samples)
+        return np.sqrt(asked) > root
+
+    found = halved(asks, np.full(root.shape, -500.0), np.full(root.shape, 500.0), times=60)
+    return np.where(root > 0, np.exp(found), math.inf)[()]
 
 
 def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[str, ...]:
@@ -299,24 +298,15 @@ def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[s
     """
     r = batch / samples
 
-    def holds(inner: float) -> bool:
-        return bool(
-            gaussian_delta(
-                inner,
-                inner / math.sqrt(8 * np.logaddexp(1.0, math.log(inner) - math.log(delta / r))),
-            )
-            <= delta / r
-        )
+    def excess(inner: float) -> float:
+        surprise = np.logaddexp(1.0, math.log(inner) - math.log(delta / r))
+        return float(gaussian_delta(inner, inner / math.sqrt(8 * surprise)) - delta / r)
 
     inner = float(unamplified_budget(epsilon, batch=batch, samples=samples))
-    if math.isinf(epsilon) or inner < 10 or holds(inner):
+    if math.isinf(epsilon) or inner < 10 or excess(inner) <= 0:
         return ()
-    low = 10.0
-    high = inner
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return (f"eps' = {inner:.4g} <= {low:.4g} (Lemma 2, at delta / r = {delta / r:.3g})",)
+    most = safe_end(excess, 10.0, inner, xtol=0.0, rtol=1e-6)
+    return (f"eps' = {inner:.4g} <= {most:.4g} (Lemma 2, at delta / r = {delta / r:.3g})",)
 
 
 def _delta(delta: Any) -> Any:

@@ -58,6 +58,7 @@ from raydpfl.privacy.guarantee import (
     quantiles,
 )
 from raydpfl.privacy.mechanism import Event, Query, Release, Sampling
+from raydpfl.privacy.roots import halved, near_guess
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
 _TOLERANCE = 5e-4  # of log z: calibrated noise exceeds the smallest that will do by 1e-3 at most
@@ -694,43 +695,13 @@ def _noise_multipliers(
                 )
             return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 
-        offsets[k] += (
-            _root(
-                excess,
-                start,
-                -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta),
-            )
-            - start
-        )
+        slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)
+        enough = near_guess(excess, start, slope, _TOLERANCE)
+        if enough is None:
+            accepted = "an epsilon that some noise reaches at this delta"
+            raise ConfigError("noise.epsilon", float(targets[k]), accepted)
+        offsets[k] += enough - start
     return np.exp(log_z + offsets)
-
-
-def _root(excess: Callable[[float], float], x: float, slope: float) -> float:
-    """x with excess at most 0, and above 0 within `_TOLERANCE` below it; `excess` falls about like
-    `slope` at the given x.
-    """
-    low = high = None  # (x, excess) with too little noise, and with enough
-    x += _TOLERANCE / 4
-    for turn in range(200):
-        value = excess(x)
-        if value > 0:
-            low = (x, value)
-        else:
-            high = (x, value)
-        if low and high:
-            slope = (high[1] - low[1]) / (high[0] - low[0])
-        if high and (high[1] >= _TOLERANCE / 2 * slope or (low and high[0] - low[0] <= _TOLERANCE)):
-            return high[0]
-        if not (low and high):
-            x -= min(max(value / slope, -1.0), 1.0) - _TOLERANCE / 4
-        elif turn % 4 < 3:
-            x = min(
-                max(high[0] - high[1] / slope + _TOLERANCE / 4, low[0] + _TOLERANCE / 4),
-                high[0] - _TOLERANCE / 4,
-            )
-        else:
-            x = (low[0] + high[0]) / 2
-    raise ConfigError("noise.epsilon", None, "an epsilon that some noise reaches at this delta")
 
 
 def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -753,19 +724,15 @@ def _central_limit_mu(
     epsilons `targets`.
     """
 
-    def bisect(too_large: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        low = np.full(len(q), math.log(1e-9))
-        high = np.full(len(q), math.log(1e3))
-        for _ in range(50):
-            middle = (low + high) / 2
-            over = too_large(np.exp(middle))
-            low = np.where(over, low, middle)
-            high = np.where(over, middle, high)
-        return np.exp(low)
+    def least(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        # of -log mu, which falls as the noise grows
+        low = np.full(len(q), -math.log(1e3))
+        high = np.full(len(q), -math.log(1e-9))
+        return np.exp(-halved(lambda x: unsafe(np.exp(-x)), low, high, times=50))
 
-    total = bisect(lambda mu: pld.gaussian_delta(targets, mu) > delta)
+    total = least(lambda mu: pld.gaussian_delta(targets, mu) > delta)
     total = np.where(others > 0, np.sqrt(np.maximum(total**2 - others**2, 1e-3 * total**2)), total)
-    return bisect(lambda mu: _total_mu(mu, q, times) > total)
+    return least(lambda mu: _total_mu(mu, q, times) > total)
 
 
 def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:

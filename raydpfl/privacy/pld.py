@@ -36,6 +36,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raydpfl.privacy.roots import halved
+
 # scipy is imported where it is used: every client actor imports this package, and only the
 # accounting needs scipy.
 
@@ -64,13 +66,8 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
     """
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
-    low = np.zeros_like(safe)
     high = safe**2 / 2 + safe * math.sqrt(2 * math.log(1 / delta))
-    for _ in range(60):
-        middle = (low + high) / 2
-        over = gaussian_delta(middle, safe) > delta
-        low = np.where(over, middle, low)
-        high = np.where(over, high, middle)
+    high = halved(lambda x: gaussian_delta(x, safe) > delta, np.zeros_like(safe), high, times=60)
     return np.where((mu > 0) & (gaussian_delta(0.0, safe) > delta), high * (1 + 1e-12), 0.0)
 
 
@@ -271,14 +268,10 @@ def _dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
 
 def _reach(curve: Curve) -> float:
     """Where the curve has fallen to 1e-17."""
-    high = 1e-9
-    while curve(np.array([high]))[0] > _TAIL:
-        high *= 2
-    low = high / 2
-    for _ in range(5):
-        middle = (low + high) / 2
-        low, high = (middle, high) if curve(np.array([middle]))[0] > _TAIL else (low, middle)
-    return high
+    high = np.array([1e-9])
+    while curve(high)[0] > _TAIL:
+        high = 2 * high
+    return float(halved(lambda x: curve(x) > _TAIL, high / 2, high, times=5)[0])
 
 
 def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:

@@ -1,0 +1,149 @@
+"""Roots from the safe side: an epsilon, a noise or a number of rounds that is enough, and hardly
+more than enough.
+
+A question is a function that is at most 0 (or false) where an answer is safe and changes once; what
+comes back is a point at which it was seen to be safe:
+
+>>> safe_end(lambda x: 2.0 - x * x, 0.0, 2.0, xtol=1e-9) ** 2 >= 2.0
+True
+>>> halved(lambda x: x * x < np.array([2.0, 3.0, 9.0]), np.zeros(3), np.full(3, 4.0), times=50)
+array([1.41421356, 1.73205081, 3.        ])
+>>> last(lambda n: n * n <= 150, most=100)
+12
+
+Design note. `safe_end` is Brent's method by scipy, which promises a bracket narrower than the
+tolerance and returns either end of it; here it is the safe one. What noise depends on is found by
+the other three, which stop where they always have: the key of a run's noise is a digest of its
+standard deviation, so another last bit would be another run. `halved` takes arrays, and `narrowed`
+and `near_guess` ask for few evaluations of a costly function by going a little past the root, which
+closes the bracket from that side.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+
+_TINY = float(np.finfo(np.float64).tiny)
+_LEAST = 4 * float(np.finfo(np.float64).eps)  # the relative tolerance below which scipy will not go
+_TURNS = 200  # after which a search gives up
+
+
+def safe_end(
+    excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _LEAST
+) -> float:
+    """The x between `low` and `high` with `excess` at most 0, less than xtol + rtol |x| from where
+    it is above 0.
+
+    Either end may be the safe one. Raises `ValueError` unless exactly one of them is.
+    """
+    from scipy.optimize import brentq
+
+    seen: dict[float, float] = {}
+
+    def once(x: float) -> float:
+        if x not in seen:
+            seen[x] = excess(x) or -_TINY  # 0 is safe, and no reason to stop
+        return seen[x]
+
+    rising = once(low) <= 0
+    if rising == (once(high) <= 0):
+        raise ValueError(f"no root between {low} and {high}")
+    brentq(once, low, high, xtol=max(xtol, _TINY), rtol=rtol)
+    safe = [x for x, value in seen.items() if value <= 0]
+    return max(safe) if rising else min(safe)
+
+
+def halved(
+    unsafe: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray, times: int
+) -> np.ndarray:
+    """The upper ends float64 [...] of brackets from `low` (unsafe) to `high` (safe), halved so many
+    times; `unsafe` takes and gives arrays of their shape.
+
+    Where all is unsafe that is `high`; where nothing is, `low` to the width of a bracket.
+    """
+    for _ in range(times):
+        middle = (low + high) / 2
+        above = unsafe(middle)
+        low = np.where(above, middle, low)
+        high = np.where(above, high, middle)
+    return high
+
+
+def narrowed(
+    excess: Callable[[float], float],
+    low: tuple[float, float],
+    high: tuple[float, float],
+    xtol: float,
+) -> float:
+    """The upper end of a bracket of a falling function, narrowed to `xtol`; `low` and `high` are
+    (x, excess), above 0 and not.
+    """
+    for turn in range(_TURNS):
+        width = high[0] - low[0]
+        if width <= xtol:
+            break
+        share = low[1] / (low[1] - high[1]) if turn % 4 < 3 else 0.5
+        x = low[0] + share * width
+        # A little past the root as seen from the nearer bound, which closes that side; the next
+        # turn closes the other.
+        x += 0.4 * xtol if share < 0.5 else -0.4 * xtol
+        value = excess(x)
+        if value > 0:
+            low = (x, value)
+        else:
+            high = (x, value)
+    return high[0]
+
+
+def near_guess(
+    excess: Callable[[float], float], x: float, slope: float, xtol: float
+) -> float | None:
+    """x with excess at most 0, and above 0 within `xtol` below it; `excess` falls about like
+    `slope` (below 0) at the given x. None where no root is found.
+    """
+    low: tuple[float, float] | None = None  # (x, excess), too little
+    high: tuple[float, float] | None = None  # and enough
+    x += xtol / 4
+    for turn in range(_TURNS):
+        value = excess(x)
+        if value > 0:
+            low = (x, value)
+        else:
+            high = (x, value)
+        if high and low:
+            slope = (high[1] - low[1]) / (high[0] - low[0])
+        if high and _close(low, high, slope, xtol):
+            return high[0]
+        if low is None or high is None:
+            x -= min(max(value / slope, -1.0), 1.0) - xtol / 4
+        elif turn % 4 < 3:
+            past = max(high[0] - high[1] / slope + xtol / 4, low[0] + xtol / 4)
+            x = min(past, high[0] - xtol / 4)
+        else:
+            x = (low[0] + high[0]) / 2
+    return None
+
+
+def _close(
+    low: tuple[float, float] | None, high: tuple[float, float], slope: float, xtol: float
+) -> bool:
+    """Whether the root is within `xtol` below `high`, as its slope says or as the bracket shows."""
+    if high[1] >= xtol / 2 * slope:
+        return True
+    return low is not None and high[0] - low[0] <= xtol
+
+
+def last(fits: Callable[[int], bool], most: int) -> int:
+    """The largest whole number from 1 to `most` that fits, where all below one that fits do; 0
+    where 1 does not. Asks for small numbers first, as large ones may cost more.
+    """
+    low = 0
+    high = 1
+    while high <= most and fits(high):
+        low = high
+        high = 2 * high
+    rest = range(low + 1, min(high, most + 1))  # not known yet
+    return low + bisect_left(rest, True, key=lambda n: not fits(n))
