@@ -43,7 +43,7 @@ def test_a_root_comes_back_from_above_and_within_the_tolerance(name, search):
 
 @pytest.mark.parametrize("name", [name for name in FALLING if name != "far below"])
 @pytest.mark.parametrize("guess", [-4.0, -0.3, 0.0, 1e-4, 0.3, 4.0])
-@pytest.mark.parametrize("slope", [-0.3, -1.0, -20.0])
+@pytest.mark.parametrize("slope", [-0.3, -1.0, -3.0])
 def test_a_search_from_a_guess_ends_on_the_safe_side_however_wrong_the_guess(name, guess, slope):
     for root in ROOTS[:8]:
         found = near_guess(lambda x, r=root: FALLING[name](x, r), root + guess, slope, 1e-3)
