@@ -15,6 +15,8 @@ import argparse
 import multiprocessing
 import os
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
@@ -133,7 +135,7 @@ def serve(connection: Connection, side: type[Worker], *arguments: object) -> Non
     when it began and ended, and its sum.
     """
     worker = side(*arguments)
-    while (t := connection.recv()) is not None:
+    for t in iter(connection.recv, None):
         worker.prepare(t)
         connection.send(True)
         connection.recv()
@@ -154,42 +156,58 @@ def timed(connections: list[Connection], t: int) -> tuple[float, np.ndarray]:
     return max(ended) - min(began), np.sum(sums, axis=0)
 
 
-def compare(name: str, rounds: int, width: int, processes: int) -> None:
+Sides = dict[type[Worker], list[Connection]]
+
+
+@contextmanager
+def started(
+    sides: Iterable[type[Worker]], work: Work, width: int, processes: int
+) -> Iterator[Sides]:
+    """The connections to so many processes of every side; they are ended afterwards."""
     context = multiprocessing.get_context("spawn")
-    sides: dict[type[Worker], list[Connection]] = {Reference: [], Engine: []}
-    started = []
-    for side, connections in sides.items():
+    connections: Sides = {side: [] for side in sides}
+    running = []
+    for side in connections:
         for share in range(processes):
             here, there = context.Pipe()
-            connections.append(here)
-            started.append(
-                context.Process(
-                    target=serve,
-                    args=(there, side, WORK[name], width, share, processes),
-                    daemon=True,
-                )
-            )
-            started[-1].start()
+            connections[side].append(here)
+            arguments = (there, side, work, width, share, processes)
+            running.append(context.Process(target=serve, args=arguments, daemon=True))
+            running[-1].start()
+    yield connections
+    for connection in (each for side in connections.values() for each in side):
+        connection.send(None)
+    for process in running:
+        process.join()
+
+
+def turn(connections: list[Connection], first: int) -> tuple[list[float], list[np.ndarray]]:
+    """A side's turn: (seconds, sum of updates) of each of its rounds, from round `first` on."""
+    rounds = [timed(connections, t) for t in range(first, first + BLOCK)]
+    return [took for took, _ in rounds], [total for _, total in rounds]
+
+
+def distance(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """The largest relative distance between two sides' sums of a round."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def compare(name: str, rounds: int, width: int, processes: int) -> None:
     seconds: dict[type[Worker], list[float]] = {Reference: [], Engine: []}
     apart = 0.0
-    for first in range(0, rounds + BLOCK, BLOCK):
-        sums: dict[type[Worker], list[np.ndarray]] = {}
-        for side, connections in sides.items():
-            took, sums[side] = zip(
-                *(timed(connections, t) for t in range(first, first + BLOCK)), strict=True
-            )
-            seconds[side] += took if first else ()  # the first block warms up
-        for ours, theirs in zip(sums[Engine], sums[Reference], strict=True):
-            apart = max(apart, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
-    for connection in (*sides[Reference], *sides[Engine]):
-        connection.send(None)
-    for process in started:
-        process.join()
+    with started(seconds, WORK[name], width, processes) as sides:
+        for first in range(0, rounds + BLOCK, BLOCK):
+            sums: dict[type[Worker], list[np.ndarray]] = {}
+            for side, connections in sides.items():
+                took, sums[side] = turn(connections, first)
+                if first:  # the first block warms up
+                    seconds[side] += took
+            apart = max(apart, distance(sums[Engine], sums[Reference]))
     reference = median(seconds[Reference])
     engine = median(seconds[Engine])
-    print(
-        f"{name:8} reference {reference * 1e3:8.1f} ms   engine {engine * 1e3:8.1f} ms   {reference / engine:6.1f} times   apart {apart:.0e}"
-    )
+    times = f"reference {reference * 1e3:8.1f} ms   engine {engine * 1e3:8.1f} ms"
+    print(f"{name:8} {times}   {reference / engine:6.1f} times   apart {apart:.0e}")
 
 
 def main() -> None:
@@ -201,7 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--lane",
         type=int,
-        help="clients in a lane (default: what a run would take; 1 for the CNN, which the loop trains)",
+        help="clients in a lane (default: what a run would take; 1 for the CNN, in the loop)",
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()

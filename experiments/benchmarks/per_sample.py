@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
 import os
 import warnings
-from multiprocessing.connection import Connection
 from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from engine import BLOCK, SEED, SHAPE, Work, Worker, serve, timed
+from engine import BLOCK, SEED, SHAPE, Work, Worker, distance, started, turn
 from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
@@ -157,48 +155,25 @@ class Opacus(Reference):
 
 
 def compare(name: str, rounds: int, width: int, processes: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    sides: dict[type[Worker], list[Connection]] = {Engine: [], Vmap: []}
+    seconds: dict[type[Worker], list[float]] = {Engine: [], Vmap: []}
     if name == "cnn" and importlib.util.find_spec("opacus"):
-        sides[Opacus] = []
-    started = []
-    for side, connections in sides.items():
-        for share in range(processes):
-            here, there = context.Pipe()
-            connections.append(here)
-            started.append(
-                context.Process(
-                    target=serve,
-                    args=(there, side, WORK[name], width, share, processes),
-                    daemon=True,
-                )
-            )
-            started[-1].start()
-    seconds: dict[type[Worker], list[float]] = {side: [] for side in sides}
-    apart = {side: 0.0 for side in sides}
-    for first in range(0, rounds + BLOCK, BLOCK):
-        sums: dict[type[Worker], list[np.ndarray]] = {}
-        for side, connections in sides.items():
-            took, sums[side] = zip(
-                *(timed(connections, t) for t in range(first, first + BLOCK)), strict=True
-            )
-            seconds[side] += took if first else ()
-            if not first:
-                apart[side] = max(
-                    float(np.linalg.norm(a - b) / np.linalg.norm(b))
-                    for a, b in zip(sums[Engine], sums[side], strict=True)
-                )
-    for connections in sides.values():
-        for connection in connections:
-            connection.send(None)
-    for process in started:
-        process.join()
+        seconds[Opacus] = []
+    apart: dict[type[Worker], float] = {}
+    with started(seconds, WORK[name], width, processes) as sides:
+        for first in range(0, rounds + BLOCK, BLOCK):
+            sums: dict[type[Worker], list[np.ndarray]] = {}
+            for side, connections in sides.items():
+                took, sums[side] = turn(connections, first)
+                if first:
+                    seconds[side] += took
+                else:  # without noise
+                    apart[side] = distance(sums[Engine], sums[side])
     engine = median(seconds.pop(Engine))
     print(f"{name:8} engine {engine * 1e3:8.1f} ms")
-    for side, took in seconds.items():
-        print(
-            f"{'':8} {side.__name__.lower():6} {median(took) * 1e3:8.1f} ms   {median(took) / engine:6.1f} times   apart {apart[side]:.0e}"
-        )
+    for side, all_seconds in seconds.items():
+        reference = median(all_seconds)
+        times = f"{side.__name__.lower():6} {reference * 1e3:8.1f} ms"
+        print(f"{'':8} {times}   {reference / engine:6.1f} times   apart {apart[side]:.0e}")
 
 
 def main() -> None:

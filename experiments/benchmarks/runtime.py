@@ -47,9 +47,8 @@ def main() -> None:
                 result = run(Experiment.from_dict(tree), Path(folder) / f"{actors}-{repeat}")
                 seconds[actors].append(result.rounds["seconds"].to_numpy()[5:])
     inline, rayed = (float(np.median(np.concatenate(seconds[actors]))) * 1e3 for actors in (0, 2))
-    print(
-        f"median ms a round, training a no-op: inline {inline:.2f}, two actors {rayed:.2f}, difference {rayed - inline:.2f}"
-    )
+    times = f"inline {inline:.2f}, two actors {rayed:.2f}, difference {rayed - inline:.2f}"
+    print(f"median ms a round, training a no-op: {times}")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,11 @@ def run(folder: Path, clients: int, rounds: int, name: str) -> tuple[np.ndarray,
     ]
 
 
+def show(name: str, small: float, large: float, digits: int) -> None:
+    """A row of the table: both populations, and their ratio."""
+    print(f"{name:24}{small:12.{digits}f}{large:12.{digits}f}{large / small:8.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, nargs=2, default=[3_000, 1_000_000])
@@ -80,13 +85,9 @@ def main() -> None:
     small, large = options.clients
     medians = {clients: float(np.median(np.concatenate(took))) for clients, took in seconds.items()}
     print(f"{'':24}{small:>12,}{large:>12,}{'ratio':>8}")
-    print(
-        f"{'ms a round (median)':24}{medians[small] * 1e3:12.1f}{medians[large] * 1e3:12.1f}{medians[large] / medians[small]:8.2f}"
-    )
-    for name in memory[small]:
-        print(
-            f"{'peak MB, ' + name:24}{memory[small][name]:12.0f}{memory[large][name]:12.0f}{memory[large][name] / memory[small][name]:8.2f}"
-        )
+    show("ms a round (median)", medians[small] * 1e3, medians[large] * 1e3, digits=1)
+    for name, megabytes in memory[small].items():
+        show(f"peak MB, {name}", megabytes, memory[large][name], digits=0)
 
 
 if __name__ == "__main__":

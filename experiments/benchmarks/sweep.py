@@ -55,12 +55,13 @@ def main() -> None:
         wall = time.monotonic() - began
     trained = sum(result.trials["seconds"].to_pylist())
     share = trained / cores()
+    trials = result.trials.num_rows
+    processes = result.summary["processes"]
     print(
-        f"{result.trials.num_rows} trials of {trained / result.trials.num_rows:.1f} s in {result.summary['processes']} processes on {cores()} cores"
+        f"{trials} trials of {trained / trials:.1f} s in {processes} processes on {cores()} cores"
     )
-    print(
-        f"in all {wall:.1f} s; their training, divided by the cores, {share:.1f} s; ratio {wall / share:.2f}"
-    )
+    print(f"in all {wall:.1f} s; their training, divided by the cores, {share:.1f} s")
+    print(f"ratio {wall / share:.2f}")
 
 
 if __name__ == "__main__":
