@@ -1,4 +1,4 @@
-"""What goes wrong with files and with a user's own code ends in one line, and never in a traceback."""
+"""What goes wrong with files and with a user's own code ends in one line, never in a traceback."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ QUITS = {
     ),
     "check": (
         2,
-        "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] (SystemExit: enough)",
+        "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] "
+        "(SystemExit: enough)",
     ),
     "train": (1, ": its training called sys.exit('enough') ("),
     "evaluate": (1, "code that the config names called sys.exit(None) ("),
@@ -180,7 +181,8 @@ def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, 
         ["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"], monkeypatch, capsys
     )
     assert said.startswith(
-        "bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported (SystemExit: 3"
+        "bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported "
+        "(SystemExit: 3"
     )
 
 
@@ -208,9 +210,16 @@ def full(monkeypatch):
 
 
 FILES = [
-    ("config.yaml", 0), ("ledger.jsonl", 0), ("ledger.jsonl", 5), ("rounds.parquet", 0), ("rounds.parquet", 2),
-    ("checkpoints/", 0), ("checkpoints/", 3), ("trajectory.bin", 0), ("summary.json", 0),
-]  # fmt: skip
+    ("config.yaml", 0),
+    ("ledger.jsonl", 0),
+    ("ledger.jsonl", 5),
+    ("rounds.parquet", 0),
+    ("rounds.parquet", 2),
+    ("checkpoints/", 0),
+    ("checkpoints/", 3),
+    ("trajectory.bin", 0),
+    ("summary.json", 0),
+]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")

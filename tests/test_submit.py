@@ -83,7 +83,10 @@ def end(process: subprocess.Popen) -> None:
     """Has a process that leads its session end (one that reads commands, by there being no more),
     and kills what is left of the session.
     """
-    process.stdin.close() if process.stdin else process.terminate()
+    if process.stdin:
+        process.stdin.close()
+    else:
+        process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=20)
     with suppress(ProcessLookupError):
@@ -97,8 +100,9 @@ def head():
     folder = Path(tempfile.mkdtemp(prefix="rd", dir="/tmp"))  # short: socket paths have 107 bytes
     environment = token_environment(folder)
     gcs, dashboard, agent, client = free_ports(4)
-    command = f"ray start --head --block --num-cpus 2 --port {gcs} --dashboard-port {dashboard} --dashboard-agent-listen-port {agent}"
-    command += f" --ray-client-server-port {client} --min-worker-port 0 --max-worker-port 0 --object-store-memory 100000000"
+    command = f"ray start --head --block --num-cpus 2 --port {gcs} --dashboard-port {dashboard}"
+    command += f" --dashboard-agent-listen-port {agent} --ray-client-server-port {client}"
+    command += " --min-worker-port 0 --max-worker-port 0 --object-store-memory 100000000"
     with open(folder / "head.log", "w") as log:
         process = subprocess.Popen(
             command.split(), env=environment, stdout=log, stderr=log, start_new_session=True
@@ -131,29 +135,37 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoint_and_resumes_to_the_bits_of_a_run_here(
-    tmp_path, head, monkeypatch
-):
-    (tmp_path / "mine.py").write_text(OWN)
-    (tmp_path / "helper.py").write_text(HELPER.format(gate=str(gate := tmp_path / "gate")))
-    gate.touch()  # a round takes at least a second while it is there
-    monkeypatch.syspath_prepend(tmp_path)
-    changes = {
-        "rounds": 60,
-        "evaluate": {"every": 1},
-        "bounding": {"kind": "mine:Tanh", "bound": 0.5},
-        "client": {"actors": 0},
-    }
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump(experiment(**changes).to_dict()))
+OWN_RUN = {
+    "rounds": 60,
+    "evaluate": {"every": 1},
+    "bounding": {"kind": "mine:Tanh", "bound": 0.5},
+    "client": {"actors": 0},
+}
 
-    terminal = start(head, tmp_path, "own.yaml")
+
+def left_behind(terminal: subprocess.Popen) -> tuple[str, str]:
+    """A job that is followed until its second round, and then left by Ctrl-C; and what is said."""
     said = ""
     while "round 2/60  accuracy" not in said:
-        said += (line := terminal.stdout.readline())
+        line = terminal.stdout.readline()
+        said += line
         assert line, said
     terminal.send_signal(signal.SIGINT)
-    left = finish(terminal, code=130)
-    job = said.split()[1].rstrip(".")
+    return said.split()[1].rstrip("."), finish(terminal, code=130)
+
+
+def test_a_job_takes_own_code_along_outlives_its_terminal_stops_and_resumes_to_the_same_bits(
+    tmp_path, head, monkeypatch
+):
+    gate = tmp_path / "gate"
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "helper.py").write_text(HELPER.format(gate=str(gate)))
+    gate.touch()  # a round takes at least a second while it is there
+    monkeypatch.syspath_prepend(tmp_path)
+    own = experiment(**OWN_RUN)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own.to_dict()))
+
+    job, left = left_behind(start(head, tmp_path, "own.yaml"))
     assert (
         "goes on without this terminal" in left
         and f"--follow {job}" in left
@@ -165,26 +177,16 @@ def test_a_job_takes_own_code_along_outlives_its_terminal_stops_with_a_checkpoin
     assert [each.name for each in out.iterdir()] == ["job.json"]
     finish(start(head, tmp_path, "--stop", job))
     stopped = summary(out)
-    assert (
-        stopped["status"] == "interrupted"
-        and 2 <= stopped["rounds"] < 60
-        and list((out / "checkpoints").iterdir())
-    )
+    assert stopped["status"] == "interrupted" and 2 <= stopped["rounds"] < 60
+    assert list((out / "checkpoints").iterdir())
 
     gate.unlink()
     finish(start(head, tmp_path, "own.yaml", "client.actors=1", "--resume", job))
     assert summary(out)["status"] == "completed"
-    assert (
-        summary(out)["model_sha256"]
-        == run(experiment(**changes), tmp_path / "here").summary["model_sha256"]
-    )
-    assert {each.name for each in out.iterdir()} >= {
-        "config.yaml",
-        "rounds.parquet",
-        "ledger.jsonl",
-        "checkpoints",
-        "job.json",
-    }
+    here = run(own, tmp_path / "here").summary
+    assert summary(out)["model_sha256"] == here["model_sha256"]
+    names = {"config.yaml", "rounds.parquet", "ledger.jsonl", "checkpoints", "job.json"}
+    assert {each.name for each in out.iterdir()} >= names
 
     resumed = json.loads((out / "job.json").read_text())["job"]
     again = finish(start(head, tmp_path, "--follow", resumed, "--out", "again"))
@@ -260,9 +262,9 @@ def test_a_config_with_search_spaces_is_a_sweep_and_is_checked_here(tmp_path):
     shell = submit.entrypoint(
         "sweep", "s 1", ["local.lr={grid: [1, 2]}"], address=True, resume=True
     ).replace(submit.RUNS, "RUNS")
-    assert (
-        shell
-        == "exec python -m raydpfl sweep config.yaml 'local.lr={grid: [1, 2]}' --out RUNS/'s 1' --resume --address auto"
+    assert shell == (
+        "exec python -m raydpfl sweep config.yaml 'local.lr={grid: [1, 2]}' "
+        "--out RUNS/'s 1' --resume --address auto"
     )
 
 
@@ -313,7 +315,8 @@ class Client:
         self.asked += 1
         if self.asked <= self.early:
             raise RuntimeError(
-                "Request failed with status code 500: No available agent to submit job, please try again later.."
+                "Request failed with status code 500: "
+                "No available agent to submit job, please try again later.."
             )
 
     def delete_job(self, job):
@@ -393,7 +396,8 @@ def test_a_cluster_that_has_gone_ends_the_following_with_what_to_do(monkeypatch)
     monkeypatch.setattr(submit, "PATIENCE", 0.5)
     with pytest.raises(
         RunError,
-        match=r"does not answer \(gone\); follow it with raydpfl submit --follow job, or .* --resume job",
+        match=r"does not answer \(gone\); follow it with raydpfl submit --follow job, "
+        r"or .* --resume job",
     ):
         server(["one", ConnectionResetError("reset")], [ConnectionResetError("gone")], []).follow(
             "job"

@@ -25,7 +25,7 @@ from test_same_bits import RUN, kill_tree
 from raydpfl import Experiment, cli
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
-from raydpfl.tune import Sweep, driver, run
+from raydpfl.tune import Sweep, run, watch
 from raydpfl.tune.display import table
 from raydpfl.tune.driver import scheduler
 from raydpfl.tune.proposals import guided
@@ -36,7 +36,7 @@ WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with 
 
 
 def tree(**sections) -> dict:
-    """The small experiment's config with some keys of some sections changed, as a sweep takes it."""
+    """The small experiment as a sweep's config, with some keys of some sections changed."""
     changed = copy.deepcopy(SMALL)
     for name, value in sections.items():
         merged = isinstance(value, dict) and not value.keys() & {"kind", "grid"}
@@ -124,51 +124,156 @@ def test_a_sweep_is_what_its_own_yaml_says(tmp_path):
 LR = "local.lr={grid: [0.1, 0.2]}"
 # Overrides of the small experiment, and how the one line begins.
 BAD = {
-    "unknown field": (["local.lrr={grid: [0.1]}"], "local.lrr = 0.1: no such key; the keys here are"),
+    "unknown field": (
+        ["local.lrr={grid: [0.1]}"],
+        "local.lrr = 0.1: no such key; the keys here are",
+    ),
     "unknown section": (["sever={grid: [1]}"], "sever = 1: no such section; the sections are"),
-    "empty grid": (["local.lr={grid: []}"], "local.lr = {'grid': []}: grid: a list of at least one value"),
-    "value that stands twice": (["local.lr={grid: [0.1, 0.1]}"], "local.lr = {'grid': [0.1, 0.1]}: grid: values that differ"),
-    "grid that is no list": (["local.lr={grid: 0.1}"], "local.lr = {'grid': 0.1}: grid: a list of at least one value"),
-    "value that the field refuses": (["local.lr={grid: [0.1, -1]}"], "local.lr = -1: should be greater than 0"),
-    "interval of one end": (["local.lr={uniform: [0.1]}"], "local.lr = {'uniform': [0.1]}: uniform: two numbers [lowest, highest]"),
-    "interval upside down": (["local.lr={uniform: [2, 1]}"], "local.lr = {'uniform': [2, 1]}: uniform: [lowest, highest], the first below the second"),
-    "logarithm of nothing": (["local.lr={loguniform: [0, 1]}"], "local.lr = {'loguniform': [0, 1]}: loguniform: [lowest, highest], both above 0"),
-    "power that is no whole number": (["local.lr={powers_of_two: [0.5, 2]}"], "local.lr = {'powers_of_two': [0.5, 2]}: powers_of_two: two whole exponents"),
-    "interval in a grid search": (["local.lr={uniform: [1, 2]}"], "local.lr = {'uniform': [1, 2]}: a grid, choice or powers_of_two; an interval needs"),
-    "interval of whole numbers": (["local.steps={uniform: [1, 9]}", "sweep={search: random, samples: 2}"], "local.steps = 5.9"),
-    "end that the field refuses": (["local.lr={uniform: [-1, 1]}", "sweep={search: random, samples: 2}"], "local.lr = -1.0: should be greater than 0"),
-    "space of a kind that is none": ([LR, "bounding.bound={gird: [0.1]}"], "bounding.bound = {'gird': [0.1]}: should be a valid number"),
-    "seeds as a space": (["seed={grid: [1, 2]}"], "seed = {'grid': [1, 2]}: a number; sweep.repeats"),
+    "empty grid": (
+        ["local.lr={grid: []}"],
+        "local.lr = {'grid': []}: grid: a list of at least one value",
+    ),
+    "value that stands twice": (
+        ["local.lr={grid: [0.1, 0.1]}"],
+        "local.lr = {'grid': [0.1, 0.1]}: grid: values that differ",
+    ),
+    "grid that is no list": (
+        ["local.lr={grid: 0.1}"],
+        "local.lr = {'grid': 0.1}: grid: a list of at least one value",
+    ),
+    "value that the field refuses": (
+        ["local.lr={grid: [0.1, -1]}"],
+        "local.lr = -1: should be greater than 0",
+    ),
+    "interval of one end": (
+        ["local.lr={uniform: [0.1]}"],
+        "local.lr = {'uniform': [0.1]}: uniform: two numbers [lowest, highest]",
+    ),
+    "interval upside down": (
+        ["local.lr={uniform: [2, 1]}"],
+        "local.lr = {'uniform': [2, 1]}: uniform: [lowest, highest], the first below the second",
+    ),
+    "logarithm of nothing": (
+        ["local.lr={loguniform: [0, 1]}"],
+        "local.lr = {'loguniform': [0, 1]}: loguniform: [lowest, highest], both above 0",
+    ),
+    "power that is no whole number": (
+        ["local.lr={powers_of_two: [0.5, 2]}"],
+        "local.lr = {'powers_of_two': [0.5, 2]}: powers_of_two: two whole exponents",
+    ),
+    "interval in a grid search": (
+        ["local.lr={uniform: [1, 2]}"],
+        "local.lr = {'uniform': [1, 2]}: a grid, choice or powers_of_two; an interval needs",
+    ),
+    "interval of whole numbers": (
+        ["local.steps={uniform: [1, 9]}", "sweep={search: random, samples: 2}"],
+        "local.steps = 5.9",
+    ),
+    "end that the field refuses": (
+        ["local.lr={uniform: [-1, 1]}", "sweep={search: random, samples: 2}"],
+        "local.lr = -1.0: should be greater than 0",
+    ),
+    "space of a kind that is none": (
+        [LR, "bounding.bound={gird: [0.1]}"],
+        "bounding.bound = {'gird': [0.1]}: should be a valid number",
+    ),
+    "seeds as a space": (
+        ["seed={grid: [1, 2]}"],
+        "seed = {'grid': [1, 2]}: a number; sweep.repeats",
+    ),
     "nothing to search": ([], "sweep = {}: a search space in some field, or sweep.repeats above 1"),
     "section that is no mapping": ([LR, "sweep=3"], "sweep = 3: a mapping"),
-    "unknown key": ([LR, "sweep.sample=3"], "sweep.sample = 3: no such key; the keys here are search, samples,"),
-    "unknown metric": ([LR, "sweep.metric=accuracy"], "sweep.metric = 'accuracy': should be 'test_accuracy' or 'test_loss'"),
-    "unknown search": ([LR, "sweep.search=tpe"], "sweep.search = 'tpe': should be 'grid', 'random' or 'optuna'"),
-    "unknown scheduler": ([LR, "sweep.scheduler=hyperband"], "sweep.scheduler = 'hyperband': should be 'none', 'asha' or 'median'"),
-    "no repeats": ([LR, "sweep.repeats=0"], "sweep.repeats = 0: should be greater than or equal to 1"),
-    "random without end": ([LR, "sweep.search=random"], "sweep.samples = None: required for sweep.search random"),
-    "more samples than settings": ([LR, "sweep={search: random, samples: 3}"], "sweep.samples = 3: at most the 2 settings that the spaces hold"),
-    "samples of a grid": ([LR, "sweep.samples=3"], "sweep.samples = 3: nothing unless sweep.search is random or optuna"),
-    "grace of no scheduler": ([LR, "sweep.grace=3"], "sweep.grace = 3: nothing unless sweep.scheduler is asha or median"),
-    "grace of more than all rounds": ([LR, "sweep={scheduler: asha, grace: 5}"], "sweep.grace = 5: at most the 4 rounds of a trial"),
-    "seeds past the last": ([LR, "seed=18446744073709551615", "sweep.repeats=2"], "sweep.repeats = 2: seeds below 2^64"),
-    "cohort above the population": (["selection.cohort={grid: [51, 20]}"], "selection.cohort = 51: at most the population of 50 clients"),
+    "unknown key": (
+        [LR, "sweep.sample=3"],
+        "sweep.sample = 3: no such key; the keys here are search, samples,",
+    ),
+    "unknown metric": (
+        [LR, "sweep.metric=accuracy"],
+        "sweep.metric = 'accuracy': should be 'test_accuracy' or 'test_loss'",
+    ),
+    "unknown search": (
+        [LR, "sweep.search=tpe"],
+        "sweep.search = 'tpe': should be 'grid', 'random' or 'optuna'",
+    ),
+    "unknown scheduler": (
+        [LR, "sweep.scheduler=hyperband"],
+        "sweep.scheduler = 'hyperband': should be 'none', 'asha' or 'median'",
+    ),
+    "no repeats": (
+        [LR, "sweep.repeats=0"],
+        "sweep.repeats = 0: should be greater than or equal to 1",
+    ),
+    "random without end": (
+        [LR, "sweep.search=random"],
+        "sweep.samples = None: required for sweep.search random",
+    ),
+    "more samples than settings": (
+        [LR, "sweep={search: random, samples: 3}"],
+        "sweep.samples = 3: at most the 2 settings that the spaces hold",
+    ),
+    "samples of a grid": (
+        [LR, "sweep.samples=3"],
+        "sweep.samples = 3: nothing unless sweep.search is random or optuna",
+    ),
+    "grace of no scheduler": (
+        [LR, "sweep.grace=3"],
+        "sweep.grace = 3: nothing unless sweep.scheduler is asha or median",
+    ),
+    "grace of more than all rounds": (
+        [LR, "sweep={scheduler: asha, grace: 5}"],
+        "sweep.grace = 5: at most the 4 rounds of a trial",
+    ),
+    "seeds past the last": (
+        [LR, "seed=18446744073709551615", "sweep.repeats=2"],
+        "sweep.repeats = 2: seeds below 2^64",
+    ),
+    "cohort above the population": (
+        ["selection.cohort={grid: [51, 20]}"],
+        "selection.cohort = 51: at most the population of 50 clients",
+    ),
     "accuracy of a regression": (
-        ["data={kind: quadratics, clients: 30}", "model={kind: linear}", "noise={kind: none}", "local.lr={grid: [0.01, 0.02]}", "client={actors: 0}"],
+        [
+            "data={kind: quadratics, clients: 30}",
+            "model={kind: linear}",
+            "noise={kind: none}",
+            "local.lr={grid: [0.01, 0.02]}",
+            "client={actors: 0}",
+        ],
         "sweep.metric = 'test_accuracy': test_loss; a regression has no accuracy",
     ),
-    "data that are not there": ([LR, "data={kind: table, clients: 50, train: nowhere.parquet}"], "data.train = 'nowhere.parquet': "),
-    "trial of too many actors": ([LR, "client={actors: 4096, num_cpus: 1}"], "client.actors = 4096: a trial that fits the cluster at all: a"),
-    "actor larger than any node": ([LR, "client={actors: 1, num_cpus: 4096}"], "client.actors = 1: a trial that fits the cluster at all"),
-    "process larger than any node": ([LR, "sweep.cpus=4096"], "sweep.cpus = 4096.0: a trial that fits the cluster at all"),
-    "GPUs that are not there": ([LR, "client.num_gpus=512"], "client.num_gpus = 512.0: a trial that fits the cluster at all"),
-    "actors that take nothing": ([LR, "client={actors: 2, num_cpus: 0}"], "client.num_cpus = 0.0: above 0, so that trials"),
-    "too large for some values alone": (["client.num_cpus=1", "client.actors={grid: [1, 4096]}"], "client.actors = 4096: a trial that fits"),
-}  # fmt: skip
+    "data that are not there": (
+        [LR, "data={kind: table, clients: 50, train: nowhere.parquet}"],
+        "data.train = 'nowhere.parquet': ",
+    ),
+    "trial of too many actors": (
+        [LR, "client={actors: 4096, num_cpus: 1}"],
+        "client.actors = 4096: a trial that fits the cluster at all: a",
+    ),
+    "actor larger than any node": (
+        [LR, "client={actors: 1, num_cpus: 4096}"],
+        "client.actors = 1: a trial that fits the cluster at all",
+    ),
+    "process larger than any node": (
+        [LR, "sweep.cpus=4096"],
+        "sweep.cpus = 4096.0: a trial that fits the cluster at all",
+    ),
+    "GPUs that are not there": (
+        [LR, "client.num_gpus=512"],
+        "client.num_gpus = 512.0: a trial that fits the cluster at all",
+    ),
+    "actors that take nothing": (
+        [LR, "client={actors: 2, num_cpus: 0}"],
+        "client.num_cpus = 0.0: above 0, so that trials",
+    ),
+    "too large for some values alone": (
+        ["client.num_cpus=1", "client.actors={grid: [1, 4096]}"],
+        "client.actors = 4096: a trial that fits",
+    ),
+}
 
 
 def complain(arguments, monkeypatch, capsys) -> str:
-    """The one line that `raydpfl sweep` prints to standard error, after it has ended with code 2."""
+    """The one line that `raydpfl sweep`, ended with code 2, prints to standard error."""
     monkeypatch.setattr(sys, "argv", ["raydpfl", "sweep", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -237,7 +342,7 @@ def swept(shared_ray, tmp_path_factory):
     seen = []
     out = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "SHOW", 0.0)  # every change, however fast the trials are
+        patch.setattr(watch, "SHOW", 0.0)  # every change, however fast the trials are
         result = run(
             sweep,
             out,
@@ -498,12 +603,24 @@ def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_pa
 
 
 def finished(out: Path) -> dict[str, int]:
-    """When each finished trial wrote its summary, in ns."""
+    """When each completed trial wrote its summary, in ns."""
     return {
         path.parent.name: path.stat().st_mtime_ns
         for path in out.glob("trials/*/summary.json")
         if json.loads(path.read_text())["status"] == "completed"
     }
+
+
+def seconds_of(folder: Path) -> list[float]:
+    """What each recorded round of a trial took."""
+    return pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist()
+
+
+def under_way(out: Path) -> dict[Path, list[float]]:
+    """What each recorded round took, of the trials that have begun and not completed."""
+    done = finished(out)
+    begun = [path.parent for path in out.glob("trials/*/rounds.parquet")]
+    return {folder: seconds_of(folder) for folder in begun if folder.name not in done}
 
 
 def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
@@ -545,21 +662,13 @@ def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
     said = process.communicate(timeout=WAIT)[0].decode()
     assert process.returncode == 130 and "--resume" in said and "Traceback" not in said, said
     first = finished(out)
-    cut_off = {
-        path.parent for path in out.glob("trials/*/rounds.parquet") if path.parent.name not in first
-    }
+    cut_off = under_way(out)
 
     process = begin(config, out, len(first) + 1, "--resume")
     kill_tree(process)
     second = finished(out)
-    tables = [
-        path for path in out.glob("trials/*/rounds.parquet") if pq.read_metadata(path).num_rows
-    ]
-    killed = {path.parent for path in tables if path.parent.name not in second}
-    recorded = {
-        folder: pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist() for folder in killed
-    }
-    assert cut_off or killed  # a trial may finish in the instant before the blow
+    recorded = {folder: seconds for folder, seconds in under_way(out).items() if seconds}
+    assert cut_off or recorded  # a trial may finish in the instant before the blow
 
     result = run(Sweep.from_yaml(config, ["sweep.concurrent=1"]), out, resume=True)
     third = finished(out)
@@ -567,23 +676,21 @@ def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
     assert len(third) == 6 and first.items() <= second.items() <= third.items()
     # and those under way went on: rounds that they had recorded were not done again
     for folder, seconds in recorded.items():
-        assert (
-            pq.read_table(folder / "rounds.parquet")["seconds"].to_pylist()[: len(seconds)]
-            == seconds
-        )
+        assert seconds_of(folder)[: len(seconds)] == seconds
     rows = result.trials.to_pylist()
     assert [(row["local.lr"], row["seed"]) for row in rows] == [
         (lr, seed) for lr in rates for seed in (3, 4)
     ]
     assert {row["status"] for row in rows} == {"completed"}
-    for row in (row for row in rows if out / row["directory"] in cut_off | killed):
-        alone = run_one(
-            experiment(**changes, seed=row["seed"], local={"lr": row["local.lr"]}),
-            tmp_path / row["directory"],
-        ).summary
-        assert all(
-            row[name] == alone[name]
-            for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256")
-        ), row
-        assert row["epsilon_rdp"] == alone["guarantees"][0]["epsilon"]
+    for row in (row for row in rows if out / row["directory"] in cut_off | recorded):
+        check_as_if_alone(row, changes, tmp_path)
     assert not list(out.glob(".*"))
+
+
+def check_as_if_alone(row: dict, changes: dict, folder: Path) -> None:
+    """A row of the results is what a run of its own comes to."""
+    changed = experiment(**changes, seed=row["seed"], local={"lr": row["local.lr"]})
+    alone = run_one(changed, folder / row["directory"]).summary
+    for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256"):
+        assert row[name] == alone[name]
+    assert row["epsilon_rdp"] == alone["guarantees"][0]["epsilon"]

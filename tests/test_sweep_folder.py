@@ -443,7 +443,10 @@ def directory(path: Path) -> None:
 
 
 def instead_of(path: Path, text: str = "") -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
     path.write_text(text)
 
 

@@ -158,7 +158,8 @@ RELATIONS = {
     ),
     "whose noise": (
         ["selection.kind=full", "privacy.relation=add_remove"],
-        "privacy.relation = 'add_remove': replace_one or zero_out with selection.kind full; or add_",
+        "privacy.relation = 'add_remove': replace_one or zero_out "
+        "with selection.kind full; or add_",
     ),
     "the accountant": (["selection.kind=multinomial"], "privacy.accountants = 'rdp': draws with"),
 }

@@ -5,6 +5,7 @@ accuracy; elsewhere a line per finished trial.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,14 +13,17 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from raydpfl.privacy import column, rigorous
+from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.tune.results import Result, epsilons, failures, score
 from raydpfl.tune.sweep import Setting, Sweep, Trial, short
 
+RIGOROUS = {column(name) for name in rigorous(ACCOUNTANTS)}
 OVER = ("completed", "budget", "stopped", "failed")
 
 
 class Display:
-    """`show` is called with all settings whenever something has changed, `report` with the result."""
+    """`show` is called with all settings when something has changed, `report` with the result."""
 
     def __init__(self, console: Console, sweep: Sweep):
         self._console = console
@@ -86,36 +90,43 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
     accountant (see `_told`).
     """
     metric = sweep.search.metric
-    shown = Table(box=None, pad_edge=False, header_style="bold")
     kind = _told([trial for setting in settings for trial in setting.trials])
-    for name in (
-        *sweep.spaces,
-        metric.replace("_", " "),
-        *([kind.replace("_", " (") + ")"] if kind else []),
-        "rounds",
-        "trials",
-    ):
-        shown.add_column(escape(name), justify="left" if name in sweep.spaces else "right")
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in sweep.spaces:
+        shown.add_column(escape(name))
+    for name in (metric.replace("_", " "), *_heading(kind), "rounds", "trials"):
+        shown.add_column(escape(name), justify="right")
 
     def rank(setting: Setting) -> tuple[bool, float]:
         mean = setting.mean(metric)
         return mean is not None, sweep.sign * (mean or 0.0)
 
     for setting in sorted(settings, key=rank, reverse=True)[:rows]:
-        spent = [value[kind] for trial in setting.trials if kind in (value := epsilons(trial))]
-        rounds = {
-            (trial.summary or trial.report).get("rounds", trial.report.get("round", 0))
-            for trial in setting.trials
-        }
-        states = [trial.status for trial in setting.trials]
+        rounds = [_rounds(trial) for trial in setting.trials]
+        states = Counter(trial.status for trial in setting.trials)
         shown.add_row(
             *(escape(short(value)) for value in setting.values.values()),
             score(setting, metric),
-            *([f"{max(spent):.3g}" if spent else ""] if kind else []),
+            *([_largest(setting.trials, kind)] if kind else []),
             "-".join(str(number) for number in sorted({min(rounds), max(rounds)})),
-            ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
+            ", ".join(f"{count} {state}" for state, count in states.items()),
         )
     return shown
+
+
+def _heading(kind: str | None) -> list[str]:
+    return [f"{kind.replace('_', ' (', 1)})"] if kind else []
+
+
+def _largest(trials: Sequence[Trial], kind: str) -> str:
+    """The largest epsilon by one accountant, in print; empty where none is known."""
+    spent = [each[kind] for each in map(epsilons, trials) if kind in each]
+    return f"{max(spent):.3g}" if spent else ""
+
+
+def _rounds(trial: Trial) -> int:
+    """How many rounds a trial has done, as far as is known."""
+    return (trial.summary or trial.report).get("rounds", trial.report.get("round", 0))
 
 
 def _told(trials: Sequence[Trial]) -> str | None:
@@ -124,7 +135,7 @@ def _told(trials: Sequence[Trial]) -> str | None:
     """
     spent = [epsilons(trial) for trial in trials]
     kinds = list(dict.fromkeys(kind for each in spent for kind in each))
-    rigorous = [kind for kind in kinds if not kind.startswith("epsilon_paper")]
+    rigorous = [kind for kind in kinds if kind in RIGOROUS]
     return next(
         (kind for kind in rigorous if all(math.isfinite(each.get(kind, 0.0)) for each in spent)),
         next(iter(kinds), None),
@@ -132,17 +143,12 @@ def _told(trials: Sequence[Trial]) -> str | None:
 
 
 def _line(trial: Trial, sweep: Sweep) -> str:
-    value = trial.value(sweep.search.metric)
     metric = sweep.search.metric
+    value = trial.value(metric)
+    kind = _told([trial])
     parts = [trial.setting.named(), f"seed={trial.seed}"]
     if value is not None:
         parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")
-    if kind := _told([trial]):
+    if kind:
         parts.append(f"epsilon {epsilons(trial)[kind]:.3g} ({kind.removeprefix('epsilon_')})")
-    return "  ".join(
-        [
-            *parts,
-            f"{(trial.summary or {}).get('rounds', trial.report.get('round', 0))} rounds",
-            trial.status,
-        ]
-    )
+    return "  ".join([*parts, f"{_rounds(trial)} rounds", trial.status])

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray import tune
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
@@ -31,29 +31,22 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
-from raydpfl import data, interrupts
-from raydpfl.cluster import Session
-from raydpfl.config import Experiment
+from raydpfl import interrupts
 from raydpfl.data import Shards
-from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.errors import ConfigError, FileError
 from raydpfl.files import LOCK
-from raydpfl.placement import capacity, cores
 from raydpfl.plan import Plan
 from raydpfl.runner import alone
 from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.limits import Limits
 from raydpfl.tune.proposals import Proposals, Stop, guided, optuna
 from raydpfl.tune.results import Result, gather, remove, write
+from raydpfl.tune.room import Room
 from raydpfl.tune.sweep import FINISHED, Setting, Sweep, Trial
 from raydpfl.tune.trial import TrialActor, work
+from raydpfl.tune.watch import RETRIES, Watch
 
-RETRIES = 2  # of a trial whose process died; it goes on from its checkpoint
-SHOW = 0.25  # seconds between showings of what has changed
-EVERY = 5.0  # seconds between looks at the cluster, and between writings of the results so far
-# seconds that a cluster may be too small for every waiting trial, before the sweep gives up
-LOST = 60.0
 BUSY = 10.0  # seconds that what another sweep has started may take to let go of its directory
-LOOK = 1.0  # seconds between looks for trials that hang
 OUTPUTS = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
 TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a run keeps its own tables and TensorBoard events
@@ -96,12 +89,12 @@ def run(
             _same_sweep(sweep, folder)
     if sweep.search.search == "optuna":
         optuna()
-    with interrupts.handled(), _Cluster(sweep, root, address) as cluster, ExitStack() as stack:
+    with interrupts.handled(), Room(sweep, root, address) as room, ExitStack() as stack:
         for experiment in sweep.probes:
-            cluster.check(experiment)
+            room.check(experiment)
         _check_metric(sweep, Plan.make(sweep.probes[0], root))
         make_folder(folder)
-        course = _Course(sweep, folder, root, cluster, on_change)
+        course = _Course(sweep, folder, root, room, on_change)
         with _writable(folder):
             stack.enter_context(alone(folder, BUSY))
             course.prepare()
@@ -112,12 +105,12 @@ class _Course:
     """One carrying out of a sweep, from what lies in its directory to its result."""
 
     def __init__(
-        self, sweep: Sweep, folder: Path, root: Path | None, cluster: _Cluster, on_change: Callable
+        self, sweep: Sweep, folder: Path, root: Path | None, room: Room, on_change: Callable
     ):
         self.sweep = sweep
         self.folder = folder
         self.root = root
-        self.cluster = cluster
+        self.room = room
         self.on_change = on_change
         self.settings: list[Setting] = []
         self.began = time.monotonic()
@@ -136,7 +129,7 @@ class _Course:
             else [self._add(values) for values in sweep.listed()]
         )
         replace_file(self.folder / "sweep.yaml", lambda file: file.write(sweep.to_yaml().encode()))
-        trials = [trial for setting in self.settings for trial in setting.trials]
+        trials = self._trials()
         over = bool(trials) and all(trial.finished for trial in trials)
         # As long as any trial runs, a scheduler must hear of the finished ones too.
         skipping = over or search.scheduler == "none"
@@ -149,12 +142,12 @@ class _Course:
         """All trials, and what they leave behind. Raises `ConfigError`, `RunError`."""
         limits = self._limits()
         show = functools.partial(self.on_change, self.settings)
-        watch = _Watch(self.proposals, self.cluster, limits, show, self._write)
+        watch = Watch(self.proposals, self.room, limits, show, self._write)
         cut_off = None
         if self.waiting:
-            self.cluster.start()
+            self.room.start()
             cut_off = _tune(self.sweep, self.folder, self.proposals, watch)
-        _settle(self.settings, cut_off)
+        _settle(self._trials(), cut_off)
         show()
         seconds = time.monotonic() - self.began
         return self._leave(self._gather(True, seconds=seconds, processes=len(watch.processes)))
@@ -167,18 +160,20 @@ class _Course:
 
     def _work(self, trial: Trial) -> dict[str, Any]:
         search = self.sweep.search
-        bundles = self.cluster.bundles(trial.experiment)
+        bundles = self.room.bundles(trial.experiment)
         pause = search.scheduler != "none"
         return work(trial, bundles, search.metric, self.root, pause)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> Limits[Trial]:
         """Those that the trials are held to, by the ones that had finished before too."""
-        limits = Limits(self.sweep.search.timeout)
-        for trial in (
-            trial for setting in self.settings for trial in setting.trials if trial.before
-        ):
-            limits.add(trial.experiment, trial.summary["seconds"])
+        limits: Limits[Trial] = Limits(self.sweep.search.timeout)
+        for trial in self._trials():
+            if trial.before and trial.summary:
+                limits.add(trial.experiment, trial.summary["seconds"])
         return limits
+
+    def _trials(self) -> list[Trial]:
+        return [trial for setting in self.settings for trial in setting.trials]
 
     def _gather(self, over: bool, **more: Any) -> Result:
         return gather(self.folder, self.settings, self.sweep, over, more)
@@ -253,7 +248,8 @@ def _same_sweep(sweep: Sweep, folder: Path) -> None:
         if error.field == "--resume":
             raise
         raise ConfigError("--resume", str(path), f"the sweep.yaml of a sweep; {error}") from None
-    if difference := sweep.differs(stored):
+    difference = sweep.differs(stored)
+    if difference:
         field, here, there = difference
         raise ConfigError(field, here, f"{there!r}, as in the sweep to be resumed")
 
@@ -273,141 +269,21 @@ def _tidy(folder: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def _settle(settings: Sequence[Setting], cut_off: str | None) -> None:
+def _settle(trials: Sequence[Trial], cut_off: str | None) -> None:
     """Takes up how every trial ended.
 
     One that has not, as its node died while it was being stopped or as the sweep was `cut_off`,
     failed.
     """
-    unknown = "its process ended before it did; it goes on with --resume"
-    for setting in settings:
-        for trial in setting.trials:
-            if trial.status != "failed":
-                trial.look()
-            if trial.status not in (*FINISHED, "failed"):
-                trial.status = "failed"
-                trial.reason = cut_off or unknown
+    for trial in trials:
+        if trial.status != "failed":
+            trial.look()
+        if trial.status not in (*FINISHED, "failed"):
+            trial.status = "failed"
+            trial.reason = cut_off or "its process ended before it did; it goes on with --resume"
 
 
-class _Cluster:
-    """The Ray that the trials run on: started here, joined by address, or found running in this
-    process.
-    """
-
-    def __init__(self, sweep: Sweep, root: Path | None, address: str | None):
-        self.sweep = sweep
-        self.root = root
-        self.address = address
-        self.session: Session | None = None
-
-    def __enter__(self) -> _Cluster:
-        if self.address:
-            self.session = Session(self.address)
-        self.elastic = not ray.is_initialized()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.session:
-            self.session.close()
-
-    def watch(self) -> None:
-        """Raises `RunError` where the control store of Ray is lost, KeyboardInterrupt where a
-        signal was.
-        """
-        if self.session:
-            self.session.check()
-        interrupts.check()
-
-    def start(self) -> None:
-        if self.elastic:
-            self.session = Session("local", num_cpus=cores(), include_dashboard=False)
-
-    def nodes(self) -> list[dict[str, float]]:
-        if not ray.is_initialized():
-            return [{"CPU": cores(), "GPU": torch.cuda.device_count()}]
-        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-    def bundles(self, experiment: Experiment) -> list[dict[str, float]]:
-        """What a trial holds: a bundle for its own process, which may be empty, and one for each
-        client actor.
-        """
-        client = experiment.client
-        cpus = self.sweep.search.cpus
-        each = {"CPU": client.num_cpus, "GPU": client.num_gpus}
-        if client.actors == 0:
-            return [{"CPU": 1.0 if cpus is None else cpus, "GPU": client.num_gpus}]
-        count = client.actors
-        if count == "per-client":
-            count = experiment.data.clients or len(
-                Shards.open(data.prepare(experiment.data, experiment.seed, self.root)).sizes
-            )
-        return [{"CPU": cpus or 0.0}, *[each] * count]
-
-    def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for a trial that the cluster could never hold."""
-        bundles = self.bundles(experiment)
-        client = experiment.client
-        if not any(bundles[-1].values()):
-            field, value = (
-                ("client.num_cpus", client.num_cpus)
-                if len(bundles) > 1
-                else ("sweep.cpus", self.sweep.search.cpus)
-            )
-            raise ConfigError(
-                field, value, "above 0, so that trials that run at once can be counted"
-            )
-        if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
-            raise ConfigError(
-                "client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number"
-            )
-        if not fits(bundles, nodes := self.nodes()):
-            held = ", ".join(
-                f"{node.get('CPU', 0):g} CPU and {node.get('GPU', 0):g} GPU" for node in nodes[:4]
-            ) + (", ..." if len(nodes) > 4 else "")
-            own = f"{bundles[0].get('CPU', 0):g} CPU" + (
-                f" and {client.num_gpus:g} GPU" if len(bundles) == 1 and client.num_gpus else ""
-            )
-            wants = f"a trial takes {own} for its own process"
-            if len(bundles) == 1:
-                field, value = (
-                    ("client.num_gpus", client.num_gpus)
-                    if client.num_gpus
-                    else ("sweep.cpus", self.sweep.search.cpus)
-                )
-            else:
-                field = "client.actors"
-                value = client.actors
-                wants += f", and {client.num_cpus:g} CPU and {client.num_gpus:g} GPU for each of {len(bundles) - 1} client actors"
-            raise ConfigError(
-                field,
-                value,
-                f"a trial that fits the cluster at all: {wants}; the nodes have {held}",
-            )
-
-
-def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
-    """Whether empty nodes hold a trial: its first bundle, and the others, which are alike.
-
-    >>> fits([{"CPU": 0}, {"CPU": 1}, {"CPU": 1}], [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}])
-    True
-    >>> fits([{"CPU": 1}, {"CPU": 2}], [{"CPU": 2}])
-    False
-    """
-    head, *others = bundles
-    for place, node in enumerate(nodes):
-        left = {name: node.get(name, 0) - head.get(name, 0) for name in ("CPU", "GPU")}
-        if min(left.values()) < 0:
-            continue
-        if not others or capacity(
-            others[0].get("CPU", 0),
-            others[0].get("GPU", 0),
-            [*nodes[:place], left, *nodes[place + 1 :]],
-        ) >= len(others):
-            return True
-    return False
-
-
-def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: _Watch) -> str | None:
+def _tune(sweep: Sweep, folder: Path, proposals: Proposals, watch: Watch) -> str | None:
     """Has Ray Tune run what `proposals` hands out; what cut it off, if anything did.
 
     Ray Tune's own state is nobody's concern and is removed.
@@ -465,8 +341,8 @@ def scheduler(sweep: Sweep) -> TrialScheduler:
             **compared, max_t=rounds, reduction_factor=search.reduction, stop_last_trials=False
         )
     if search.scheduler == "median":
-        # a trial is never paused
-        return MedianStoppingRule(**compared, min_time_slice=float("inf"))
+        never: Any = math.inf  # is a trial paused; Ray Tune compares it with a float
+        return MedianStoppingRule(**compared, min_time_slice=never)
     return FIFOScheduler()
 
 
@@ -482,113 +358,7 @@ def _quiet(environment: dict[str, str]) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-class _Watch(tune.Callback):
-    """Takes up what the trials report, and ends those that hang.
-
-    `show` is called when something has changed, `write` more rarely.
-    """
-
-    def __init__(
-        self,
-        proposals: Proposals,
-        cluster: _Cluster,
-        limits: Limits,
-        show: Callable[[], object],
-        write: Callable[[], object],
-    ):
-        self._trials = proposals.running
-        self._cluster = cluster
-        self._limits = limits
-        self._show = show
-        self._write = write
-        self._changed = False
-        self._shown = self._written = self._looked = self._fitted = time.monotonic()
-        self._measured = self._shown
-        self._tunes: dict[Trial, Any] = {}  # Ray Tune's own trial
-        self._killed: dict[Trial, str] = {}  # why
-        self.processes: set[tuple[str, int]] = set()
-
-    def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        ours = self._trials[trial.trial_id]
-        if not ours.finished:
-            ours.status = "running"
-            self._tunes[ours] = trial
-            self._limits.begin(ours, ours.experiment, ours.folder)
-        self._changed = True
-
-    def on_trial_result(
-        self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
-    ) -> None:
-        ours = self._trials[trial.trial_id]
-        if refused := result.get("refused"):
-            raise Stop(ConfigError(*refused))
-        self.processes.add((result["hostname"], result["pid"]))
-        ours.report = {
-            name: value
-            for name, value in result.items()
-            if name == "round" or name.startswith(("test_", "epsilon_"))
-        }
-        if result.get("over"):
-            ours.look()
-            if "failed" in result:
-                ours.status = "failed"
-                ours.reason = result["failed"]
-            self._limits.end(ours, ours.finished)
-        self._changed = True
-
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        ours = self._trials[trial.trial_id]
-        if ours.status == "running":
-            ours.status = "stopped"
-        self._limits.end(ours, ours.finished)
-
-    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        ours = self._trials[trial.trial_id]
-        died = f"its process died {RETRIES + 1} times; Ray's logs say why"
-        ours.status, ours.reason, self._changed = "failed", self._killed.get(ours, died), True
-        self._limits.end(ours, False)
-
-    def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
-        try:
-            self._cluster.watch()
-        except RunError as error:
-            raise Stop(error) from None
-        now = time.monotonic()
-        if self._changed and now - self._shown > SHOW:
-            self._changed = False
-            self._shown = now
-            self._show()
-            if now - self._written > EVERY:
-                self._write()
-                self._written = time.monotonic()
-        if now - self._measured > LOOK:
-            self._measured = now
-            self._kill_overdue()
-        if now - self._looked > EVERY:
-            self._looked = now
-            self._check_room(trials)
-
-    def _kill_overdue(self) -> None:
-        for ours, reason in self._limits.overdue():
-            theirs = self._tunes[ours]
-            actor = theirs.temporary_state.ray_actor
-            if actor is None:
-                continue
-            self._killed[ours] = reason
-            theirs.max_failures = 0  # it would hang again
-            ray.kill(actor)
-
-    def _check_room(self, trials: list) -> None:
-        """Gives up when the cluster has been too small for any trial for `LOST` seconds."""
-        now = time.monotonic()
-        nodes = self._cluster.nodes()
-        alive = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
-        held = [each.status == "RUNNING" or fits(each.config["bundles"], nodes) for each in alive]
-        if not alive or any(held):
-            self._fitted = now
-        elif now - self._fitted > LOST:
-            lost = "the cluster has lost nodes and could not hold any of the trials that are left"
-            raise Stop(RunError(f"{lost}; go on with --resume"))
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -114,7 +114,8 @@ def check(folder: Path, experiment: Experiment, searched: Collection[str], named
         raise _refused(folder, f"the directory of {named}; it is no directory")
     path = folder / "config.yaml"
     if not os.path.lexists(path):
-        if remains := [name for name in REMAINS if (folder / name).exists()]:
+        remains = [name for name in REMAINS if (folder / name).exists()]
+        if remains:
             why = f"it has {remains[0]} but no config.yaml"
             raise _refused(folder, f"the directory of {named}; {why}")
         return

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from raydpfl.config import Experiment
 from raydpfl.tune.folder import meaning
@@ -34,6 +35,9 @@ UNLIKE = 300.0  # seconds
 NUMBERS = ("selection.cohort", "local.steps", "local.batch")  # a round's work goes by their product
 KINDS = tuple(f"{name}.kind" for name in ("selection", "local", "bounding", "noise", "server"))
 LIKE = ("data.", "model.", "client.", *KINDS)
+
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass
@@ -52,33 +56,33 @@ class _Finished:
     seconds: float
 
 
-class Limits:
+class Limits(Generic[Key]):
     """Holds trials, known by any key, to `timeout` seconds, or to what the finished ones took."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic):
         self._timeout = timeout
         self._clock = clock
-        self._running: dict[Hashable, _Running] = {}
+        self._running: dict[Key, _Running] = {}
         self._finished: list[_Finished] = []
 
     def add(self, experiment: Experiment, seconds: float) -> None:
         """A trial that had finished before, after so many seconds."""
         self._finished.append(_Finished(_like(experiment), _work(experiment), seconds))
 
-    def begin(self, key: Hashable, experiment: Experiment, folder: Path) -> None:
+    def begin(self, key: Key, experiment: Experiment, folder: Path) -> None:
         """A trial has begun to run in `folder`, or has begun again."""
         now = self._clock()
         began = self._running[key].began if key in self._running else now
         self._running[key] = _Running(experiment, folder, began, now, _sign(folder))
 
-    def end(self, key: Hashable, well: bool) -> None:
+    def end(self, key: Key, well: bool) -> None:
         """A trial runs no more. `well`: it has finished, and others are measured by it."""
         now = self._clock()
         trial = self._running.pop(key, None)
         if trial and well:
             self.add(trial.experiment, now - trial.began)
 
-    def overdue(self) -> Iterator[tuple[Hashable, str]]:
+    def overdue(self) -> Iterator[tuple[Key, str]]:
         """The trials that are beyond their limit, and why, in one line."""
         now = self._clock()
         for key, trial in [*self._running.items()]:

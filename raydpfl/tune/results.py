@@ -4,6 +4,7 @@ what choosing it means.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -184,7 +185,7 @@ def write(result: Result, sweep: Sweep) -> None:
     if not (over and best):  # none may be left from before a resume
         remove(folder / "best.yaml")
     for name, table in (("results.parquet", result.trials), ("settings.parquet", result.settings)):
-        replace_file(folder / name, lambda part, table=table: pq.write_table(table, part))
+        replace_file(folder / name, functools.partial(pq.write_table, table))
     if over and best:
         seeds = _count(len(best.trials), "seed")
         metric = sweep.search.metric

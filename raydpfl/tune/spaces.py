@@ -63,15 +63,11 @@ class Interval:
         return self.low, self.high, self.at(0.6180339887)
 
     def at(self, u: float) -> float:
-        if self.log:
-            return min(
-                max(
-                    math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low))),
-                    self.low,
-                ),
-                self.high,
-            )
-        return self.low + u * (self.high - self.low)
+        if not self.log:
+            return self.low + u * (self.high - self.low)
+        low = math.log(self.low)
+        found = math.exp(low + u * (math.log(self.high) - low))
+        return min(max(found, self.low), self.high)
 
 
 Space = Options | Interval
@@ -82,35 +78,39 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
     ((kind, given),) = value.items()
     if isinstance(given, list):
         given = [_number(each) for each in given]
-    if kind == "powers_of_two" and isinstance(given, list):
-        given = [whole(each) for each in given]
+    try:
+        return _options(given) if kind in ("grid", "choice") else _range(kind, given)
+    except ValueError as error:
+        raise ConfigError(field, dict(value), f"{kind}: {error}") from None
 
-    def refuse(accepted: str) -> ConfigError:
-        return ConfigError(field, dict(value), f"{kind}: {accepted}")
 
-    if kind in ("grid", "choice"):
-        if not isinstance(given, list) or not given:
-            raise refuse("a list of at least one value")
-        if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
-            raise refuse("values that differ")
-        return Options(tuple(given))
-    if (
-        not isinstance(given, list)
-        or len(given) != 2
-        or not all(type(each) in (int, float) and math.isfinite(each) for each in given)
-    ):
-        raise refuse("two numbers [lowest, highest]")
-    low, high = given
+def _options(given: Any) -> Options:
+    """Raises ValueError saying what is accepted."""
+    if not isinstance(given, list) or not given:
+        raise ValueError("a list of at least one value")
+    if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
+        raise ValueError("values that differ")
+    return Options(tuple(given))
+
+
+def _range(kind: str, given: Any) -> Space:
+    """Of two ends. Raises ValueError saying what is accepted."""
+    numbers = isinstance(given, list) and all(
+        type(each) in (int, float) and math.isfinite(each) for each in given
+    )
+    if not numbers or len(given) != 2:
+        raise ValueError("two numbers [lowest, highest]")
     if kind == "powers_of_two":
+        low, high = map(whole, given)
         if not (type(low) is int and type(high) is int and -1000 < low <= high < 1000):
-            raise refuse("two whole exponents [lowest, highest]")
-        return Options(
-            tuple(2**k if k >= 0 else 2.0**k for k in range(low, high + 1)), ordered=True
-        )
+            raise ValueError("two whole exponents [lowest, highest]")
+        powers = (2**k if k >= 0 else 2.0**k for k in range(low, high + 1))
+        return Options(tuple(powers), ordered=True)
+    low, high = given
     if not low < high:
-        raise refuse("[lowest, highest], the first below the second")
+        raise ValueError("[lowest, highest], the first below the second")
     if kind == "loguniform" and low <= 0:
-        raise refuse("[lowest, highest], both above 0")
+        raise ValueError("[lowest, highest], both above 0")
     return Interval(float(low), float(high), log=kind == "loguniform")
 
 
@@ -138,13 +138,10 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         made = {}
         for key, value in node.items():
             where = f"{path}{key}"
-            made[key] = (
-                values[where]
-                if where in values
-                else copy(value, f"{where}.")
-                if isinstance(value, Mapping)
-                else value
-            )
+            if where in values:
+                made[key] = values[where]
+            else:
+                made[key] = copy(value, f"{where}.") if isinstance(value, Mapping) else value
         return made
 
     return copy(tree, "")

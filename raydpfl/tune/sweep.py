@@ -1,12 +1,14 @@
 """What a sweep tries: the experiment with its search spaces, the section `sweep`, and the settings
 and trials they make.
 
->>> sweep = Sweep.from_dict({"local": {"kind": "sgd", "lr": {"loguniform": [1e-3, 1.0]}}, "sweep": {"search": "random", "samples": 2}})
+>>> rate = {"loguniform": [1e-3, 1.0]}
+>>> search = {"search": "random", "samples": 2}
+>>> sweep = Sweep.from_dict({"local": {"kind": "sgd", "lr": rate}, "sweep": search})
 >>> [round(values["local.lr"], 5) for values in sweep.listed()]
 [0.18837, 0.13904]
->>> Sweep.from_dict({"local": {"kind": "sgd", "lr": {"uniform": [0.1, 0.2]}}})
+>>> Sweep.from_dict({"local": {"kind": "sgd", "lr": {"grid": [0]}}})
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: local.lr = {'uniform': [0.1, 0.2]}: a grid, choice or powers_of_two; an interval needs sweep.search random or optuna
+raydpfl.errors.ConfigError: local.lr = 0: should be greater than 0
 """
 
 from __future__ import annotations
@@ -105,11 +107,9 @@ class Trial:
     def value(self, metric: str) -> float | None:
         """The metric at the last evaluation, of a trial that has not failed."""
         found = (self.summary or self.report).get(metric)
-        return (
-            found
-            if self.status != "failed" and found is not None and math.isfinite(found)
-            else None
-        )
+        if self.status == "failed" or found is None or not math.isfinite(found):
+            return None
+        return found
 
 
 @dataclass(eq=False)
@@ -131,17 +131,20 @@ class Setting:
 
     def mean(self, metric: str) -> float | None:
         """Over the seeds, of those known so far; None if any failed or came to no number."""
-        found = [
-            trial.value(metric)
-            for trial in self.trials
-            if trial.summary or trial.report or trial.status == "failed"
-        ]
-        return float(np.mean(found)) if found and None not in found else None
+        known = [trial for trial in self.trials if trial.summary or trial.report]
+        values = self._values(metric)
+        if len(values) < len(known) or any(trial.status == "failed" for trial in self.trials):
+            return None
+        return float(np.mean(values)) if values else None
 
     def spread(self, metric: str) -> float | None:
         """The sample standard deviation over the seeds; None below two."""
-        found = [value for trial in self.trials if (value := trial.value(metric)) is not None]
-        return float(np.std(found, ddof=1)) if len(found) > 1 else None
+        values = self._values(metric)
+        return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+    def _values(self, metric: str) -> list[float]:
+        values = [trial.value(metric) for trial in self.trials]
+        return [value for value in values if value is not None]
 
     def named(self) -> str:
         """Its values in print, as overrides."""
@@ -168,12 +171,10 @@ class Sweep:
         search = validate(Search, "sweep", section)
         for name in search.model_fields_set & _ONLY_WITH.keys():
             other, accepted = _ONLY_WITH[name]
-            if getattr(search, other) not in accepted and getattr(search, name) is not None:
-                raise ConfigError(
-                    f"sweep.{name}",
-                    getattr(search, name),
-                    f"nothing unless sweep.{other} is {' or '.join(accepted)}",
-                )
+            given = getattr(search, name)
+            if getattr(search, other) not in accepted and given is not None:
+                only = f"nothing unless sweep.{other} is {' or '.join(accepted)}"
+                raise ConfigError(f"sweep.{name}", given, only)
         sweep = cls(tree, search, find(tree))
         sweep._check()
         return sweep
@@ -204,7 +205,7 @@ class Sweep:
 
         Its last line, `...`, tells a whole file from one that was cut.
         """
-        return dump({**self.tree, "sweep": self.search.model_dump(exclude_unset=True)}) + "...\n"
+        return dump({**self.tree, "sweep": self._given()}) + "...\n"
 
     @property
     def size(self) -> int:
@@ -218,19 +219,19 @@ class Sweep:
     def listed(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
         if self.search.search == "grid":
-            for values in itertools.product(*(space.options for space in self.spaces.values())):
-                yield dict(zip(self.spaces, values, strict=True))
+            for point in itertools.product(*(space.probes for space in self.spaces.values())):
+                yield dict(zip(self.spaces, point, strict=True))
             return
         seen = set()
-        for sample in range(100 * self.search.samples):
+        for sample in range(100 * self.size):
             draws = stream(self.seed, Purpose.SWEEP, t=sample).random(len(self.spaces))
-            values = {
-                key: space.at(u) for (key, space), u in zip(self.spaces.items(), draws, strict=True)
-            }
-            if (name := identity(values)) not in seen:
+            drawn = (space.at(u) for space, u in zip(self.spaces.values(), draws, strict=True))
+            values = dict(zip(self.spaces, drawn, strict=True))
+            name = identity(values)
+            if name not in seen:
                 seen.add(name)
                 yield values
-            if len(seen) == self.search.samples:
+            if len(seen) == self.size:
                 return
 
     def setting(self, values: Mapping[str, Any]) -> Setting:
@@ -264,72 +265,66 @@ class Sweep:
         """
         searches = (flat({"sweep": each.search.model_dump()}) for each in (self, other))
         spaces = (dict.fromkeys(each.spaces, "a search space") for each in (self, other))
-        if found := _difference(*searches) or _difference(*spaces):
+        found = _difference(*searches)
+        if found:
+            return found
+        found = _difference(*spaces)
+        if found:
             key, here, there = found
-            if key.startswith("sweep."):
-                return found
             return key, here or _at(self.tree, key), there or _at(other.tree, key)
         values = {key: space.probes[0] for key, space in self.spaces.items()}
+        pair = (self, other)
         try:
-            there = other.setting(values).experiment
+            meanings = [meaning(each.setting(values).experiment, self.spaces) for each in pair]
         except ConfigError:  # what this sweep's values make no experiment of is not this sweep
-            return _difference(*(flat(put(each.tree, values)) for each in (self, other)))
-        here = self.setting(values).experiment
-        return _difference(*(meaning(each, self.spaces) for each in (here, there)))
+            meanings = [flat(put(each.tree, values)) for each in pair]
+        return _difference(*meanings)
 
     @property
     def seed(self) -> int:
         return int(self.tree.get("seed", 0))
 
     def _check(self) -> None:
+        self._check_spaces()
+        self._check_size()
         search = self.search
-        if "seed" in self.spaces:
-            raise ConfigError(
-                "seed",
-                self.tree["seed"],
-                "a number; sweep.repeats runs every setting with several seeds",
-            )
-        if not self.spaces and search.repeats == 1:
-            raise ConfigError(
-                "sweep",
-                search.model_dump(exclude_unset=True),
-                "a search space in some field, or sweep.repeats above 1",
-            )
-        if search.search == "grid":
-            for key, space in self.spaces.items():
-                if space.count == math.inf:
-                    raise ConfigError(
-                        key,
-                        _at(self.tree, key),
-                        "a grid, choice or powers_of_two; an interval needs sweep.search random or optuna",
-                    )
-        elif search.samples is None:
-            raise ConfigError(
-                "sweep.samples",
-                None,
-                f"required for sweep.search {search.search}: how many settings to try",
-            )
-        elif search.search == "random" and search.samples > (
-            most := math.prod(space.count for space in self.spaces.values())
-        ):
-            raise ConfigError(
-                "sweep.samples",
-                search.samples,
-                f"at most the {most:.0f} settings that the spaces hold",
-            )
-        if self.size * search.repeats > MOST:
-            given = search.model_dump(exclude_unset=True)
-            raise ConfigError(
-                "sweep", given, f"at most {MOST:,} trials, which are settings times repeats"
-            )
-        experiments = self.probes
-        least = min(experiment.rounds for experiment in experiments)
+        least = min(experiment.rounds for experiment in self.probes)
         if search.scheduler != "none" and search.grace > least:
             raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
-        most = experiments[0].seed + search.repeats
-        if most > 1 << 64:
+        if self.probes[0].seed + search.repeats > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
         self._check_distinct()
+
+    def _check_spaces(self) -> None:
+        """Raises `ConfigError` where there is nothing to search, or not in this way."""
+        if "seed" in self.spaces:
+            accepted = "a number; sweep.repeats runs every setting with several seeds"
+            raise ConfigError("seed", self.tree["seed"], accepted)
+        if not self.spaces and self.search.repeats == 1:
+            accepted = "a search space in some field, or sweep.repeats above 1"
+            raise ConfigError("sweep", self._given(), accepted)
+        if self.search.search == "grid":
+            for key, space in self.spaces.items():
+                if space.count == math.inf:
+                    accepted = "a grid, choice or powers_of_two; an interval needs sweep.search"
+                    raise ConfigError(key, _at(self.tree, key), f"{accepted} random or optuna")
+
+    def _check_size(self) -> None:
+        """Raises `ConfigError` for more settings than there are, or than can be tried."""
+        search = self.search
+        if search.search != "grid" and search.samples is None:
+            accepted = f"required for sweep.search {search.search}: how many settings to try"
+            raise ConfigError("sweep.samples", None, accepted)
+        most = math.prod(space.count for space in self.spaces.values())
+        if search.search == "random" and self.size > most:
+            accepted = f"at most the {most:.0f} settings that the spaces hold"
+            raise ConfigError("sweep.samples", search.samples, accepted)
+        if self.size * search.repeats > MOST:
+            accepted = f"at most {MOST:,} trials, which are settings times repeats"
+            raise ConfigError("sweep", self._given(), accepted)
+
+    def _given(self) -> dict[str, Any]:
+        return self.search.model_dump(exclude_unset=True)
 
     def _check_distinct(self) -> None:
         """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
@@ -361,12 +356,11 @@ class Sweep:
 
 
 def inline(experiment: Experiment) -> Experiment:
-    """As a trial: `client.actors` auto is 0, since a sweep spreads over the cluster by its trials."""
+    """As a trial: `client.actors` auto is 0, as a sweep spreads over the cluster by its trials."""
     if experiment.client.actors != "auto":
         return experiment
-    return experiment.model_copy(
-        update={"client": experiment.client.model_copy(update={"actors": 0})}
-    )
+    client = experiment.client.model_copy(update={"actors": 0})
+    return experiment.model_copy(update={"client": client})
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

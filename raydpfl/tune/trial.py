@@ -30,13 +30,14 @@ from raydpfl.tune.folder import settled
 from raydpfl.tune.sweep import FINISHED, Trial
 
 ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
+SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where the sweep was started"
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
 
 
 def work(
     trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: Path | None, pause: bool
 ) -> dict[str, Any]:
-    """What `TrialActor` is told. `pause`: it waits at every evaluation until it is told to go on."""
+    """What `TrialActor` is told. `pause`: at every evaluation it waits until it may go on."""
     return {
         "experiment": trial.experiment.to_dict(),
         "folder": str(trial.folder),
@@ -99,7 +100,7 @@ class TrialActor(tune.Trainable):
         except ConfigError as error:
             accepted = error.accepted
             if self._away() and "on node" not in accepted:
-                accepted += f" (on node {place()}, which must see what RAYDPFL_CACHE and PYTHONPATH name where the sweep was started)"
+                accepted += f" (on node {place()}, which {SEES})"
             end["refused"] = [error.field, error.value, accepted]
         except RunError as error:
             end["failed"] = str(error)
