@@ -76,7 +76,6 @@ KNOWN: dict[str, int] = {
     "selection/cyclic.py": 1,
     "selection/fedavg_stale.py": 1,
     "selection/witness.py": 6,
-    "tune/folder.py": 1,
 }
 
 

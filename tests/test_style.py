@@ -58,10 +58,6 @@ OPEN: set[str] = {
     "raydpfl/runner.py",
     "raydpfl/selection/problem1.py",
     "raydpfl/submit.py",
-    "raydpfl/tune/display.py",
-    "raydpfl/tune/driver.py",
-    "raydpfl/tune/folder.py",
-    "raydpfl/tune/sweep.py",
     "tests/test_cluster.py",
     "tests/test_data_shards.py",
     "tests/test_families.py",
@@ -76,9 +72,6 @@ OPEN: set[str] = {
     "tests/test_products.py",
     "tests/test_run.py",
     "tests/test_same_bits.py",
-    "tests/test_submit.py",
-    "tests/test_sweep.py",
-    "tests/test_sweep_folder.py",
 }
 
 

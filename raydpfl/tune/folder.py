@@ -212,8 +212,8 @@ def _trained(folder: Path) -> bool | None:
     if not _has_rounds(folder):
         return None
     try:
-        return read(folder / "config.yaml")["noise"]["kind"] != "none"
-    except (ConfigError, KeyError, TypeError):
+        return Experiment.from_dict(read(folder / "config.yaml"), imports=()).private
+    except ConfigError:
         return True
 
 
