@@ -653,7 +653,8 @@ class Coordinator:
         done.
         """
         if self._heterogeneity is None:
-            decay = self.experiment.local.weight_decay
+            linear = self.experiment.local.linear()
+            decay = linear.decay if linear is not None else 0.0
             self._heterogeneity = Heterogeneity(self._module(), self.shards, self.model, decay)
         return self._heterogeneity.advance(seconds)
 

@@ -29,7 +29,7 @@ from raydpfl.local import (
     Sgd,
     Trainer,
     batches,
-    engine,
+    checks,
     linear,
     picked,
     resolve,
@@ -1101,14 +1101,14 @@ def test_two_processes_give_the_same_bits():
 
 
 def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
-    drawn = engine._drawn_once
+    drawn = checks._drawn_once
     asked = []
 
     def beside_a_thread(module, shape):
         asked.append(drawn(module, shape))
         return "Python's random" if len(asked) == 1 else asked[-1]
 
-    monkeypatch.setattr(engine, "_drawn_once", beside_a_thread)
+    monkeypatch.setattr(checks, "_drawn_once", beside_a_thread)
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     assert resolve(module, Sgd(), rows=20, shape=(1, 28, 28)) == "sample_space"
     assert asked == [None] * 3

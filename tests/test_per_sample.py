@@ -953,7 +953,7 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
 @pytest.mark.parametrize("way,name", PRIVATE[:-1])
 @pytest.mark.parametrize("fault", ["a norm too small", "a bound of the mean gradient"])
 def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatch):
-    from raydpfl.local import engine, layerwise, linear
+    from raydpfl.local import layerwise, linear, trial
 
     right = layerwise.clip_factors
     wrong = (
@@ -961,10 +961,10 @@ def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatc
         if fault == "a norm too small"
         else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
     )
-    assert engine._mismatch(made(name), Sgd(), SHAPE, way, 1.0, False) is None
+    assert trial.mismatch(made(name), Sgd(), SHAPE, way, 1.0, False) is None
     for each in (layerwise, linear, vmap):
         monkeypatch.setattr(each, "clip_factors", wrong)
-    assert "off by" in engine._mismatch(made(name), Sgd(), SHAPE, way, 1.0, False)
+    assert "off by" in trial.mismatch(made(name), Sgd(), SHAPE, way, 1.0, False)
 
 
 def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():

@@ -235,7 +235,11 @@ class StepRecord:
             models.build(e.model, shards.shape, shards.classes, e.seed), e.bounding.sample_bound
         )
         # How often the gradient of each step is in the sum of all steps: 1, or more with momentum.
-        beta = getattr(e.local, "momentum", 0.0)
+        self.linear = e.local.linear()
+        if self.linear is None:
+            accepted = "a rule that is linear (raydpfl.local.Local.linear), to audit local steps"
+            raise ConfigError("local.kind", e.local.kind, accepted)
+        beta = self.linear.momentum
         self.weights = np.array(
             [sum(beta**j for j in range(e.local.steps - q)) for q in range(e.local.steps)]
         )
@@ -341,11 +345,11 @@ class StepRecord:
             )
             gradient += (
                 std * noise.double()
-                + local.weight_decay * model
-                + local.proximal * (model - start)
+                + self.linear.decay * model
+                + self.linear.proximal * (model - start)
                 + correction.double()
             )
-            velocity = local.momentum * velocity + gradient
+            velocity = self.linear.momentum * velocity + gradient
             total += velocity
             model -= lr * velocity
         return total

@@ -1,10 +1,11 @@
 """What a client runs: its local steps, carried out for a whole lane of clients at once.
 
-`Sgd` says what is computed, `resolve` which way, `Trainer` does it. All ways have the mathematics
-of a plain loop over the clients, with cross-entropy or, for float targets and a module with a
-single output, half the squared error; corrections (`Scaffold`) are added by all but sample_space,
-and all but sample_space can clip each sample's gradient and add noise to every step (the loop
-sample by sample):
+A member of the family says what a step does with its gradient, `resolve` which way of training
+does it, and `Trainer` does it. A rule of one's own is a class of `Local` with a `step` (see there).
+All ways have the mathematics of a plain loop over the clients, with cross-entropy or, for float
+targets and a module with a single output, half the squared error. All but sample_space, which takes
+linear rules alone, carry out any rule, add corrections (`Scaffold`), and can clip each sample's
+gradient and add noise to every step (the loop sample by sample):
 
 | way          | for                                                     | how                                                       |
 |--------------|---------------------------------------------------------|-----------------------------------------------------------|
@@ -20,19 +21,26 @@ sample by sample):
 'loop'
 """
 
+from raydpfl.local.base import Linear, Local, Step
 from raydpfl.local.batches import batches, picked
-from raydpfl.local.engine import WAYS, Trainer, resolve
+from raydpfl.local.choice import resolve
+from raydpfl.local.engine import Trainer
 from raydpfl.local.process import single_thread, tune_allocator
-from raydpfl.local.sgd import FAMILY, Local, Scaffold, Sgd
+from raydpfl.local.scaffold import Scaffold
+from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block
+from raydpfl.local.ways import WAYS
+from raydpfl.member import family
 
 __all__ = [
     "FAMILY",
     "WAYS",
     "Block",
+    "Linear",
     "Local",
     "Scaffold",
     "Sgd",
+    "Step",
     "Trainer",
     "batches",
     "picked",
@@ -40,3 +48,5 @@ __all__ = [
     "single_thread",
     "tune_allocator",
 ]
+
+FAMILY: dict[str, type[Local]] = family(__name__, Local, first=("sgd",))

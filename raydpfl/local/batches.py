@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from raydpfl.keys import Purpose, stream
-from raydpfl.local.sgd import Local, Sgd  # noqa: F401  (Sgd: the example above)
+from raydpfl.local.base import Local
+from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 
 # a batch of at least 1/RANKED of the rows is drawn by ranking all rows, a smaller one row by row
 RANKED = 8

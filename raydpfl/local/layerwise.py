@@ -21,7 +21,7 @@ cost as much as one number. Where the positions' contributions cancel, rounding 
 norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t |a_t| |g_t|)^2 is
 added to its square.
 
->>> from raydpfl.local.sgd import Sgd
+>>> from raydpfl.local.base import Local
 >>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Sgd(), torch.device("cpu"))
 Traceback (most recent call last):
 raydpfl.local.layerwise.NotLayerwise: BatchNorm1d mixes the samples of a batch
@@ -44,9 +44,9 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from raydpfl.local.base import Local
 from raydpfl.local.loop import Loop
 from raydpfl.local.products import product
-from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
 
 GHOST = 32
@@ -270,7 +270,7 @@ class Layerwise(Loop):
     private = True
     inputs_only = True
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
+    def __init__(self, module: nn.Module, local: Local, device: torch.device):
         super().__init__(module, local, device)
         self.samples: int | None = None  # of a pass
         self.leaves: list[_Leaf] = []

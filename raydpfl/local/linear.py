@@ -31,93 +31,70 @@ False
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.local.sgd import Sgd
+from raydpfl.local.base import Linear, Local
 from raydpfl.local.stack import Layer, stack
-from raydpfl.local.way import Block, LaneData, clip_factors, take
+from raydpfl.local.way import Batches, Block, LaneData, Rule, clip_factors, take
 
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
 MEMORY = 24  # products that take as long as reading and writing one weight
 
 
-class _Weights:
-    """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]."""
+class _Layer:
+    """A layer of C clients by its weights [C, out, in] and biases [C, 1, out], which are `now`.
 
-    def __init__(self, layer: Layer, parameters: torch.Tensor, lane: LaneData, local: Sgd):
+    `x`, of the first layer alone, are the rows [C, n, in] that batches are taken from.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        parameters: torch.Tensor,
+        now: list[torch.Tensor],
+        x: torch.Tensor | None = None,
+    ):
         self.layer = layer
-        self.local = local
-        self.lr = lane.lr
-        clients = len(lane.sizes)
         self.start = layer.views(parameters)
-        # What a step adds to the gradient that stays the same throughout: the correction, and of
-        # proximal (x - start) the start's part.
-        self.constant = (
-            []
-            if lane.corrections is None
-            else [part.contiguous() for part in layer.views(lane.corrections)]
-        )
-        if local.proximal:
-            pull = [part * -local.proximal for part in self.start]
-            self.constant = (
-                [a + b for a, b in zip(self.constant, pull, strict=True)] if self.constant else pull
-            )
-        self.now = [part.expand(clients, *part.shape).clone() for part in self.start]
-        self.velocity = [torch.zeros_like(part) for part in self.now] if local.momentum else []
+        self.now = now
+        self.x = x
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[C, B, in] -> [C, B, out], which lies in memory as [C, out, B]."""
-        self.inputs = inputs
+    def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
+        """[C, B, in], or the rows of the first layer's batch, -> [C, B, out], which lies in memory
+        as [C, out, B].
+        """
+        self.inputs = inputs if self.x is None else take(self.x, inputs)
         weight, *bias = self.now
-        return (
-            torch.baddbmm(bias[0].mT, weight, inputs.mT) if bias else torch.bmm(weight, inputs.mT)
-        ).mT
+        if bias:
+            return torch.baddbmm(bias[0].mT, weight, self.inputs.mT).mT
+        return torch.bmm(weight, self.inputs.mT).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
         """The gradient by the inputs, laid out as they are, from the gradient `g` by the outputs,
         [C, B, out].
         """
         weight = self.now[0]
-        return (
-            torch.bmm(g, weight) if self.inputs.is_contiguous() else torch.bmm(weight.mT, g.mT).mT
-        )
+        if self.inputs.is_contiguous():
+            return torch.bmm(g, weight)
+        return torch.bmm(weight.mT, g.mT).mT
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
         """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from
         each sample's `g`: (||a||^2 + 1) ||g||^2.
         """
-        return (
-            torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
-            .square_()
-            .add_(len(self.now) - 1)
-            .mul_(g.square().sum(2, keepdim=True))
-        )
+        norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
+        return norms.square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
 
-    def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
-        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added
-        to the gradient by the parameters.
-        """
-        momentum = self.local.momentum
-        decay = self.local.weight_decay + self.local.proximal
-        lr = self.lr
-        moved, keep, step = (
-            (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
-        )
-        moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
-        for bias in moved[1:]:
-            (bias if keep == 1 else bias.mul_(keep)).add_(g.sum(1, keepdim=True), alpha=step)
-        for part, constant in zip(moved, self.constant, strict=False):
-            part.add_(constant, alpha=step)
-        for part, drawn in zip(
-            moved, () if noise is None else self.layer.views(noise), strict=False
-        ):
-            part.add_(drawn, alpha=step)
-        for now, velocity in zip(self.now, self.velocity, strict=False):
-            now.sub_(velocity.add_(now, alpha=decay), alpha=lr)
+    def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the layer's part of the gradients into `out` [C, d]."""
+        weight, *bias = self.layer.views(out)
+        weight.copy_(torch.bmm(g.mT, self.inputs))
+        for part in bias:
+            part.copy_(g.sum(1, keepdim=True))
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         """Writes the layer's part of the slots' updates into `out` [slots, d]."""
@@ -125,23 +102,60 @@ class _Weights:
             torch.sub(now[slots], start, out=part)
 
 
-class _Inputs(_Weights):
-    """The first layer by its weights; `x` [C, n, in]."""
+class _Weights(_Layer):
+    """A layer whose step, of a linear rule, is made inside the backward product."""
 
     def __init__(
         self,
         layer: Layer,
         parameters: torch.Tensor,
-        x: torch.Tensor,
         lane: LaneData,
-        local: Sgd,
-        whole: bool,
+        linear: Linear,
+        x: torch.Tensor | None = None,
     ):
-        super().__init__(layer, parameters, lane, local)
-        self.x = x
+        start = layer.views(parameters)
+        now = [part.expand(len(lane.sizes), *part.shape).clone() for part in start]
+        super().__init__(layer, parameters, now, x)
+        self.linear = linear
+        self.lr = lane.lr
+        # What a step adds to the gradient that stays the same throughout: the correction, and of
+        # proximal (x - start) the start's part.
+        self.constant: list[torch.Tensor] = []
+        if lane.corrections is not None:
+            self.constant = [part.contiguous() for part in layer.views(lane.corrections)]
+        if linear.proximal:
+            pull = [part * -linear.proximal for part in start]
+            if self.constant:
+                pull = [a + b for a, b in zip(self.constant, pull, strict=True)]
+            self.constant = pull
+        self.velocity = [torch.zeros_like(part) for part in now if linear.momentum]
 
-    def forward(self, rows: torch.Tensor | None) -> torch.Tensor:
-        return super().forward(take(self.x, rows))
+    def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added
+        to the gradient by the parameters.
+        """
+        decay = self.linear.decay + self.linear.proximal
+        moved = self.velocity or self.now
+        keep, step = _factors(self.linear, self.lr)
+        moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
+        for bias in moved[1:]:
+            kept = bias if keep == 1 else bias.mul_(keep)
+            kept.add_(g.sum(1, keepdim=True), alpha=step)
+        added = [self.constant] if noise is None else [self.constant, self.layer.views(noise)]
+        for parts in added:
+            for part, more in zip(moved, parts, strict=False):
+                part.add_(more, alpha=step)
+        for now, velocity in zip(self.now, self.velocity, strict=False):
+            now.sub_(velocity.add_(now, alpha=decay), alpha=self.lr)
+
+
+def _factors(linear: Linear, lr: float) -> tuple[float, float]:
+    """(keep, step) such that what moves along the gradient g becomes keep times itself + step g:
+    the velocity where there is momentum, or else the weights.
+    """
+    if linear.momentum:
+        return linear.momentum, 1.0
+    return 1 - lr * (linear.decay + linear.proximal), -lr
 
 
 class _Span:
@@ -153,36 +167,42 @@ class _Span:
         self,
         layer: Layer,
         parameters: torch.Tensor,
-        x: torch.Tensor,
         lane: LaneData,
-        local: Sgd,
+        linear: Linear,
+        x: torch.Tensor,
         whole: bool,
     ):
         self.layer = layer
         self.x = x
-        self.local = local
+        self.linear = linear
         self.lr = lane.lr
         self.whole = whole
         self.start = layer.views(parameters)
-        self.gamma, responses = _responses(local, lane.lr, lane.index.shape[1])
+        self.gamma, responses = _responses(linear, lane.lr, lane.index.shape[1])
         self.responses = iter(responses)
+        now, self.kernel = self._products(lane)
+        self.now = now.mT.contiguous() if whole else now  # Z
+        self.first = self.now.clone() if linear.proximal else None  # Z_0
+        self.velocity = torch.zeros_like(self.now) if linear.momentum else None
+        self.coefficients = torch.zeros_like(self.now)  # A
+
+    def _products(self, lane: LaneData) -> tuple[torch.Tensor, torch.Tensor]:
+        """(X W0^T + b0 [C, n, out], K [C, n, n]), lane by lane: the bits of the former may depend
+        on the number of all rows.
+        """
+        x = self.x
         weight, *bias = self.start
-        now = x.new_empty(*x.shape[:2], layer.outputs)
-        self.kernel = x.new_empty(*x.shape[:2], x.shape[1])
-        # lane by lane: the bits of the first product may depend on the number of its rows
+        outputs = x.new_empty(*x.shape[:2], self.layer.outputs)
+        kernel = x.new_empty(*x.shape[:2], x.shape[1])
         for slots in lane.lanes:
             flat = x[slots].flatten(0, 1)
-            outputs = now[slots].flatten(0, 1)
+            out = outputs[slots].flatten(0, 1)
             if bias:
-                torch.addmm(*bias, flat, weight.mT, out=outputs)
+                torch.addmm(*bias, flat, weight.mT, out=out)
             else:
-                torch.mm(flat, weight.mT, out=outputs)
-            torch.bmm(x[slots], x[slots].mT, out=self.kernel[slots])
-        self.kernel.add_(len(bias))
-        self.now = now.mT.contiguous() if whole else now  # Z
-        self.first = self.now.clone() if local.proximal else None  # Z_0
-        self.velocity = torch.zeros_like(self.now) if local.momentum else None
-        self.coefficients = torch.zeros_like(self.now)  # A
+                torch.mm(flat, weight.mT, out=out)
+            torch.bmm(x[slots], x[slots].mT, out=kernel[slots])
+        return outputs, kernel.add_(len(bias))
 
     def forward(self, rows: torch.Tensor | None) -> torch.Tensor:
         self.rows = rows
@@ -190,19 +210,19 @@ class _Span:
             return take(self.now, rows)
         return self.now.mT.clone() if self.layer.activation else self.now.mT
 
-    def step(self, g: torch.Tensor, noise: None) -> None:
-        momentum = self.local.momentum
-        decay = self.local.weight_decay + self.local.proximal
-        lr = self.lr
-        moved, keep, step = (
-            (self.velocity, momentum, 1.0) if momentum else (self.now, 1 - lr * decay, -lr)
-        )
-        product = (g.mT, self.kernel) if self.whole else (take(self.kernel, self.rows).mT, g)
-        moved.baddbmm_(*product, beta=keep, alpha=step)
+    def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """As `_Weights.step`; there is never noise."""
+        decay = self.linear.decay + self.linear.proximal
+        moved = self.now if self.velocity is None else self.velocity
+        keep, step = _factors(self.linear, self.lr)
+        if self.whole:
+            moved.baddbmm_(g.mT, self.kernel, beta=keep, alpha=step)
+        else:
+            moved.baddbmm_(take(self.kernel, self.rows).mT, g, beta=keep, alpha=step)
         if self.first is not None:
-            moved.add_(self.first, alpha=-step * self.local.proximal)
-        if momentum:
-            self.now.sub_(self.velocity.add_(self.now, alpha=decay), alpha=lr)
+            moved.add_(self.first, alpha=-step * self.linear.proximal)
+        if self.velocity is not None:
+            self.now.sub_(self.velocity.add_(self.now, alpha=decay), alpha=self.lr)
         if self.whole:
             self.coefficients.add_(g.mT, alpha=next(self.responses))
         else:  # a row may stand in a batch twice, at the end of an epoch and the start of the next
@@ -220,7 +240,7 @@ class _Span:
             torch.add(a.sum(2)[:, None], self.start[1], alpha=shrunk, out=part)
 
 
-def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
+def _responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]]:
     """(gamma, [c_0, ..., c_{Q-1}]) such that W_Q = gamma W_0 + sum_t c_t g_t when step t meets the
     gradient g_t.
     """
@@ -231,7 +251,7 @@ def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
         """
         seen = [w]
         for _ in range(steps):
-            v = local.momentum * v + local.weight_decay * w + local.proximal * (w - start)
+            v = linear.momentum * v + linear.decay * w + linear.proximal * (w - start)
             w -= lr * v
             seen.append(w)
         return seen
@@ -247,89 +267,137 @@ def _responses(local: Sgd, lr: float, steps: int) -> tuple[float, list[float]]:
     ]
 
 
-class _Stack:
-    private = None
-    corrects = True
-    one_by_one = False
-    first: type[_Inputs] | type[_Span]
+class _Training:
+    """A lane in training: its layers, the first of them first, and what its steps leave."""
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
+    def __init__(
+        self,
+        chain: Sequence[_Layer | _Span],
+        rule: Rule | None,
+        lane: LaneData,
+        y: torch.Tensor,
+        batches: Batches,
+    ):
+        """`rule` is there where it is not linear; `y` [C, n] has zeros for padding."""
+        self.chain = chain
+        self.rule = rule
+        self.lane = lane
+        self.batches = batches
+        self.whole = batches[0][0] is None
+        target = _target(y, chain[-1].layer.outputs)
+        self.target = target.mT.contiguous().mT if self.whole else target
+        width = batches[0][1].shape[2]
+        self.sums = target.new_zeros(len(y), target.shape[2], width)  # of the losses
+        self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
+
+    def train(self) -> np.ndarray:
+        """Makes all steps; the mean losses, float64 [C]."""
+        for k, (rows, shares) in enumerate(self.batches):
+            outputs = self._forward(rows)
+            wanted = take(self.target, rows).mT
+            g = self._by_outputs(outputs[-1], wanted, shares)
+            gradients = self._backward(g, outputs)
+            if self.lane.clip is not None:
+                gradients = self._clipped(gradients, self.lane.clip, shares)
+            self._step(gradients, k)
+        if not self.lane.regression:
+            self.sums.mul_(wanted if self.whole else shares)
+        self.lane.count_clipped(self.factors)
+        return (self.sums.sum((1, 2)) / -len(self.batches)).double().cpu().numpy()
+
+    def _forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
+        """The outputs of each layer, [C, B, out]."""
+        outputs: list[torch.Tensor] = []
+        for place in self.chain:
+            a = place.forward(outputs[-1] if outputs else rows)
+            if place.layer.activation:
+                a = place.layer.activation.forward(a)
+            outputs.append(a)
+        return outputs
+
+    def _by_outputs(
+        self, a: torch.Tensor, wanted: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the mean loss by the last outputs `a`, [C, B, out]; of each sample's loss
+        where samples are clipped. Adds up the losses.
+        """
+        # [C, out, B] within: over a last axis of few classes torch's softmax is slow
+        if self.lane.regression:
+            g = a.mT - wanted
+            self.sums.addcmul_(g * shares, g, value=-0.5)
+        else:
+            log_p = torch.log_softmax(a.mT, 1)
+            # of the two the one that changes; the other at the end
+            self.sums.addcmul_(log_p, shares if self.whole else wanted)
+            g = log_p.exp_().sub_(wanted)
+        return (g if self.lane.clip is not None else g.mul_(shares)).mT
+
+    def _backward(self, g: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients by the outputs of each layer before its activation, from the last to the
+        first.
+        """
+        gradients: list[torch.Tensor] = []
+        later: _Layer | _Span | None = None
+        for place, a in zip(reversed(self.chain), reversed(outputs), strict=True):
+            if later is not None:
+                g = later.backward(g)
+            if place.layer.activation:
+                g = place.layer.activation.backward(g, a)
+            gradients.append(g)
+            later = place
+        return gradients
+
+    def _clipped(
+        self, gradients: list[torch.Tensor], clip: float, shares: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The gradients with each sample's scaled to the bound, and by its share of the mean."""
+        places = zip(reversed(self.chain), gradients, strict=True)
+        norms = sum(place.squares(g) for place, g in places).sqrt_()
+        self.factors.append(clip_factors(norms, clip))
+        factors = self.factors[-1] * shares.mT
+        return [g * factors for g in gradients]
+
+    def _step(self, gradients: list[torch.Tensor], k: int) -> None:
+        noise = self.lane.step_noise(k)
+        if self.rule is None:
+            for place, g in zip(reversed(self.chain), gradients, strict=True):
+                place.step(g, noise)
+            return
+        gradient = torch.empty_like(self.rule.x)
+        for place, g in zip(reversed(self.chain), gradients, strict=True):
+            place.gradient(g, gradient)
+        x = self.rule.step(gradient if noise is None else gradient.add_(noise), k)
+        for place in self.chain:
+            place.now = place.layer.views(x)
+
+
+class _Stack:
+    private: bool | None = None
+    corrects = True
+    linear = False
+    one_by_one = False
+
+    def __init__(self, module: nn.Module, local: Local, device: torch.device):
         self.local = local
         self.layers = stack(module)
 
-    def whole(self, lane: LaneData) -> bool:
-        """Whether a step takes all rows, those outside of the batch with share 0, rather than
-        picking some out.
-        """
-        return False
+    def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
+        """The lane before its first step."""
+        raise NotImplementedError
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         with torch.inference_mode():
-            chain, losses = self._train(parameters, lane)
+            training = self.training(parameters, lane)
+            losses = training.train()
         for slots, given in lane.blocks(len(parameters)):
-            deltas = parameters.new_empty(slots.stop - slots.start, len(parameters))
+            updates = parameters.new_empty(slots.stop - slots.start, len(parameters))
             with torch.inference_mode():
-                for place in chain:
-                    place.delta(slots, deltas)
-            if len(given) < len(deltas):
-                deltas = deltas[torch.from_numpy(given - slots.start)]
-            yield Block(given, deltas, losses[given])
-
-    def _train(
-        self, parameters: torch.Tensor, lane: LaneData
-    ) -> tuple[list[_Weights | _Span], np.ndarray]:
-        """The layers after the last step, and the mean losses, float64 [C]."""
-        batches = lane.batches(self.whole(lane))
-        whole = batches[0][0] is None
-        x, y = lane.rows(picked=not whole and self.first is _Inputs)
-        target = _target(y, self.layers[-1].outputs)
-        target = target.mT.contiguous().mT if whole else target
-        chain = [self.first(self.layers[0], parameters, x.flatten(2), lane, self.local, whole)]
-        chain += [_Weights(layer, parameters, lane, self.local) for layer in self.layers[1:]]
-        losses = x.new_zeros(len(x), target.shape[2], batches[0][1].shape[2])
-        clipped_by = []
-        for step, (rows, shares) in enumerate(batches):
-            a = rows
-            outputs = []
-            for place in chain:
-                a = place.forward(a)
-                if place.layer.activation:
-                    a = place.layer.activation.forward(a)
-                outputs.append(a)
-            # [C, outputs, B] from here: over a last axis of few classes torch's softmax is slow
-            wanted = take(target, rows).mT
-            if lane.regression:
-                g = a.mT - wanted
-                losses.addcmul_(g * shares, g, value=-0.5)
-            else:
-                log_p = torch.log_softmax(a.mT, 1)
-                # of the two the one that changes; the other at the end
-                losses.addcmul_(log_p, shares if whole else wanted)
-                g = log_p.exp_().sub_(wanted)
-            g = (g if lane.clip is not None else g.mul_(shares)).mT
-            # of each sample, by the outputs of each layer from the last to the first
-            gradients = []
-            for place, later, a in zip(
-                reversed(chain), (None, *reversed(chain)), reversed(outputs), strict=False
-            ):
-                g = later.backward(g) if later else g
-                g = place.layer.activation.backward(g, a) if place.layer.activation else g
-                gradients.append(g)
-            if lane.clip is not None:
-                norms = sum(
-                    place.squares(g) for place, g in zip(reversed(chain), gradients, strict=True)
-                ).sqrt_()
-                clipped_by.append(clip_factors(norms, lane.clip))
-                factors = clipped_by[-1] * shares.mT
-                gradients = [g * factors for g in gradients]
-            noise = lane.step_noise(step)
-            for place, g in zip(reversed(chain), gradients, strict=True):
-                place.step(g, noise)
-        if not lane.regression:
-            losses.mul_(wanted if whole else shares)
-        lane.count_clipped(clipped_by)
-        return chain, (losses.sum((1, 2)) / -len(batches)).double().cpu().numpy()
+                for place in training.chain:
+                    place.delta(slots, updates)
+            if len(given) < len(updates):
+                updates = updates[torch.from_numpy(given - slots.start)]
+            yield Block(given, updates, losses[given])
 
 
 def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -349,7 +417,22 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
 class Fused(_Stack):
     """Every layer by its weights. Raises `NoStack` for a module that is no stack of linear layers."""
 
-    first = _Inputs
+    def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
+        batches = lane.batches()
+        x, y = lane.rows(picked=batches[0][0] is not None)
+        first = [x.flatten(2)]
+        linear = self.local.linear()
+        chain: list[_Layer] = []
+        rule = None
+        if linear is None:
+            rule = Rule(self.local, parameters, lane)
+        for layer in self.layers:
+            rows = first.pop() if first else None
+            if rule is not None:
+                chain.append(_Layer(layer, parameters, layer.views(rule.x), rows))
+            else:
+                chain.append(_Weights(layer, parameters, lane, linear, rows))
+        return _Training(chain, rule, lane, y, batches)
 
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
         """See `raydpfl.local.way.Way`."""
@@ -364,14 +447,24 @@ class SampleSpace(_Stack):
     """
 
     private = False
-    one_by_one = False
+    linear = True
     corrects = False  # a correction is of the size of the weights that this way never forms
-    first = _Span
 
-    def whole(self, lane: LaneData) -> bool:
+    def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
+        linear = self.local.linear()
         n = lane.y.shape[1]
         clients = lane.width or len(lane.y)
-        return clients * n * (n - lane.index.shape[2]) * self.layers[0].outputs <= PICK
+        # whether a step takes all rows, those outside of the batch with share 0, rather than
+        # picking some out
+        work = clients * n * (n - lane.index.shape[2]) * self.layers[0].outputs
+        batches = lane.batches(whole=work <= PICK)
+        x, y = lane.rows()
+        whole = batches[0][0] is None
+        chain: list[_Layer | _Span] = [
+            _Span(self.layers[0], parameters, lane, linear, x.flatten(2), whole)
+        ]
+        chain += [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
+        return _Training(chain, None, lane, y, batches)
 
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
         """See `raydpfl.local.way.Way`."""
@@ -380,7 +473,7 @@ class SampleSpace(_Stack):
         return rows * (features + rows) + 8 * rows * outputs + 2 * later
 
     @staticmethod
-    def pays(layers: tuple[Layer, ...], rows: int, local: Sgd) -> bool:
+    def pays(layers: tuple[Layer, ...], rows: int, local: Local) -> bool:
         """Whether a client with so many rows takes fewer operations in sample space than fused."""
         p = layers[0].inputs
         o = layers[0].outputs

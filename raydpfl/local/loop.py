@@ -10,15 +10,15 @@ Large linear layers take their products from oneDNN (`raydpfl.local.products`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import nn
 
 from raydpfl import models
+from raydpfl.local.base import Local, Step
 from raydpfl.local.products import speed_up
-from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
 
 
@@ -32,12 +32,13 @@ class Loop:
 
     private = None
     corrects = True
+    linear = False
     one_by_one = True
     # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
     # in another way
     inputs_only = False
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
+    def __init__(self, module: nn.Module, local: Local, device: torch.device):
         self.local = local
         self.device = device
         self.module = copy.deepcopy(module).to(device).train()
@@ -102,27 +103,21 @@ class Loop:
 
     def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
         models.load(self.module, parameters)
-        start = self.flat.clone() if self.local.proximal else None
-        correction = (
-            None
-            if lane.corrections is None
-            else self._add_inside(torch.zeros_like(self.flat), lane.corrections[slot])
-        )
+        step = self._rule(lane, slot)
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
-        self.velocity.zero_()
         self.factors.clear()
         losses = torch.zeros((), device=self.device)
         x = lane.x[slot]
         y = lane.y[slot]
         index = torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device)
-        for step, rows in enumerate(index):
+        for k, rows in enumerate(index):
             batch = x.index_select(0, rows)
             batch = batch.to(memory_format=self.layout) if batch.dim() == 4 else batch
             losses += self._gradient(batch, y.index_select(0, rows), lane.clip)
             if lane.noise is not None:
-                self._add_inside(self.gradient, lane.noise([slot], step)[0])
-            self._step(lane.lr, start, correction)
+                self._add_inside(self.gradient, lane.noise([slot], k)[0])
+            step(k)
         if self.factors and lane.clipped is not None:
             lane.clipped[slot] = float(torch.cat(self.factors).lt(1).double().mean())
         return float(losses) / len(index)
@@ -147,18 +142,36 @@ class Loop:
         torch.div(total, len(x), out=self.gradient)
         return losses / len(x)
 
-    @torch.no_grad()
-    def _step(self, lr: float, start: torch.Tensor | None, correction: torch.Tensor | None) -> None:
-        """`start` is the model of the round, there with a proximal term; both it and the correction
-        are in the order inside.
+    def _rule(self, lane: LaneData, slot: int) -> Callable[[int], None]:
+        """What makes the k-th step of a client from `self.gradient`, at the round's model now. All
+        vectors are in the order inside.
         """
-        direction = self.gradient
-        if self.local.weight_decay:
-            direction.add_(self.flat, alpha=self.local.weight_decay)
-        if start is not None:
-            direction.add_(self.flat - start, alpha=self.local.proximal)
-        if correction is not None:
-            direction.add_(correction)
-        if self.local.momentum:
-            direction = self.velocity.mul_(self.local.momentum).add_(direction)
-        self.flat.add_(direction, alpha=-lr)
+        lr = lane.lr
+        linear = self.local.linear()
+        corrections = []
+        if lane.corrections is not None:
+            correction = torch.zeros_like(self.flat)
+            corrections.append(self._add_inside(correction, lane.corrections[slot]))
+        if linear is not None:
+            model = [self.flat.clone()] if linear.proximal else []
+            velocity = [self.velocity.zero_()]
+            now = [self.flat]
+            gradients = [self.gradient]
+            return torch.no_grad()(
+                lambda k: linear.move(now, gradients, velocity, model, corrections, lr)
+            )
+        model = self.flat.clone()
+        state = self.local.start(model)
+
+        @torch.no_grad()
+        def step(k: int) -> None:
+            nonlocal state
+            for correction in corrections:
+                self.gradient.add_(correction)
+            # copies: the state may keep what it is given, and both of these are written to
+            x = self.flat.clone()
+            gradient = self.gradient.clone()
+            after, state = self.local.step(x, gradient, state, Step(k, lr, model))
+            self.flat.copy_(after)
+
+        return step

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.local.sgd import Sgd
+from raydpfl.local.base import Local
 from raydpfl.local.way import Block, LaneData
 
 
@@ -17,9 +17,10 @@ class Noop:
 
     private = None
     corrects = True
+    linear = False
     one_by_one = False
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
+    def __init__(self, module: nn.Module, local: Local, device: torch.device): ...
 
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
         """See `raydpfl.local.way.Way`."""

@@ -8,7 +8,7 @@ over samples, of as many at a time as `LIMIT` allows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,43 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.conv import _ConvNd
 
-from raydpfl.local.sgd import Sgd
-from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss, take
+from raydpfl.local.base import Linear, Local
+from raydpfl.local.way import Block, LaneData, Rule, clip_factors, sample_loss, take
 
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
+
+
+Parts = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+class _Linear:
+    """A linear rule, on `now`: each parameter, [C, *its shape]."""
+
+    def __init__(self, linear: Linear, parts: Parts, parameters: torch.Tensor, lane: LaneData):
+        self.linear = linear
+        self.lr = lane.lr
+        self.model = parts(parameters)
+        self.now = [start.expand(len(lane.sizes), *start.shape).clone() for start in self.model]
+        self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
+        self.corrections: list[torch.Tensor] = []
+        if lane.corrections is not None:
+            self.corrections = [part.contiguous() for part in parts(lane.corrections)]
+
+    def step(self, gradients: list[torch.Tensor], k: int) -> None:
+        self.linear.move(self.now, gradients, self.velocity, self.model, self.corrections, self.lr)
+
+
+class _General:
+    """Any rule: it is given the parameters of a client as one vector."""
+
+    def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, lane: LaneData):
+        self.parts = parts
+        self.rule = Rule(local, parameters, lane)
+        self.now = parts(self.rule.x)
+
+    def step(self, gradients: list[torch.Tensor], k: int) -> None:
+        flat = torch.cat([part.flatten(1) for part in gradients], dim=1)
+        self.now = self.parts(self.rule.step(flat, k))
 
 
 class Vmap:
@@ -30,9 +63,10 @@ class Vmap:
 
     private = None
     corrects = True
+    linear = False
     one_by_one = False
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device):
+    def __init__(self, module: nn.Module, local: Local, device: torch.device):
         self.local = local
         self.module = copy.deepcopy(module).to(device).train()
         self.names = [
@@ -109,21 +143,20 @@ class Vmap:
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
 
+    def _walk(self, parameters: torch.Tensor, lane: LaneData) -> _Linear | _General:
+        """The parameters of every client, and what makes their steps."""
+        linear = self.local.linear()
+        if linear is None:
+            return _General(self.local, self._parts, parameters, lane)
+        return _Linear(linear, self._parts, parameters, lane)
+
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
-        clients = len(lane.sizes)
         batches = lane.batches()
         x, y = lane.rows(picked=batches[0][0] is not None)
-        starts = self._parts(parameters)
-        corrections = (
-            []
-            if lane.corrections is None
-            else [part.contiguous() for part in self._parts(lane.corrections)]
-        )
-        now = [start.expand(clients, *start.shape).clone() for start in starts]
-        velocity = [torch.zeros_like(part) for part in now] if self.local.momentum else []
-        losses = x.new_zeros(clients)
-        factors = []
+        walk = self._walk(parameters, lane)
+        losses = x.new_zeros(len(lane.sizes))
+        factors: list[torch.Tensor] = []
         gradients_of = self._gradients
         if lane.clip is not None:
             numbers = lane.index.shape[2] * len(parameters)
@@ -133,7 +166,7 @@ class Vmap:
                 chunk_size=max(1, LIMIT // (4 * numbers)),
             )
         for step, (rows, shares) in enumerate(batches):
-            named = dict(zip(self.names, now, strict=True))
+            named = dict(zip(self.names, walk.now, strict=True))
             gradients, loss, *found = gradients_of(
                 named, take(x, rows), take(y, rows), shares[:, 0]
             )
@@ -142,26 +175,12 @@ class Vmap:
             direction = list(gradients.values())
             if lane.noise is not None:
                 torch._foreach_add_(direction, self._parts(lane.step_noise(step)))
-            if self.local.weight_decay:
-                torch._foreach_add_(direction, now, alpha=self.local.weight_decay)
-            if self.local.proximal:
-                torch._foreach_add_(
-                    direction,
-                    [part - start for part, start in zip(now, starts, strict=True)],
-                    alpha=self.local.proximal,
-                )
-            if corrections:
-                torch._foreach_add_(direction, corrections)
-            if velocity:
-                torch._foreach_mul_(velocity, self.local.momentum)
-                torch._foreach_add_(velocity, direction)
-                direction = velocity
-            torch._foreach_add_(now, direction, alpha=-lane.lr)
+            walk.step(direction, step)
         lane.count_clipped(factors)
         means = (losses / lane.index.shape[1]).double().cpu().numpy()
         for _, given in lane.blocks(len(parameters)):
             moved = [
                 (part[torch.from_numpy(given)] - start).flatten(1)
-                for part, start in zip(now, starts, strict=True)
+                for part, start in zip(walk.now, self._parts(parameters), strict=True)
             ]
             yield Block(given, torch.cat(moved, dim=1), means[given])

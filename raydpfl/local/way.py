@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raydpfl.local.sgd import Sgd
+from raydpfl.local.base import Local, Step
 
 BLOCK = 1 << 18  # numbers of updates in a block
 ALIGNED = 64  # bytes: where torch's own tensors begin
+
+Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
+"""The rows and the shares of every step; see `LaneData.batches`."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class LaneData:
         x[padding] = 0
         return x, y
 
-    def batches(self, whole: bool = False) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
+    def batches(self, whole: bool = False) -> Batches:
         """For each step its rows, int64 [C B] into `rows`, and the share of each in its client's
         mean over the batch, float32 [C, 1, B].
 
@@ -162,6 +165,29 @@ class LaneData:
         )
 
 
+class Rule:
+    """Any local rule, carried out on the parameters of a lane's clients as one matrix."""
+
+    def __init__(self, local: Local, model: torch.Tensor, lane: LaneData):
+        """`model` is x_t, float32 [d]."""
+        self.local = local
+        self.model = model
+        self.lr = lane.lr
+        self.corrections = lane.corrections
+        self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [C, d]
+        self.state = local.start(self.x)
+
+    @torch.no_grad()
+    def step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
+        """x after the k-th step, from the gradients before corrections, float32 [C, d]."""
+        if self.corrections is not None:
+            gradient = gradient + self.corrections
+        at = Step(k, self.lr, self.model)
+        x, self.state = self.local.step(self.x, gradient, self.state, at)
+        self.x = x.contiguous()
+        return self.x
+
+
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """`source` [C, n, ...] at `rows` (see `LaneData.batches`) as [C, B, ...]; without rows, itself."""
     if rows is None:
@@ -192,11 +218,12 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 class Way(Protocol):
-    """One way of carrying out `Sgd`. Made once from the module, which it never changes."""
+    """One way of carrying out a local rule. Made once from the module, which it never changes."""
 
     # whether it clips each sample's gradient and adds the step's noise; None: it can do both
     private: ClassVar[bool | None] = False
     corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
+    linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
@@ -209,7 +236,7 @@ class Way(Protocol):
         other bits.
         """
 
-    def __init__(self, module: nn.Module, local: Sgd, device: torch.device): ...
+    def __init__(self, module: nn.Module, local: Local, device: torch.device): ...
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one

@@ -1,0 +1,180 @@
+"""The base of the family: how many steps, on which batches, with which learning rate, and what a
+step does with the gradient of its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+
+from raydpfl.member import Member
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rule knows of the step that it makes."""
+
+    k: int  # of the round, from 0
+    lr: float  # the learning rate of the round
+    model: torch.Tensor  # x_t, float32 [P]: the round's model, where every client began
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A rule that is linear in all that it is given, with v = 0 at a round's start:
+
+    v <- momentum v + g + decay x + proximal (x - x_t);  x <- x - lr v.
+    """
+
+    momentum: float = 0.0
+    decay: float = 0.0
+    proximal: float = 0.0
+
+    def move(
+        self,
+        now: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        velocity: Sequence[torch.Tensor],
+        model: Sequence[torch.Tensor],
+        corrections: Sequence[torch.Tensor],
+        lr: float,
+    ) -> None:
+        """Makes a step in place on parameters that are given part by part.
+
+        Args:
+            now: x; changed in place.
+            gradients: g; their memory is used for other things.
+            velocity: v, changed in place; may be empty where `momentum` is 0.
+            model: x_t; may be empty where `proximal` is 0.
+            corrections: added to the gradients; empty for none.
+            lr: the learning rate.
+        """
+        direction = list(gradients)
+        if self.decay:
+            torch._foreach_add_(direction, list(now), alpha=self.decay)
+        if self.proximal:
+            away = [part - start for part, start in zip(now, model, strict=True)]
+            torch._foreach_add_(direction, away, alpha=self.proximal)
+        if corrections:
+            torch._foreach_add_(direction, list(corrections))
+        if self.momentum:
+            torch._foreach_mul_(list(velocity), self.momentum)
+            torch._foreach_add_(list(velocity), direction)
+            direction = list(velocity)
+        torch._foreach_add_(list(now), direction, alpha=-lr)
+
+
+class Local(Member):
+    """Base of the family: Q steps, each on a batch of the client's own rows.
+
+    `step` is the rule of a step, here plain gradient descent. A member of one's own gives another,
+    and `start` if it keeps something from one step to the next; it may give a `learning_rate` too.
+    Every way of training carries the rule out, for one client or for many at once, clipping every
+    sample's gradient and adding noise to it before, where the experiment asks for that:
+
+    >>> class Signs(Local):
+    ...     beta: float = 0.5
+    ...     def start(self, x):
+    ...         return torch.zeros_like(x)
+    ...     def step(self, x, gradient, state, at):
+    ...         mean = self.beta * state + (1 - self.beta) * gradient
+    ...         return x - at.lr * mean.sign(), mean
+    >>> rule = Signs(lr=0.5)
+    >>> x = torch.zeros(2, 3)  # two clients, three parameters
+    >>> gradient = torch.tensor([[1.0, -2.0, 0.0], [0.5, 0.5, -0.5]])
+    >>> x, state = rule.step(x, gradient, rule.start(x), Step(k=0, lr=0.5, model=torch.zeros(3)))
+    >>> x
+    tensor([[-0.5000,  0.5000,  0.0000],
+            [-0.5000, -0.5000,  0.5000]])
+    """
+
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "stateful": ("correction", "next_own", "unmoved", "next_shared")
+    }
+    # whether a client keeps something between rounds, and its gradients need a correction for it
+    stateful: ClassVar[bool] = False
+
+    steps: int = Field(default=20, ge=1)  # Q
+    # B; a client with fewer rows uses all of them, as `full` always does
+    batch: Annotated[int, Field(ge=1)] | Literal["full"] = 10
+    # each step its own uniform subset; or shuffled rows in turn, each once an epoch
+    sampling: Literal["fresh", "epochs"] = "fresh"
+    lr: float = Field(default=0.1, gt=0)  # eta_l of round 0
+    # lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI)
+    schedule: Literal["exponential", "inverse_sqrt"] = "exponential"
+    lr_decay: float = Field(default=1.0, gt=0, le=1)
+
+    @field_validator("lr_decay")
+    @classmethod
+    def _exponential_alone(cls, value: float, info: Any) -> float:
+        if value != 1 and info.data.get("schedule") == "inverse_sqrt":
+            raise ValueError("1 with the schedule inverse_sqrt, which decays by itself")
+        return value
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A class with a rule of its own does not inherit the coefficients of another rule."""
+        super().__pydantic_init_subclass__(**kwargs)
+        if vars(cls).keys() & {"start", "step"} and "linear" not in vars(cls):
+            cls.linear = _not_linear  # type: ignore[method-assign]
+
+    def learning_rate(self, t: int) -> float:
+        """The learning rate of all local steps of round `t`, counted from 0."""
+        if self.schedule == "inverse_sqrt":
+            return self.lr / math.sqrt(t + 1)
+        return self.lr * self.lr_decay**t
+
+    def batch_size(self, rows: int) -> int:
+        """Rows in each batch of a client that has `rows`."""
+        return rows if self.batch == "full" else min(self.batch, rows)
+
+    def rows_used(self, sizes: np.ndarray) -> np.ndarray:
+        """How many of its rows each client can train on in a round at most, int64 [C], from its
+        number of rows, `sizes` int64 [C].
+        """
+        return sizes if self.batch == "full" else np.minimum(sizes, self.steps * self.batch)
+
+    def start(self, x: torch.Tensor) -> Any:
+        """What the rule keeps from one step to the next, at a round's start.
+
+        Args:
+            x: float32 [..., P], the model, once for each client.
+
+        Returns:
+            Anything: nothing but `step` looks at it.
+        """
+        return None
+
+    def step(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> tuple[torch.Tensor, Any]:
+        """One step, here x - lr g.
+
+        Args:
+            x: float32 [..., P], the parameters of each client. The last axis holds all parameters
+                of one, in an order that may differ from way to way; a rule that needs a client's
+                norm takes it along that axis. No client may depend on another.
+            gradient: float32 [..., P], of each client's batch: clipped, noised and corrected.
+            state: as `start` made it and the steps before left it.
+            at: the step, its learning rate and the round's model.
+
+        Returns:
+            (the next x, float32 [..., P]; the next state). What was given is not to be changed.
+        """
+        return x - at.lr * gradient, state
+
+    def linear(self) -> Linear | None:
+        """The coefficients of `step`, if it is linear as `Linear` says: some ways are fast because
+        of that. None for any other rule, and of itself for a class with a `step` of its own.
+        """
+        return Linear()
+
+
+def _not_linear(self: Local) -> Linear | None:
+    return None

@@ -1,0 +1,130 @@
+"""What a module and a rule must be for what is asked of them, tried out on made-up numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raydpfl import keys
+from raydpfl.errors import RAISED, ConfigError
+from raydpfl.local.base import Local, Step
+
+CLOSE = 1e-4  # relative: rounding gives less than 1e-6 on the few numbers that a rule is tried on
+
+
+def drawn_from(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+    """The generator of the process, other than torch's, that a module in training draws from.
+
+    None where it draws from none. Other threads of the process may draw from them too at any time,
+    so only what is seen in each of a few tries is the module's.
+    """
+    found = {_drawn_once(module, shape) for _ in range(3)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _drawn_once(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+    with keys.keyed_globals(0):
+        of_python = random.getstate()
+        of_numpy = pickle.dumps(np.random.get_state())
+        with contextlib.suppress(Exception):  # what it raises it will raise in training too
+            copy.deepcopy(module).train()(torch.ones(2, *shape))
+        if random.getstate() != of_python:
+            return "Python's random"
+        return "np.random" if pickle.dumps(np.random.get_state()) != of_numpy else None
+
+
+def check_single_output(module: nn.Module, shape: tuple[int, ...]) -> None:
+    """Raises `ConfigError` for a module with more than one output, which regression cannot take."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = tuple(copy.deepcopy(module)(torch.zeros(2, *shape)).shape)
+    except RAISED:  # it will raise in training too, and be reported with its client
+        return
+    if outputs not in ((2, 1), (2,)):
+        raise ConfigError(
+            "model",
+            type(module).__name__,
+            f"a module with a single output, for regression; 2 samples give it shape {outputs}",
+        )
+
+
+def check_apart(module: nn.Module, shape: tuple[int, ...]) -> None:
+    """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
+    another path than the noised parameters.
+    """
+    for name, layer in module.named_modules():
+        kind = type(layer).__name__
+        if isinstance(layer, _BatchNorm):
+            remedy = "raydpfl.models.group_norm converts it"
+            raise _mixes(module, f"{name or 'it'} is a {kind} ({remedy})")
+        # of an Embedding: it shortens the rows that it is asked for
+        if getattr(layer, "max_norm", None) is not None:
+            reason = "with max_norm, which changes its weight with what it is given"
+            raise _mixes(module, f"{name or 'it'} is a {kind} {reason}")
+    tried = copy.deepcopy(module).train()
+    # what it raises it will raise in training too
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+        tried(torch.ones(2, *shape))
+    for kind, named, afterwards in (
+        ("buffer", module.named_buffers(), tried.buffers()),
+        ("parameter", module.named_parameters(), tried.parameters()),
+    ):
+        for (name, before), after in zip(named, afterwards, strict=True):
+            if not torch.equal(before, after):
+                raise _mixes(module, f"its {kind} {name} changes with what it is given")
+
+
+def _mixes(module: nn.Module, reason: str) -> ConfigError:
+    accepted = "a module that keeps samples apart, as they are clipped one by one"
+    return ConfigError("model", type(module).__name__, f"{accepted}; {reason}")
+
+
+def check_rule(local: Local) -> None:
+    """Raises `ConfigError` for a learning rate that depends on more than the round, and for a rule
+    of the user's that raises, changes what it is given, or whose step for several clients is not
+    that for each of them.
+    """
+    rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
+    if rates[:3] != rates[3:]:
+        raise ConfigError(
+            "local.kind", local.kind, "a class whose learning_rate depends on the round alone"
+        )
+    if local.linear() is not None:
+        return
+    drawn = keys.stream(0, keys.Purpose.DATA).standard_normal((4, 3, 7))
+    (model, *_), *gradients = torch.from_numpy(drawn).float()
+    try:
+        together = _steps(local, model, model.repeat(3, 1), gradients)
+        alone = [
+            _steps(local, model, model, [gradient[client] for gradient in gradients])
+            for client in range(3)
+        ]
+    except RAISED as error:
+        reason = f"whose step can be made; it raised {type(error).__name__}: {error}"
+        raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
+    if not torch.allclose(together, torch.stack(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+        reason = "whose step for clients [C, P] is that for each of them, along the last axis alone"
+        raise ConfigError("local.kind", local.kind, f"a class {reason}")
+
+
+def _steps(
+    local: Local, model: torch.Tensor, x: torch.Tensor, gradients: list[torch.Tensor]
+) -> torch.Tensor:
+    """x after a step along each of the gradients. Raises ValueError for what is no step."""
+    state = local.start(x)
+    for k, gradient in enumerate(gradients):
+        before = x.clone(), gradient.clone()
+        after, state = local.step(x, gradient, state, Step(k, local.learning_rate(0), model))
+        if not (torch.equal(x, before[0]) and torch.equal(gradient, before[1])):
+            raise ValueError("it changes what it is given in place")
+        if after.shape != x.shape or after.dtype != x.dtype:
+            raise ValueError(f"from x {list(x.shape)} it gives {after.dtype} {list(after.shape)}")
+        x = after
+    return x

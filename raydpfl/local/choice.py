@@ -1,0 +1,103 @@
+"""Which way trains a model.
+
+>>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+>>> resolve(module, Sgd(steps=20, batch=10), rows=20, shape=(1, 28, 28))
+'sample_space'
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from raydpfl.errors import ConfigError
+from raydpfl.local.base import Local
+from raydpfl.local.checks import check_apart, check_rule, check_single_output, drawn_from
+from raydpfl.local.linear import SampleSpace
+from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
+from raydpfl.local.stack import NoStack, stack
+from raydpfl.local.trial import mismatch
+from raydpfl.local.ways import REFERENCE, WAYS, able, check_way
+
+log = logging.getLogger("raydpfl")
+
+
+def resolve(
+    module: nn.Module,
+    local: Local,
+    rows: int,
+    shape: tuple[int, ...],
+    way: str = "auto",
+    clip: float | None = None,
+    regression: bool = False,
+) -> str:
+    """The way to train `module` on samples of `shape` when a typical client has `rows` of them.
+
+    A function of the architecture, `local`, the shapes and whether each sample is clipped alone,
+    never of timing: a stack of linear layers in sample space (if the rule is linear) or fused,
+    whichever takes fewer operations; a module with convolutions or recurrent layers by the loop;
+    any other by vmap. With `clip`, the bound on a sample's gradient: a stack of linear layers
+    fused, any other module layerwise, or else by vmap. The way's first steps are compared with the
+    loop's on made-up rows. Where they fail or differ, `auto` takes the next, in the end the loop,
+    and logs why.
+
+    Raises:
+        ConfigError: for a way that does not fit and was asked for by name; for a module that has
+            BatchNorm or changes its buffers or parameters, with `clip`; for one with more than one
+            output, for `regression`; for a rule that is none (`raydpfl.local.checks.check_rule`).
+    """
+    check_rule(local)
+    if regression:
+        check_single_output(module, shape)
+    if clip is not None:
+        check_apart(module, shape)
+    choices = _choices(module, local, rows, clip) if way == "auto" else [way]
+    drawn = drawn_from(module, shape)
+    if drawn:
+        choices = [_one_by_one(way, drawn)]
+    for chosen, other in pairwise([*choices, REFERENCE]):
+        check_way(chosen, local, clip)
+        if chosen in (REFERENCE, "noop"):
+            return chosen
+        reason = mismatch(module, local, shape, chosen, clip, regression)
+        if reason is None:
+            return chosen
+        if way != "auto":
+            accepted = f"auto or {REFERENCE}; this way does not fit the model: {reason}"
+            raise ConfigError("client.way", way, accepted)
+        instead = "the loop" if other == REFERENCE else other
+        said = "clients are trained by %s; %s does not fit the model: %s"
+        log.warning(said, instead, chosen, reason)
+    return REFERENCE
+
+
+def _one_by_one(way: str, drawn: str) -> str:
+    """The way for a module that draws from a generator of the process. Raises `ConfigError`."""
+    if way == "auto":
+        log.warning(
+            "clients are trained by the loop, one at a time, as the module draws from %s", drawn
+        )
+        return REFERENCE
+    if way in WAYS and way != "noop" and not WAYS[way].one_by_one:
+        reason = f"the module draws from {drawn}, which has to be client by client"
+        raise ConfigError("client.way", way, f"auto or {REFERENCE}; {reason}")
+    return way
+
+
+def _choices(module: nn.Module, local: Local, rows: int, clip: float | None) -> list[str]:
+    """The ways to try before the loop, the best first."""
+    try:
+        layers = stack(module)
+    except NoStack:
+        if clip is not None:
+            return ["layerwise", "vmap"]
+        slow = (_ConvNd, nn.RNNBase)  # under vmap
+        convolves = any(isinstance(layer, slow) for layer in module.modules())
+        return ["loop" if convolves else "vmap"]
+    if clip is not None:
+        return ["fused", "layerwise", "vmap"]
+    spanned = able(SampleSpace, local, clip) and SampleSpace.pays(layers, rows, local)
+    return ["sample_space" if spanned else "fused"]

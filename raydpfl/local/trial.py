@@ -1,0 +1,124 @@
+"""A way's first steps against those of the loop, on made-up rows."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from raydpfl import models
+from raydpfl.errors import RAISED
+from raydpfl.interrupts import limited
+from raydpfl.keys import Purpose, stream
+from raydpfl.local.base import Local
+from raydpfl.local.engine import Trainer
+from raydpfl.local.layerwise import NotLayerwise
+from raydpfl.local.stack import NoStack
+from raydpfl.local.way import sample_loss
+from raydpfl.local.ways import REFERENCE, corrected
+
+# of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong
+# gradient about 1
+TOLERANCE = 1e-3
+LIMIT = 120.0  # seconds that the comparison may take
+ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
+SIZES = [6, 5, 3]  # rows of the three clients
+
+
+@dataclass(frozen=True)
+class _Rows:
+    x: torch.Tensor  # float32 [3, 6, *shape]
+    y: torch.Tensor  # [3, 6]
+    clip: float | None
+    corrections: torch.Tensor | None  # float32 [3, d]
+
+
+def mismatch(
+    module: nn.Module,
+    local: Local,
+    shape: tuple[int, ...],
+    way: str,
+    clip: float | None,
+    regression: bool,
+) -> str | None:
+    """Why `way` cannot train `module`, or None: its first steps against the loop's.
+
+    With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
+    half of them are clipped.
+    """
+    # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
+    # another
+    if way == "layerwise":
+        module = copy.deepcopy(module)
+        for layer in module.modules():
+            if isinstance(layer, _DropoutNd):
+                layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
+    local = _short(local)
+    late = TimeoutError(f"three steps take more than {LIMIT:g} s")
+    try:
+        with limited(LIMIT, late):
+            rows = _rows(module, local, shape, clip, regression)
+            ours, theirs = (_updates(module, local, each, rows) for each in (way, REFERENCE))
+    except (NoStack, NotLayerwise) as error:
+        return str(error)
+    except RAISED as error:  # a module may do anything when it is traced or vmapped
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    uncertain = ROUNDING / TOLERANCE * models.flatten(module).norm()
+    far = float(((ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)).max())
+    return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"
+
+
+def _short(local: Local) -> Local:
+    """The rule with few steps: two where the second differs from the first."""
+    linear = local.linear()
+    batch = local.batch if local.batch == "full" else 4
+    if linear is None:  # its learning rate is of the size that it takes
+        return local.model_copy(update={"steps": 2, "batch": batch})
+    steps = 2 if linear.proximal else 1  # a proximal term is 0 at the first step
+    return local.model_copy(update={"steps": steps, "batch": batch, "lr": 1.0})
+
+
+def _rows(
+    module: nn.Module, local: Local, shape: tuple[int, ...], clip: float | None, regression: bool
+) -> _Rows:
+    generator = stream(0, Purpose.DATA)
+    x = torch.from_numpy(generator.random((3, 6, *shape), dtype="float32"))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        outputs = copy.deepcopy(module)(x[0])
+    if regression:
+        y = torch.from_numpy(generator.random((3, 6))).float()
+    else:
+        y = torch.from_numpy(generator.integers(outputs.shape[1], size=(3, 6)))
+    if clip is not None:
+        x *= torch.linspace(1, 0.2, 6).view(1, 6, *[1] * len(shape))
+        with torch.random.fork_rng(devices=[]):
+            clip = _median_norm(module, x[0], y[0])
+    corrections = None
+    if corrected(local):  # of about the norm that gradients have
+        d = models.parameter_count(module)
+        corrections = torch.from_numpy(generator.standard_normal((3, d)) / d**0.5)
+    return _Rows(x, y, clip, corrections)
+
+
+def _updates(module: nn.Module, local: Local, way: str, rows: _Rows) -> torch.Tensor:
+    """What the three clients have trained to, float32 [3, d]."""
+    trainer = Trainer(module, local, way=way, seed=0, clip=rows.clip, own=True)
+    name = {"t": 0, "clients": range(3), "draws": [0] * 3}
+    parameters = models.flatten(module)
+    lane = trainer.lane(parameters, rows.x, rows.y, SIZES, corrections=rows.corrections, **name)
+    return torch.cat([block.updates for block in lane])
+
+
+def _median_norm(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The median norm of the samples' gradients."""
+    module = copy.deepcopy(module).train()
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    norms = []
+    for some, label in zip(x.split(1), y.split(1), strict=True):
+        loss = sample_loss(module(some), label)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        norms.append(torch.stack([each.norm() for each in gradients if each is not None]).norm())
+    return float(torch.stack(norms).median())

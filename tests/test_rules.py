@@ -1,0 +1,412 @@
+"""A rule of a local step that a user wrote: every way carries it out as a plain torch loop does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import experiment
+from test_local import CLIENTS, DRAWS, SHAPE, SIZES, corrected, each, made, rows, train
+from torch import nn
+
+from raydpfl import models, run
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, normals
+from raydpfl.local import Linear, Local, Scaffold, Sgd, Step, Trainer, batches, resolve
+from raydpfl.local.way import Rule
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Signs(Local):
+    def step(self, x, gradient, state, at):
+        return x - at.lr * gradient.sign(), state
+
+
+class Normalized(Local):
+    def step(self, x, gradient, state, at):
+        return x - at.lr * gradient / gradient.norm(dim=-1, keepdim=True), state
+
+
+class Nesterov(Local):
+    beta: float = 0.9
+
+    def start(self, x):
+        return torch.zeros_like(x)
+
+    def step(self, x, gradient, state, at):
+        velocity = self.beta * state + gradient
+        return x - at.lr * (gradient + self.beta * velocity), velocity
+
+
+class Adam(Local):
+    def start(self, x):
+        return torch.zeros_like(x), torch.zeros_like(x)
+
+    def step(self, x, gradient, state, at):
+        mean = 0.8 * state[0] + 0.2 * gradient
+        square = 0.95 * state[1] + 0.05 * gradient**2
+        size = (square / (1 - 0.95 ** (at.k + 1))).sqrt() + 1e-3
+        return x - at.lr * mean / (1 - 0.8 ** (at.k + 1)) / size, (mean, square)
+
+
+class Drawn(Local):
+    """Towards the round's model, and along the gradient before: what a rule may keep of what it is
+    given.
+    """
+
+    def start(self, x):
+        return x
+
+    def step(self, x, gradient, state, at):
+        return x - at.lr * gradient + 0.3 * (x - state) - 0.1 * (x - at.model), x
+
+
+class SignedMomentum(Sgd):
+    def step(self, x, gradient, state, at):
+        return super().step(x, gradient.sign(), state, at)
+
+
+RULES = {
+    "signs": Signs(steps=5, batch=6, lr=0.02),
+    "normalized": Normalized(steps=5, batch=6, lr=0.3, lr_decay=0.9),
+    "nesterov": Nesterov(steps=5, batch=6, lr=0.1),
+    "adam": Adam(steps=5, batch=6, lr=0.05),
+    "drawn": Drawn(steps=5, batch=6, lr=0.2),
+    "signed momentum": SignedMomentum(
+        steps=5, batch=6, lr=0.02, momentum=0.7, weight_decay=0.05, proximal=0.8
+    ),
+    "full signs": Signs(steps=4, batch="full", lr=0.02),
+}
+
+
+class Plain:
+    """The rules again, on a module's parameters, by torch.optim where it has them."""
+
+    def __init__(self, name: str, local: Local, module: nn.Module):
+        self.name = name
+        self.parameters = list(module.parameters())
+        self.start = [part.detach().clone() for part in self.parameters]
+        self.before = self.start
+        lr = local.learning_rate(2)
+        if name == "adam":
+            self.optimizer = torch.optim.Adam(self.parameters, lr, betas=(0.8, 0.95), eps=1e-3)
+        elif name == "nesterov":
+            self.optimizer = torch.optim.SGD(self.parameters, lr, momentum=0.9, nesterov=True)
+        elif name == "signed momentum":
+            self.optimizer = torch.optim.SGD(self.parameters, lr, momentum=0.7, weight_decay=0.05)
+        else:
+            self.optimizer = torch.optim.SGD(self.parameters, lr)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """From the gradient by all parameters, flat."""
+        if self.name == "normalized":
+            gradient = gradient / gradient.norm()
+        if "sign" in self.name:
+            gradient = gradient.sign()
+        now = [part.detach().clone() for part in self.parameters]
+        sizes = [part.numel() for part in now]
+        for part, own in zip(self.parameters, gradient.split(sizes), strict=True):
+            part.grad = own.view_as(part).clone()
+        if self.name == "signed momentum":
+            for part, began in zip(self.parameters, self.start, strict=True):
+                part.grad += 0.8 * (part.detach() - began)
+        self.optimizer.step()
+        if self.name == "drawn":
+            with torch.no_grad():
+                for part, x, old, began in zip(
+                    self.parameters, now, self.before, self.start, strict=True
+                ):
+                    part += 0.3 * (x - old) - 0.1 * (x - began)
+        self.before = now
+
+
+def gradient_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(module(x), y)
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, module.parameters())])
+
+
+def by_the_book(name, module, x, y, index, slot, clip=None, std=0.0, correction=None):
+    """One client's update, flat, by a loop over its batches and, to clip them, over their samples."""
+    module = copy.deepcopy(module).train()
+    start = models.flatten(module)
+    plain = Plain(name, RULES[name], module)
+    for k, batch in enumerate(index):
+        if clip is None:
+            gradient = gradient_of(module, x[batch], y[batch])
+        else:
+            samples = [gradient_of(module, x[row][None], y[row][None]) for row in batch]
+            scaled = [one * min(1.0, clip / float(one.norm())) for one in samples]
+            gradient = torch.stack(scaled).sum(0) / len(batch)
+        drawn = normals(
+            4, Purpose.STEP_NOISE, len(start), t=2, client=CLIENTS[slot], draw=DRAWS[slot], step=k
+        )
+        gradient = gradient + std * drawn
+        plain.step(gradient if correction is None else gradient + correction)
+    return models.flatten(module) - start
+
+
+def trained(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, **more):
+    trainer = Trainer(module, local, way=way, seed=4, clip=clip)
+    name = {"t": 2, "clients": clients, "draws": DRAWS, **more}
+    lane = trainer.lane(models.flatten(module), x, y, sizes, **name)
+    return {slot: (delta, loss) for slot, delta, loss in each(lane)}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "way,model",
+    [("loop", "mlp"), ("loop", "cnn"), ("vmap", "residual"), ("vmap", "mlp"), ("fused", "mlp"),
+     ("fused", "softmax"), ("fused", "softmax without bias")],
+)  # fmt: skip
+def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
+    module = made(model)
+    x, y = rows()
+    d = models.parameter_count(module)
+    corrections = corrected(CLIENTS, d)
+    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, RULES[name])
+    got = trained(way, module, RULES[name], None, x, y, corrections=corrections)
+    assert list(got) == [0, 1, 2, 4]
+    for slot, (delta, _) in got.items():
+        batch = index[slot, :, : batch_sizes[slot]]
+        expected = by_the_book(
+            name, module, x[slot], y[slot], batch, slot, correction=corrections[slot]
+        )
+        assert (delta - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "way,model",
+    [
+        ("loop", "mlp"),
+        ("vmap", "mlp"),
+        ("fused", "mlp"),
+        ("layerwise", "mlp"),
+        ("layerwise", "cnn"),
+    ],
+)
+def test_a_rule_of_ones_own_is_given_clipped_and_noised_gradients(way, model, name):
+    module = made(model)
+    x, y = rows()
+    stds = np.array([0.01, 0.0, 0.02, 0.0, 0.005])
+    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, RULES[name])
+    clip = float(gradient_of(module, x[0, :1], y[0, :1]).norm()) * 0.8
+    got = trained(way, module, RULES[name], clip, x, y, stds=stds)
+    for slot, (delta, _) in got.items():
+        batch = index[slot, :, : batch_sizes[slot]]
+        expected = by_the_book(
+            name, module, x[slot], y[slot], batch, slot, clip=clip, std=stds[slot]
+        )
+        assert (delta - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "way,clip", [("fused", None), ("fused", 0.5), ("vmap", None), ("loop", 0.5)]
+)
+@pytest.mark.parametrize("name", ["adam", "normalized", "drawn"])
+def test_a_clients_bits_under_a_rule_of_ones_own_do_not_depend_on_the_others(way, clip, name):
+    module = made("mlp")
+    x, y = rows()
+    together = trained(way, module, RULES[name], clip, x, y)
+    for slot, (delta, loss) in together.items():
+        keep = np.arange(5) == slot
+        alone = trained(
+            way, module, RULES[name], clip, x, y,
+            np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1),
+        )  # fmt: skip
+        assert torch.equal(alone[slot][0], delta) and alone[slot][1] == loss
+
+
+@pytest.mark.parametrize("way", ["fused", "vmap"])
+def test_lanes_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_alone(way):
+    module = made("mlp")
+    sizes = [13, 4, 0, 9, 5, 6]
+    clients = [5, 6, -1, 7, 8, 9]
+    x, y = rows(sizes)
+    trainer = Trainer(module, RULES["adam"], way=way, seed=4, clip=0.5)
+
+    def lanes(slots: slice, width: int | None) -> list[bytes]:
+        name = {"t": 2, "clients": clients[slots], "draws": [0] * len(clients[slots])}
+        given = (x[slots], y[slots], sizes[slots])
+        blocks = trainer.lane(models.flatten(module), *given, width=width, **name)
+        return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
+
+    apart = lanes(slice(0, 3), None) + lanes(slice(3, 6), None)
+    assert lanes(slice(0, 6), 3) == apart
+
+
+def test_sgds_own_step_is_what_its_coefficients_say():
+    local = Sgd(lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8)
+    generator = torch.Generator().manual_seed(0)
+    model, *gradients = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    now = [model.clone()]
+    velocity = [torch.zeros_like(model)]
+    x = model
+    state = local.start(x)
+    for k, gradient in enumerate(gradients):
+        x, state = local.step(x, gradient, state, Step(k, 0.1, model))
+        local.linear().move(now, [gradient.clone()], velocity, [model], [], 0.1)
+        torch.testing.assert_close(now[0], x)
+
+
+def test_a_class_with_a_rule_of_its_own_is_not_taken_for_a_linear_one():
+    assert Local().linear() == Linear()
+    assert Sgd(momentum=0.5, proximal=0.1).linear() == Linear(0.5, 0.0, 0.1)
+    assert Scaffold(weight_decay=0.1).linear() == Linear(decay=0.1)
+    assert all(local.linear() is None for local in RULES.values())
+
+    class Schedule(Sgd):
+        def learning_rate(self, t):
+            return self.lr / (1 + t)
+
+    class Known(Nesterov):
+        def linear(self):
+            return Linear(momentum=self.beta)
+
+    assert Schedule(momentum=0.5).linear() == Linear(momentum=0.5)
+    assert Known().linear() == Linear(momentum=0.9)
+
+
+def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
+    class Mine(Local):
+        def learning_rate(self, t):
+            return self.lr / (1 + t)
+
+    module = made("mlp")
+    x, y = rows()
+    mine = train("fused", module, Mine(steps=5, batch=6, lr=0.3), x, y)
+    plain = train("fused", module, Sgd(steps=5, batch=6, lr=0.1), x, y)
+    for slot, (delta, _) in mine.items():
+        torch.testing.assert_close(delta, plain[slot][0])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
+    local = RULES[name].model_copy(update={"steps": 20})
+    assert resolve(made("softmax"), local, 20, SHAPE) == "fused"
+    assert resolve(made("residual"), local, 20, SHAPE) == "vmap"
+    assert resolve(made("cnn"), local, 20, SHAPE) == "loop"
+    assert resolve(made("cnn"), local, 20, SHAPE, clip=1.0) == "layerwise"
+    accepted = r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop"
+    with pytest.raises(ConfigError, match=accepted):
+        resolve(made("softmax"), local, 20, SHAPE, "sample_space")
+
+
+def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
+    right = Rule.step
+
+    def forgetful(self, gradient, k):
+        self.state = self.local.start(self.x)
+        return right(self, gradient, k)
+
+    assert resolve(made("mlp"), RULES["nesterov"], 20, SHAPE) == "fused"
+    monkeypatch.setattr(Rule, "step", forgetful)
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        assert resolve(made("mlp"), RULES["nesterov"], 20, SHAPE) == "loop"
+    assert "fused does not fit the model" in caplog.text
+
+
+class InPlace(Local):
+    def step(self, x, gradient, state, at):
+        return x.sub_(gradient, alpha=at.lr), state
+
+
+class OverAll(Local):
+    def step(self, x, gradient, state, at):
+        return x - at.lr * gradient / gradient.norm(), state
+
+
+class Random(Local):
+    def step(self, x, gradient, state, at):
+        return x - at.lr * gradient * torch.rand_like(x), state
+
+
+class Short(Local):
+    def step(self, x, gradient, state, at):
+        return (x - at.lr * gradient)[..., :-1], state
+
+
+class Wide(Local):
+    def step(self, x, gradient, state, at):
+        return x.double() - at.lr * gradient, state
+
+
+class Failing(Local):
+    def step(self, x, gradient, state, at):
+        return x - at.lr * gradient / state["norm"], state
+
+
+@pytest.mark.parametrize(
+    "kind,reason",
+    [
+        (InPlace, "changes what it is given in place"),
+        (OverAll, "whose step for clients [C, P] is that for each of them"),
+        (Random, "whose step for clients [C, P] is that for each of them"),
+        (Short, "from x [3, 7] it gives torch.float32 [3, 6]"),
+        (Wide, "it gives torch.float64 [3, 7]"),
+        (Failing, "it raised TypeError: 'NoneType' object is not subscriptable"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused_before_the_run(kind, reason):
+    with pytest.raises(ConfigError) as error:
+        resolve(made("mlp"), kind(), 20, SHAPE)
+    assert error.value.field == "local.kind" and reason in str(error.value)
+
+
+FILE = """
+import torch
+from raydpfl.local import Local
+
+
+class LocalAdam(Local):
+    '''Adam within a round (Kingma and Ba 2015), without bias correction.'''
+    beta: float = 0.9
+
+    def start(self, x):
+        return torch.zeros_like(x), torch.ones_like(x)
+
+    def step(self, x, gradient, state, at):
+        mean = self.beta * state[0] + (1 - self.beta) * gradient
+        square = self.beta * state[1] + (1 - self.beta) * gradient**2
+        return x - at.lr * mean / (square.sqrt() + 1e-3), (mean, square)
+"""
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}},
+        {
+            "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+            "noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5},
+        },
+    ],
+    ids=["clients", "samples"],
+)
+def test_a_rule_in_a_file_of_ones_own_runs_private_with_the_epsilon_of_sgd(
+    sections, tmp_path, monkeypatch
+):
+    (tmp_path / "own_rule.py").write_text(FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = {"steps": 3, "batch": 5, "lr": 0.05}
+    mine = experiment(local={"kind": "own_rule:LocalAdam", "beta": 0.8, **settings}, **sections)
+    plain = experiment(local={"kind": "sgd", **settings}, **sections)
+    ours = run(mine, tmp_path / "ours")
+    theirs = run(plain, tmp_path / "theirs")
+    spent = [[each.epsilon for each in result.guarantees] for result in (ours, theirs)]
+    assert spent[0] == spent[1] and math.isfinite(min(spent[0])) and min(spent[0]) > 0
+    again = run(mine, tmp_path / "again")
+    assert again.summary["model_sha256"] == ours.summary["model_sha256"]
+    assert again.summary["model_sha256"] != theirs.summary["model_sha256"]
