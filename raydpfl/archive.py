@@ -116,7 +116,7 @@ class _Source:
     packed: IO[bytes]
     limits: Limits
     count: int = 0
-    stream: IO[bytes] = field(init=False)
+    stream: gzip.GzipFile = field(init=False)
 
     def __post_init__(self) -> None:
         self.stream = gzip.GzipFile(fileobj=self.packed)
@@ -149,9 +149,8 @@ def unpack(packed: IO[bytes], name: str, into: Path, limits: Limits | None = Non
     """
     source = _Source(packed, limits or Limits())
     into.mkdir()
-    seen: dict[
-        str, tuple[str, bool]
-    ] = {}  # a name as any file system may take it -> as it is, and whether it is a folder
+    # a name as any file system may take it -> as it is, and whether it is a folder
+    seen: dict[str, tuple[str, bool]] = {}
     files = 0
     for path, folder, size in _members(source):
         parts = _parts(path, name, source.limits)

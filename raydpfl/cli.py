@@ -10,10 +10,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raydpfl import interrupts
 from raydpfl.errors import ConfigError, RunError, exited
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +35,28 @@ app = typer.Typer(
 )
 AGAIN = "a run that had begun goes on with --resume"
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
+CLUSTER = "A running Ray cluster to join; auto finds the local one."
+FRESH = "With --resume, where code or processor have changed: new noise, both releases count."
+
+
+def _option(text: str = "", panel: str | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel)
+
+
+def _whole(given: str | int) -> int:
+    """A whole number, which may be written as 1e3 too; a default is one already."""
+    text = str(given)
+    try:
+        value = float(text)
+        return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _count(text: str = "", panel: str | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
+
+
 Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None,
@@ -40,66 +65,60 @@ Overrides = Annotated[
         metavar="[section.key=value ...]",
     ),
 ]
-DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie; default: $RAYDPFL_DATA.")]
+DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
+Address = Annotated[str | None, _option(CLUSTER)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def run(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run directory; default: a new one under runs/.")
-    ] = None,
+    out: Annotated[Path | None, _option("Run directory; default: a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    fresh_noise: Annotated[
-        bool,
-        typer.Option(
-            "--fresh-noise",
-            help="With --resume, where code or processor have changed: new noise, both releases count.",
-        ),
-    ] = False,
+    fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help=FRESH)] = False,
     data_root: DataRoot = None,
-    address: Annotated[
-        str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    address: Address = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run one experiment."""
-    from raydpfl import runner
+    from raydpfl import report, runner
 
     experiment, folder = _read(config, overrides)
     if resume and out is None:
         if folder is None:
-            raise ConfigError(
-                "--resume", config, "a run directory: raydpfl run DIR --resume, or --out DIR"
-            )
+            accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
+            raise ConfigError("--resume", config, accepted)
         out = folder
-    out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = out or _new_folder(config)
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    with _Display(console, experiment.rounds) as display:
-        where = {"data_root": data_root, "address": address}
-        shown = {"on_start": display.start, "on_rows": display.rows, "on_measure": display.measure}
+    with report.Display(console, experiment.rounds) as display:
         result = runner.run(
-            experiment, out, resume=resume, fresh_noise=fresh_noise, **where, **shown
+            experiment,
+            out,
+            resume=resume,
+            fresh_noise=fresh_noise,
+            data_root=data_root,
+            address=address,
+            on_start=display.start,
+            on_rows=display.rows,
+            on_measure=display.measure,
         )
-    _report(console, result)
+    report.report(console, result)
 
 
 @app.command()
 def sweep(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Sweep directory; default: a new one under runs/.")
-    ] = None,
+    out: Annotated[Path | None, _option("Sweep directory; default: a new one under runs/.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the sweep in --out.")
     ] = False,
     data_root: DataRoot = None,
-    address: Annotated[
-        str | None, typer.Option(help="A running Ray cluster to join; auto finds the local one.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    address: Address = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray
     Tune.
@@ -109,15 +128,14 @@ def sweep(
     folder = Path(config) if os.path.isdir(config) else None
     if resume and out is None:
         if folder is None:
-            raise ConfigError(
-                "--resume", config, "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
-            )
+            accepted = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
+            raise ConfigError("--resume", config, accepted)
         out = folder
     if resume and folder:
         asked = tune.Sweep.stored(folder, overrides or ())
     else:
         asked = tune.Sweep.from_yaml(folder / "sweep.yaml" if folder else config, overrides or ())
-    out = out or Path("runs") / f"{(folder or Path(config)).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = out or _new_folder(config)
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with tune.Display(console, asked) as display:
         result = tune.run(
@@ -133,48 +151,39 @@ SENT = (
     "A YAML file (with a sweep section: a sweep), or the directory of a run. "
     "The import paths in it are code that runs, here too."
 )
+BACK = "Where the run directory is brought back to; default: runs/ID."
+SERVER = "Of the cluster's job server; default: http://127.0.0.1:8265."
+GO_ON = "Go on with what the cluster has of that run."
+FOLLOW = "Show a submitted job again, and bring its run directory back."
+STOP = "Stop a job after its round, and bring its run directory back."
 
 
 @app.command()
 def submit(
     config: Annotated[str | None, typer.Argument(help=SENT, metavar="CONFIG")] = None,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where the run directory is brought back to; default: runs/ID."),
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Of the cluster's job server; default: http://127.0.0.1:8265."),
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="ID", help="Go on with what the cluster has of that run.")
-    ] = None,
-    follow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID", help="Show a submitted job again, and bring its run directory back."
-        ),
-    ] = None,
+    out: Annotated[Path | None, _option(BACK)] = None,
+    address: Annotated[str | None, _option(SERVER)] = None,
+    resume: Annotated[str | None, typer.Option(metavar="ID", help=GO_ON)] = None,
+    follow: Annotated[str | None, typer.Option(metavar="ID", help=FOLLOW)] = None,
     there: Annotated[bool, typer.Option("--there", help=THERE)] = False,
-    stop: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID", help="Stop a job after its round, and bring its run directory back."
-        ),
-    ] = None,
+    stop: Annotated[str | None, typer.Option(metavar="ID", help=STOP)] = None,
 ) -> None:
     """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
     from raydpfl.submit import JobServer
 
-    if [config, follow, stop].count(None) != 2:
+    given = [each for each in (config, follow, stop) if each is not None]
+    if len(given) != 1:
         raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
+    job = given[0]
     server = JobServer(address)
     if stop:
         server.stop(stop)
-    job = follow or stop or server.submit(config, overrides or (), out, resume=resume, there=there)
-    again = f"follow it with: {server.command('--follow', job)}\n  stop it with: {server.command('--stop', job)}"
-    if config:
+    if config is not None:
+        job = server.submit(config, overrides or (), out, resume=resume, there=there)
+    again = f"follow it with: {server.command('--follow', job)}\n"
+    again += f"  stop it with: {server.command('--stop', job)}"
+    if config is not None:
         print(f"Submitted {job}. It does not need this terminal;\n{again}", flush=True)
     try:
         code = server.follow(job, lambda text: print(text, end="", flush=True))
@@ -184,11 +193,8 @@ def submit(
     if folder:
         print(f"Brought back to: {folder}")
     if code and not stop:
-        hint = (
-            f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
-            if folder and code != 2
-            else ""
-        )
+        resumed = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
+        hint = resumed if folder and code != 2 else ""
         _fail(f"{job} ended with exit code {code}{hint}", code)
 
 
@@ -201,32 +207,28 @@ def show(config: Config, overrides: Overrides = None) -> None:
         print(f"# {section}: {path} was not imported, so its own defaults are not here.")
 
 
-TAKEN = "Rounds K that any one client takes part in. Default: all."
 ASKED = (
     "A config, or the directory of a run, to answer for; "
     "the import paths in it that decide its privacy are code that runs."
 )
 GIVE = "Two of noise, epsilon and rounds; the third is computed"
+MULTIPLIER = "Std of the noise on the sum / --bound."
+STD = (
+    "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
+    "with --unit sample, of the mean gradient."
+)
+ROUNDS = "Rounds T; of a sample: --participations."
+BOUND = (
+    "L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
+)
+SAMPLING = "fixed (size; the default), poisson, full, with-replacement or public."
+RELATION = "replace_one (the default), add_remove (for poisson) or zero_out."
+TAKEN = "Rounds K that any one client takes part in. Default: all."
+UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
+DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
+CONSTANT = "The constant that the formula of 000 and 001 leaves open. Default: 4."
 SAMPLE = "With --unit sample"
-
-
-def _option(panel: str | None, text: str = "") -> Any:
-    return typer.Option(help=text, rich_help_panel=panel)
-
-
-def _whole(given: str | int) -> int:
-    """A whole number, which may be written as 1e3 too; a default is one already."""
-    text = str(given)
-    try:
-        value = float(text)
-        return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def _count(panel: str | None, text: str = "") -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
 
 
 @app.command()
@@ -234,100 +236,69 @@ def budget(
     context: typer.Context,
     config: Annotated[str | None, typer.Argument(help=ASKED, metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
-    epsilon: Annotated[float | None, _option(GIVE)] = None,
-    noise_multiplier: Annotated[
-        float | None, _option(GIVE, "Std of the noise on the sum / --bound.")
-    ] = None,
-    std: Annotated[
-        float | None,
-        _option(
-            GIVE,
-            "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
-            "with --unit sample, of the mean gradient.",
-        ),
-    ] = None,
-    rounds: Annotated[int | None, _count(GIVE, "Rounds T; of a sample: --participations.")] = None,
-    delta: Annotated[float | None, typer.Option(help="Default: 1e-5.")] = None,
-    bound: Annotated[
-        float | None,
-        typer.Option(
-            help="L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
-        ),
-    ] = None,
-    sampling: Annotated[
-        str | None,
-        typer.Option(help="fixed (size; the default), poisson, full, with-replacement or public."),
-    ] = None,
-    relation: Annotated[
-        str | None,
-        typer.Option(help="replace_one (the default), add_remove (for poisson) or zero_out."),
-    ] = None,
-    participations: Annotated[int | None, _count(None, TAKEN)] = None,
-    unit: Annotated[
-        str | None, typer.Option(help="What is protected: client (the default) or sample.")
-    ] = None,
-    population: Annotated[int | None, _count(CLIENT, "Clients N.")] = None,
-    cohort: Annotated[int | None, _count(CLIENT, "Clients r of a round.")] = None,
-    placement: Annotated[
-        str | None,
-        _option(CLIENT, "Who draws the noise: client (the default) or server (for poisson)."),
-    ] = None,
-    v: Annotated[
-        float | None,
-        _option(CLIENT, "The constant that the formula of 000 and 001 leaves open. Default: 4."),
-    ] = None,
-    samples: Annotated[int | None, _count(SAMPLE, "Samples n of the client.")] = None,
-    batch: Annotated[int | None, _count(SAMPLE, "Samples B of a batch.")] = None,
-    steps: Annotated[int | None, _count(SAMPLE, "Local steps Q of a round.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    epsilon: Annotated[float | None, _option(panel=GIVE)] = None,
+    noise_multiplier: Annotated[float | None, _option(MULTIPLIER, GIVE)] = None,
+    std: Annotated[float | None, _option(STD, GIVE)] = None,
+    rounds: Annotated[int | None, _count(ROUNDS, GIVE)] = None,
+    delta: Annotated[float | None, _option("Default: 1e-5.")] = None,
+    bound: Annotated[float | None, _option(BOUND)] = None,
+    sampling: Annotated[str | None, _option(SAMPLING)] = None,
+    relation: Annotated[str | None, _option(RELATION)] = None,
+    participations: Annotated[int | None, _count(TAKEN)] = None,
+    unit: Annotated[str | None, _option(UNIT)] = None,
+    population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
+    cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,
+    placement: Annotated[str | None, _option(DRAWS, CLIENT)] = None,
+    v: Annotated[float | None, _option(CONSTANT, CLIENT)] = None,
+    samples: Annotated[int | None, _count("Samples n of the client.", SAMPLE)] = None,
+    batch: Annotated[int | None, _count("Samples B of a batch.", SAMPLE)] = None,
+    steps: Annotated[int | None, _count("Local steps Q of a round.", SAMPLE)] = None,
+    as_json: Json = False,
     data_root: DataRoot = None,
 ) -> None:
     """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
     from raydpfl import budget as calculator
-    from raydpfl.config import Experiment
 
     apart = ("config", "overrides", "as_json")
-    options = {
-        name: value
-        for name, value in context.params.items()
-        if value is not None and name not in apart
-    }
+    options = {name: value for name, value in context.params.items() if name not in apart}
+    given = {name: value for name, value in options.items() if value is not None}
     if config:
-        for name in (name for name in options if name != "data_root"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}",
-                options[name],
-                "not with a CONFIG; change its fields, as in noise.epsilon=3",
-            )
-        imports = set(Experiment.model_fields) - {"model", "server"}
-        found = calculator.of_config(_read(config, overrides, imports)[0], data_root)
+        found = calculator.of_config(_of_privacy(config, overrides, given), data_root)
     else:
-        found = calculator.from_options(**options)
+        found = calculator.from_options(**given)
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         Console(highlight=False).print(calculator.render(found))
 
 
+def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any]) -> Experiment:
+    """The experiment, whose own model and server are not imported. Raises `ConfigError` where an
+    option is `given` besides, other than where data sets lie.
+    """
+    from raydpfl.config import Experiment
+
+    for name, value in given.items():
+        if name != "data_root":
+            accepted = "not with a CONFIG; change its fields, as in noise.epsilon=3"
+            raise ConfigError(f"--{name.replace('_', '-')}", value, accepted)
+    return _read(config, overrides, set(Experiment.model_fields) - {"model", "server"})[0]
+
+
+AUDITED = "Where audit.json and audit.png go; default: a new directory under runs/."
 CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
+CLAIMED = "Where claims are looked at. Default: the run's own."
 
 
 @app.command()
 def audit(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where audit.json and audit.png go; default: a new directory under runs/."
-        ),
-    ] = None,
-    canaries: Annotated[int, _count(None, CANARIES)] = 2000,
-    confidence: Annotated[float, typer.Option(help="Of each lower bound.")] = 0.95,
-    delta: Annotated[
-        float | None, typer.Option(help="Where claims are looked at. Default: the run's own.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, _option(AUDITED)] = None,
+    canaries: Annotated[int, _count(CANARIES)] = 2000,
+    confidence: Annotated[float, _option("Of each lower bound.")] = 0.95,
+    delta: Annotated[float | None, _option(CLAIMED)] = None,
+    as_json: Json = False,
     data_root: DataRoot = None,
 ) -> None:
     """Run an experiment with canaries in it: what they prove of its privacy, beside what is
@@ -335,28 +306,18 @@ def audit(
     """
     from raydpfl import audit as auditor
 
-    experiment, folder = _read(config, overrides)
-    out = (
-        out
-        or Path("runs") / f"{(folder or Path(config)).stem}-audit-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    experiment, _ = _read(config, overrides)
+    out = out or _new_folder(config, "-audit")
     console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=as_json or not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=None)
-        settings = {
-            "canaries": canaries,
-            "confidence": confidence,
-            "delta": delta,
-            "data_root": data_root,
-        }
+    with _bar(console, hidden=as_json) as on_round:
         found = auditor.audit(
             experiment,
             out,
-            **settings,
-            on_round=lambda done, of: progress.update(task, completed=done, total=of),
+            canaries=canaries,
+            confidence=confidence,
+            delta=delta,
+            data_root=data_root,
+            on_round=on_round,
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
@@ -365,6 +326,16 @@ def audit(
         console.print(f"Audit directory: {out}", markup=False)
     if not found.passed:
         raise RunError(f"the run is not as private as it claims; see {out / 'audit.json'}")
+
+
+@contextmanager
+def _bar(console: Console, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of rounds on a terminal, and what moves it: rounds done, of how many."""
+    columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    hidden = hidden or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, of: progress.update(task, completed=done, total=of)
 
 
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
@@ -398,7 +369,9 @@ def data_describe(config: Config, overrides: Overrides = None, data_root: DataRo
         print(f"{name}: {value}")
 
 
-def _read(config: str, overrides: list[str] | None, imports: Collection[str] | None = None):
+def _read(
+    config: str, overrides: list[str] | None, imports: Collection[str] | None = None
+) -> tuple[Experiment, Path | None]:
     """The experiment, and the run directory it was read from, if it was. `imports`: see
     `Experiment.from_dict`."""
     from raydpfl.config import Experiment
@@ -411,114 +384,16 @@ def _read(config: str, overrides: list[str] | None, imports: Collection[str] | N
     return Experiment.from_yaml(path, overrides or (), imports), folder
 
 
-class _Display:
-    """A progress bar on a terminal, a line per evaluation elsewhere."""
-
-    def __init__(self, console: Console, rounds: int):
-        self.console = console
-        self.total = rounds
-        columns = (
-            TextColumn("round"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(
-            *columns, console=console, disable=not console.is_terminal or console.quiet
-        )
-
-    def __enter__(self) -> _Display:
-        self.progress.start()
-        self.task = self.progress.add_task("", total=self.total, state="starting")
-        self.score = ""
-        self.said = -1.0
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def start(self, plan) -> None:
-        e = plan.experiment
-        self.spent = [f"epsilon_{name}" for name in plan.rigorous]
-        noise = (
-            f"noise multiplier {plan.ratio:.4g}"
-            if plan.ratio
-            else "noise at each local step"
-            if plan.mechanism
-            else "no noise: not private"
-        )
-        self.console.print(
-            f"{e.data.kind}, {len(plan.population):,} clients, {plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
-            f"{e.bounding.kind}, {noise}; lanes of {e.client.lane}, trained by {e.client.way}"
-        )
-
-    def rows(self, rows: list[dict]) -> None:
-        for row in rows:
-            spent = [row[name] for name in self.spent if name in row]
-            epsilon = f"epsilon {min(spent):.3g}" if spent else ""
-            if row["test_loss"] is not None:
-                self.score = (
-                    f"loss {row['test_loss']:.4g}"
-                    if row["test_accuracy"] is None
-                    else f"accuracy {row['test_accuracy']:.2%}"
-                )
-                if not self.console.is_terminal:
-                    self.console.print(
-                        f"round {row['round'] + 1}/{self.total}  {self.score}  {epsilon}  {_rate(row)}"
-                    )
-            state = "  ".join(part for part in (self.score, epsilon, f"{_rate(row)}") if part)
-            self.progress.update(self.task, completed=row["round"] + 1, state=state)
-
-    def measure(self, done: int, of: int) -> None:
-        share = f"measuring heterogeneity: {done / of:.0%}"
-        self.progress.update(self.task, state=share)
-        if not self.console.is_terminal and (done == of or done / of >= self.said + 0.1):
-            self.said = done / of
-            self.console.print(share)
-
-
-def _rate(row: dict) -> str:
-    """Clients per second in three digits, or all that stand before the point."""
-    value = row["clients_per_second"]
-    return f"{value:,.0f} clients/s" if value >= 100 else f"{value:.3g} clients/s"
-
-
-def _report(console: Console, result) -> None:
-    from raydpfl.privacy import sentences
-
-    summary = result.summary
-    if summary["status"] == "budget":
-        console.print(f"[yellow]Stopped:[/] {summary['reason']}")
-    if summary["test_loss"] is not None:
-        accuracy = (
-            "" if summary["test_accuracy"] is None else f"accuracy {summary['test_accuracy']:.2%}, "
-        )
-        console.print(
-            f"Test {accuracy}loss {summary['test_loss']:.4g}, "
-            f"after {summary['rounds']} rounds in {summary['seconds']:.1f} s ({_rate(summary)})"
-        )
-    if not result.guarantees and summary["status"] == "budget":
-        console.print("No round was run: nothing of the data was released, and nothing spent.")
-    elif not result.guarantees:
-        console.print(
-            "No privacy guarantee: the run had no noise that an accountant was asked to account for."
-        )
-    for sentence in sentences([replace(one, exclusions=()) for one in result.guarantees]):
-        console.print(f"- {sentence}", markup=False)
-    for exclusion in dict.fromkeys(
-        each for guarantee in result.guarantees for each in guarantee.exclusions
-    ):
-        console.print(f"  Not accounted for: {exclusion}.", markup=False)
-    console.print(f"Run directory: {result.out}", markup=False)
+def _new_folder(config: str, what: str = "") -> Path:
+    """A directory under runs/ for what begins now, named by the config."""
+    return Path("runs") / f"{Path(config).stem}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def main() -> None:
     """The `raydpfl` command."""
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
-    # Both signals ask to stop, also where SIGINT was ignored at the start: a script's `raydpfl ...
-    # &`,
-    # CI, a batch system that signals before its time limit. Python alone would leave it ignored.
+    # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
+    # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
     with interrupts.handled():
         message, code = _carried_out()
         # what came of it may have been another error, or none
@@ -534,39 +409,52 @@ def _carried_out() -> tuple[str, int]:
     try:
         if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
             raise KeyboardInterrupt
-    except ConfigError as error:
-        return str(error), 2
-    except RunError as error:
-        return str(error), 1
-    except MemoryError as error:  # numpy says how much was asked for
-        return f"not enough memory: {error}", 1
-    except SystemExit as error:
-        if isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError):
+    except BaseException as error:
+        ended = _ended(error)
+        if ended is None:
             raise
-        return f"code that the config names {exited(error)}", 1
-    except RecursionError:
-        return "values within values, deeper than Python goes", 1
-    except OSError as error:  # of files that no run is to blame for: no room, no right, no disk
-        return " ".join(str(error).split()) or type(error).__name__, 1
-    except (KeyboardInterrupt, typer.Abort):
-        return f"interrupted; {AGAIN}", 130
-    except Exception as error:
-        if interrupts.asked():
-            return f"interrupted; {AGAIN}", 130
-        if not hasattr(error, "format_message"):  # what typer says of an unusable command line
-            raise
-        return error.format_message() or "a command is missing", 2
-    except BaseException as error:  # of a kind that nothing but a module of the user's own has
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"code that the config names raised {said}", 1
+        return ended
     return "", 0
+
+
+# What ends a command, the exit code, and what is said of it; the first that fits.
+ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], ...] = (
+    (ConfigError, 2, str),
+    (RunError, 1, str),
+    (MemoryError, 1, lambda error: f"not enough memory: {error}"),  # numpy says how much
+    (RecursionError, 1, lambda error: "values within values, deeper than Python goes"),
+    # of files that no run is to blame for: no room, no right, no disk
+    (OSError, 1, lambda error: " ".join(str(error).split()) or type(error).__name__),
+    (KeyboardInterrupt, 130, lambda error: f"interrupted; {AGAIN}"),
+    (typer.Abort, 130, lambda error: f"interrupted; {AGAIN}"),
+)
+
+
+def _ended(error: BaseException) -> tuple[str, int] | None:
+    """What to say of this end of a command, and the exit code; None for one that is a defect, or
+    that has been said.
+    """
+    for kind, code, say in ENDINGS:
+        if isinstance(error, kind):
+            return say(error), code
+    if isinstance(error, SystemExit):
+        said = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
+        return None if said else (f"code that the config names {exited(error)}", 1)
+    if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"code that the config names raised {what}", 1
+    if interrupts.asked():
+        return f"interrupted; {AGAIN}", 130
+    if hasattr(error, "format_message"):  # what typer says of an unusable command line
+        return error.format_message() or "a command is missing", 2
+    return None
 
 
 class _Failed(SystemExit):
     """The end of the command, said by `_fail` and not by some module that a config names."""
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"raydpfl: {message}", file=sys.stderr)
     raise _Failed(code)
 

@@ -22,7 +22,7 @@ import shutil
 import stat
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -100,11 +100,8 @@ def _all_there(here: Path, files: Files) -> None:
     sent = {os.path.realpath(path) for path in files.values()}
     for name, module in sorted(sys.modules.items()):
         source = getattr(module, "__file__", None)
-        if (
-            not source
-            or not source.endswith(CODE)
-            or name.partition(".")[0] in ("raydpfl", "__main__")
-        ):
+        shipped = name.partition(".")[0] in ("raydpfl", "__main__")
+        if shipped or not source or not source.endswith(CODE):
             continue
         whole = Path(os.path.abspath(source))
         installed = {"site-packages", "dist-packages"} & set(whole.parts)
@@ -112,12 +109,11 @@ def _all_there(here: Path, files: Files) -> None:
             continue
         if os.path.realpath(source) not in sent or not _plain(whole):
             accepted = "modules that are no links, and neither hidden nor in a hidden folder"
-            raise ConfigError(
-                "submit", os.path.relpath(whole, here), f"{accepted}; {name} is not sent"
-            )
+            place = os.path.relpath(whole, here)
+            raise ConfigError("submit", place, f"{accepted}; {name} is not sent")
 
 
-def _declared(here: Path):
+def _declared(here: Path) -> Callable[[Path], list[str]]:
     """Of a folder of a package, the patterns of the data that pyproject.toml declares for it or for
     all.
     """
@@ -174,7 +170,7 @@ def _found(field: str, name: str, here: Path) -> Path:
     try:
         path = find_file(field, name, None)
     except ConfigError:
-        accepted = "a file that is here, to be sent; or --there, if what the config names is on the cluster"
+        accepted = "a file that is here, to be sent; or --there, if the cluster has what it names"
         raise ConfigError(field, name, accepted) from None
     whole = Path(os.path.abspath(path))
     within = next((each for each in (here, data_root(None)) if whole.is_relative_to(each)), None)
@@ -190,14 +186,14 @@ def _checked(files: Files) -> None:
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if sum(sizes.values()) > LIMIT:
         largest = max(sizes, key=lambda name: sizes[name])
-        accepted = f"{LIMIT / 1e6:.0f} MB at most are sent with a job; this file has {sizes[largest] / 1e6:,.0f} MB"
-        accepted += f" of {sum(sizes.values()) / 1e6:,.0f}. Put data where the cluster has them, and say --there"
+        accepted = f"{LIMIT / 1e6:.0f} MB at most are sent with a job; this file has "
+        accepted += f"{sizes[largest] / 1e6:,.0f} MB of {sum(sizes.values()) / 1e6:,.0f}. "
+        accepted += "Put data where the cluster has them, and say --there"
         raise ConfigError("submit", str(files[largest]), accepted)
     if len(files) > COUNT:
         top = next(iter(files)).partition("/")[0]
-        raise ConfigError(
-            "submit", top, f"{COUNT:,} files at most are sent with a job; there are {len(files):,}"
-        )
+        accepted = f"{COUNT:,} files at most are sent with a job; there are {len(files):,}"
+        raise ConfigError("submit", top, accepted)
 
 
 def _renamed(value: Any, names: Mapping[tuple[str, str], str], key: str = "") -> Any:

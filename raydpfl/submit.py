@@ -35,8 +35,9 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -65,6 +66,14 @@ REDIRECTED = (
     "the address redirects elsewhere; give the one that it redirects to, "
     "if you trust it with the cluster's token"
 )
+AGENT = (
+    "where another Ray of that machine has its agent's port, "
+    "start the head with --dashboard-agent-listen-port 52366"
+)
+TOKEN = (
+    "RAY_AUTH_MODE=token and, as RAY_AUTH_TOKEN_PATH, "
+    "the file with the token that the cluster was started with"
+)
 LINE = 1 << 20  # characters of a line of an archive's printout at most
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 LIMITS = Limits()
@@ -78,11 +87,8 @@ def entrypoint(
     cluster if `address`.
     """
     words = shlex.join(["python", "-m", "raydpfl", command, "config.yaml", *overrides])
-    return (
-        f"exec {words} --out {RUNS}/{shlex.quote(run)}"
-        + " --resume" * resume
-        + " --address auto" * address
-    )
+    options = " --resume" * resume + " --address auto" * address
+    return f"exec {words} --out {RUNS}/{shlex.quote(run)}{options}"
 
 
 class JobServer:
@@ -99,22 +105,9 @@ class JobServer:
         self.address = given if "://" in given else f"http://{given}"
         # which Ray heeds before its own argument
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address
-        # Ray joins a cluster with a token that it finds, but asks a job server with one only when
-        # told to.
-        if (
-            any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH"))
-            or (Path.home() / ".ray" / "auth_token").exists()
-        ):
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        _use_token()
         with self._refusals():
-            url = urlsplit(self.address)
-            if url.scheme not in ("http", "https") or not url.hostname:
-                raise ValueError("it begins with http:// or https://")
-            socket.create_connection(
-                (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5
-            ).close()
-            if warning := _open_token(url.scheme, url.hostname):
-                log.warning(warning)
+            _greet(self.address)
             self._client = _client_class()(self.address)
 
     @contextmanager
@@ -124,16 +117,13 @@ class JobServer:
         except ConfigError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                "--address",
-                self.address,
-                f"the address of a Ray cluster's job server, such as {ADDRESS} ({_line(error)})",
-            ) from None
+            accepted = f"the address of a Ray cluster's job server, such as {ADDRESS}"
+            accepted += f" ({_line(error)})"
+            raise ConfigError("--address", self.address, accepted) from None
         except Exception as error:
             if type(error).__name__ != "AuthenticationError":
                 raise
-            token = "RAY_AUTH_MODE=token and, as RAY_AUTH_TOKEN_PATH, the file with the token that the cluster was started with"
-            accepted = f"a cluster that accepts this side's token; set {token} ({_line(error)})"
+            accepted = f"a cluster that accepts this side's token; set {TOKEN} ({_line(error)})"
             raise ConfigError("--address", self.address, accepted) from None
 
     def submit(
@@ -154,32 +144,21 @@ class JobServer:
         refused without the data; the rest, the job itself refuses.
         """
         from raydpfl import staging  # loads torch, which following a job can do without
-        from raydpfl.config import dump
 
-        path, command, inline, experiments, tree = _read(config, overrides)
-        tree, files = staging.packed(tree, experiments, Path.cwd(), there=there)
+        asked = _read(config, overrides)
+        tree, files = staging.packed(asked.tree, asked.experiments, Path.cwd(), there=there)
         run = self._run(resume) if resume else None
-        job = _new_id(path, run)
+        job = _new_id(asked.path, run)
         run = run or job
         before = self._remembered(resume).get("out") if resume else None
         folder = Path(out or before or Path("runs") / (resume or job)).absolute()
         _check(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
+        words = entrypoint(asked.command, run, address=not asked.inline, resume=resume is not None)
+        about = {"submission_id": job, "metadata": {"run": run}}
         with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
-            work = Path(stage) / "work"
-            package = Path(stage) / "raydpfl"
-            staging.copy(files, work)
-            (work / "config.yaml").write_text(dump(tree))
-            staging.copy(staging.package(Path(raydpfl.__file__).parent), package)
-            environment = {
-                "working_dir": str(work),
-                "py_modules": [str(package)],
-                # for the round under way and a checkpoint
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
-            }
-            words = entrypoint(command, run, address=not inline, resume=resume is not None)
+            environment = _staged(tree, files, Path(stage))
             with self._refusals():
-                about = {"submission_id": job, "metadata": {"run": run}}
                 self._start(entrypoint=words, runtime_env=environment, **about)
         self._note(folder, run, job)
         return job
@@ -226,10 +205,10 @@ class JobServer:
             except (OSError, RuntimeError, ClientError) as error:
                 interrupts.check()  # the printout's end after a signal is no error
                 if time.monotonic() - heard > PATIENCE:
-                    hint = f"follow it with {self.command('--follow', job)}, or go on with it on a new cluster: raydpfl submit CONFIG --resume {run}"
-                    raise RunError(
-                        f"the cluster at {self.address} does not answer ({_line(error)}); {hint}"
-                    ) from None
+                    what = f"the cluster at {self.address} does not answer ({_line(error)})"
+                    hint = f"follow it with {self.command('--follow', job)}, or go on with it on"
+                    hint += f" a new cluster: raydpfl submit CONFIG --resume {run}"
+                    raise RunError(f"{what}; {hint}") from None
             time.sleep(1)
         if details.status == "FAILED" and details.driver_exit_code is None:
             write(f"{plain(details.message)}\n")
@@ -263,7 +242,8 @@ class JobServer:
                 raise RunError(f"the run directory is not brought back: {_line(error)}") from None
             except (OSError, EOFError, RuntimeError, ValueError, ClientError, zlib.error) as error:
                 reason = _line(error)
-        again = f"try again with {self.command('--follow', job)}, or take it from RAYDPFL_CACHE/runs/{run} there"
+        again = f"try again with {self.command('--follow', job)}, or take it from"
+        again += f" RAYDPFL_CACHE/runs/{run} there"
         raise RunError(f"the run directory did not come back ({reason}); {again}")
 
     def _fetch(self, run: str, folder: Path, pause: int) -> bool:
@@ -273,7 +253,8 @@ class JobServer:
         job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
         pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
-        shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; echo '{BEGIN}'; {pack}; echo; echo '{END}'"
+        shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; "
+        shell += f"echo '{BEGIN}'; {pack}; echo; echo '{END}'"
         self._start(entrypoint=shell, submission_id=job)
         room = tempfile.TemporaryDirectory(prefix="raydpfl-")
         with tempfile.TemporaryFile() as archive, room as scratch:
@@ -291,9 +272,8 @@ class JobServer:
 
     def command(self, option: str, job: str) -> str:
         """What to type, to do that with this job."""
-        return f"raydpfl submit {option} {job}" + (
-            f" --address {self.address}" if self.address != ADDRESS else ""
-        )
+        where = f" --address {self.address}" if self.address != ADDRESS else ""
+        return f"raydpfl submit {option} {job}{where}"
 
     def _start(self, **job: Any) -> None:
         """A head that has just come up answers before it can take a job."""
@@ -306,10 +286,8 @@ class JobServer:
                 if "No available agent" not in str(error):
                     raise
                 if time.monotonic() - began > PATIENCE:
-                    fix = "where another Ray of that machine has its agent's port, start the head with --dashboard-agent-listen-port 52366"
-                    raise ConfigError(
-                        "--address", self.address, f"a head that takes jobs; {fix} ({_line(error)})"
-                    ) from None
+                    accepted = f"a head that takes jobs; {AGENT} ({_line(error)})"
+                    raise ConfigError("--address", self.address, accepted) from None
                 time.sleep(1)
 
     def _note(self, folder: Path, run: str, job: str) -> None:
@@ -347,16 +325,20 @@ class JobServer:
     def _known(self, job: str) -> dict[str, str]:
         if not ID.fullmatch(job):
             raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
-        if (note := self._noted(job)) is None:
+        note = self._noted(job)
+        if note is None:
             raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
         return note
 
     def _output(self, job: str) -> Iterator[str]:
-        """What the job prints, from its beginning until it ends or has been silent for `PATIENCE`."""
+        """What the job prints, from its beginning until it ends or is silent for `PATIENCE`."""
         pieces = self._client.tail_job_logs(job)
         with asyncio.Runner() as runner:
             try:
-                while piece := runner.run(asyncio.wait_for(anext(pieces, None), PATIENCE)):
+                while True:
+                    piece = runner.run(asyncio.wait_for(anext(pieces, None), PATIENCE))
+                    if not piece:
+                        return
                     yield piece
             except TimeoutError:
                 return
@@ -398,11 +380,8 @@ def _check(folder: Path, run: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         free = False
     if not free:
-        raise ConfigError(
-            "--out",
-            str(folder),
-            f"a new or empty directory, or the one that {run} was submitted with",
-        )
+        accepted = f"a new or empty directory, or the one that {run} was submitted with"
+        raise ConfigError("--out", str(folder), accepted)
 
 
 def _new_id(path: Path, run: str | None) -> str:
@@ -414,14 +393,39 @@ def _new_id(path: Path, run: str | None) -> str:
     return f"{named}-{uuid.uuid4().hex[:4]}"
 
 
-def _read(
-    config: str | Path, overrides: Sequence[str]
-) -> tuple[Path, str, bool, list[Experiment], dict[str, Any]]:
-    """The config's file, the command that runs it, whether that does without Ray, the experiments
-    that it describes, and the config with the overrides in it.
-
-    Raises `ConfigError` for one that cannot be right.
+def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> dict[str, Any]:
+    """Ray's runtime environment of a job: the config, the files to send, and this package, copied
+    into the folder `stage`.
     """
+    from raydpfl import staging
+    from raydpfl.config import dump
+
+    work = stage / "work"
+    package = stage / "raydpfl"
+    staging.copy(dict(files), work)
+    (work / "config.yaml").write_text(dump(tree))
+    staging.copy(staging.package(Path(raydpfl.__file__).parent), package)
+    return {
+        "working_dir": str(work),
+        "py_modules": [str(package)],
+        # for the round under way and a checkpoint
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
+    }
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be submitted."""
+
+    path: Path  # the config's file
+    command: str  # that runs it: run or sweep
+    inline: bool  # it does without Ray
+    experiments: list[Experiment]  # all that the config describes
+    tree: dict[str, Any]  # the config with the overrides in it
+
+
+def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
+    """Raises `ConfigError` for a config that cannot be right."""
     # they load torch, which following a job can do without
     from raydpfl.config import Experiment, overridden, read
     from raydpfl.tune import Sweep
@@ -436,9 +440,32 @@ def _read(
     values = read(path)
     tree = overridden(values, overrides)
     if "sweep" in tree or find(tree):
-        return path, "sweep", False, list(Sweep.from_dict(values, overrides).probes), tree
+        return _Asked(path, "sweep", False, Sweep.from_dict(values, overrides).probes, tree)
     experiment = Experiment.from_dict(values, overrides)
-    return path, "run", experiment.client.actors == 0, [experiment], tree
+    return _Asked(path, "run", experiment.client.actors == 0, [experiment], tree)
+
+
+def _use_token() -> None:
+    """Ray joins a cluster with a token that it finds, but asks a job server with one only when told
+    to.
+    """
+    named = any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH"))
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _greet(address: str) -> None:
+    """Raises ValueError or OSError where nothing can listen, or does; warns of a token that others
+    could read.
+    """
+    url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError("it begins with http:// or https://")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    socket.create_connection((url.hostname, port), timeout=5).close()
+    warning = _open_token(url.scheme, url.hostname)
+    if warning:
+        log.warning(warning)
 
 
 def _open_token(scheme: str, host: str) -> str | None:

@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, bounding, cli, privacy, run
+from raydpfl import Experiment, bounding, cli, privacy, report, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.files import LOCK
@@ -639,7 +639,7 @@ def test_diverging_training_ends_in_one_sentence(tmp_path):
     ("value", "shown"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")]
 )
 def test_slow_clients_are_not_shown_as_none_per_second(value, shown):
-    assert cli._rate({"clients_per_second": value}) == f"{shown} clients/s"
+    assert report.rate({"clients_per_second": value}) == f"{shown} clients/s"
 
 
 HOLDER = """

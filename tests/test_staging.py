@@ -195,9 +195,9 @@ def test_files_in_search_spaces_go_along(here):
     np.savez(here / "u.npz", x=np.zeros((30, 4)), y=np.arange(30) % 2)
     tree["data"] = tree["data"] | {"train": {"grid": ["t.npz", "u.npz"]}}
     (here / "s.yaml").write_text(yaml.safe_dump(tree))
-    _, command, _, experiments, whole = submit._read("s.yaml", [])
-    new, files = staging.packed(whole, experiments, here)
-    assert command == "sweep" and len(files) == 2
+    asked = submit._read("s.yaml", [])
+    new, files = staging.packed(asked.tree, asked.experiments, here)
+    assert asked.command == "sweep" and len(files) == 2
     assert sorted(new["data"]["train"]["grid"]) == sorted(files)
     assert Sweep.from_dict(new).size == 2
 

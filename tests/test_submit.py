@@ -250,7 +250,8 @@ def test_the_run_directory_of_a_job_lies_in_the_cache_of_the_head(names, monkeyp
 def test_a_config_with_search_spaces_is_a_sweep_and_is_checked_here(tmp_path):
     def read(tree, *overrides):
         (tmp_path / "tried.yaml").write_text(yaml.safe_dump(tree))
-        return submit._read(tmp_path / "tried.yaml", overrides)[1:3]
+        asked = submit._read(tmp_path / "tried.yaml", overrides)
+        return asked.command, asked.inline
 
     plain = experiment(client={"actors": 2}).to_dict()
     assert read(plain) == ("run", False) and read(plain, "client.actors=0") == ("run", True)
@@ -272,7 +273,7 @@ def test_the_directory_of_a_run_or_of_a_sweep_is_its_config(tmp_path):
     for name in ("config.yaml", "sweep.yaml"):
         (tmp_path / name).write_text("rounds: 2\n")
         assert (
-            submit._read(tmp_path, ["sweep.repeats=2"] if name == "sweep.yaml" else [])[0]
+            submit._read(tmp_path, ["sweep.repeats=2"] if name == "sweep.yaml" else []).path
             == tmp_path / name
         )
         (tmp_path / name).unlink()
