@@ -14,9 +14,11 @@ ROOT = Path(raydpfl.__file__).parent
 # where the later names the earlier.
 ORDER = [
     "__main__", "cli", "budget", "audit", "submit", "staging", "archive", "tune", "report",
-    "runner", "coordinator", "placement", "client", "cluster", "tables", "tracking",  # front and runtime
-    "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding", "noise",
-    "weights", "server", "sums", "privacy", "models", "data", "member", "own", "files", "keys", "errors", "interrupts", "reaper",
+    "runner", "coordinator", "placement", "client", "cluster", "tables", "tracking",
+    # no Ray from here on
+    "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding",
+    "noise", "weights", "server", "sums", "privacy", "models", "data", "member", "own", "files",
+    "keys", "errors", "interrupts", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -16,73 +16,199 @@ from raydpfl.config import dump, parse_yaml
 
 # What is changed (overrides of the small experiment), and how the one line begins.
 BAD = {
-    "unknown section": (["sever.kind=sgd"], "sever = {'kind': 'sgd'}: no such section; the sections are seed, rounds, data,"),
+    "unknown section": (
+        ["sever.kind=sgd"],
+        "sever = {'kind': 'sgd'}: no such section; the sections are seed, rounds, data,",
+    ),
     "unknown key": (["local.lrr=0.1"], "local.lrr = 0.1: no such key; the keys here are"),
-    "unknown key of a plain section": (["client.actor=2"], "client.actor = 2: no such key; the keys here are actors,"),
-    "key of another member": (["bounding.quantile=0.5"], "bounding.quantile = 0.5: no such key; the keys here are"),
+    "unknown key of a plain section": (
+        ["client.actor=2"],
+        "client.actor = 2: no such key; the keys here are actors,",
+    ),
+    "key of another member": (
+        ["bounding.quantile=0.5"],
+        "bounding.quantile = 0.5: no such key; the keys here are",
+    ),
     "no number": (["local.lr=fast"], "local.lr = 'fast': should be a valid number"),
     "no whole number": (["rounds=2.5"], "rounds = 2.5: should be a valid integer"),
     "truth value for a number": (["local.lr=yes"], "local.lr = True: a number, not a truth value"),
     "truth value for a count": (["rounds=true"], "rounds = True: a number, not a truth value"),
-    "truth value for a count of a plain section": (["evaluate.every=on"], "evaluate.every = True: a number, not a truth value"),
+    "truth value for a count of a plain section": (
+        ["evaluate.every=on"],
+        "evaluate.every = True: a number, not a truth value",
+    ),
     "no rounds": (["rounds=0"], "rounds = 0: should be greater than or equal to 1"),
-    "more rounds than can be": (["rounds=1000000000000"], "rounds = 1000000000000: should be less than or equal to 1000000000"),
-    "more clients than can be": (["data.clients=100000000000000000000"], "data.clients = 100000000000000000000: should be less than or equal to 1000000000"),
-    "more draws than can be": (["selection={kind: multinomial, cohort: 1000000000000}"], "selection.cohort = 1000000000000: should be less than or equal to"),
+    "more rounds than can be": (
+        ["rounds=1000000000000"],
+        "rounds = 1000000000000: should be less than or equal to 1000000000",
+    ),
+    "more clients than can be": (
+        ["data.clients=100000000000000000000"],
+        "data.clients = 100000000000000000000: should be less than or equal to 1000000000",
+    ),
+    "more draws than can be": (
+        ["selection={kind: multinomial, cohort: 1000000000000}"],
+        "selection.cohort = 1000000000000: should be less than or equal to",
+    ),
     "negative seed": (["seed=-1"], "seed = -1: should be greater than or equal to 0"),
-    "seed too large": (["seed=18446744073709551616"], "seed = 18446744073709551616: should be less than 18446744073709551616"),
+    "seed too large": (
+        ["seed=18446744073709551616"],
+        "seed = 18446744073709551616: should be less than 18446744073709551616",
+    ),
     "negative learning rate": (["local.lr=-0.1"], "local.lr = -0.1: should be greater than 0"),
     "infinite learning rate": (["server.lr=.inf"], "server.lr = inf: should be a finite number"),
     "no steps": (["local.steps=0"], "local.steps = 0: "),
-    "no batch": (["local.batch=0"], "local.batch = 0: should be greater than or equal to 1 or should be 'full'"),
+    "no batch": (
+        ["local.batch=0"],
+        "local.batch = 0: should be greater than or equal to 1 or should be 'full'",
+    ),
     "section that is no mapping": (["local=3"], "local = 3: a mapping with a kind"),
-    "unknown kind": (["bounding.kind=clp"], "bounding.kind = 'clp': one of none, clip, model_clip, normalize, smooth_normalize, quantile_clip, per_sample_clip, alpha_norm_ec, or the import path"),
-    "unknown server": (["server.kind=adan"], "server.kind = 'adan': one of sgd, momentum, adam, yogi, adagrad, or"),
-    "unknown selection": (["selection.kind=lottery"], "selection.kind = 'lottery': one of uniform, poisson, full"),
-    "unknown model": (["model.kind=perceptron"], "model.kind = 'perceptron': one of softmax, mlp, cnn,"),
+    "unknown kind": (
+        ["bounding.kind=clp"],
+        "bounding.kind = 'clp': one of none, clip, model_clip, normalize, smooth_normalize, "
+        "quantile_clip, per_sample_clip, alpha_norm_ec, or the import path",
+    ),
+    "unknown server": (
+        ["server.kind=adan"],
+        "server.kind = 'adan': one of sgd, momentum, adam, yogi, adagrad, or",
+    ),
+    "unknown selection": (
+        ["selection.kind=lottery"],
+        "selection.kind = 'lottery': one of uniform, poisson, full",
+    ),
+    "unknown model": (
+        ["model.kind=perceptron"],
+        "model.kind = 'perceptron': one of softmax, mlp, cnn,",
+    ),
     "unknown data": (["data.kind=imagenet"], "data.kind = 'imagenet': one of fashion_mnist_mini,"),
     "unknown partition": (["data.partition.kind=pie"], "data.partition.kind = 'pie': one of iid,"),
-    "module that is not there": (["bounding.kind=nowhere.at_all:Member"], "bounding.kind = 'nowhere.at_all:Member': an import path package.module:Name that can be imported (ModuleNotFoundError"),
-    "name that is not there": (["server.kind=raydpfl.server:Nothing"], "server.kind = 'raydpfl.server:Nothing': an import path package.module:Name that can be imported (AttributeError"),
-    "class of another family": (["server.kind=raydpfl.bounding:Clip"], "server.kind = 'raydpfl.bounding:Clip': a subclass of raydpfl.server.Server"),
-    "model that cannot be imported": (["model.kind=nowhere:Net"], "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported (ModuleNotFoundError"),
-    "cohort above the population": (["selection.cohort=51"], "selection.cohort = 51: at most the population of 50 clients"),
-    "no cohort": (["selection.cohort=0"], "selection.cohort = 0: should be greater than or equal to 1"),
-    "noise without a bound": (["bounding.kind=none"], "noise.kind = 'gaussian': noise needs a bound; set bounding.kind to clip"),
+    "module that is not there": (
+        ["bounding.kind=nowhere.at_all:Member"],
+        "bounding.kind = 'nowhere.at_all:Member': an import path package.module:Name that can be "
+        "imported (ModuleNotFoundError",
+    ),
+    "name that is not there": (
+        ["server.kind=raydpfl.server:Nothing"],
+        "server.kind = 'raydpfl.server:Nothing': an import path package.module:Name that can be "
+        "imported (AttributeError",
+    ),
+    "class of another family": (
+        ["server.kind=raydpfl.bounding:Clip"],
+        "server.kind = 'raydpfl.bounding:Clip': a subclass of raydpfl.server.Server",
+    ),
+    "model that cannot be imported": (
+        ["model.kind=nowhere:Net"],
+        "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported "
+        "(ModuleNotFoundError",
+    ),
+    "cohort above the population": (
+        ["selection.cohort=51"],
+        "selection.cohort = 51: at most the population of 50 clients",
+    ),
+    "no cohort": (
+        ["selection.cohort=0"],
+        "selection.cohort = 0: should be greater than or equal to 1",
+    ),
+    "noise without a bound": (
+        ["bounding.kind=none"],
+        "noise.kind = 'gaussian': noise needs a bound; set bounding.kind to clip",
+    ),
     "no bound": (["bounding={kind: clip}"], "bounding.bound = None: required"),
     "models sent by a cohort of no fixed size": (
         ["bounding.kind=model_clip", "selection.kind=poisson", "noise.placement=server"],
-        "selection.kind = 'poisson': one whose cohorts all have the size that the sum is divided by",
+        "selection.kind = 'poisson': one whose cohorts all have "
+        "the size that the sum is divided by",
     ),
     "bound of nothing": (["bounding.bound=0"], "bounding.bound = 0: should be greater than 0"),
-    "noise of two sizes": (["noise.epsilon=1"], "noise = ['epsilon', 'multiplier']: exactly one of epsilon, multiplier and std"),
-    "noise of no size": (["noise={kind: gaussian}"], "noise = None: exactly one of epsilon, multiplier and std"),
-    "epsilon of nothing": (["noise={kind: gaussian, epsilon: 0}"], "noise.epsilon = 0: should be greater than 0"),
-    "negative epsilon": (["noise={kind: gaussian, epsilon: -3}"], "noise.epsilon = -3: should be greater than 0"),
-    "epsilon that is no number": (["noise={kind: gaussian, epsilon: .nan}"], "noise.epsilon = nan: should be a finite number"),
+    "noise of two sizes": (
+        ["noise.epsilon=1"],
+        "noise = ['epsilon', 'multiplier']: exactly one of epsilon, multiplier and std",
+    ),
+    "noise of no size": (
+        ["noise={kind: gaussian}"],
+        "noise = None: exactly one of epsilon, multiplier and std",
+    ),
+    "epsilon of nothing": (
+        ["noise={kind: gaussian, epsilon: 0}"],
+        "noise.epsilon = 0: should be greater than 0",
+    ),
+    "negative epsilon": (
+        ["noise={kind: gaussian, epsilon: -3}"],
+        "noise.epsilon = -3: should be greater than 0",
+    ),
+    "epsilon that is no number": (
+        ["noise={kind: gaussian, epsilon: .nan}"],
+        "noise.epsilon = nan: should be a finite number",
+    ),
     "delta of one": (["noise.delta=1"], "noise.delta = 1: should be less than 1"),
-    "std with an adaptive bound": (["bounding.kind=quantile_clip", "noise={kind: gaussian, std: 1}"], "noise.std = 1.0: with an adaptive bound the noise moves with it"),
-    "epsilon without an accountant": (["noise={kind: gaussian, epsilon: 3}", "privacy.accountants=[]"], "privacy.accountants = []: noise.epsilon needs an accountant"),
-    "unknown accountant": (["privacy.accountants=[gdp]"], "privacy.accountants.0 = 'gdp': should be 'pld', 'rdp' or 'paper'"),
-    "budget without noise": (["noise={kind: none}", "privacy.budget=2"], "privacy.budget = 2.0: a budget needs noise and an accountant"),
-    "accountant that does not cover the mechanism": (["privacy.relation=add_remove"], "privacy.relation = 'add_remove': replace_one with selection.kind uniform; add_remove needs"),
-    "noise that tells the size of a secret cohort": (["selection.kind=poisson", "noise.placement=client"], "noise.placement = 'client': server or auto: noise drawn by"),
+    "std with an adaptive bound": (
+        ["bounding.kind=quantile_clip", "noise={kind: gaussian, std: 1}"],
+        "noise.std = 1.0: with an adaptive bound the noise moves with it",
+    ),
+    "epsilon without an accountant": (
+        ["noise={kind: gaussian, epsilon: 3}", "privacy.accountants=[]"],
+        "privacy.accountants = []: noise.epsilon needs an accountant",
+    ),
+    "unknown accountant": (
+        ["privacy.accountants=[gdp]"],
+        "privacy.accountants.0 = 'gdp': should be 'pld', 'rdp' or 'paper'",
+    ),
+    "budget without noise": (
+        ["noise={kind: none}", "privacy.budget=2"],
+        "privacy.budget = 2.0: a budget needs noise and an accountant",
+    ),
+    "accountant that does not cover the mechanism": (
+        ["privacy.relation=add_remove"],
+        "privacy.relation = 'add_remove': replace_one with "
+        "selection.kind uniform; add_remove needs",
+    ),
+    "noise that tells the size of a secret cohort": (
+        ["selection.kind=poisson", "noise.placement=client"],
+        "noise.placement = 'client': server or auto: noise drawn by",
+    ),
     "more clients than samples": (["data.clients=9001"], "data.clients = 9001: "),
-    "shards that the data cannot give": (["data.partition={kind: shards, per_client: 200}"], "data.clients = 50: 1 to 45 with 200 one-class shards each"),
-    "more classes than there are": (["data.partition={kind: classes-per-client, k: 11}"], "data.partition.k = 11: "),
+    "shards that the data cannot give": (
+        ["data.partition={kind: shards, per_client: 200}"],
+        "data.clients = 50: 1 to 45 with 200 one-class shards each",
+    ),
+    "more classes than there are": (
+        ["data.partition={kind: classes-per-client, k: 11}"],
+        "data.partition.k = 11: ",
+    ),
     "data that is not there": (["data={kind: mnist, clients: 50}"], "data.kind = 'mnist': "),
-    "table that is not there": (["data={kind: table, clients: 50, train: nowhere.parquet}"], "data.train = 'nowhere.parquet': "),
+    "table that is not there": (
+        ["data={kind: table, clients: 50, train: nowhere.parquet}"],
+        "data.train = 'nowhere.parquet': ",
+    ),
     "negative actors": (["client.actors=-1"], "client.actors = -1: should be at least 0"),
-    "actors in words": (["client.actors=many"], "client.actors = 'many': should be a valid integer or should be 'auto' or 'per-client'"),
-    "more actors than the machine can hold": (["client.actors=1000000"], "client.actors = 1000000: at most "),
-    "more CPUs than a node has": (["client.actors=1", "client.num_cpus=4096"], "client.num_cpus = 4096.0: at most the "),
-    "a GPU and a half": (["client.actors=1", "client.num_gpus=1.5"], "client.num_gpus = 1.5: a fraction of one GPU, or a whole number"),
+    "actors in words": (
+        ["client.actors=many"],
+        "client.actors = 'many': should be a valid integer or should be 'auto' or 'per-client'",
+    ),
+    "more actors than the machine can hold": (
+        ["client.actors=1000000"],
+        "client.actors = 1000000: at most ",
+    ),
+    "more CPUs than a node has": (
+        ["client.actors=1", "client.num_cpus=4096"],
+        "client.num_cpus = 4096.0: at most the ",
+    ),
+    "a GPU and a half": (
+        ["client.actors=1", "client.num_gpus=1.5"],
+        "client.num_gpus = 1.5: a fraction of one GPU, or a whole number",
+    ),
     "unknown way": (["client.way=fast"], "client.way = 'fast': should be 'auto',"),
-    "way that the model cannot go": (["model.kind=cnn", "client.way=sample_space"], "client.way = 'sample_space': "),
+    "way that the model cannot go": (
+        ["model.kind=cnn", "client.way=sample_space"],
+        "client.way = 'sample_space': ",
+    ),
     "override without a value": (["rounds"], "override = 'rounds': section.key=value"),
-    "override into a number": (["rounds.more=3"], "rounds.more = 3: rounds is 4, which has no keys"),
+    "override into a number": (
+        ["rounds.more=3"],
+        "rounds.more = 3: rounds is 4, which has no keys",
+    ),
     "override that is no YAML": (["local.lr=[1"], "local.lr = '[1': a value in YAML"),
-}  # fmt: skip
+}
 
 
 def complain(arguments, monkeypatch, capsys, code=2) -> str:

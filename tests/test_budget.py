@@ -207,7 +207,10 @@ def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(
     assert answer.true_epsilon == pytest.approx(truth, rel=5e-3) and answer.overclaims == (
         truth > claim
     )
-    said = f"paper 003, as printed, asks for noise multiplier {answer.noise_multiplier:.4g}; the epsilon there is {answer.true_epsilon:.4g}"
+    said = (
+        f"paper 003, as printed, asks for noise multiplier {answer.noise_multiplier:.4g}; the "
+        f"epsilon there is {answer.true_epsilon:.4g}"
+    )
     assert said + (", more than it claims." if truth > claim else ".") in " ".join(
         shown(noise).split()
     )
@@ -513,41 +516,62 @@ GIVEN = "--population 100 --cohort 20 --rounds 10"
 LOCALLY = "--unit sample --samples 600 --batch 10"
 BAD = {
     "": "--population = None: required with --unit client",
-    "--population 100 --epsilon 1 --rounds 10": "--cohort = None: an integer from 1 to the population of 100",
-    GIVEN: "given = ['rounds']: two of noise (--noise-multiplier or --std), --epsilon and --rounds; the third is computed",
+    "--population 100 --epsilon 1 --rounds 10": "--cohort = None: an integer from 1 to the "
+    "population of 100",
+    GIVEN: "given = ['rounds']: two of noise (--noise-multiplier or --std), --epsilon and "
+    "--rounds; the third is computed",
     f"{GIVEN} --epsilon 1 --noise-multiplier 1": "given = ['noise', 'epsilon', 'rounds']: two of",
     f"{GIVEN} --epsilon 0": "--epsilon = 0.0: a positive finite number",
     f"{GIVEN} --epsilon nan": "--epsilon = nan: a positive finite number",
     f"{GIVEN} --noise-multiplier 0": "--noise-multiplier = 0.0: a positive finite number",
     f"{GIVEN} --noise-multiplier 1 --std 1": "--std = 1.0: --noise-multiplier or --std, not both",
-    f"{GIVEN} --std 1e9 --bound 1": "--std = 1000000000.0: a noise multiplier from 1e-06 to 1e+06; this one is 4.472e+09",
+    f"{GIVEN} --std 1e9 --bound 1": "--std = 1000000000.0: a noise multiplier from 1e-06 to "
+    "1e+06; this one is 4.472e+09",
     f"{GIVEN} --std 1": "--bound = None: the L2 bound that --std is to be compared with",
     f"{GIVEN} --epsilon 1 --delta 0": "--delta = 0.0: a number between 0 and 1",
-    f"{GIVEN} --epsilon 1 --relation swap": "--relation = 'swap': one of add_remove, zero_out, replace_one",
-    f"{GIVEN} --epsilon 1 --sampling lottery": "--sampling = 'lottery': one of fixed, poisson, full, with_replacement",
+    f"{GIVEN} --epsilon 1 --relation swap": "--relation = 'swap': one of add_remove, zero_out, "
+    "replace_one",
+    f"{GIVEN} --epsilon 1 --sampling lottery": "--sampling = 'lottery': one of fixed, poisson, "
+    "full, with_replacement",
     f"{GIVEN} --epsilon 1 --placement step": "--placement = 'step': client or server",
     f"{GIVEN} --epsilon 1 --participations 11": "--participations = 11: an integer from 1 to 10",
-    f"{GIVEN} --epsilon 1 --steps 3": "--steps = 3: not with --unit client, which takes --population,",
-    f"{GIVEN} --epsilon 1 --relation add-remove": "--relation = 'add_remove': noise drawn by the clients comes and goes with a client "
+    f"{GIVEN} --epsilon 1 --steps 3": "--steps = 3: not with --unit client, which takes "
+    "--population,",
+    f"{GIVEN} --epsilon 1 --relation add-remove": "--relation = 'add_remove': noise drawn by the "
+    "clients comes and goes with a client "
     "under add_remove; nearest: --relation replace_one",
-    f"{GIVEN} --epsilon 1 --sampling poisson --placement client": "--placement = 'client': noise drawn by the clients has a std that "
+    f"{GIVEN} --epsilon 1 --sampling poisson --placement client": "--placement = 'client': noise "
+    "drawn by the "
+    "clients has a std that "
     "depends on the secret Poisson cohort; nearest: --placement server",
-    "--population 100 --cohort 20 --noise-multiplier 1 --epsilon 0.1": "--epsilon = 0.1: at least 7.62, which one round spends; "
+    "--population 100 --cohort 20 --noise-multiplier 1 --epsilon 0.1": "--epsilon = 0.1: at least "
+    "7.62, which "
+    "one round spends; "
     "or more noise",
-    "--population 100 --cohort 20 --noise-multiplier 1 --rounds 0": "--rounds = 0: an integer, at least 1",
+    "--population 100 --cohort 20 --noise-multiplier 1 --rounds 0": "--rounds = 0: an integer, "
+    "at least 1",
     "--population ten": "Invalid value for '--population'",
     "--unit house": "--unit = 'house': client or sample",
-    "--unit sample --samples 600 --batch 601 --steps 1 --participations 1 --epsilon 1": "--batch = 601: an integer from 1 "
+    "--unit sample --samples 600 --batch 601 --steps 1 --participations 1 --epsilon 1": "--batch = "
+    "601: "
+    "an "
+    "integer "
+    "from 1 "
     "to the population of 600",
     f"{LOCALLY} --steps 0 --participations 1 --epsilon 1": "--steps = 0: an integer, at least 1",
-    f"{LOCALLY} --steps 1 --participations 0 --epsilon 1": "--participations = 0: an integer, at least 1",
-    f"{LOCALLY} --steps 1 --participations 1 --epsilon 1 --sampling epochs": "--sampling = 'epochs': shuffled epochs "
+    f"{LOCALLY} --steps 1 --participations 0 --epsilon 1": "--participations = 0: an "
+    "integer, at least 1",
+    f"{LOCALLY} --steps 1 --participations 1 --epsilon 1 --sampling epochs": "--sampling = "
+    "'epochs': "
+    "shuffled epochs "
     "have no accountant; nearest: fixed, a fresh batch at each step",
-    "small.yaml --epsilon 3": "--epsilon = 3.0: not with a CONFIG; change its fields, as in noise.epsilon=3",
+    "small.yaml --epsilon 3": "--epsilon = 3.0: not with a CONFIG; change its fields, as in "
+    "noise.epsilon=3",
     "small.yaml noise={kind:\u00a0none}": "noise.kind = 'none': a noise with a budget",
-    "small.yaml selection.kind=poisson noise.placement=client": "noise.placement = 'client': server or auto: ",
+    "small.yaml selection.kind=poisson noise.placement=client": "noise.placement = 'client': "
+    "server or auto: ",
     "nothing.yaml": "config = 'nothing.yaml': a file that can be read",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", BAD)

@@ -316,7 +316,9 @@ def test_no_member_changes_the_sizes_that_accountants_read():
     [{"kind": "full"}, {"kind": "cyclic", "period": 2}, {"kind": "uniform", "cohort": 20}],
 )
 def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(selection):
-    """Later contributions tell of that noise; who sees each update sees what its client remembers."""
+    """Later contributions tell of that noise; who sees each update sees what its client
+    remembers.
+    """
     steps = {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}
     plan = Plan.make(experiment(local=steps, selection=selection))
     kinds = {(one.observer, one.kind) for one in plan.guarantees(4, {3: 2})}

@@ -31,7 +31,8 @@ import sys
 from ray.cluster_utils import Cluster
 
 node = {"num_cpus": 1, "object_store_memory": 80_000_000}
-cluster = Cluster(initialize_head=True, connect=False, head_node_args={**node, "include_dashboard": False})
+head = {**node, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
 nodes = [cluster.head_node, cluster.add_node(**node), cluster.add_node(**node)]
 cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
@@ -167,7 +168,7 @@ def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inli
         assert rows[name] == whole.rounds[name].to_pylist()
 
 
-def test_the_loss_of_the_node_of_driver_and_coordinator_ends_in_a_clear_error_and_resume_elsewhere_gives_the_bits(
+def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gives_the_bits(
     tmp_path, cluster, whole
 ):
     host, environment = cluster
@@ -226,9 +227,12 @@ AMOUNTS = {
 }
 CONTAINER = mapping(
     "name image resources",
-    name=TEXT, image=TEXT, env=listed(mapping("name value", name=TEXT, value=TEXT)),
-    resources=mapping("requests limits", requests=AMOUNTS, limits=AMOUNTS), volumeMounts=listed(mapping("name mountPath", name=TEXT, mountPath=TEXT)),
-)  # fmt: skip
+    name=TEXT,
+    image=TEXT,
+    env=listed(mapping("name value", name=TEXT, value=TEXT)),
+    resources=mapping("requests limits", requests=AMOUNTS, limits=AMOUNTS),
+    volumeMounts=listed(mapping("name mountPath", name=TEXT, mountPath=TEXT)),
+)
 VOLUME = mapping(
     "name persistentVolumeClaim",
     name=TEXT,
@@ -248,14 +252,22 @@ GROUP = {
 SCALE = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT}
 RAY_CLUSTER = mapping(
     "headGroupSpec",
-    rayVersion=TEXT, authOptions=mapping("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT), enableInTreeAutoscaling={"type": "boolean"},
+    rayVersion=TEXT,
+    authOptions=mapping("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+    enableInTreeAutoscaling={"type": "boolean"},
     headGroupSpec=mapping("rayStartParams template", **GROUP),
-    workerGroupSpecs=listed(mapping("groupName minReplicas maxReplicas rayStartParams template", **SCALE, **GROUP)),
-)  # fmt: skip
+    workerGroupSpecs=listed(
+        mapping("groupName minReplicas maxReplicas rayStartParams template", **SCALE, **GROUP)
+    ),
+)
 RAY_JOB = mapping(
     "entrypoint rayClusterSpec",
-    entrypoint=TEXT, rayClusterSpec=RAY_CLUSTER, shutdownAfterJobFinishes={"type": "boolean"}, ttlSecondsAfterFinished=COUNT, backoffLimit=COUNT,
-)  # fmt: skip
+    entrypoint=TEXT,
+    rayClusterSpec=RAY_CLUSTER,
+    shutdownAfterJobFinishes={"type": "boolean"},
+    ttlSecondsAfterFinished=COUNT,
+    backoffLimit=COUNT,
+)
 STORAGE = mapping("requests", requests=mapping("storage", storage=TEXT))
 CLAIM = mapping(
     "accessModes resources", accessModes=listed(TEXT), resources=STORAGE, storageClassName=TEXT

@@ -104,7 +104,8 @@ def test_a_file_of_components_that_do_not_fit_is_refused(arrays, tmp_path):
     np.savez(tmp_path / "public.npz", **{"components": np.zeros((4, 25))} | arrays)
     with pytest.raises(
         ConfigError,
-        match=r"data.features.file = 'public.npz': an NPZ file with mean \[25\] and components \[4 or more, 25\]",
+        match=r"data.features.file = 'public.npz': an NPZ file with mean \[25\] and components "
+        r"\[4 or more, 25\]",
     ):
         Pca(components=4, file="public.npz").columns(images(9, 1, 5), images(3, 1, 5), tmp_path)
 
@@ -162,7 +163,8 @@ def test_a_net_that_fails_leaves_nothing_in_the_cache(tmp_path, cache):
     (tmp_path / "net.pt").write_bytes(b"nonsense")
     with pytest.raises(
         ConfigError,
-        match=r"data.features.weights = 'net.pt': a file with a state dict of torchvision's resnet18 \(UnpicklingError",
+        match=r"data.features.weights = 'net.pt': a file with a state dict of torchvision's "
+        r"resnet18 \(UnpicklingError",
     ):
         ResNet18Features(weights="net.pt").columns(images(2), images(2), tmp_path)
     torch.save({"fc.weight": torch.zeros(1)}, tmp_path / "net.pt")

@@ -60,7 +60,8 @@ def slow_lane(described, seed, clients, rows):
             own_x, own_y = split.rows(client, client + 1)
             n[lane] = len(own_y)
             for row in range(len(own_y)):
-                x[lane, row], y[lane, row] = own_x[row].astype(np.float64), own_y[row]
+                x[lane, row] = own_x[row].astype(np.float64)
+                y[lane, row] = own_y[row]
                 if own_x.dtype == np.uint8:
                     x[lane, row] /= 255
                 for channel in range(len(split.mean)):
@@ -73,11 +74,14 @@ def slow_lane(described, seed, clients, rows):
 @pytest.mark.parametrize(
     "described",
     [
-        mini(), mini(normalize=True), mini(features={"kind": "pca", "components": 7}), synthetic(sizes={"kind": "spread"}),
+        mini(),
+        mini(normalize=True),
+        mini(features={"kind": "pca", "components": 7}),
+        synthetic(sizes={"kind": "spread"}),
         data.parse({"kind": "quadratics", "clients": 40, "dimension": 30, "rank": 4}),
     ],
     ids=["scaled", "normalized", "principal", "synthetic", "regression"],
-)  # fmt: skip
+)
 def test_a_lane_is_the_clients_rows_padded_with_zeros(described):
     opened = Shards.open(prepare(described, seed=5))
     rows = int(opened.sizes.max()) + 1
@@ -290,10 +294,14 @@ def test_what_was_done_is_written_down():
         )
     )
     assert described == {
-        "clients": 300, "samples": 9000, "test_samples": 2000, "unused": 0,
-        "samples_per_client": {"min": 30, "median": 30.0, "max": 30}, "classes_per_client": {"min": 2, "median": 4.0, "max": 5},
+        "clients": 300,
+        "samples": 9000,
+        "test_samples": 2000,
+        "unused": 0,
+        "samples_per_client": {"min": 30, "median": 30.0, "max": 30},
+        "classes_per_client": {"min": 2, "median": 4.0, "max": 5},
         "commonest_class_per_client": {"min": 0.2, "median": 0.4, "max": 0.6},
-    }  # fmt: skip
+    }
     kinds = ({"kind": "iid"}, {"kind": "dirichlet", "psi": 5}, {"kind": "dirichlet", "psi": 0.1})
     shares = [
         data.describe(mini(clients=20, partition=kind))["commonest_class_per_client"]["median"]

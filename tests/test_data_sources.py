@@ -118,7 +118,8 @@ def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path)
         )
     with pytest.raises(
         ConfigError,
-        match=r"data.normalize = True: false: mean and std are \[0.035\] and \[0.0\], not \(0.1307,\)",
+        match=r"data.normalize = True: false: mean and std are \[0.035\] and \[0.0\], not "
+        r"\(0.1307,\)",
     ):
         data.parse({"kind": "mnist", "clients": 2, "normalize": True}).split(0, tmp_path)
 
@@ -324,9 +325,15 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
 )
 def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path):
     columns = {
-        "a": np.arange(4.0), "gap": pa.array([1.0, None, 2.0, 3.0]), "nan": [0, 1, np.nan, 3], "text": list("abcd"), "label": [0, 1, 0, 1],
-        "half": [0, 0.5, 1, 1], "image": [encoded(np.zeros((2, 2), np.uint8)), b"x", b"y", b"z"], "who": list("aabb"),
-    }  # fmt: skip
+        "a": np.arange(4.0),
+        "gap": pa.array([1.0, None, 2.0, 3.0]),
+        "nan": [0, 1, np.nan, 3],
+        "text": list("abcd"),
+        "label": [0, 1, 0, 1],
+        "half": [0, 0.5, 1, 1],
+        "image": [encoded(np.zeros((2, 2), np.uint8)), b"x", b"y", b"z"],
+        "who": list("aabb"),
+    }
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"nonsense")
     with pytest.raises(ConfigError) as refused:
@@ -589,9 +596,14 @@ def test_large_images_of_flat_colour_and_progressive_ones_are_taken(tmp_path):
 
 
 LISTS = [
-    pa.list_(pa.float32()), pa.list_(pa.float32(), 3), pa.large_list(pa.float32()), pa.binary(), pa.float32(),
-    pa.struct([("bytes", pa.binary())]), pa.list_(pa.list_(pa.float32())),
-]  # fmt: skip
+    pa.list_(pa.float32()),
+    pa.list_(pa.float32(), 3),
+    pa.large_list(pa.float32()),
+    pa.binary(),
+    pa.float32(),
+    pa.struct([("bytes", pa.binary())]),
+    pa.list_(pa.list_(pa.float32())),
+]
 
 
 @pytest.mark.parametrize("kind", LISTS, ids=str)
@@ -607,12 +619,20 @@ def test_a_column_without_rows_is_refused(kind, tmp_path):
 
 
 ODD = {
-    "dates": pa.array([0, 1], pa.date32()), "durations": pa.array([0, 1], pa.duration("s")), "decimals": pa.array([1, 2], pa.decimal128(9, 2)),
-    "structs": pa.array([{"a": 1}, {"a": 2}]), "maps": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
-    "lists of lists": pa.array([[[1.0]], [[2.0]]]), "lists of words": pa.array([["a"], ["b"]]), "empty lists": pa.array([[], []], pa.list_(pa.int8())),
-    "lists of several lengths": pa.array([[1], [1, 2]]), "lists with gaps": pa.array([[1, None], [1, 2]]), "nothing": pa.nulls(2),
-    "words by number": pa.array(["a", "b"]).dictionary_encode(), "runs": pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"]),
-}  # fmt: skip
+    "dates": pa.array([0, 1], pa.date32()),
+    "durations": pa.array([0, 1], pa.duration("s")),
+    "decimals": pa.array([1, 2], pa.decimal128(9, 2)),
+    "structs": pa.array([{"a": 1}, {"a": 2}]),
+    "maps": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+    "lists of lists": pa.array([[[1.0]], [[2.0]]]),
+    "lists of words": pa.array([["a"], ["b"]]),
+    "empty lists": pa.array([[], []], pa.list_(pa.int8())),
+    "lists of several lengths": pa.array([[1], [1, 2]]),
+    "lists with gaps": pa.array([[1, None], [1, 2]]),
+    "nothing": pa.nulls(2),
+    "words by number": pa.array(["a", "b"]).dictionary_encode(),
+    "runs": pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"]),
+}
 
 
 @pytest.mark.filterwarnings("error")

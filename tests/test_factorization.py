@@ -39,7 +39,9 @@ def _error(c, rounds: int, momentum: float = 0.0) -> float:
 
 
 def _root(bands: int) -> np.ndarray:
-    """The first diagonals of the square root of the lower triangle of ones: binomial(2k, k) / 4^k."""
+    """The first diagonals of the square root of the lower triangle of ones: binomial(2k, k)
+    / 4^k.
+    """
     return np.array([math.comb(2 * k, k) / 4**k for k in range(bands)])
 
 
@@ -117,7 +119,7 @@ def test_the_optimum_is_what_a_search_without_gradients_over_dense_matrices_find
 
 
 @pytest.mark.parametrize("rounds", [4, 8, 16, 32, 64])
-def test_with_all_bands_the_error_is_within_four_percent_of_the_best_of_all_matrices_and_never_below(
+def test_with_all_bands_the_error_is_within_four_percent_of_the_best_and_never_below(
     rounds,
 ):
     """The square-root factorisation, near-optimal itself, is 5 to 7 % above."""

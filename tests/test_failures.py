@@ -94,7 +94,8 @@ from torch import nn
 class Sleeps(nn.Module):
     def __init__(self, samples):
         super().__init__()
-        self.samples, self.layer = samples, nn.Sequential(nn.Conv2d(1, 1, 3, 3), nn.Flatten(), nn.Linear(81, 10))
+        self.samples = samples
+        self.layer = nn.Sequential(nn.Conv2d(1, 1, 3, 3), nn.Flatten(), nn.Linear(81, 10))
 
     def forward(self, x):
         if len(x) == self.samples:

@@ -63,7 +63,9 @@ def test_a_sum_out_of_range_is_a_divergence():
 
 
 def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
-    """002 Lemma 5: the mean of (N/r) sum p_i Delta_i over all cohorts of size r is sum p_i Delta_i."""
+    """002 Lemma 5: the mean of (N/r) sum p_i Delta_i over all cohorts of size r is sum p_i
+    Delta_i.
+    """
     sizes = np.array([1, 5, 2, 9, 3])
     r = 2
     updates = np.random.default_rng(1).normal(size=(5, 4))
@@ -88,7 +90,8 @@ def reference_step(kind, x, u, state, lr, b1=0.9, b2=0.99, tau=1e-3):
             v = v - (1 - b2) * u[j] ** 2 * np.sign(v - u[j] ** 2)
         else:
             v = v + u[j] ** 2
-        state["m"][j], state["v"][j] = m, v
+        state["m"][j] = m
+        state["v"][j] = v
         out.append(x[j] + lr * m / (math.sqrt(v) + tau))
     return np.array(out)
 
@@ -159,7 +162,9 @@ def test_torch_streams_keep_all_the_bits_of_their_key():
 
 
 def test_client_noise_has_its_law_and_is_independent_over_clients_and_rounds():
-    """Kolmogorov-Smirnov and correlations of 60 vectors of 500; false-alarm rate about 1e-4 each."""
+    """Kolmogorov-Smirnov and correlations of 60 vectors of 500; false-alarm rate about 1e-4
+    each.
+    """
     vectors = np.array(
         [drawn.client_noise(0, t, range(6), [0] * 6, 2.0, 500) for t in range(10)]
     ).reshape(60, 500)

@@ -110,8 +110,10 @@ def test_data_of_a_members_changed_code_are_made_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code = (
         "import numpy as np\nfrom raydpfl import data\nclass Own(data.Data):\n    kind: str = ''\n"
-        "    def split(self, seed, root):\n        x, y = np.full((4, 2), FILL, np.float32), np.arange(4) % 2\n"
-        "        return data.Split(np.array([2, 2]), (2,), 2, lambda a, b: (x[2 * a : 2 * b], y[2 * a : 2 * b]), lambda: (x, y))\n"
+        "    def split(self, seed, root):\n        x, y = np.full((4, 2), FILL, np.float32), "
+        "np.arange(4) % 2\n"
+        "        return data.Split(np.array([2, 2]), (2,), 2, lambda a, b: (x[2 * a : 2 * b], y[2 "
+        "* a : 2 * b]), lambda: (x, y))\n"
     )
     (tmp_path / "ownsource.py").write_text(code.replace("FILL", "1.0"))
     described = data.parse({"kind": "ownsource:Own"})

@@ -180,12 +180,15 @@ def rows(sizes=SIZES, n=13, seed=1, shape=SHAPE, regression=False):
         else torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
     )
     for slot, size in enumerate(sizes):  # whoever looks at padding will show it
-        x[slot, size:], y[slot, size:] = float("nan"), float("nan") if regression else -7
+        x[slot, size:] = float("nan")
+        y[slot, size:] = float("nan") if regression else -7
     return x, y
 
 
 def corrected(sizes, d: int, seed=3) -> torch.Tensor:
-    """A correction of norm about 1 for each client; whoever looks at an empty slot's will show it."""
+    """A correction of norm about 1 for each client; whoever looks at an empty slot's will
+    show it.
+    """
     corrections = torch.randn(len(sizes), d, generator=torch.Generator().manual_seed(seed)) / d**0.5
     corrections[np.equal(sizes, 0)] = float("nan")
     return corrections
@@ -304,7 +307,8 @@ def check_bits_in_and_out_of_company(way, module, local, corrects=False, regress
         for into, source in ((alone_x, x), (alone_y, y), (others_x, x), (others_y, y)):
             into[slot] = source[slot]
         if corrects:
-            alone_c[slot], others_c[slot] = corrections[slot], corrections[slot]
+            alone_c[slot] = corrections[slot]
+            others_c[slot] = corrections[slot]
         alone_c, others_c = (alone_c, others_c) if corrects else (None, None)
         keep = np.arange(5) == slot
         alone = train(
@@ -576,7 +580,7 @@ def test_a_label_that_the_model_does_not_know_is_an_error(way):
         train(way, made("mlp"), LOCALS["full gradient"], x, y)
 
 
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # batches
 
 
@@ -658,7 +662,7 @@ def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, m
         )
 
 
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # which way
 
 
@@ -687,7 +691,8 @@ def test_rows_that_no_batch_takes_are_not_needed(way):
     few = []
     for slot, some in enumerate(rows):
         some = np.arange(sizes[slot]) if some is None else some
-        few_x[slot, : len(some)], few_y[slot, : len(some)] = x[slot, some], y[slot, some]
+        few_x[slot, : len(some)] = x[slot, some]
+        few_y[slot, : len(some)] = y[slot, some]
         few.append(len(some))
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
     whole = trainer.lane(parameters, x, y, sizes, **name)
@@ -961,7 +966,8 @@ def test_corrections_are_never_trained_in_sample_space():
 def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd, with clipping of each sample\)",
+        match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd, with clipping of each "
+        rf"sample\)",
     ):
         Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
     with pytest.raises(ConfigError, match=rf"client\.way = '{way}'"):
@@ -979,7 +985,8 @@ def test_regression_needs_a_module_with_a_single_output(way):
     for name in ("mlp", "residual"):
         with pytest.raises(
             ConfigError,
-            match=r"model = '\w+': a module with a single output, for regression; 2 samples give it shape \(2, 4\)",
+            match=r"model = '\w+': a module with a single output, for regression; 2 samples give "
+            r"it shape \(2, 4\)",
         ):
             resolve(made(name), Sgd(), 20, SHAPE, way, regression=True)
     if way != "auto":
@@ -995,7 +1002,7 @@ def test_an_unknown_way_is_refused_by_name():
         resolve(made("mlp"), Sgd(), 20, SHAPE, "lopo")
 
 
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # scaffold
 
 
@@ -1079,14 +1086,18 @@ if sys.argv[1] == "tuned":
     tune_allocator()
     waste = [torch.rand(100_003) for _ in range(7)]
 torch.manual_seed(int(sys.argv[2]))
-for kind, ways in (("softmax", ("sample_space", "fused", "vmap")), ("mlp", ("sample_space", "fused", "vmap")), ("cnn", ("loop",))):
+linear = ("sample_space", "fused", "vmap")
+for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("loop",)}.items():
     module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
     generator = np.random.default_rng(0)
-    x, y = generator.random((3, 13, 1, 28, 28), dtype=np.float32), generator.integers(0, 10, (3, 13))
+    x = generator.random((3, 13, 1, 28, 28), dtype=np.float32)
+    y = generator.integers(0, 10, (3, 13))
+    who = {"t": 0, "clients": [1, 2, 3], "draws": [0, 0, 0]}
     for way in ways:
         trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), way=way, seed=1)
-        lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], t=0, clients=[1, 2, 3], draws=[0, 0, 0])
-        print(way, hashlib.sha256(b"".join(block.updates.numpy().tobytes() for block in lane)).hexdigest())
+        lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], **who)
+        updates = b"".join(block.updates.numpy().tobytes() for block in lane)
+        print(way, hashlib.sha256(updates).hexdigest())
 """
 
 

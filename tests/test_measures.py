@@ -80,9 +80,13 @@ def test_angles_are_to_the_last_global_update(tmp_path):
     next global update, known from the trajectory.
     """
     sections = {
-        "data": {"clients": 1}, "selection": {"kind": "full"}, "bounding": {"kind": "none"}, "noise": {"kind": "none"}, "server": {"kind": "sgd"},
+        "data": {"clients": 1},
+        "selection": {"kind": "full"},
+        "bounding": {"kind": "none"},
+        "noise": {"kind": "none"},
+        "server": {"kind": "sgd"},
         "measure": {"clients": True, "bounding": True, "trajectory": True},
-    }  # fmt: skip
+    }
     run(experiment(**sections), tmp_path / "out")
     updates = np.diff(
         Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float), axis=0
@@ -128,9 +132,12 @@ def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_wha
 
 def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(tmp_path):
     sections = {
-        "bounding": {"kind": "normalize", "bound": 1.0}, "measure": {"bounding": True}, "data": {"clients": 1}, "selection": {"kind": "full"},
+        "bounding": {"kind": "normalize", "bound": 1.0},
+        "measure": {"bounding": True},
+        "data": {"clients": 1},
+        "selection": {"kind": "full"},
         "noise": {"kind": "gaussian", "multiplier": 2.0, "placement": "server"},
-    }  # fmt: skip
+    }
     rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
     assert all(row["snr"] == pytest.approx(1 / (2 * math.sqrt(7850)), rel=0.05) for row in rows)
 

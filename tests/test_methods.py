@@ -489,7 +489,7 @@ def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
     assert result.guarantees[0].epsilon <= 5.0
 
 
-def test_a_virtual_cohort_leaves_on_the_mean_the_noise_it_would_have_and_says_whose_guarantee_it_is():
+def test_a_virtual_cohort_leaves_its_noise_on_the_mean_and_says_whose_guarantee_it_is():
     virtual = experiment(
         noise={
             "kind": "gaussian",
@@ -559,7 +559,8 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
 def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
     (tmp_path / "mine_weights.py").write_text(
         "import numpy as np\nfrom raydpfl.weights import Weights\n"
-        "class Signed(Weights):\n    def of(self, sizes, samples, population):\n        return np.full(len(sizes), -3.0)\n"
+        "class Signed(Weights):\n    def of(self, sizes, samples, population):\n        return "
+        "np.full(len(sizes), -3.0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     plan = Plan.make(experiment(weights={"kind": "mine_weights:Signed"}))
@@ -781,9 +782,18 @@ def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
 
 
 SELECTIONS = {
-    "uniform": {}, "poisson": {}, "full": None, "multinomial": {}, "unbiased": {}, "importance": {"power": 0.5}, "fedavg_stale": {}, "first_responders": {},
-    "cyclic": None, "availability": {"period": 5, "window": 2}, "power_of_choice": {"pool": 20},
-}  # fmt: skip
+    "uniform": {},
+    "poisson": {},
+    "full": None,
+    "multinomial": {},
+    "unbiased": {},
+    "importance": {"power": 0.5},
+    "fedavg_stale": {},
+    "first_responders": {},
+    "cyclic": None,
+    "availability": {"period": 5, "window": 2},
+    "power_of_choice": {"pool": 20},
+}
 
 
 @pytest.mark.parametrize("kind", SELECTIONS)
@@ -841,7 +851,8 @@ def test_noise_is_calibrated_by_the_first_accountant_that_covers_it_and_refused_
     ].as_py() == pytest.approx(6.0, rel=1e-3)
     with pytest.raises(
         ConfigError,
-        match=r"privacy.accountants = 'rdp': draws with replacement are not covered by rdp; nearest: pld",
+        match=r"privacy.accountants = 'rdp': draws with replacement are not covered by rdp; "
+        r"nearest: pld",
     ):
         run(experiment(**chosen, privacy={"accountants": ["rdp", "paper"]}), tmp_path / "refused")
 

@@ -295,15 +295,18 @@ def test_a_config_read_back_is_the_same_config():
     [
         (
             {"kind": "perceptron"},
-            "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, resnet18, linear",
+            "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, "
+            "resnet18, linear",
         ),
         (
             {"kind": "user_nets:Missing"},
-            "model.kind = 'user_nets:Missing': an import path package.module:Name that can be imported (Attr",
+            "model.kind = 'user_nets:Missing': an import path package.module:Name that can be "
+            "imported (Attr",
         ),
         (
             {"kind": "nowhere:Net"},
-            "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported (ModuleNotFound",
+            "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported "
+            "(ModuleNotFound",
         ),
         (
             {"kind": "user_nets:number"},
@@ -336,7 +339,8 @@ def test_a_config_read_back_is_the_same_config():
         ),
         (
             {"kind": "user_nets:Counting"},
-            "model.kind = 'user_nets:Counting': a module that changes no buffer in training; seen changes",
+            "model.kind = 'user_nets:Counting': a module that changes no buffer in training; seen "
+            "changes",
         ),
         (
             {"kind": "user_nets:spectral"},

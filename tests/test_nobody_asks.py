@@ -57,7 +57,6 @@ KNOWN: dict[str, int] = {
     "audit/__init__.py": 1,
     "audit/canaries.py": 2,
     "audit/checks.py": 3,
-    "audit/steps.py": 1,
     "audit/views.py": 3,
     "budget.py": 14,
     "client.py": 4,

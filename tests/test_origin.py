@@ -87,13 +87,24 @@ def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_i
 
 def test_any_other_release_has_other_noise():
     changes = [
-        {}, {"seed": 4}, {"local": {"lr": 0.2}}, {"local": {"steps": 6}}, {"bounding": {"bound": 0.5}},
-        {"bounding": {"kind": "normalize", "bound": 1.0}}, {"noise": {"kind": "gaussian", "multiplier": 1.1}},
-        {"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}}, {"data": {"clients": 60}},
-        {"data": {"partition": {"kind": "shards", "per_client": 5}}}, {"model": {"kind": "mlp", "hidden": [8]}},
-        {"selection": {"kind": "uniform", "cohort": 19}}, {"weights": {"kind": "data"}}, {"client": {"lane": 4}},
-        {"server": {"kind": "momentum", "lr": 0.5}}, {"client": {"way": "loop"}}, {"client": {"on_error": "drop"}},
-    ]  # fmt: skip
+        {},
+        {"seed": 4},
+        {"local": {"lr": 0.2}},
+        {"local": {"steps": 6}},
+        {"bounding": {"bound": 0.5}},
+        {"bounding": {"kind": "normalize", "bound": 1.0}},
+        {"noise": {"kind": "gaussian", "multiplier": 1.1}},
+        {"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"}},
+        {"data": {"clients": 60}},
+        {"data": {"partition": {"kind": "shards", "per_client": 5}}},
+        {"model": {"kind": "mlp", "hidden": [8]}},
+        {"selection": {"kind": "uniform", "cohort": 19}},
+        {"weights": {"kind": "data"}},
+        {"client": {"lane": 4}},
+        {"server": {"kind": "momentum", "lr": 0.5}},
+        {"client": {"way": "loop"}},
+        {"client": {"on_error": "drop"}},
+    ]
     seeds = [Plan.make(experiment(**change)).noise_seed for change in changes]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 64 for seed in seeds)
 
@@ -190,9 +201,11 @@ def mine(tmp_path, monkeypatch):
         "import math\n\ndef squash(x):\n    return math.tanh(x)\n"
     )
     (folder / "mine_origin.py").write_text(
-        "import numpy\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\nfrom mine_helper import squash\n\n"
+        "import numpy\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\nfrom "
+        "mine_helper import squash\n\n"
         "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n\n"
-        "    def factor(self, norm, bound):\n        return bound * squash(norm / bound) / norm if norm > 0 else 0.0\n"
+        "    def factor(self, norm, bound):\n        return bound * squash(norm / bound) / norm "
+        "if norm > 0 else 0.0\n"
     )
     monkeypatch.syspath_prepend(folder)
     yield folder
@@ -229,7 +242,9 @@ def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
 
 
 def begun(out, saved: int, releases: int, **sections) -> None:
-    """A run with a checkpoint of `saved` rounds that has released `releases`, and then was killed."""
+    """A run with a checkpoint of `saved` rounds that has released `releases`, and then was
+    killed.
+    """
     out.mkdir()
     coordinator = Coordinator(Plan.make(experiment(**sections)), str(out), 0)
     coordinator.start()

@@ -263,7 +263,8 @@ def rows(sizes=SIZES, n=7, seed=1, regression=False):
     y = torch.randint(0, CLASSES, (len(sizes), n), generator=generator)
     y = torch.randn(len(sizes), n, generator=generator) if regression else y
     for slot, size in enumerate(sizes):  # whoever looks at padding will show it
-        x[slot, size:], y[slot, size:] = float("nan"), -7
+        x[slot, size:] = float("nan")
+        y[slot, size:] = -7
     return x, y
 
 
@@ -474,7 +475,9 @@ def test_each_form_of_a_gradient_is_chosen_somewhere_among_the_tested_layers():
 
 
 def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
-    """Two positions with opposite gradients and almost the same inputs; the true norm in float64."""
+    """Two positions with opposite gradients and almost the same inputs; the true norm in
+    float64.
+    """
 
     def norms(a, g):
         return (g.double().mT @ a.double()).flatten(1).norm(dim=1)
@@ -609,7 +612,8 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
         alone_y = torch.zeros_like(y)
         others_x, others_y = rows(sizes=[7] * 5, seed=9)
         for rows_x, rows_y in ((alone_x, alone_y), (others_x, others_y)):
-            rows_x[slot], rows_y[slot] = x[slot], y[slot]
+            rows_x[slot] = x[slot]
+            rows_y[slot] = y[slot]
         alone = train(
             way,
             module,
@@ -642,9 +646,7 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
 
 
 @pytest.mark.parametrize("way,name", PRIVATE)
-def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_longer_than_the_bound(
-    way, name
-):
+def test_the_share_clipped_counts_samples_and_steps_with_gradients_longer_than_the_bound(way, name):
     module = made(name)
     clip = median_norm(name)
     stds, corrections = noise_and_corrections(module)
@@ -676,7 +678,9 @@ def test_the_share_clipped_is_that_of_the_samples_and_steps_whose_gradient_was_l
 def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_that_is_not_finite(
     way, name
 ):
-    module, (x, y), local = made(name), rows(), Sgd(steps=1, batch="full")
+    module = made(name)
+    (x, y) = rows()
+    local = Sgd(steps=1, batch="full")
     clipped = np.empty(5)
     for clip, share in ((1e9, 0.0), (1e-9, 1.0)):
         train(way, module, LOCALS["epochs"], clip, x, y, clipped=clipped)
@@ -753,7 +757,7 @@ def test_scaffold_trains_with_clipping_and_noise():
             assert (got[way][slot][0] - delta).norm() <= 2e-5 * delta.norm()
 
 
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # which way
 
 
@@ -788,7 +792,8 @@ def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
 def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name, reason):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = 'layerwise': auto or loop; this way does not fit the model: {reason}",
+        match=rf"client\.way = 'layerwise': auto or loop; this way "
+        rf"does not fit the model: {reason}",
     ):
         resolve(made(name), Sgd(), 20, SHAPE, "layerwise", clip=1.0)
 
@@ -896,7 +901,8 @@ class Shrinking(nn.Module):
 def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides_that():
     with pytest.raises(
         ConfigError,
-        match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter linear.weight changes",
+        match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter "
+        r"linear.weight changes",
     ):
         resolve(Shrinking(), Sgd(), 20, SHAPE, clip=1.0)
     table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
@@ -942,7 +948,8 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
     for way in ("auto", "layerwise", "vmap", "loop"):
         with pytest.raises(
             ConfigError,
-            match=r"model = 'Sequential': a module that keeps samples apart.*1 is a BatchNorm2d .*group_norm",
+            match=r"model = 'Sequential': a module that keeps samples apart.*1 is a BatchNorm2d "
+            r".*group_norm",
         ):
             resolve(normed, Sgd(), 20, SHAPE, way, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):

@@ -166,7 +166,8 @@ def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
         ),
         (
             {"kind": "uniform", "high": 0.005},
-            "noise.epsilon.high = 0.005: above noise.epsilon.low = 0 and noise.epsilon.floor = 0.01",
+            "noise.epsilon.high = 0.005: above noise.epsilon.low "
+            "= 0 and noise.epsilon.floor = 0.01",
         ),
         ({"kind": "uniform", "floor": 0}, "noise.epsilon.floor = 0: "),
         ({"kind": "uniform", "public": 1.5}, "noise.epsilon.public = 1.5: "),
@@ -441,7 +442,8 @@ def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_nam
     LocalSteps.calibrated(**given)
     with pytest.raises(
         ConfigError,
-        match=rf"selection.loss_std = 3.0: more, as the losses of client 1, with 60 samples, spend epsilon {alone:.4g} of its 0.1",
+        match=rf"selection.loss_std = 3.0: more, as the losses of client 1, with 60 samples, "
+        rf"spend epsilon {alone:.4g} of its 0.1",
     ):
         LocalSteps.calibrated(**given | {"budgets": 0.1})
     # by a formula that does not know of them
@@ -514,7 +516,8 @@ def test_002_refuses_small_clients_by_name():
     }
     with pytest.raises(
         ConfigError,
-        match=r"fail for 2 of 4 clients \(1, 3\); for client 1, with 90 samples .*: q = 0.1111 <= 0.1",
+        match=r"fail for 2 of 4 clients \(1, 3\); for client 1, with 90 samples .*: q = 0.1111 <= "
+        r"0.1",
     ) as refused:
         LocalSteps.calibrated(**given, participations=[1, 1, 1, 1, 0], calibration="tcdp")
     assert refused.value.field == "noise.calibration"
@@ -865,7 +868,8 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
     calls = counted(monkeypatch)
     with pytest.raises(
         ConfigError,
-        match=r"noise.delta = 1e-14: more, or rdp as the first accountant: delta is too small for pld .* after 300 steps",
+        match=r"noise.delta = 1e-14: more, or rdp as the first accountant: delta is too small for "
+        r"pld .* after 300 steps",
     ):
         LocalSteps.calibrated(**asked)
     assert len(calls) < 15

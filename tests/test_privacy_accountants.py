@@ -177,10 +177,15 @@ def test_poisson_agrees_with_the_library_and_is_not_below_its_optimistic_estimat
     )
     library = [
         privacy_loss_distribution.from_gaussian_mechanism(
-            1 / mu, sampling_prob=q, value_discretization_interval=1e-3, pessimistic_estimate=pessimistic
-        ).self_compose(rounds).get_epsilon_for_delta(1e-5)
+            1 / mu,
+            sampling_prob=q,
+            value_discretization_interval=1e-3,
+            pessimistic_estimate=pessimistic,
+        )
+        .self_compose(rounds)
+        .get_epsilon_for_delta(1e-5)
         for pessimistic in (False, True)
-    ]  # fmt: skip
+    ]
     assert library[0] <= found
     assert found == pytest.approx(library[1], rel=2e-3)
 
@@ -466,9 +471,7 @@ def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost():
 
 
 @pytest.mark.parametrize(("relation", "moves"), [("replace_one", 2), ("zero_out", 1)])
-def test_a_query_apart_costs_what_the_library_says_of_two_gaussians_and_single_updates_hide_it_no_less(
-    relation, moves
-):
+def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, moves):
     z = 3.0
     bound = 1.5
     std = 4.0
@@ -512,7 +515,8 @@ def test_a_query_apart_costs_what_the_library_says_of_two_gaussians_and_single_u
     alone = float(gaussian_epsilon(moves * bound / std * math.sqrt(rounds), 1e-5))
     with pytest.raises(
         ConfigError,
-        match=rf"no noise, however large.*the losses alone, with the noise they are given, spend {alone:.4g}",
+        match=rf"no noise, however large.*the losses alone, with the noise they are given, spend "
+        rf"{alone:.4g}",
     ):
         noise_for(0.99 * alone, both, relation, 1e-5)
 

@@ -25,7 +25,8 @@ def instance(
 def check(unbiased, cost):
     """The solution, after what must hold for every one of them."""
     solution = solve(unbiased, cost)
-    p, (a, b) = solution.probabilities, solution.levels
+    p = solution.probabilities
+    (a, b) = solution.levels
     assert kkt_residual(p, unbiased, cost) == solution.kkt_residual < 1e-12
     assert (
         solution.objective

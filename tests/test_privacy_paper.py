@@ -78,7 +78,9 @@ def test_the_paper_guarantee_is_labelled_as_such():
 
 
 def test_002_usable_form_and_what_it_truly_gives():
-    """PRIVACY.md sec. 4, MNIST: sigma = 2.14 G where 0.343 G would do; 2.14 G truly gives 0.0025."""
+    """PRIVACY.md sec. 4, MNIST: sigma = 2.14 G where 0.343 G would do; 2.14 G truly gives
+    0.0025.
+    """
     client = {"bound": 1.0, "batch": 10, "samples": 600, "steps": 300}
     noise = paper.tcdp_noise(0.3, delta=1e-2, **client)
     assert noise.value == pytest.approx(2.14, abs=5e-3) and noise.conditions_failed == ()

@@ -123,10 +123,8 @@ def test_bits_do_not_depend_on_where_factors_lie_in_memory():
     factors = a[: m * k].view(m, k).clone(), b[: k * n].view(k, n).clone()
     expected = products.product(*factors)
     for offset in (1, 3, 8, 15):
-        a[offset : offset + m * k], b[offset : offset + k * n] = (
-            factors[0].flatten(),
-            factors[1].flatten(),
-        )
+        a[offset : offset + m * k] = factors[0].flatten()
+        b[offset : offset + k * n] = factors[1].flatten()
         assert torch.equal(
             products.product(
                 a[offset : offset + m * k].view(m, k), b[offset : offset + k * n].view(k, n)

@@ -45,11 +45,21 @@ def simulated(tmp_path, rounds, source, local, bounding=None, start=0.0, spread=
     """The final parameters, float64 [d], and the summary of a run without noise in which all
     clients take part.
     """
-    experiment = Experiment.from_dict({
-        "seed": 4, "rounds": rounds, "data": source, "model": {"kind": "linear", "start": start, "spread": spread}, "selection": {"kind": "full"},
-        "local": {"kind": "sgd", "batch": "full", **local}, "bounding": bounding or {"kind": "none"}, "server": {"kind": "sgd", **(server or {})},
-        "client": {"actors": 0}, "evaluate": {"every": rounds}, "measure": {"tensorboard": False},
-    })  # fmt: skip
+    experiment = Experiment.from_dict(
+        {
+            "seed": 4,
+            "rounds": rounds,
+            "data": source,
+            "model": {"kind": "linear", "start": start, "spread": spread},
+            "selection": {"kind": "full"},
+            "local": {"kind": "sgd", "batch": "full", **local},
+            "bounding": bounding or {"kind": "none"},
+            "server": {"kind": "sgd", **(server or {})},
+            "client": {"actors": 0},
+            "evaluate": {"every": rounds},
+            "measure": {"tensorboard": False},
+        }
+    )
     result = run(experiment, tmp_path / "run")
     return models.flatten(result.model).double().numpy(), result.summary
 

@@ -336,7 +336,8 @@ def cursed(tmp_path, overflow: bool) -> Experiment:
 
     x = np.random.default_rng(0).normal(size=(18, 4)).astype(np.float32)
     client = np.repeat(np.arange(6), 3)
-    x[7, 1], x[13:15, 2] = 99.0, 1e30 if overflow else 0.5
+    x[7, 1] = 99.0
+    x[13:15, 2] = 1e30 if overflow else 0.5
     columns = {f"x{j}": x[:, j] for j in range(4)}
     pq.write_table(
         pa.table({**columns, "y": np.arange(18) % 2, "who": client}), tmp_path / "cursed.parquet"
@@ -414,7 +415,8 @@ def test_a_members_import_path_needs_no_fork(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "import math\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\n"
         "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n"
-        "    def factor(self, norm, bound):\n        return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0\n"
+        "    def factor(self, norm, bound):\n        return bound * math.tanh(norm / bound) / "
+        "norm if norm > 0 else 0.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     result = run(
@@ -491,9 +493,14 @@ def test_an_override_by_a_member_of_the_users_own_keeps_what_it_knows(tmp_path, 
 def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one_behind():
     law = {"kind": "uniform", "high": 2.0, "public": 0.1}
     tree = experiment(
-        data={"sizes": {"kind": "balanced"}, "partition": {"kind": "shards", "per_client": 5}, "features": None},
-        bounding={"kind": "per_sample_clip", "bound": 1.0}, noise={"kind": "gaussian", "epsilon": law},
-    ).to_dict()  # fmt: skip
+        data={
+            "sizes": {"kind": "balanced"},
+            "partition": {"kind": "shards", "per_client": 5},
+            "features": None,
+        },
+        bounding={"kind": "per_sample_clip", "bound": 1.0},
+        noise={"kind": "gaussian", "epsilon": law},
+    ).to_dict()
     changes = [
         "data.partition.kind=similarity",
         "data.partition.s=30",

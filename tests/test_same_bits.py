@@ -30,8 +30,11 @@ SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
 
 LARGE = {  # enough for products by oneDNN
-    "model": {"kind": "mlp", "hidden": [512]}, "local": {"kind": "sgd", "steps": 2, "batch": 16}, "selection": {"kind": "uniform", "cohort": 6}, "rounds": 3,
-}  # fmt: skip
+    "model": {"kind": "mlp", "hidden": [512]},
+    "local": {"kind": "sgd", "steps": 2, "batch": 16},
+    "selection": {"kind": "uniform", "cohort": 6},
+    "rounds": 3,
+}
 METHODS = {
     "fedavg": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
     "clip": {},

@@ -281,7 +281,7 @@ def test_cohorts_with_replacement_follow_the_multinomial_law_of_the_members_prob
     assert p_value(counted(other, population, range(4000)), law) < 1e-9  # another p is noticed
 
 
-def test_multinomial_probabilities_are_shares_of_the_data_and_the_likeliest_is_told_to_the_accountants():
+def test_multinomial_draws_by_shares_of_the_data_and_accountants_are_told_the_likeliest():
     population = Population([1, 2, 5])
     assert member("multinomial", cohort=4).probabilities(population).tolist() == [
         1 / 8,

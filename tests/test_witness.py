@@ -305,7 +305,8 @@ def test_a_law_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
     CALLS["lies"], CALLS["sampling"] = CALLS["sampling"] + 1, 0
     with pytest.raises(
         RunError,
-        match=r"declares fixed size 30 of 300, and declared fixed size 1 of 300 when that was accounted",
+        match=r"declares fixed size 30 of 300, and declared fixed size 1 of 300 when that was "
+        r"accounted",
     ):
         run(experiment(selection=Wavering(), data=CLIENTS), tmp_path / "run")
 
