@@ -381,7 +381,7 @@ class Experiment(Section):
                 "drop",
                 "fail, with noise at local steps: a client that failed would send no noise, and be known by it",
             )
-        if isinstance(getattr(self.data, "partition", None), data.PARTITIONS["overlapping"]):
+        if self.data.overlaps():
             accepted = "one that gives a sample to a single client, with noise at local steps, which protects samples"
             raise ConfigError("data.partition.kind", "overlapping", accepted)
         if "v" in self.noise.model_fields_set and self.noise.v != 4.0:

@@ -96,7 +96,7 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
         write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
     described = data.parse({"kind": "mnist", "clients": 2})
     assert [name for name, *_ in described.identity(tmp_path)] == list(
-        Mnist.files
+        Mnist.stored
     ) and data.describe(described, 0, tmp_path)["samples"] == 30
     mnist = described.samples(0, tmp_path)
     assert np.array_equal(mnist.x[:, 0], images) and np.array_equal(mnist.test_y, labels)
@@ -143,7 +143,7 @@ def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_pat
 
 def test_damaged_files_are_named_and_not_passed_on(tmp_path):
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
-    for name in Mnist.files:
+    for name in Mnist.stored:
         (tmp_path / name).write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"data.kind = 'mnist': intact files under"):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)

@@ -83,7 +83,7 @@ def test_what_torchvision_prefers_to_the_raw_files_counts(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     described = data.parse({"kind": "mnist", "clients": 2})
-    for name in described.files:
+    for name in described.stored:
         (tmp_path / name).write_bytes(b"raw")
     before = described.identity(tmp_path)
     (raw.parent / "processed").mkdir()

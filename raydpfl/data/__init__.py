@@ -1,7 +1,8 @@
 """Data sets, how they are dealt to clients, and the files that clients train from.
 
 >>> import tempfile
->>> data = parse({"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "shards", "per_client": 5}})
+>>> shards = {"kind": "shards", "per_client": 5}
+>>> data = parse({"kind": "fashion_mnist_mini", "clients": 300, "partition": shards})
 >>> with tempfile.TemporaryDirectory() as cache:
 ...     done = Shards.open(prepare(data, seed=0, cache=Path(cache))).describe()
 >>> done["samples_per_client"], done["classes_per_client"]
@@ -45,8 +46,8 @@ from raydpfl.files import data_root
 from raydpfl.member import choose
 
 __all__ = [
-    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples", "Shards", "Sizes",
-    "Split", "catalogue", "describe", "fetch", "parse", "prepare",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples",
+    "Shards", "Sizes", "Split", "catalogue", "describe", "fetch", "parse", "prepare",
 ]  # fmt: skip
 
 FAMILY: dict[str, type[Data]] = {

@@ -106,11 +106,11 @@ class Pca(Features):
         return projected.astype(np.float32), test_projected.astype(np.float32)
 
     def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
-        accepted = f"an NPZ file with mean [{p}] and components [{self.components} or more, {p}], finite numbers"
+        components = f"components [{self.components} or more, {p}]"
+        accepted = f"an NPZ file with mean [{p}] and {components}, finite numbers"
         try:
-            with np.load(
-                find_file("data.features.file", self.file, root), allow_pickle=False
-            ) as arrays:
+            path = find_file("data.features.file", self.file or "", root)
+            with np.load(path, allow_pickle=False) as arrays:
                 mean = arrays["mean"].astype(np.float64)
                 axes = arrays["components"].astype(np.float64)[: self.components]
         except ConfigError:
@@ -253,12 +253,14 @@ class ResNet18Features(Features):
             )
         except OSError as error:  # no network, or no room
             where = Path(torch.hub.get_dir()) / "checkpoints"
-            accepted = f"a file with these weights: {_pretrained().url}, put in {where} or named here; it was not downloaded ({error})"
+            missing = f"put in {where} or named here; it was not downloaded ({error})"
+            accepted = f"a file with these weights: {_pretrained().url}, {missing}"
             raise ConfigError("data.features.weights", self.weights, accepted) from None
         except ConfigError:
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
-            accepted = f"a file with a state dict of torchvision's resnet18 ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            accepted = f"a file with a state dict of torchvision's resnet18 ({reason})"
             raise ConfigError("data.features.weights", self.weights, accepted) from None
         return net.float().eval()
 
@@ -267,7 +269,7 @@ class ResNet18Features(Features):
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        net = self._net(root).to(device, memory_format=torch.channels_last)
+        net = self._net(root).to(device).to(memory_format=torch.channels_last)
         ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
         columns = np.empty((len(images), 512), np.float32)
         began = time.monotonic()
@@ -277,28 +279,24 @@ class ResNet18Features(Features):
         ):
             for at in range(0, len(images), IMAGES):
                 batch = torch.from_numpy(images[at : at + IMAGES]).to(device)
-                columns[at : at + IMAGES] = (
-                    net(
-                        ready(batch.expand(-1, 3, -1, -1)).contiguous(
-                            memory_format=torch.channels_last
-                        )
-                    )
-                    .cpu()
-                    .numpy()
-                )
-                if (
-                    at == 0
-                    and (seconds := (time.monotonic() - began) * (len(images) / IMAGES)) > 60
-                ):
-                    log.warning(
-                        "extracting the features of %d images takes about %.0f minutes, once",
-                        len(images),
-                        seconds / 60,
-                    )
+                colour = ready(batch.expand(-1, 3, -1, -1))
+                found = net(colour.contiguous(memory_format=torch.channels_last))
+                columns[at : at + IMAGES] = found.cpu().numpy()
+                if at == 0:
+                    _announce((time.monotonic() - began) * (len(images) / IMAGES), len(images))
         return columns
 
 
 FEATURES: dict[str, type[Features]] = {"pca": Pca, "resnet18": ResNet18Features}
+
+
+def _announce(seconds: float, images: int) -> None:
+    """Says how long an extraction takes, if that is long."""
+    if seconds > 60:
+        minutes = seconds / 60
+        log.warning(
+            "extracting the features of %d images takes about %.0f minutes, once", images, minutes
+        )
 
 
 def _pretrained() -> WeightsEnum:
@@ -323,7 +321,7 @@ def _check_published() -> None:
 
 
 def _digest(data: bytes | np.ndarray) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(data if isinstance(data, bytes) else data.data).hexdigest()
 
 
 def _kept(name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:

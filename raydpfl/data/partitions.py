@@ -20,7 +20,7 @@ rounded to whole samples by a flow on the entries that the mixture allows.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -113,6 +113,10 @@ class Partition(Member):
         """
         raise NotImplementedError
 
+    def overlaps(self) -> bool:
+        """Whether one sample may be held by several clients."""
+        return False
+
 
 class Iid(Partition):
     """Every client an equally likely subset of its size."""
@@ -136,6 +140,10 @@ class Overlapping(Partition):
     sized: ClassVar[bool] = False
     kind: str = "overlapping"
     per_client: int = Field(ge=1)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"per_client": 20},)
+
+    def overlaps(self) -> bool:
+        return True
 
     def deal(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
@@ -178,7 +186,8 @@ class LabelShards(Partition):
         if not len(present) <= shards <= len(labels):
             least = -(-len(present) // self.per_client)
             most = len(labels) // self.per_client
-            accepted = f"{least} to {most} with {self.per_client} one-class shards each: {len(labels)} samples of {len(present)} classes"
+            dealt = f"{len(labels)} samples of {len(present)} classes"
+            accepted = f"{least} to {most} with {self.per_client} one-class shards each: {dealt}"
             raise ConfigError("data.clients", clients, accepted)
         quotas = 1 + _apportion(
             shards - len(present),
@@ -258,16 +267,17 @@ class ClassesPerClient(Partition):
                 f"at most {counts.min()}, the samples of the smallest client",
             )
         if clients * self.k < len(supply):
-            accepted = f"at least {-(-len(supply) // clients)}, so that {clients} clients can hold all {len(supply)} classes"
+            least = -(-len(supply) // clients)
+            aim = f"so that {clients} clients can hold all {len(supply)} classes"
+            accepted = f"at least {least}, {aim}"
             raise ConfigError("data.partition.k", self.k, accepted)
         held = _choose_classes(clients, self.k, supply, generator, least=1)
-        table = (
-            _fit(held.astype(float), counts - self.k, supply - held.sum(0))
-            if (supply >= held.sum(0)).all()
-            else None
-        )
+        table = None
+        if (supply >= held.sum(0)).all():
+            table = _fit(held.astype(float), counts - self.k, supply - held.sum(0))
         if table is None:
-            accepted = f"a k for which {sizes.kind} sizes leave no sample over; a larger k or more even sizes make it easier"
+            wish = f"a k for which {sizes.kind} sizes leave no sample over"
+            accepted = f"{wish}; a larger k or more even sizes make it easier"
             raise ConfigError("data.partition.k", self.k, accepted)
         return _deal_table(table + held, labels, generator), counts
 
@@ -287,7 +297,9 @@ class Dirichlet(Partition):
         counts = sizes.counts(len(labels), clients, generator)
         # so that a solution exists at any psi
         mixture = np.maximum(generator.dirichlet(np.full(len(supply), self.psi), clients), 1e-9)
-        return _deal_table(_fit(mixture, counts, supply), labels, generator), counts
+        table = _fit(mixture, counts, supply)
+        assert table is not None  # a mixture that is positive everywhere has a solution
+        return _deal_table(table, labels, generator), counts
 
 
 class Similarity(Partition):
@@ -353,10 +365,13 @@ def _apportion(total: int, weights: np.ndarray, most: np.ndarray | None = None) 
         share = np.where(free, weights, 0.0) * (rest / weights[free].sum() if free.any() else 0.0)
         parts = np.where(free, np.floor(share), parts).astype(np.int64)
         parts[np.argsort(parts - share, kind="stable")[: total - parts.sum()]] += 1
-        over = free & (parts > most) if most is not None else np.zeros_like(free)
+        if most is None:
+            return parts
+        over = free & (parts > most)
         if not over.any():
             return parts
-        parts[over], free = most[over], free & ~over
+        parts[over] = most[over]
+        free &= ~over
 
 
 def _choose_classes(
@@ -375,12 +390,10 @@ def _choose_classes(
         # classes.
         must = np.flatnonzero(left == clients - row)
         weights = np.where(left == clients - row, 0, left)
-        free = (
-            generator.choice(classes, k - len(must), replace=False, p=weights / weights.sum())
-            if len(must) < k
-            else []
-        )
-        chosen[row, must] = chosen[row, free] = True
+        chosen[row, must] = True
+        if len(must) < k:
+            p = weights / weights.sum()
+            chosen[row, generator.choice(classes, k - len(must), replace=False, p=p)] = True
         left -= chosen[row]
     return chosen[generator.permutation(clients)]
 
@@ -391,47 +404,61 @@ def _fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
 
     Where proportional fitting converges, no count is further than 1 from the fitted real number.
     """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import maximum_flow
-
-    real = mixture.astype(np.float64)
-    for _ in range(1000):
-        real *= np.divide(columns, real.sum(0), out=np.zeros(len(columns)), where=real.sum(0) > 0)
-        real *= np.divide(rows, real.sum(1), out=np.zeros(len(rows)), where=real.sum(1) > 0)[
-            :, None
-        ]
-        if np.abs(real.sum(0) - columns).max() < 1e-6:
-            break
-    real *= min(
-        1.0, np.divide(columns, real.sum(0), out=np.ones(len(columns)), where=real.sum(0) > 0).min()
-    )
+    real = _fitted(mixture, rows, columns)
     whole = np.floor(real).astype(np.int64)
     short = rows - whole.sum(1)
     spare = columns - whole.sum(0)
-    clients, classes = mixture.shape
     # What rounding down left over goes to a row's largest fractions, as few of them beyond its
     # largest remainders as will do.
     rank = np.argsort(np.argsort(whole - real - (mixture > 0), axis=1, kind="stable"), axis=1)
-    for extra, most in (
-        *((1 << power, 1) for power in range(1 + classes.bit_length())),
-        (classes, int(short.sum())),
-    ):
-        row, column = np.nonzero((mixture > 0) & (rank < (short + extra)[:, None]))
-        tails = np.concatenate(
-            [row, np.full(clients, clients + classes), clients + np.arange(classes)]
-        )
-        heads = np.concatenate(
-            [clients + column, np.arange(clients), np.full(classes, clients + classes + 1)]
-        )
-        capacity = np.concatenate([np.full(len(row), most), short, spare]).astype(np.int32)
-        graph = coo_array(
-            (capacity, (tails.astype(np.int32), heads.astype(np.int32))),
-            shape=(clients + classes + 2,) * 2,
-        ).tocsr()
-        flow = maximum_flow(graph, clients + classes, clients + classes + 1)
-        if flow.flow_value == short.sum():
-            return whole + flow.flow[:clients, clients : clients + classes].toarray()
+    classes = len(columns)
+    widening = [(1 << power, 1) for power in range(1 + classes.bit_length())]
+    for extra, most in (*widening, (classes, int(short.sum()))):
+        allowed = (mixture > 0) & (rank < (short + extra)[:, None])
+        added = _flow(allowed, most, short, spare)
+        if added is not None:
+            return whole + added
     return None
+
+
+def _fitted(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Float64 [clients, classes]: `mixture` fitted in proportion to these row and column sums, none
+    of which it exceeds.
+    """
+    real = mixture.astype(np.float64)
+    for _ in range(1000):
+        sums = real.sum(0)
+        real *= np.divide(columns, sums, out=np.zeros(len(columns)), where=sums > 0)
+        sums = real.sum(1)
+        real *= np.divide(rows, sums, out=np.zeros(len(rows)), where=sums > 0)[:, None]
+        if np.abs(real.sum(0) - columns).max() < 1e-6:
+            break
+    sums = real.sum(0)
+    real *= min(1.0, np.divide(columns, sums, out=np.ones(len(columns)), where=sums > 0).min())
+    return real
+
+
+def _flow(
+    allowed: np.ndarray, most: int, short: np.ndarray, spare: np.ndarray
+) -> np.ndarray | None:
+    """Whole counts [clients, classes] of at most `most`, where `allowed`, that sum to `short` by
+    client and stay below `spare` by class; None if there are none.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    clients, classes = allowed.shape
+    source = clients + classes
+    row, column = np.nonzero(allowed)
+    tails = np.concatenate([row, np.full(clients, source), clients + np.arange(classes)])
+    heads = np.concatenate([clients + column, np.arange(clients), np.full(classes, source + 1)])
+    capacity = np.concatenate([np.full(len(row), most), short, spare]).astype(np.int32)
+    ends = (tails.astype(np.int32), heads.astype(np.int32))
+    graph = coo_array((capacity, ends), shape=(source + 2, source + 2)).tocsr()
+    flow = maximum_flow(graph, source, source + 1)
+    if flow.flow_value != short.sum():
+        return None
+    return flow.flow[:clients, clients:source].toarray()
 
 
 def _deal_table(

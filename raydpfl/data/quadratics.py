@@ -154,47 +154,55 @@ def stationary(
     (000 eq. 8, Table 1); or its model, mean_i clip(x + s_i (b_i/a_i - x), c) = x (000 eq. 5).
     Neither side minus the other ever rises with x, and both are linear between breakpoints; the
     zero is found in fractions, from s_i in float64. The server's learning rate does not matter.
-    Raises ValueError where clients diverge, lr a_i^2 not below 2, or no a_i is other than 0.
+
+    Raises:
+        ValueError: where clients diverge, lr a_i^2 not below 2, or no a_i is other than 0.
     """
+    clients = _pulls(a, b, steps, lr)
+    if bound is None:
+        pulled = float(sum(s * own for s, own in clients) / sum(s for s, _ in clients))
+        return pulled, pulled
+    c = Fraction(bound)
+    if sends == "update":
+        points = [own + side / s for s, own in clients if s for side in (c, -c)]
+    else:
+        turns = [(side - s * own) / (1 - s) for s, own in clients if s != 1 for side in (c, -c)]
+        points = [c, -c, *turns]
+    points = sorted(set(points))
+    values = [_excess(clients, c, sends, x) for x in points]
+    zeros = [x for x, value in zip(points, values, strict=True) if value == 0]
+    if not zeros:
+        after = next(index for index, value in enumerate(values) if value < 0)
+        x0, x1 = points[after - 1 : after + 1]
+        y0, y1 = values[after - 1 : after + 1]
+        zeros = [(x0 * y1 - x1 * y0) / (y1 - y0)]
+    return float(zeros[0]), float(zeros[-1])
+
+
+def _excess(
+    clients: Sequence[tuple[Fraction, Fraction]], c: Fraction, sends: str, x: Fraction
+) -> Fraction:
+    """What clients at x pull it by, all together: where that is 0, averaging stands still."""
+    start = x if sends == "model" else Fraction(0)
+    each = (min(max(start + s * (own - x), -c), c) - start for s, own in clients)
+    return sum(each, Fraction(0))
+
+
+def _pulls(
+    a: Sequence[float], b: Sequence[float], steps: int, lr: float
+) -> list[tuple[Fraction, Fraction]]:
+    """(s_i, b_i/a_i) of every client: it goes the share s_i of the way to its own optimum."""
     rate = lr * np.square(np.asarray(a, float))
     if not rate.any() or rate.max() >= 2:
         raise ValueError(
             f"some a_i must not be 0, and lr a_i^2 must be below 2; it is {rate.tolist()}"
         )
-    # s_i
-    share = np.where(
-        rate < 0.5, -np.expm1(steps * np.log1p(-np.minimum(rate, 0.5))), 1 - (1 - rate) ** steps
-    )
-    clients = [
+    small = -np.expm1(steps * np.log1p(-np.minimum(rate, 0.5)))
+    pulls = np.where(rate < 0.5, small, 1 - (1 - rate) ** steps)
+    return [
         (Fraction(s), Fraction(target) / Fraction(slope) if slope else Fraction(0))
-        for s, slope, target in zip(share, a, b, strict=True)
+        for s, slope, target in zip(pulls, a, b, strict=True)
     ]
-    if bound is None:
-        return (float(sum(s * own for s, own in clients) / sum(s for s, _ in clients)),) * 2
-    c = Fraction(bound)
-    if sends == "update":
-        points = [own + side / s for s, own in clients if s for side in (c, -c)]
-
-        def excess(x: Fraction) -> Fraction:
-            return sum(min(max(s * (own - x), -c), c) for s, own in clients)
-    else:
-        points = [
-            c,
-            -c,
-            *((side - s * own) / (1 - s) for s, own in clients if s != 1 for side in (c, -c)),
-        ]
-
-        def excess(x: Fraction) -> Fraction:
-            return sum(min(max(x + s * (own - x), -c), c) - x for s, own in clients)
-
-    points = sorted(set(points))
-    values = [excess(x) for x in points]
-    zeros = [x for x, value in zip(points, values, strict=True) if value == 0]
-    if not zeros:
-        after = next(index for index, value in enumerate(values) if value < 0)
-        (x0, x1), (y0, y1) = points[after - 1 : after + 1], values[after - 1 : after + 1]
-        zeros = [(x0 * y1 - x1 * y0) / (y1 - y0)]
-    return float(zeros[0]), float(zeros[-1])
 
 
 def model_clip_limit(bound: float, steps: int, lr: float) -> float:
@@ -204,8 +212,10 @@ def model_clip_limit(bound: float, steps: int, lr: float) -> float:
     000 Claim 2.1, for k > 4 and lr below 1. The optimum is (k - 1) c / 3, more than `bound`,
     whatever Q and lr are.
 
-    >>> model_clip_limit(1.0, 1, 0.5), stationary((1, 1, 1), (-0.5, -0.5, 5), 1, 0.5, bound=1.0, sends="model")[0]
-    (0.25, 0.25)
+    >>> model_clip_limit(1.0, 1, 0.5)
+    0.25
+    >>> stationary((1, 1, 1), (-0.5, -0.5, 5), 1, 0.5, bound=1.0, sends="model")[0]
+    0.25
     """
     kept = (1 - lr) ** steps
     return kept * bound / (3 - 2 * kept)
@@ -219,7 +229,8 @@ def harmless_lr(a: Sequence[float], b: Sequence[float], bound: float) -> float:
     It is c / max_i |f_i'(x*)|. The paper prints 1 / max_i, which is that for c = 1 and too large
     for any smaller c. It must also be below 2 / max_i a_i^2, or clients diverge.
     """
-    a = np.asarray(a, float)
-    b = np.asarray(b, float)
-    steepest = np.abs(a * (a * (a @ b / (a @ a)) - b)).max()
+    slopes = np.asarray(a, float)
+    targets = np.asarray(b, float)
+    optimum = slopes @ targets / (slopes @ slopes)
+    steepest = np.abs(slopes * (slopes * optimum - targets)).max()
     return float(bound / steepest) if steepest else math.inf

@@ -3,8 +3,9 @@ trains on this machine.
 
 >>> import tempfile
 >>> from raydpfl.data.synthetic import Synthetic
+>>> data = Synthetic(clients=3, samples=4, sizes={"kind": "balanced"})
 >>> with tempfile.TemporaryDirectory() as cache:
-...     shards = Shards.open(prepare(Synthetic(clients=3, samples=4, sizes={"kind": "balanced"}), seed=0, cache=Path(cache)))
+...     shards = Shards.open(prepare(data, seed=0, cache=Path(cache)))
 ...     x, y, n = shards.lane([2, -1], rows=5)
 ...     shards.clients, shards.shape, shards.classes, x.shape, n
 (3, (60,), 10, (2, 5, 60), array([4, 0]))
@@ -12,14 +13,13 @@ trains on this machine.
 A prepared folder is named by a digest of (format, data config, seed, contents of the source files,
 code of the user's own members), wherever the files are, and never changes:
 
-| file          | rows        | columns                                                                            |
-|---------------|-------------|------------------------------------------------------------------------------------|
-| train.arrow   | sample      | x: uint8 or float32 [prod(shape)], y: int64 (its class) or float32 (its target, for  |
-|               |             | regression); in batches that end where a client ends                               |
-| clients.arrow | client      | first: int64, its first row in train.arrow; size: int64, how many rows              |
-| test.arrow    | sample      | as train.arrow, in one batch                                                        |
-| data.json     |             | shape, classes (0: regression), unseen, mean and std, how it was dealt |
-| digests.json  |             | size and digest of each; what does not agree with them is prepared again            |
+- `train.arrow`, a row per sample: x, uint8 or float32 [prod(shape)], and y, int64 (its class) or
+  float32 (its target, for regression); in batches that end where a client ends.
+- `clients.arrow`, a row per client: first, int64, its first row in `train.arrow`, and size, int64,
+  how many rows.
+- `test.arrow`, as `train.arrow`, in one batch.
+- `data.json`: shape, classes (0: regression), unseen, mean and std, and how it was dealt.
+- `digests.json`: size and digest of each; what does not agree with them is prepared again.
 
 It is written beside its place under another name and renamed, so a half-written one is never used,
 and of two runs that prepare the same data the later takes the earlier's.
@@ -41,8 +41,8 @@ import os
 import shutil
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,60 +122,94 @@ def _described(data: Data, seed: int, root: Path | None) -> dict[str, Any]:
 
 
 def _write(split: Split, config: dict, folder: Path) -> None:
-    ends = np.cumsum(split.sizes)
-    some = int(np.argmax(split.sizes > 0))  # a client that has a row
-    row_bytes = split.rows(some, some + 1)[0][0].nbytes
-    needed = int(ends[-1]) * (row_bytes + 8)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(
-            "RAYDPFL_CACHE",
-            str(folder.parent),
-            f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}",
-        )
-    # classes of a client, and its samples of the commonest
-    held, most = np.zeros((2, len(split.sizes)), np.int64)
-    counted = np.zeros(split.classes, np.int64)  # training samples of each class
-    writer = None
-    first = 0
-    while first < len(ends):
-        start = ends[first] - split.sizes[first]
-        last = max(
-            first + 1, int(np.searchsorted(ends, start + BATCH_BYTES // row_bytes, side="right"))
-        )
-        batch = _batch(*(part := split.rows(first, last)), split.classes)
-        writer = writer or pa.ipc.new_file(str(folder / "train.arrow"), batch.schema)
-        writer.write_batch(batch)
-        owner = np.repeat(np.arange(last - first), split.sizes[first:last])
-        if split.classes:
-            kinds, counts = np.unique(owner * split.classes + part[1], return_counts=True)
-            held[first:last] = np.bincount(kinds // split.classes, minlength=last - first)
-            np.maximum.at(most, first + kinds // split.classes, counts)
-            np.add.at(counted, kinds % split.classes, counts)
-        first = last
-    writer.close()
+    """Writes the files of a prepared folder but for its seal. Raises `ConfigError` for no room."""
+    _check_room(split, folder)
+    found = _write_train(split, folder / "train.arrow")
+    first = np.cumsum(split.sizes) - split.sizes
     test = _batch(*split.test(), split.classes)
-    clients = pa.record_batch({"first": ends - split.sizes, "size": split.sizes})
+    clients = pa.record_batch({"first": first, "size": split.sizes})
     for name, batch in (("test.arrow", test), ("clients.arrow", clients)):
         with pa.ipc.new_file(str(folder / name), batch.schema) as writer:
             writer.write_batch(batch)
-    labels = {}
+    description = {
+        "clients": len(split.sizes),
+        "samples": int(split.sizes.sum()),
+        "test_samples": test.num_rows,
+        "unused": split.unused,
+        "samples_per_client": _spread(split.sizes),
+    }
     if split.classes:
         has = split.sizes > 0
-        labels = {
-            "classes_per_client": _spread(held),
-            "commonest_class_per_client": _spread((most[has] / split.sizes[has]).round(4)),
-        }
+        commonest = (found.most[has] / split.sizes[has]).round(4)
+        description["classes_per_client"] = _spread(found.held)
+        description["commonest_class_per_client"] = _spread(commonest)
+    if split.optimum is not None:
+        description["optimum"] = split.optimum
     about = {
-        "shape": list(split.shape), "classes": split.classes,
-        "unseen": np.flatnonzero(counted == 0).tolist(),
-        "mean": list(split.mean), "std": list(split.std), "config": config,
-        "description": {
-            "clients": len(split.sizes), "samples": int(split.sizes.sum()), "test_samples": test.num_rows, "unused": split.unused,
-            "samples_per_client": _spread(split.sizes),
-        } | labels | ({} if split.optimum is None else {"optimum": split.optimum}),
-    }  # fmt: skip
+        "shape": list(split.shape),
+        "classes": split.classes,
+        "unseen": np.flatnonzero(found.counted == 0).tolist(),
+        "mean": list(split.mean),
+        "std": list(split.std),
+        "config": config,
+        "description": description,
+    }
     (folder / "data.json").write_text(json.dumps(about, indent=1))
+
+
+def _check_room(split: Split, folder: Path) -> None:
+    needed = int(split.sizes.sum()) * (_row_bytes(split) + 8)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        accepted = f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}"
+        raise ConfigError("RAYDPFL_CACHE", str(folder.parent), accepted)
+
+
+def _row_bytes(split: Split) -> int:
+    some = int(np.argmax(split.sizes > 0))  # a client that has a row
+    return split.rows(some, some + 1)[0][0].nbytes
+
+
+@dataclass
+class _Counts:
+    """How the classes are spread over the clients."""
+
+    held: np.ndarray  # int64 [clients]: classes of a client
+    most: np.ndarray  # int64 [clients]: its samples of the commonest
+    counted: np.ndarray  # int64 [classes]: training samples of each class
+
+
+def _write_train(split: Split, path: Path) -> _Counts:
+    """Writes the clients' rows, some clients at a time."""
+    ends = np.cumsum(split.sizes)
+    rows = BATCH_BYTES // _row_bytes(split)
+    held = np.zeros(len(ends), np.int64)
+    found = _Counts(held, np.zeros_like(held), np.zeros(split.classes, np.int64))
+    with ExitStack() as stack:
+        writer = None
+        first = 0
+        while first < len(ends):
+            start = ends[first] - split.sizes[first]
+            last = max(first + 1, int(np.searchsorted(ends, start + rows, side="right")))
+            x, y = split.rows(first, last)
+            batch = _batch(x, y, split.classes)
+            if writer is None:
+                writer = stack.enter_context(pa.ipc.new_file(str(path), batch.schema))
+            writer.write_batch(batch)
+            if split.classes:
+                _count(found, split, first, last, y)
+            first = last
+    return found
+
+
+def _count(found: _Counts, split: Split, first: int, last: int, y: np.ndarray) -> None:
+    """Takes the labels of the clients from `first` to `last` into account."""
+    owner = np.repeat(np.arange(last - first), split.sizes[first:last])
+    kinds, counts = np.unique(owner * split.classes + y, return_counts=True)
+    client = kinds // split.classes
+    found.held[first:last] = np.bincount(client, minlength=last - first)
+    np.maximum.at(found.most, first + client, counts)
+    np.add.at(found.counted, kinds % split.classes, counts)
 
 
 def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
@@ -230,10 +264,10 @@ class _Mapped:
         width = into[0].nbytes
         if count * width <= NEAR * len(rows):
             near = np.empty((count, *into.shape[1:]), into.dtype)
-            self.read(memoryview(near).cast("B"), at)
+            self.read(near.data.cast("B"), at)
             np.take(near, rows, axis=0, out=into)
             return
-        apart = memoryview(into).cast("B")
+        apart = into.data.cast("B")
         for place, row in enumerate(rows.tolist()):
             self.read(apart[place * width : (place + 1) * width], at + row * width)
 
@@ -333,38 +367,25 @@ class Shards:
         picked: Sequence[np.ndarray | None] | None = None,
         room: Room | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples of some clients, each padded with zeros to `rows`; a client of -1 is a dummy
-        without samples.
+        """The samples of some clients, each padded with zeros to `rows`.
 
         Several lanes are read at once by the clients of one after those of another.
 
         Args:
-            clients: int [C].
+            clients: int [C]; -1 is a dummy without samples.
             rows: that each client is padded to.
             picked: the rows to take of each client, ascending; None for all of them.
             room: memory to use again: what it gave before is overwritten. None: new memory.
 
         Returns:
-            x float32 [C, rows, *shape], y int64 [C, rows] and the numbers of samples taken, int64
-            [C].
+            x float32 [C, rows, *shape], y int64 [C, rows], numbers of samples taken, int64 [C].
 
-        Raises:
-            ValueError: if a client has more than `rows`.
-            OSError: where the data cannot be read.
+        Raises: ValueError if a client has more than `rows`; OSError.
         """
         members = np.asarray(clients, np.int64)
         sizes = np.where(members < 0, 0, self.sizes[members])
-        n = sizes.copy()
-        apart = {}  # slot -> the rows to take, for those that do not give all
-        for slot, chosen in enumerate(picked or ()):
-            if chosen is not None:
-                n[slot] = len(chosen)
-                apart[slot] = chosen
-        if n.max(initial=0) > rows:
-            raise ValueError(
-                f"client {members[n.argmax()]} has {n.max()} samples, "
-                f"more than the {rows} rows of the lane"
-            )
+        apart = {slot: some for slot, some in enumerate(picked or ()) if some is not None}
+        n = _counts(members, sizes, apart, rows)
         room = room or Room()
         x = room.array("x", (len(members), rows, *self.shape), np.dtype(np.float32))
         y = room.array("y", (len(members), rows), self._test_y.dtype)
@@ -376,8 +397,8 @@ class Shards:
         if stored is not x:
             self._scale_lane(stored, x, n)
         for slot in np.flatnonzero(n < rows).tolist():
-            x[slot, n[slot] :] = 0
-            y[slot, n[slot] :] = 0
+            for padded in (x, y):
+                padded[slot, n[slot] :] = 0
         return x, y, n
 
     def _read(
@@ -403,7 +424,7 @@ class Shards:
         joined = whole[1:] & whole[:-1] & (at[1:] == at[:-1] + slot_bytes)
         starts = np.flatnonzero(np.concatenate([[True], ~joined]))
         ends = np.append(starts[1:], len(members))
-        view = memoryview(into.reshape(-1)).cast("B")
+        view = into.reshape(-1).data.cast("B")
         runs = (starts, ends, at[starts], lengths[starts])
         for slot, end, place, length in zip(*(run.tolist() for run in runs), strict=True):
             if slot in apart:
@@ -491,3 +512,16 @@ class Shards:
         model can reach is known.
         """
         return dict(self._description)
+
+
+def _counts(
+    members: np.ndarray, sizes: np.ndarray, apart: Mapping[int, np.ndarray], rows: int
+) -> np.ndarray:
+    """How many rows each client gives, int64 [C]. Raises ValueError for more than `rows`."""
+    n = sizes.copy()
+    for slot, some in apart.items():
+        n[slot] = len(some)
+    if n.max(initial=0) > rows:
+        most = f"client {members[n.argmax()]} has {n.max()} samples"
+        raise ValueError(f"{most}, more than the {rows} rows of the lane")
+    return n

@@ -99,6 +99,10 @@ class Data(Member):
         """Queries of the training data that no accountant counts, in words."""
         return ()
 
+    def overlaps(self) -> bool:
+        """Whether one sample may be held by several clients."""
+        return False
+
 
 class Sized(Data):
     """Data of which each client may hold another number of samples."""
@@ -119,6 +123,9 @@ class Dealt(Sized):
     partition: SerializeAsAny[Partition] = Iid()
     features: SerializeAsAny[Features] | None = None
 
+    def overlaps(self) -> bool:
+        return self.partition.overlaps()
+
     @field_validator("partition", mode="before")
     @classmethod
     def _partition(cls, value: Any) -> Partition:
@@ -132,12 +139,12 @@ class Dealt(Sized):
     @model_validator(mode="after")
     def _consistent(self) -> Dealt:
         if not self.partition.sized and not isinstance(self.sizes, Balanced):
-            accepted = (
-                f"balanced with partition {self.partition.kind}, which itself decides the sizes"
-            )
+            decides = f"partition {self.partition.kind}, which itself decides the sizes"
+            accepted = f"balanced with {decides}"
             raise ConfigError("data.sizes.kind", self.sizes.kind, accepted)
         if self.features and self.constants() != ((), ()):
-            accepted = "none with constants to normalise pixels by (data.normalize, data.mean): it scales them itself"
+            constants = "constants to normalise pixels by (data.normalize, data.mean)"
+            accepted = f"none with {constants}: it scales them itself"
             raise ConfigError("data.features.kind", self.features.kind, accepted)
         return self
 
@@ -241,7 +248,7 @@ class Images(Dealt):
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return (self.mean, self.std) if self.normalize else ((), ())
 
-    def check(self, x: np.ndarray) -> None:
+    def check_pixels(self, x: np.ndarray) -> None:
         """Raises `ConfigError` if `normalize` would use the published constants on other pixels
         than the published ones.
         """
@@ -277,7 +284,7 @@ class FashionMnistMini(Images):
         from raydpfl.data import embedded
 
         found = Samples(*embedded.read("train"), *embedded.read("test"))
-        self.check(found.x)
+        self.check_pixels(found.x)
         return found
 
     def sources(self, root: Path | None) -> list:
@@ -287,12 +294,12 @@ class FashionMnistMini(Images):
 
 
 class TorchvisionImages(Images):
-    """A data set that torchvision can download and read; `files` are relative to the root, in
-    torchvision's layout.
+    """A data set that torchvision can download and read; `stored` are its files, relative to the
+    root, in torchvision's layout.
     """
 
     dataset: ClassVar[str]  # name in torchvision.datasets
-    files: ClassVar[tuple[str, ...]]
+    stored: ClassVar[tuple[str, ...]]
 
     def samples(self, seed: int, root: Path | None) -> Samples:
         folder = self.ensure(root)
@@ -305,14 +312,14 @@ class TorchvisionImages(Images):
                 self.kind,
                 f"intact files under {folder}, but they cannot be read ({reason})",
             ) from None
-        self.check(found.x)
+        self.check_pixels(found.x)
         return found
 
     def sources(self, root: Path | None) -> list:
         folder = self.ensure(root)
         # torchvision prefers them
         older = sorted((folder / self.dataset / "processed").glob("*.pt"))
-        names = [*self.files, *(str(path.relative_to(folder)) for path in older)]
+        names = [*self.stored, *(str(path.relative_to(folder)) for path in older)]
         try:
             return [[name, digest(folder / name)] for name in names]
         except OSError as error:
@@ -332,7 +339,7 @@ class TorchvisionImages(Images):
 
     @classmethod
     def present(cls, root: Path) -> bool:
-        return all((root / name).is_file() for name in cls.files)
+        return all((root / name).is_file() for name in cls.stored)
 
     def ensure(self, root: Path | None) -> Path:
         """The root that holds the files, downloaded first if they are missing and a network and a
@@ -350,10 +357,10 @@ class TorchvisionImages(Images):
                     self._part(folder, train, download=True)
         # no network, no space, a mirror's own error page: all end the same way
         except Exception as error:
-            reason = (
-                str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            )
-            accepted = f"a data set that is under {folder} (--data-root, RAYDPFL_DATA); it is not, and was not downloaded ({reason})"
+            said = str(error).strip() or type(error).__name__
+            reason = said.splitlines()[-1]
+            where = f"under {folder} (--data-root, RAYDPFL_DATA)"
+            accepted = f"a data set that is {where}; it is not, and was not downloaded ({reason})"
             raise ConfigError("data.kind", self.kind, accepted) from None
         return folder
 
@@ -371,7 +378,7 @@ class Mnist(TorchvisionImages):
 
     kind: str = "mnist"
     dataset: ClassVar[str] = "MNIST"
-    files: ClassVar[tuple[str, ...]] = _idx("MNIST", "train", "t10k")
+    stored: ClassVar[tuple[str, ...]] = _idx("MNIST", "train", "t10k")
     mean: ClassVar[tuple[float, ...]] = (0.1307,)
     std: ClassVar[tuple[float, ...]] = (0.3081,)
 
@@ -381,7 +388,7 @@ class FashionMnist(TorchvisionImages):
 
     kind: str = "fashion_mnist"
     dataset: ClassVar[str] = "FashionMNIST"
-    files: ClassVar[tuple[str, ...]] = _idx("FashionMNIST", "train", "t10k")
+    stored: ClassVar[tuple[str, ...]] = _idx("FashionMNIST", "train", "t10k")
     mean: ClassVar[tuple[float, ...]] = (0.2860,)
     std: ClassVar[tuple[float, ...]] = (0.3530,)
 
@@ -393,7 +400,7 @@ class EmnistDigits(TorchvisionImages):
 
     kind: str = "emnist_digits"
     dataset: ClassVar[str] = "EMNIST"
-    files: ClassVar[tuple[str, ...]] = _idx("EMNIST", "emnist-digits-train", "emnist-digits-test")
+    stored: ClassVar[tuple[str, ...]] = _idx("EMNIST", "emnist-digits-train", "emnist-digits-test")
     mean: ClassVar[tuple[float, ...]] = (0.1733,)
     std: ClassVar[tuple[float, ...]] = (0.3317,)
 
@@ -410,7 +417,7 @@ class Cifar10(TorchvisionImages):
 
     kind: str = "cifar10"
     dataset: ClassVar[str] = "CIFAR10"
-    files: ClassVar[tuple[str, ...]] = tuple(
+    stored: ClassVar[tuple[str, ...]] = tuple(
         f"cifar-10-batches-py/{name}"
         for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch", "batches.meta")
     )
@@ -423,7 +430,7 @@ class Cifar100(TorchvisionImages):
 
     kind: str = "cifar100"
     dataset: ClassVar[str] = "CIFAR100"
-    files: ClassVar[tuple[str, ...]] = tuple(
+    stored: ClassVar[tuple[str, ...]] = tuple(
         f"cifar-100-python/{name}" for name in ("train", "test", "meta")
     )
     mean: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
@@ -435,7 +442,7 @@ class Svhn(TorchvisionImages):
 
     kind: str = "svhn"
     dataset: ClassVar[str] = "SVHN"
-    files: ClassVar[tuple[str, ...]] = ("train_32x32.mat", "test_32x32.mat")
+    stored: ClassVar[tuple[str, ...]] = ("train_32x32.mat", "test_32x32.mat")
     mean: ClassVar[tuple[float, ...]] = (0.4377, 0.4438, 0.4728)
     std: ClassVar[tuple[float, ...]] = (0.1980, 0.2010, 0.1970)
 

@@ -90,7 +90,7 @@ class Synthetic(Sized):
         x = np.empty((int(counts.sum()), self.features), np.float32)
         y = np.empty(int(counts.sum()), np.int64)
         scale = (np.arange(1, self.features + 1) ** -0.6).astype(np.float32)
-        shift = np.sqrt(np.float32([self.u, self.v]))
+        shift = np.sqrt(np.array([self.u, self.v], np.float32))
         for client, end, count in zip(
             clients.tolist(), ends.tolist(), counts.tolist(), strict=True
         ):

@@ -1,6 +1,6 @@
 """A data set of one's own, as a table in a Parquet, Arrow or NPZ file.
 
->>> Table(train="cifar10_jpeg/train.parquet", test="cifar10_jpeg/test.parquet", x="image", y="label", clients=100).kind
+>>> Table(train="faces/train.parquet", test="faces/test.parquet", x="image", clients=100).kind
 'table'
 
 What `x` may be: one column of encoded images (see `FORMATS`; bytes, or a struct with a field
@@ -95,104 +95,98 @@ class Table(Dealt):
             test_x, test_y, _ = self._read("test", self.test, root)
             if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
                 kinds = f"{x.dtype} {x.shape[1:]}, not {test_x.dtype} {test_x.shape[1:]}"
-                raise ConfigError(
-                    "data.test", self.test, f"samples like those of data.train: {kinds}"
-                )
+                accepted = f"samples like those of data.train: {kinds}"
+                raise ConfigError("data.test", self.test, accepted)
         else:
-            held = np.zeros(len(y), bool)
-            order = stream(seed, Purpose.PARTITION, step=1).permutation(len(y))
-            if client is not None:  # the last of each client's rows is left to it
-                order = np.delete(
-                    order, len(y) - 1 - np.unique(client[order][::-1], return_index=True)[1]
-                )
-            held[order[: max(1, round(self.test_fraction * len(y)))]] = True
+            held = self._held_out(y, client, seed)
             test_x = x[held]
             test_y = y[held]
             x = x[~held]
             y = y[~held]
             client = None if client is None else client[~held]
-        for key, rows in (("train", y), ("test", test_y)):
-            if not len(rows) and key == "test" and client is not None:
-                accepted = "a table that leaves at least one row to test, or a file of test rows: each client keeps one row"
-                raise ConfigError("data.test", self.test, accepted)
-            if not len(rows):
-                raise ConfigError(
-                    f"data.{key}",
-                    getattr(self, key),
-                    f"a table that leaves at least one row to {key}",
-                )
+        self._check_rows(len(y), len(test_y), client is not None)
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
             raise ConfigError(
                 "data.mean",
                 self.mean,
                 f"one number per channel of an image; the samples are {x.dtype} {x.shape[1:]}",
             )
-        y, test_y = _targets(self.y, y, test_y) if self.regression else _numbered(self.y, y, test_y)
-        return Samples(
-            x,
-            y,
-            test_x,
-            test_y,
-            None if client is None else np.unique(client, return_inverse=True)[1].astype(np.int64),
-        )
+        numbered = _targets if self.regression else _numbered
+        y, test_y = numbered(self.y, y, test_y)
+        if client is not None:
+            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
+        return Samples(x, y, test_x, test_y, client)
+
+    def _held_out(self, y: np.ndarray, client: np.ndarray | None, seed: int) -> np.ndarray:
+        """Which rows are kept for testing, bool [rows]; of each client one row is left to it."""
+        order = stream(seed, Purpose.PARTITION, step=1).permutation(len(y))
+        if client is not None:
+            last = len(y) - 1 - np.unique(client[order][::-1], return_index=True)[1]
+            order = np.delete(order, last)
+        held = np.zeros(len(y), bool)
+        held[order[: max(1, round(self.test_fraction * len(y)))]] = True
+        return held
+
+    def _check_rows(self, train: int, test: int, by_client: bool) -> None:
+        """Raises `ConfigError` where no row is left to train on, or to test on."""
+        if not train:
+            accepted = "a table that leaves at least one row to train"
+            raise ConfigError("data.train", self.train, accepted)
+        if not test:
+            accepted = "a table that leaves at least one row to test"
+            if by_client:
+                accepted += ", or a file of test rows: each client keeps one row"
+            raise ConfigError("data.test", self.test, accepted)
 
     def _read(
         self, key: str, name: str, root: Path | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """x [rows, ...], y [rows] and, of the training table, who holds each row if it tells."""
         path = find_file(f"data.{key}", name, root)
-        wanted = [*self.x, self.y, *([self.client] if self.client and key == "train" else [])]
         try:
             columns = read_columns(path)
         except Exception as error:  # whatever a broken file makes its reader raise
-            raise ConfigError(
-                f"data.{key}",
-                name,
-                f"a Parquet, Arrow or NPZ file ({type(error).__name__}: {error})",
-            ) from None
-        for column in wanted:
+            accepted = f"a Parquet, Arrow or NPZ file ({type(error).__name__}: {error})"
+            raise ConfigError(f"data.{key}", name, accepted) from None
+        owner = self.client if key == "train" else None
+        fields = {"data.x": self.x, "data.y": [self.y], "data.client": [owner] if owner else []}
+        wanted = [(field, column) for field, named in fields.items() for column in named]
+        for field, column in wanted:
             if column not in columns:
-                field = (
-                    "data.x"
-                    if column in self.x
-                    else "data.y"
-                    if column == self.y
-                    else "data.client"
-                )
                 raise ConfigError(field, column, f"a column of {path.name}: {', '.join(columns)}")
-        arrays = [columns[column] for column in wanted]
+        arrays = [columns[column] for _, column in wanted]
         if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
             raise ConfigError(f"data.{key}", name, "a table with rows; this one has none")
-        parts = [_features(columns[column], column) for column in self.x]
-        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
-            raise ConfigError(
-                "data.x", self.x, "one column of images or lists, or several of numbers"
-            )
-        x = (
-            parts[0]
-            if parts[0].ndim > 1
-            else np.stack([part.astype(np.float32) for part in parts], 1)
-        )
-        if x.dtype == np.float32 and not np.isfinite(x).all():
-            raise ConfigError(
-                "data.x",
-                self.x,
-                f"finite numbers; row {int(np.argwhere(~np.isfinite(x))[0, 0])} of {path.name} has another",
-            )
+        x = self._samples_of(columns, path.name)
         y = plain(columns[self.y], self.y, "data.y")
-        client = (
-            plain(columns[self.client], self.client, "data.client")
-            if self.client and key == "train"
-            else None
-        )
-        if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
-            raise ConfigError(
-                "data.client",
-                self.client,
-                f"a column without gaps; row {np.argmin(np.isfinite(client))} of {path.name} is one",
-            )
-        if len({len(x), len(y), *([len(client)] if client is not None else [])}) > 1:
+        client = self._clients_of(columns[owner], owner, path.name) if owner else None
+        if len({len(part) for part in (x, y, client) if part is not None}) > 1:
             raise ConfigError(f"data.{key}", name, "columns of one length")
         return x, y, client
+
+    def _samples_of(self, columns: dict[str, Any], file: str) -> np.ndarray:
+        parts = [_features(columns[column], column) for column in self.x]
+        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
+            accepted = "one column of images or lists, or several of numbers"
+            raise ConfigError("data.x", self.x, accepted)
+        if parts[0].ndim > 1:
+            x = parts[0]
+        else:
+            x = np.stack([part.astype(np.float32) for part in parts], 1)
+        if x.dtype == np.float32 and not np.isfinite(x).all():
+            row = int(np.argwhere(~np.isfinite(x))[0, 0])
+            accepted = f"finite numbers; row {row} of {file} has another"
+            raise ConfigError("data.x", self.x, accepted)
+        return x
+
+    @staticmethod
+    def _clients_of(column: Any, name: str, file: str) -> np.ndarray:
+        client = plain(column, name, "data.client")
+        if client.dtype.kind == "f" and not np.isfinite(client).all():
+            row = np.argmin(np.isfinite(client))
+            accepted = f"a column without gaps; row {row} of {file} is one"
+            raise ConfigError("data.client", name, accepted)
+        return client
 
 
 def clients_table(
@@ -257,7 +251,7 @@ def read_columns(path: Path) -> dict[str, Any]:
 
 
 def _bytes(parquet: pq.FileMetaData) -> int:
-    """What the columns of a Parquet file take at least when they are read, however they are packed."""
+    """Bytes that the columns of a Parquet file take at least when read, however they are packed."""
     widths = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
     total = 0
     for group in range(parquet.num_row_groups):
@@ -375,7 +369,8 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
                         _check_images(column, shape, name)
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
-                        accepted = f"images of one size and mode; row {row} is {shape}, row 0 is {images.shape[1:]}"
+                        others = f"row {row} is {shape}, row 0 is {images.shape[1:]}"
+                        accepted = f"images of one size and mode; {others}"
                         raise ConfigError("data.x", name, accepted)
                     pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
             except ConfigError:
@@ -383,14 +378,15 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
             except (Image.DecompressionBombWarning, Image.DecompressionBombError):
                 raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has more") from None
             except Exception as error:  # whatever a broken image makes its decoder raise
-                accepted = f"encoded images; row {row} is none of {', '.join(FORMATS)} ({type(error).__name__})"
+                known = f"{', '.join(FORMATS)} ({type(error).__name__})"
+                accepted = f"encoded images; row {row} is none of {known}"
                 raise ConfigError("data.x", name, accepted) from None
             images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
 
 
 def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, row: int) -> None:
-    """Raises `ConfigError` for an image that is too large, or whose decoding would take for ever."""
+    """Raises `ConfigError` for an image that is too large, or would take for ever to decode."""
     pixels = shape[1] * shape[2]
     if pixels > PIXELS:
         raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has {pixels:,}")
@@ -426,7 +422,7 @@ def _targets(name: str, *columns: np.ndarray) -> list[np.ndarray]:
 
 
 def _numbered(name: str, y: np.ndarray, test_y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Int64 class numbers: whole numbers from 0 as they are, names by their place in sorted order."""
+    """Int64 class numbers: whole numbers from 0 as they are, names by their place when sorted."""
     both = np.concatenate([y, test_y])
     if both.dtype.kind in "biuf":
         if not (both.min() >= 0 and both.max() < CLASSES and (both == np.floor(both)).all()):
