@@ -38,7 +38,6 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -46,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from raydpfl import privacy
-from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.errors import BudgetError, ConfigError, renamed
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.accountants import FORMULAS, Formula
 from raydpfl.privacy.accounting import View, views
@@ -64,6 +63,8 @@ Unknown = Literal["epsilon", "noise", "rounds"]
 MOST_ROUNDS = 1 << 20  # where `privacy.rounds_for` stops looking
 _COUNTS = range(1, MOST_ROUNDS + 1)
 MOST_ROWS = 5  # clients that `render` shows
+# What the parameters of `raydpfl.privacy` are called where samples are protected.
+_OF_SAMPLES = {"population": "samples", "cohort": "batch", "rounds": "participations"}
 FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
 
 
@@ -195,42 +196,39 @@ def of_clients(
     replacement) of any client, for whoever knows the cohorts; None: every round. `v` is the
     constant of the papers' formula.
 
-    Raises `ConfigError`, by option, for what is not covered.
+    Raises `ConfigError` by the name of a parameter.
     """
     if placement not in ("auto", "client", "server"):
-        raise ConfigError("--placement", placement, "client or server")
+        raise ConfigError("placement", placement, "client or server")
     poisson = sampling == "poisson"
     placement = ("server" if poisson else "client") if placement == "auto" else placement
-    with _by_option(
-        {"data.clients": "--population", "selection.cohort": "--cohort", "rounds": "--rounds"}
-    ):
-        who = Sampling(
-            sampling, population, population if cohort is None and sampling == "full" else cohort
+    who = Sampling(
+        sampling, population, population if cohort is None and sampling == "full" else cohort
+    )
+    z = _multiplier(
+        noise_multiplier, std, bound, {"client": math.sqrt(who.cohort)}.get(placement, 1.0)
+    )
+    unknown = _unknown(z, epsilon, rounds, "rounds")
+    query = Query("updates", bound or 1.0, 0.0)
+    mechanism = Mechanism(
+        who, (query,), 1 if rounds is None else rounds, placement=placement
+    ).with_noise(z or 1.0)
+    relation = ("add_remove" if poisson else "replace_one") if relation == "auto" else relation
+    most = (
+        math.inf
+        if rounds is None
+        else rounds * (who.cohort if sampling == "with_replacement" else 1)
+    )
+    if participations is not None and not 1 <= participations <= most:
+        raise ConfigError(
+            "participations",
+            participations,
+            f"an integer from 1 to {most}" if rounds else "an integer, at least 1",
         )
-        z = _multiplier(
-            noise_multiplier, std, bound, {"client": math.sqrt(who.cohort)}.get(placement, 1.0)
-        )
-        unknown = _unknown(z, epsilon, rounds, "rounds")
-        query = Query("updates", bound or 1.0, 0.0)
-        mechanism = Mechanism(
-            who, (query,), 1 if rounds is None else rounds, placement=placement
-        ).with_noise(z or 1.0)
-        relation = ("add_remove" if poisson else "replace_one") if relation == "auto" else relation
-        most = (
-            math.inf
-            if rounds is None
-            else rounds * (who.cohort if sampling == "with_replacement" else 1)
-        )
-        if participations is not None and not 1 <= participations <= most:
-            raise ConfigError(
-                "--participations",
-                participations,
-                f"an integer from 1 to {most}" if rounds else "an integer, at least 1",
-            )
-        _check(mechanism, relation, delta)
-        return _Question(
-            mechanism, relation, delta, unknown, epsilon, participations=participations, v=v
-        ).budget()
+    _check(mechanism, relation, delta)
+    return _Question(
+        mechanism, relation, delta, unknown, epsilon, participations=participations, v=v
+    ).budget()
 
 
 def of_samples(
@@ -255,16 +253,16 @@ def of_samples(
     `bound`, the per-sample clip norm; `std`, which needs `bound`, that of the noise on the mean
     gradient. Each of the `steps` of a round draws a fresh batch, by `sampling`.
     """
-    with _by_option({"data.clients": "--samples", "selection.cohort": "--batch"}):
+    with renamed(lambda name: _OF_SAMPLES.get(name, name)):
         if sampling == "epochs":
             raise ConfigError(
-                "--sampling",
+                "sampling",
                 sampling,
                 "shuffled epochs have no accountant; nearest: fixed, a fresh batch at each step",
             )
         for name, value in (("steps", steps), ("participations", participations)):
             if value is not None and value < 1:
-                raise ConfigError(_flag(name), value, "an integer, at least 1")
+                raise ConfigError(name, value, "an integer, at least 1")
         z = _multiplier(noise_multiplier, std, bound, batch)
         unknown = _unknown(z, epsilon, participations, "participations")
         rounds = steps if participations is None else steps * participations
@@ -376,12 +374,13 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
                 None,
                 f"required with --unit {unit}; or give a CONFIG (see raydpfl budget --help)",
             )
-    return kinds[unit](
-        **{
-            name: value.replace("-", "_") if isinstance(value, str) else value
-            for name, value in options.items()
-        }
-    )
+    given = {
+        name: value.replace("-", "_") if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    names = {"kind": "sampling", "target": "epsilon"} | {name: name for name in parameters}
+    with renamed(lambda name: _flag(names[name]) if name in names else name):
+        return kinds[unit](**given)
 
 
 @dataclass(frozen=True)
@@ -494,7 +493,7 @@ class _Question:
         first = answers[0]
         if first.rounds == 0:
             raise ConfigError(
-                "--epsilon",
+                "epsilon",
                 self.epsilon,
                 f"at least {first.guarantee.epsilon:.4g}, which one round spends; or more noise",
             )
@@ -668,38 +667,18 @@ def _to_json(value: Any) -> Any:
     return "infinity" if value == math.inf else value
 
 
-@contextmanager
-def _by_option(names: dict[str, str]) -> Iterator[None]:
-    """What the lower rooms refuse by the name of a config's field is refused by that of an option."""
-    names = {
-        "selection.kind": "--sampling",
-        "privacy.relation": "--relation",
-        "noise.placement": "--placement",
-        "noise.epsilon": "--epsilon",
-        "noise.delta": "--delta",
-        "noise.v": "--v",
-        **names,
-    }
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(
-            names.get(error.field, error.field), error.value, error.accepted
-        ) from None
-
-
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, count: float
 ) -> float | None:
     """z from itself or from a std, `count` of which make the std of the sum."""
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(_flag(name), value, "a positive finite number")
+            raise ConfigError(name, value, "a positive finite number")
     if std is not None and z is not None:
-        raise ConfigError("--std", std, "--noise-multiplier or --std, not both")
+        raise ConfigError("std", std, "--noise-multiplier or --std, not both")
     if std is not None and bound is None:
-        raise ConfigError("--bound", None, "the L2 bound that --std is to be compared with")
-    field, z = ("--noise-multiplier", z) if std is None else ("--std", std * count / bound)
+        raise ConfigError("bound", None, "the L2 bound that --std is to be compared with")
+    field, z = ("noise_multiplier", z) if std is None else ("std", std * count / bound)
     # squares of what lies far outside leave the range of float64
     if z is not None and not 1e-6 <= z <= 1e6:
         raise ConfigError(
@@ -726,7 +705,7 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     with the nearest that one does.
     """
     if not 0 < delta < 1:
-        raise ConfigError("--delta", delta, "a number between 0 and 1, both excluded")
+        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
     reason = privacy.covers("pld", mechanism, relation)
     if not reason:
         return
@@ -748,7 +727,7 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
             nearest.append(f"--sampling {kind}")
     value = relation if field == "relation" else mechanism.placement
     raise ConfigError(
-        _flag(field), value, f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}"
+        field, value, f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}"
     )
 
 

@@ -20,6 +20,7 @@ import copy
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +36,7 @@ from pydantic import (
 )
 
 from raydpfl import bounding, data, local, models, noise, own, selection, server, weights
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, importing, imports, load, validate
 from raydpfl.privacy import budgets
@@ -131,6 +132,38 @@ class Measure(Section):
         if value == 1 or (value and not info.data.get("bounding")):
             raise ValueError("0, or at least 2 together with measure.bounding: true")
         return value
+
+
+# Where a run's values of the parameters of `raydpfl.privacy` come from.
+_FIELDS = {
+    "kind": "selection.kind",
+    "population": "data.clients",
+    "cohort": "selection.cohort",
+    "beside": "selection.loss_std",
+    "batch": "local.batch",
+    "steps": "local.steps",
+    "sampling": "local.sampling",
+    "bound": "bounding.bound",
+    "placement": "noise.placement",
+    "target": "noise.epsilon",
+    "epsilon": "noise.epsilon",
+    "budgets": "noise.epsilon",
+    "delta": "noise.delta",
+    "multiplier": "noise.multiplier",
+    "stds": "noise.std",
+    "calibration": "noise.calibration",
+    "bands": "noise.bands",
+    "v": "noise.v",
+    "relation": "privacy.relation",
+    "accountant": "privacy.accountants",
+}
+
+
+def as_fields() -> AbstractContextManager[None]:
+    """What `raydpfl.privacy` refuses by the name of a parameter is refused by that of the field
+    which its value came from.
+    """
+    return renamed(lambda name: _FIELDS.get(name, name))
 
 
 FAMILIES: dict[str, tuple[dict, type]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,17 @@ def _shown(value: object) -> str:
     # a number with more digits than Python prints, values within values beyond counting
     except Exception:
         return f"<{type(value).__name__} that cannot be shown>"
+
+
+@contextmanager
+def renamed(name: Callable[[str], str]) -> Iterator[None]:
+    """A `ConfigError` within is raised with `name(field)` for its field: by whoever knows what a
+    function's parameter is called where its value came from.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(name(error.field), error.value, error.accepted) from None
 
 
 class RunError(RuntimeError):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from raydpfl import data, local, models, origin, privacy
-from raydpfl.config import Experiment
+from raydpfl.config import Experiment, as_fields
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.noise import Noise
@@ -71,6 +71,7 @@ class Plan:
     first: int = 0  # the round that it was begun anew from
 
     @classmethod
+    @as_fields()
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
         """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the
         accountants cannot give.

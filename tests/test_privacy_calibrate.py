@@ -115,11 +115,11 @@ def test_a_target_that_is_no_budget_is_refused(target):
     for question in (noise_for, rounds_for):
         with pytest.raises(ConfigError) as error:
             question(target, mechanism(std=1.0), "replace_one", 1e-5)
-        assert error.value.field == "noise.epsilon"
+        assert error.value.field == "target"
 
 
 def test_a_combination_that_is_not_covered_is_refused():
-    with pytest.raises(ConfigError, match=r"privacy\.accountants"):
+    with pytest.raises(ConfigError, match=r"^accountant = "):
         noise_for(1.0, mechanism(), "add_remove", 1e-5)
 
 
@@ -129,7 +129,7 @@ def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
     """
     with pytest.raises(
         ConfigError,
-        match=r"noise\.delta = 0\.001: less: at this delta any noise, however small, spends less "
+        match=r"^delta = 0\.001: less: at this delta any noise, however small, spends less "
         r"than epsilon 5 in 1 rounds",
     ):
         noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
@@ -139,7 +139,7 @@ def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
     """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
     with pytest.raises(
         ConfigError,
-        match=r"noise\.delta = 1e-30: more, or rdp as the first accountant: delta is too small "
+        match=r"^delta = 1e-30: more, or rdp as the first accountant: delta is too small "
         r"for pld",
     ):
         noise_for(1.0, mechanism(rounds=1), "replace_one", 1e-30)

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import experiment
 
+from raydpfl.config import as_fields
 from raydpfl.errors import ConfigError
+from raydpfl.plan import Plan
 from raydpfl.privacy import (
     Guarantee,
     LocalSteps,
@@ -25,6 +28,7 @@ from raydpfl.privacy import (
     epsilon,
     guarantees,
     laws,
+    noise_for,
     pld,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS
@@ -81,13 +85,13 @@ def test_any_change_changes_the_digest():
         (lambda: Query("update", math.inf, 1.0), "update.bound"),
         (lambda: Query("update", 1.0, -1.0), "update.std"),
         (lambda: Query("update", 1.0, math.nan), "update.std"),
-        (lambda: Sampling("fixed", 10, 11), "selection.cohort"),
-        (lambda: Sampling("fixed", 10, 0), "selection.cohort"),
-        (lambda: Sampling("poisson", 10, 2.5), "selection.cohort"),
-        (lambda: Sampling("fixed", 0, 1), "data.clients"),
-        (lambda: Sampling("full", 10, 9), "selection.cohort"),
-        (lambda: Sampling("cyclic", 10, 5), "selection.kind"),
-        (lambda: Sampling("public", 10, 11), "selection.cohort"),
+        (lambda: Sampling("fixed", 10, 11), "cohort"),
+        (lambda: Sampling("fixed", 10, 0), "cohort"),
+        (lambda: Sampling("poisson", 10, 2.5), "cohort"),
+        (lambda: Sampling("fixed", 0, 1), "population"),
+        (lambda: Sampling("full", 10, 9), "cohort"),
+        (lambda: Sampling("cyclic", 10, 5), "kind"),
+        (lambda: Sampling("public", 10, 11), "cohort"),
         (lambda: Sampling("with_replacement", 10, 5, p_max=0.09), "p_max"),
         (lambda: Sampling("with_replacement", 10, 5, p_max=1.1), "p_max"),
         (lambda: Sampling("fixed", 10, 5, p_max=0.5), "p_max"),
@@ -95,8 +99,8 @@ def test_any_change_changes_the_digest():
         (lambda: replace(MECHANISM, rounds=0), "rounds"),
         (lambda: replace(MECHANISM, rounds=True), "rounds"),
         (lambda: replace(MECHANISM, queries=()), "queries"),
-        (lambda: replace(MECHANISM, placement="cloud"), "noise.placement"),
-        (lambda: MECHANISM.with_noise(-1.0), "noise.multiplier"),
+        (lambda: replace(MECHANISM, placement="cloud"), "placement"),
+        (lambda: MECHANISM.with_noise(-1.0), "multiplier"),
         (
             lambda: replace(
                 MECHANISM, queries=(Query("update", 1.0, 1.0), Query("count", 0.5, 0.0))
@@ -275,6 +279,7 @@ def test_accountants_and_laws_are_found_by_looking():
     assert len(ACCOUNTANTS) == len(modules)
 
 
+LOSSES_TOO = replace(MECHANISM, queries=(*MECHANISM.queries, Query("losses", 1.0, 1.0, apart=True)))
 STEPS = LocalSteps([100, 60, 80], 10, 5, 1.0, 1e-5, [2.0, 2.0, 0.5])
 SUMS = Mechanism(Sampling("poisson", 60, 10), (Query("updates", 1.0, 4.0),), rounds=4)
 
@@ -297,3 +302,20 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     assert (release.step_stds(np.array([2])) is not None) == bool(release.client_facts())
     assert release.uncovered("rdp", "zero_out") is None and release.unproved is None
     assert release.private and len(release.digest()) == 64
+
+
+def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run():
+    with pytest.raises(ConfigError, match=r"^target = 0.001: more: at delta 1e-05 no noise"):
+        noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
+    with (
+        pytest.raises(ConfigError, match=r"^noise.epsilon = 0.001: more: at delta 1e-05 no noise"),
+        as_fields(),
+    ):
+        noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
+    with pytest.raises(ConfigError, match=r"^noise.delta = 1e-300: more"):
+        Plan.make(
+            experiment(
+                noise={"epsilon": 1.0, "multiplier": None, "delta": 1e-300},
+                privacy={"accountants": ["pld"]},
+            )
+        )

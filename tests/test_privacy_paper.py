@@ -290,10 +290,10 @@ def test_003_variance_neither_overflows_nor_takes_what_is_no_client():
     ]
     assert variances == sorted(variances, reverse=True) and not any(map(math.isnan, variances))
     for change, field in (
-        ({"delta": 0.0}, "noise.delta"),
-        ({"delta": 1.0}, "noise.delta"),
-        ({"batch": 101}, "local.batch"),
-        ({"batch": 0}, "local.batch"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"batch": 101}, "batch"),
+        ({"batch": 0}, "batch"),
     ):
         with pytest.raises(ConfigError) as refused:
             paper.budget_variance(

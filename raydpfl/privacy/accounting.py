@@ -47,7 +47,7 @@ def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | N
     """None if the accountant covers the mechanism under the relation, else the reason and the
     nearest combination it does cover.
     """
-    one_of("privacy.relation", relation, Relation)
+    one_of("relation", relation, Relation)
     return named(accountant).covers(mechanism, relation)
 
 
@@ -55,7 +55,7 @@ def named(accountant: str) -> Accountant:
     """The accountant of a name. Raises `ConfigError`."""
     known = [name for name, member in ACCOUNTANTS.items() if not member.local_steps]
     if accountant not in known:
-        raise ConfigError("privacy.accountants", accountant, f"one of {', '.join(known)}")
+        raise ConfigError("accountant", accountant, f"one of {', '.join(known)}")
     return ACCOUNTANTS[accountant]
 
 
@@ -113,7 +113,7 @@ def delta(
     noise.
     """
     if not (0 <= epsilon < math.inf):
-        raise ConfigError("noise.epsilon", epsilon, "a finite number, zero or above")
+        raise ConfigError("epsilon", epsilon, "a finite number, zero or above")
     rounds = mechanism.rounds if rounds is None else rounds
     _check(mechanism, relation, 0.5, rounds, accountant)
     if not mechanism.private:
@@ -270,8 +270,8 @@ def _check(
 ) -> None:
     reason = covers(accountant, mechanism, relation)
     if reason:
-        raise ConfigError("privacy.accountants", accountant, reason)
+        raise ConfigError("accountant", accountant, reason)
     if not (0 < delta < 1):
-        raise ConfigError("noise.delta", delta, "a number between 0 and 1, both excluded")
+        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
     if not (isinstance(rounds, int) and rounds >= 1):
         raise ConfigError("rounds", rounds, "an integer, at least 1")

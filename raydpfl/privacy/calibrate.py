@@ -140,7 +140,7 @@ def _search(
             epsilon(mechanism.with_noise(math.exp(high)), relation, delta, rounds, accountant, v)
         ):
             raise ConfigError(
-                "noise.delta",
+                "delta",
                 delta,
                 f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}",
             )
@@ -149,12 +149,12 @@ def _search(
             run += f" (the {', '.join(others)} alone, with the noise they are given, spend {alone:.4g})"
         if above > 0:
             raise ConfigError(
-                "noise.epsilon",
+                "target",
                 target,
                 f"more: at delta {delta:g} no noise, however large, spends so little {run}",
             )
         raise ConfigError(
-            "noise.delta",
+            "delta",
             delta,
             f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}",
         )
@@ -163,4 +163,4 @@ def _search(
 
 def _check(target: float) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
-        raise ConfigError("noise.epsilon", target, "a positive finite number")
+        raise ConfigError("target", target, "a positive finite number")

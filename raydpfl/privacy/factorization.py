@@ -80,9 +80,7 @@ def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarra
 
 def _check_shape(bands: int, rounds: int, momentum: float) -> None:
     if not 1 <= bands <= rounds:
-        raise ConfigError(
-            "noise.bands", bands, f"an integer from 1 to the {rounds} rounds of the run"
-        )
+        raise ConfigError("bands", bands, f"an integer from 1 to the {rounds} rounds of the run")
     if not 0 <= momentum < 1:
         raise ConfigError("momentum", momentum, "a number from 0, below 1")
 
@@ -154,7 +152,7 @@ def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -
     """
     if separation < len(c):
         raise ConfigError(
-            "noise.bands",
+            "bands",
             len(c),
             f"at most the {separation} rounds that lie between two participations of a client",
         )
@@ -172,10 +170,10 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
         return
     if separation < bands:
         accepted = f"at most {separation}, the rounds after which a client may take part again; or a selection by turns with more groups"
-        raise ConfigError("noise.bands", bands, accepted)
+        raise ConfigError("bands", bands, accepted)
     if not (sampling.everyone or not sampling.hidden or sampling.law.own_coins):
         raise ConfigError(
-            "noise.bands",
+            "bands",
             bands,
             f"1 under {sampling}; above 1 all of a group must take part, or a Poisson sample of it",
         )

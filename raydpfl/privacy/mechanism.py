@@ -86,12 +86,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Law) and self.kind not in LAWS:
-            raise ConfigError("selection.kind", self.kind, f"one of {', '.join(LAWS)}")
+            raise ConfigError("kind", self.kind, f"one of {', '.join(LAWS)}")
         if not (_is_count(self.population) and self.population >= 1):
-            raise ConfigError("data.clients", self.population, "an integer, at least 1")
+            raise ConfigError("population", self.population, "an integer, at least 1")
         if not (_is_count(self.cohort) and self.cohort >= 1):
             raise ConfigError(
-                "selection.cohort",
+                "cohort",
                 self.cohort,
                 f"an integer from 1 to the population of {self.population}",
             )
@@ -299,8 +299,8 @@ class Mechanism(Release):
     remembers_noise: bool = False
 
     def __post_init__(self) -> None:
-        one_of("noise.placement", self.placement, Placement)
-        one_of("privacy.unit", self.unit, Unit)
+        one_of("placement", self.placement, Placement)
+        one_of("unit", self.unit, Unit)
         if not (_is_count(self.rounds) and self.rounds >= 1):
             raise ConfigError("rounds", self.rounds, "an integer, at least 1")
         if not self.queries:
@@ -354,7 +354,7 @@ class Mechanism(Release):
         """Sensitivity / std, all queries of a round together, those `apart` too: k / z, with k = 2
         under replace-one and 1 otherwise.
         """
-        one_of("privacy.relation", relation, Relation)
+        one_of("relation", relation, Relation)
         return (
             (2 if relation == "replace_one" else 1) / _together(self.queries)
             if self.private
@@ -426,31 +426,29 @@ class Mechanism(Release):
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
         return replace(self, sampling=everyone)
 
-    def with_noise(self, z: float) -> Mechanism:
-        """The same mechanism at noise multiplier `z` (std of the sum / bound): every std scaled by
+    def with_noise(self, multiplier: float) -> Mechanism:
+        """The same mechanism at this noise multiplier (std of the sum / bound): every std scaled by
         one factor, but for queries `apart`.
 
         A mechanism that has no noise yet gets equal shares: each of k queries std = sqrt(k) z
         bound.
         """
-        if not (0 <= z < math.inf):
-            raise ConfigError("noise.multiplier", z, "a finite number, zero or above")
+        if not (0 <= multiplier < math.inf):
+            raise ConfigError("multiplier", multiplier, "a finite number, zero or above")
         sums = [query for query in self.queries if not query.apart]
         now = self.noise_multiplier
         if not now and any(query.std for query in sums):
             bare = next(query for query in sums if query.std == 0)
             raise ConfigError(f"{bare.name}.std", bare.std, "noise on every query, or on none")
 
-        def scaled(query: Query) -> float:
-            return query.std * z / now if now else math.sqrt(len(sums)) * z * query.bound
+        def scaled(query: Query) -> Query:
+            if query.apart:
+                return query
+            if now:
+                return replace(query, std=query.std * multiplier / now)
+            return replace(query, std=math.sqrt(len(sums)) * multiplier * query.bound)
 
-        return replace(
-            self,
-            queries=tuple(
-                query if query.apart else replace(query, std=scaled(query))
-                for query in self.queries
-            ),
-        )
+        return replace(self, queries=tuple(map(scaled, self.queries)))
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of all fields: its name in the ledger and the cache.

@@ -48,7 +48,7 @@ def paper_multiplier(
     epsilon: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
 ) -> float:
     """z = std of the noise on the sum / bound, at which the theorem claims (epsilon, delta)."""
-    for field, value in (("noise.epsilon", epsilon), ("noise.v", v)):
+    for field, value in (("epsilon", epsilon), ("v", v)):
         if not (0 < value < math.inf):
             raise ConfigError(field, value, "a positive finite number")
     return sampling.q * math.sqrt(v * rounds * math.log(1 / delta)) / epsilon
@@ -148,7 +148,7 @@ def tcdp_noise(
     (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2.
     """
     if not (0 < epsilon < math.inf):
-        raise ConfigError("noise.epsilon", epsilon, "a positive finite number")
+        raise ConfigError("epsilon", epsilon, "a positive finite number")
     surprise = math.log(1 / _delta(delta))
     # of rho, without cancellation
     root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))
@@ -234,13 +234,11 @@ def budget_variance(
     larger than the client's samples.
     """
     if not np.all(np.asarray(epsilon, float) > 0):
-        raise ConfigError(
-            "noise.epsilon", epsilon, "a positive number, or infinity for a public client"
-        )
+        raise ConfigError("epsilon", epsilon, "a positive number, or infinity for a public client")
     _delta(delta)
     _check_client(batch, samples)
     if np.any(np.asarray(batch) > np.asarray(samples)):
-        raise ConfigError("local.batch", batch, f"at most the client's samples ({samples})")
+        raise ConfigError("batch", batch, f"at most the client's samples ({samples})")
     inner = unamplified_budget(epsilon, batch=batch, samples=samples)
     r = np.asarray(batch, float) / np.asarray(samples, float)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -311,11 +309,11 @@ def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[s
 
 def _delta(delta: Any) -> Any:
     if not (np.all(np.asarray(delta, float) > 0) and np.all(np.asarray(delta, float) < 1)):
-        raise ConfigError("noise.delta", delta, "a number between 0 and 1, both excluded")
+        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
     return delta
 
 
 def _check_client(batch: Any, samples: Any, steps: int = 1) -> None:
-    for field, value in (("local.batch", batch), ("samples", samples), ("local.steps", steps)):
+    for field, value in (("batch", batch), ("samples", samples), ("steps", steps)):
         if not np.all(np.asarray(value) >= 1):
             raise ConfigError(field, value, "at least 1")

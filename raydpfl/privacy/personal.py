@@ -99,20 +99,18 @@ class LocalSteps(Release):
     _spent: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        one_of("local.sampling", self.sampling, Literal["fresh", "epochs"])
-        for name, value in (("local.steps", self.steps), ("local.batch", self.batch)):
+        one_of("sampling", self.sampling, Literal["fresh", "epochs"])
+        for name, value in (("steps", self.steps), ("batch", self.batch)):
             if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
                 raise ConfigError(name, value, "an integer, at least 1")
         if not (0 < self.bound < math.inf):
-            raise ConfigError("bounding.bound", self.bound, "a positive finite number")
+            raise ConfigError("bound", self.bound, "a positive finite number")
         if not (0 < self.delta < 1):
-            raise ConfigError("noise.delta", self.delta, "a number between 0 and 1, both excluded")
+            raise ConfigError("delta", self.delta, "a number between 0 and 1, both excluded")
         object.__setattr__(self, "samples", np.asarray(self.samples, np.int64))
         stds = np.broadcast_to(np.asarray(self.stds, np.float64), self.samples.shape)
         if not ((stds >= 0) & np.isfinite(stds)).all():
-            raise ConfigError(
-                "noise.std", self.stds, "finite numbers, zero or above, one per client"
-            )
+            raise ConfigError("stds", self.stds, "finite numbers, zero or above, one per client")
         object.__setattr__(self, "stds", np.array(stds))
         if self.claims is not None:
             object.__setattr__(self, "claims", _budgets(self.claims, len(self.samples)))
@@ -144,7 +142,7 @@ class LocalSteps(Release):
         too where what is released `beside` leaves the steps of some client less than a hundredth of
         its budget.
         """
-        one_of("noise.calibration", calibration, Calibration)
+        one_of("calibration", calibration, Calibration)
         silent = cls(
             np.asarray(samples),
             batch,
@@ -180,7 +178,7 @@ class LocalSteps(Release):
                 who = f"{len(failed)} of {len(needy)} clients ({_some(failed)})"
                 why = f"client {first}, with {silent.samples[first]} samples and batches of {silent.batches[first]}: {'; '.join(reasons)}"
                 raise ConfigError(
-                    "noise.calibration",
+                    "calibration",
                     calibration,
                     f"rigorous or paper: conditions of 002 fail for {who}; for {why}",
                 )
@@ -585,7 +583,7 @@ class LocalSteps(Release):
             idle = clients[seen <= self.delta]
             accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is used at all: at this delta no noise is called for by"
             raise ConfigError(
-                "noise.delta",
+                "delta",
                 self.delta,
                 f"{accepted} {len(idle)} clients ({_some(idle.tolist())})",
             )
@@ -635,7 +633,7 @@ class LocalSteps(Release):
             what = f"the {self.beside.name} of client {clients[worst]}, with {self.samples[clients[worst]]} samples"
             spent = f"spend epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in {kinds[worst, 2]:.0f} rounds, by {accountant}"
             raise ConfigError(
-                "selection.loss_std",
+                "beside",
                 self.beside.std,
                 f"more, as {what}, {spent} (99% at most, which leaves some to its steps)",
             )
@@ -645,7 +643,7 @@ def _rigorous(name: str) -> Accountant:
     """The rigorous accountant of a name. Raises `ConfigError`."""
     known = [each for each, member in ACCOUNTANTS.items() if member.rigorous]
     if name not in known:
-        raise ConfigError("privacy.accountants", name, f"one of {', '.join(known)}")
+        raise ConfigError("accountant", name, f"one of {', '.join(known)}")
     return ACCOUNTANTS[name]
 
 
@@ -689,7 +687,7 @@ def _noise_multipliers(
             # noise so far beyond what is looked for changes nothing any more
             if math.isinf(spent) and x > start + 5:
                 raise ConfigError(
-                    "noise.delta",
+                    "delta",
                     delta,
                     f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} after {times[k]:.0f} steps",
                 )
@@ -699,7 +697,7 @@ def _noise_multipliers(
         enough = near_guess(excess, start, slope, _TOLERANCE)
         if enough is None:
             accepted = "an epsilon that some noise reaches at this delta"
-            raise ConfigError("noise.epsilon", float(targets[k]), accepted)
+            raise ConfigError("budgets", float(targets[k]), accepted)
         offsets[k] += enough - start
     return np.exp(log_z + offsets)
 
@@ -749,7 +747,7 @@ def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
     if not (budgets > 0).all():
         bad = int(np.flatnonzero(~(budgets > 0))[0])
         raise ConfigError(
-            "noise.epsilon",
+            "budgets",
             float(budgets[bad]),
             f"positive numbers, infinity for a public client; this is client {bad}'s",
         )

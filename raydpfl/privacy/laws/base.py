@@ -38,7 +38,7 @@ class Law:
         """Raises `ConfigError` for a population and a cohort that the law cannot have."""
         if sampling.cohort > sampling.population and not self.repeats:
             accepted = f"an integer from 1 to the population of {sampling.population}"
-            raise ConfigError("selection.cohort", sampling.cohort, accepted)
+            raise ConfigError("cohort", sampling.cohort, accepted)
 
     def q(self, sampling: Sampling) -> float:
         """The chance that a given client is in a cohort; 1 where only the rounds that it is in are

@@ -15,7 +15,7 @@ class Full(Law):
     def check(self, sampling):
         if sampling.cohort != sampling.population:
             accepted = f"the whole population of {sampling.population} under full participation"
-            raise ConfigError("selection.cohort", sampling.cohort, accepted)
+            raise ConfigError("cohort", sampling.cohort, accepted)
 
     def words(self, sampling):
         return f"all {sampling.population}"
