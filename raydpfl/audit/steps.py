@@ -31,7 +31,7 @@ from raydpfl.audit import views
 from raydpfl.audit.checks import Check
 from raydpfl.client import ClientActor, Lane, Partial, Work
 from raydpfl.coordinator import Coordinator
-from raydpfl.data import Shards
+from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.batches import batches
@@ -126,8 +126,10 @@ class PlantedShards:
     def __getattr__(self, name: str):
         return getattr(self._shards, name)
 
-    def lane(self, clients, rows: int, picked=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        x, y, n = self._shards.lane(clients, rows, picked)
+    def lane(
+        self, clients, rows: int, picked=None, room: Room | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        x, y, n = self._shards.lane(clients, rows, picked, room)
         for slot, client in enumerate(np.asarray(clients).tolist()):
             if client >= 0 and self._canaries.part(client) is not None:
                 rows = slice(None) if picked is None or picked[slot] is None else picked[slot]
