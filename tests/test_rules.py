@@ -138,7 +138,7 @@ def gradient_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Te
 
 
 def by_the_book(name, module, x, y, index, slot, clip=None, std=0.0, correction=None):
-    """One client's update, flat, by a loop over its batches and, to clip them, over their samples."""
+    """One client's update, flat, by a loop over its batches, and over samples to clip them."""
     module = copy.deepcopy(module).train()
     start = models.flatten(module)
     plain = Plain(name, RULES[name], module)

@@ -22,7 +22,7 @@ norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t
 added to its square.
 
 >>> from raydpfl.local.base import Local
->>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Sgd(), torch.device("cpu"))
+>>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Local(), torch.device("cpu"))
 Traceback (most recent call last):
 raydpfl.local.layerwise.NotLayerwise: BatchNorm1d mixes the samples of a batch
 """

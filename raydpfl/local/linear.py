@@ -22,9 +22,9 @@ Where each sample's gradient is clipped (fused alone), its squared norm is the s
 of (||a||^2 + 1) ||g||^2, a the layer's inputs and g the gradient by its outputs, and to clip it is
 to scale its g in every layer (Goodfellow 2015).
 
->>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=20, local=Sgd(steps=20, batch=10))
+>>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=20, local=Local(steps=20, batch=10))
 True
->>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=600, local=Sgd(steps=1, batch=10))
+>>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=600, local=Local(steps=1, batch=10))
 False
 """
 
