@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -87,67 +87,84 @@ class Trainer:
         clipped: np.ndarray | None = None,
         width: int | None = None,
     ) -> Iterator[Block]:
-        """The clients of the lane, in its order, in blocks (see `raydpfl.local.way.Block`): of one
+        """The clients of a lane, in its order, in blocks (see `raydpfl.local.way.Block`): of one
         client where the way trains one by one, each trained when its block is asked for; else of as
         many as lie in the cache.
 
-        `parameters` is the model, float32 [d] as `raydpfl.models.flatten` gives it; x float32 [C,
-        n, *shape], sizes [C]; y [C, n] holds integers for cross-entropy, floats for half the
-        squared error; rows from sizes[i] on are never looked at. `clients` [C] has -1 for an empty
-        slot; `draws` [C] tells apart the times a client was drawn. A client's bits depend on its
-        rows, key, slot and the shapes C and n, not on what is in the other slots. A client without
-        rows has an update of zeros and the loss NaN; a diverged update comes back as it is.
+        A client's bits depend on its rows, key, slot and the shapes C and n, not on what is in the
+        other slots. One without rows has an update of zeros and the loss NaN; a diverged update
+        comes back as it is.
 
-        `stds` float64 [C] is the std of the Gaussian noise on the mean gradient of each step, in
-        each coordinate, and needs `clip`; `corrections` float32 [C, d] is added to every gradient
-        after that. `drawn` are the batches, as `batches` gives them, where x holds other rows than
-        all of a client's in their order (`picked`); else they are drawn here. Raises ValueError for
-        stds without clip, and for a stateful `local` without corrections or corrections for a way
-        that cannot add them.
+        Args:
+            parameters: the model, float32 [d], as `raydpfl.models.flatten` gives it.
+            x: float32 [C, n, *shape]; rows from sizes[i] on are never looked at.
+            y: [C, n], integers for cross-entropy, floats for half the squared error.
+            sizes: [C].
+            t: the round.
+            clients: [C], -1 for an empty slot.
+            draws: [C], which tells apart the times a client was drawn.
+            stds: float64 [C], of the Gaussian noise on the mean gradient of each step, in each
+                coordinate; needs `clip`.
+            corrections: float32 [C, d], added to every gradient after that.
+            drawn: the batches, as `batches` gives them, where x holds other rows than all of a
+                client's in their order (`picked`); else they are drawn here.
+            clipped: float64 [C], into which is written, by the time that a slot's block is yielded,
+                the share of its (sample, step) pairs whose gradient was longer than `clip` (one
+                that is not finite is not). NaN for a slot without rows, and for all where nothing
+                is clipped.
+            width: the C clients are C / `width` lanes one after another, trained together: each
+                client has the bits that it has in its lane alone, and no block holds clients of
+                two. See `together`.
 
-        Into `clipped`, float64 [C], is written, by the time that a slot's block is yielded, the share of
-        its (sample, step) pairs whose gradient was longer than `clip`: a gradient that is not
-        finite is not. NaN for a slot without rows, and for all where nothing is clipped.
-
-        With `width`, the C clients are C / `width` lanes one after another, trained together: each
-        client has the bits that it has in its lane alone, and no block holds clients of two. See
-        `together`.
+        Raises:
+            ValueError: for stds without clip, for a `local` that needs corrections without them,
+                and for corrections where the way cannot add them.
         """
         self._check(stds, corrections)
-        if clipped is not None:
-            clipped.fill(np.nan)
         draw = _Draw(np.asarray(clients), np.asarray(draws), t)
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
-        y = torch.as_tensor(y)
-        numbers = torch.float32 if y.is_floating_point() else torch.int64
         if drawn is None:
             drawn = batches(self.seed, t, clients, draws, present, self.local, rows=y.shape[1])
+        lane = self._data(x, y, present, drawn, draw)
+        lane = replace(lane, clipped=clipped, width=width)
+        if clipped is not None:
+            clipped.fill(np.nan)
         if corrections is not None:
-            corrections = torch.as_tensor(corrections, dtype=torch.float32, device=self.device)
-        lane = LaneData(
-            x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
-            y=y.to(self.device, numbers),
-            sizes=present,
-            index=drawn[0],
-            batch_sizes=drawn[1],
-            slots=np.flatnonzero(present).tolist(),
-            lr=self.local.learning_rate(t),
-            generator=partial(self._generator, draw),
-            clip=self.clip,
-            corrections=corrections,
-            noise=None
-            if stds is None
-            else partial(self._noise, draw, np.asarray(stds), parameters),
-            clipped=clipped,
-            width=width,
-        )
+            added = torch.as_tensor(corrections, dtype=torch.float32, device=self.device)
+            lane = replace(lane, corrections=added)
+        if stds is not None:
+            noise = partial(self._noise, len(parameters), draw, np.asarray(stds))
+            lane = replace(lane, noise=noise)
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
         trained = self._trained(parameters, lane, draw)
         idle = np.flatnonzero(members & (present == 0))
         yield from trained if not len(idle) else _with_idle(trained, idle, parameters)
+
+    def _data(
+        self,
+        x: torch.Tensor | np.ndarray,
+        y: torch.Tensor | np.ndarray,
+        sizes: np.ndarray,
+        drawn: tuple[np.ndarray, np.ndarray],
+        draw: _Draw,
+    ) -> LaneData:
+        """What is trained on, without what is added to gradients."""
+        labels = torch.as_tensor(y)
+        dtype = torch.float32 if labels.is_floating_point() else torch.int64
+        return LaneData(
+            x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
+            y=labels.to(self.device, dtype),
+            sizes=sizes,
+            index=drawn[0],
+            batch_sizes=drawn[1],
+            slots=np.flatnonzero(sizes).tolist(),
+            lr=self.local.learning_rate(draw.t),
+            generator=partial(self._generator, draw),
+            clip=self.clip,
+        )
 
     def _check(self, stds: object, corrections: object) -> None:
         """Raises ValueError for what cannot be added to the gradients, or is missing."""
@@ -159,18 +176,13 @@ class Trainer:
             raise ValueError("this way adds no corrections")
 
     def _noise(
-        self,
-        draw: _Draw,
-        stds: np.ndarray,
-        parameters: torch.Tensor,
-        slots: Sequence[int],
-        step: int,
+        self, d: int, draw: _Draw, stds: np.ndarray, slots: Sequence[int], step: int
     ) -> torch.Tensor:
         """See `LaneData.noise`."""
         return keys.clients_normals(
             self.noise_seed,
             Purpose.STEP_NOISE,
-            len(parameters),
+            d,
             t=draw.t,
             step=step,
             clients=draw.clients[slots],
@@ -216,7 +228,7 @@ class Trainer:
         """The working copy of the module, where its own code is run; None where its layers are
         taken apart.
         """
-        return getattr(self._way, "module", None)
+        return self._way.module
 
 
 def _with_idle(

@@ -162,7 +162,9 @@ def _convolution(
 ) -> Term:
     if name == "bias":
         return _formed(g.sum(tuple(range(2, g.dim()))))
-    (x,), shape, padding = inputs, layer.weight.shape, layer.padding
+    (x,) = inputs
+    shape = layer.weight.shape
+    padding = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)

@@ -39,7 +39,7 @@ from torch import nn
 
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.stack import Layer, stack
-from raydpfl.local.way import Batches, Block, LaneData, Rule, clip_factors, take
+from raydpfl.local.way import Batches, Block, LaneData, Rule, Way, clip_factors, take
 
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
 MEMORY = 24  # products that take as long as reading and writing one weight
@@ -371,14 +371,9 @@ class _Training:
             place.now = place.layer.views(x)
 
 
-class _Stack:
-    private: bool | None = None
-    corrects = True
-    linear = False
-    one_by_one = False
-
+class _Stack(Way):
     def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        self.local = local
+        super().__init__(module, local, device)
         self.layers = stack(module)
 
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:

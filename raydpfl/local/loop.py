@@ -19,10 +19,10 @@ from torch import nn
 from raydpfl import models
 from raydpfl.local.base import Local, Step
 from raydpfl.local.products import speed_up
-from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
+from raydpfl.local.way import Block, LaneData, Way, clip_factors, sample_loss
 
 
-class Loop:
+class Loop(Way):
     """Trains each client with autograd, sample by sample where each sample's gradient is to be
     clipped.
 
@@ -30,18 +30,15 @@ class Loop:
     afresh with each, so nothing passes from one client to the next.
     """
 
-    private = None
-    corrects = True
-    linear = False
     one_by_one = True
     # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
     # in another way
     inputs_only = False
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        self.local = local
+        super().__init__(module, local, device)
         self.device = device
-        self.module = copy.deepcopy(module).to(device).train()
+        self.module: nn.Module = copy.deepcopy(module).to(device).train()
         speed_up(self.module, inputs_only=self.inputs_only)
         has = [
             any(isinstance(layer, kind) for layer in self.module.modules())
@@ -53,7 +50,8 @@ class Loop:
         ]
         self.shapes = [parameter.shape for parameter in self.trainable]
         self.flat = torch.empty(models.parameter_count(module), device=device)
-        self.gradient, self.velocity = torch.empty_like(self.flat), torch.empty_like(self.flat)
+        self.gradient = torch.empty_like(self.flat)
+        self.velocity = torch.empty_like(self.flat)
         for parameter, now, gradient in zip(
             self.trainable, self._views(self.flat), self._views(self.gradient), strict=True
         ):
@@ -62,9 +60,6 @@ class Loop:
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         # that the client's samples were clipped by in the steps so far
         self.factors: list[torch.Tensor] = []
-
-    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> None:
-        """See `raydpfl.local.way.Way`."""
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a vector in the order that the parameters have inside, the part of each parameter, in
@@ -153,13 +148,14 @@ class Loop:
             correction = torch.zeros_like(self.flat)
             corrections.append(self._add_inside(correction, lane.corrections[slot]))
         if linear is not None:
-            model = [self.flat.clone()] if linear.proximal else []
             velocity = [self.velocity.zero_()]
-            now = [self.flat]
-            gradients = [self.gradient]
-            return torch.no_grad()(
-                lambda k: linear.move(now, gradients, velocity, model, corrections, lr)
-            )
+            began = [self.flat.clone()] if linear.proximal else []
+
+            @torch.no_grad()
+            def move(k: int) -> None:
+                linear.move([self.flat], [self.gradient], velocity, began, corrections, lr)
+
+            return move
         model = self.flat.clone()
         state = self.local.start(model)
 

@@ -6,21 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import nn
 
-from raydpfl.local.base import Local
-from raydpfl.local.way import Block, LaneData
+from raydpfl.local.way import Block, LaneData, Way
 
 
-class Noop:
+class Noop(Way):
     """Every update and every loss is 0, with clipping and without."""
-
-    private = None
-    corrects = True
-    linear = False
-    one_by_one = False
-
-    def __init__(self, module: nn.Module, local: Local, device: torch.device): ...
 
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
         """See `raydpfl.local.way.Way`."""

@@ -86,6 +86,9 @@ ACTIVATIONS: dict[Any, Activation] = {
 }  # fmt: skip
 
 
+Found = Activation | tuple[nn.Parameter, nn.Parameter | None] | None
+
+
 def stack(module: nn.Module) -> tuple[Layer, ...]:
     """The layers of a chain [flatten] (Linear [activation])*, in modules or in functions.
 
@@ -102,7 +105,8 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     place = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
-            places[id(parameter)], place = place, place + parameter.numel()
+            places[id(parameter)] = place
+            place += parameter.numel()
     layers: list[Layer] = []
     activation = None
     node = next(node for node in traced.graph.nodes if node.op == "output").args[0]
@@ -126,58 +130,59 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     return tuple(reversed(layers))
 
 
-def _step(
-    traced: fx.GraphModule, node: fx.Node
-) -> Activation | tuple[nn.Parameter, nn.Parameter | None] | None:
+def _step(traced: fx.GraphModule, node: fx.Node) -> Found:
     """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but
     the shape.
     """
     if node.op == "call_module":
-        module = traced.get_submodule(node.target)
-        hooked = (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        )
-        if type(module) is nn.Linear and not hooked:
-            return module.weight, module.bias
-        if type(module) in ACTIVATIONS and not hooked:
-            return ACTIVATIONS[type(module)]
-        if type(module) is nn.LeakyReLU and not hooked:
-            return _leaky(module.negative_slope)
-        flat = isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
-        if (
-            flat
-            or isinstance(module, nn.Identity)
-            or (isinstance(module, nn.Dropout) and module.p == 0)
-        ) and not hooked:
-            return None
-        raise NoStack(
-            f"{type(module).__name__}{' with hooks' if hooked else ''} is none of its layers"
-        )
+        return _of_module(traced.get_submodule(str(node.target)))
     arguments = node.args[1:]
     if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
         return ACTIVATIONS[node.target]
     if node.target is F.leaky_relu:
         return _leaky(arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01))
     if node.target is F.linear:
-        sources = [
-            *arguments,
-            *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
-        ]
-        tensors = [
-            None if source is None else operator.attrgetter(source.target)(traced)
-            for source in sources
-        ]
-        return tensors[0], tensors[1] if len(tensors) > 1 else None
-    if node.target in (torch.flatten, "flatten") and (
-        arguments == (1,) or node.kwargs.get("start_dim") == 1
-    ):
-        return None
-    if (
-        node.target in ("view", "reshape")
-        and len(arguments[0] if isinstance(arguments[0], tuple) else arguments) == 2
-    ):
-        return None
+        return _of_function(traced, node)
+    if node.target in (torch.flatten, "flatten"):
+        if arguments == (1,) or node.kwargs.get("start_dim") == 1:
+            return None
+    elif node.target in ("view", "reshape"):
+        shape = arguments[0] if isinstance(arguments[0], tuple) else arguments
+        if len(shape) == 2:
+            return None
     raise NoStack(f"{getattr(node.target, '__name__', node.target)} is none of its layers")
+
+
+def _of_module(module: nn.Module) -> Found:
+    """What a module within the stack is; see `_step`."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(hooks):
+        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
+    if type(module) is nn.Linear:
+        return module.weight, module.bias
+    if type(module) in ACTIVATIONS:
+        return ACTIVATIONS[type(module)]
+    if type(module) is nn.LeakyReLU:
+        return _leaky(module.negative_slope)
+    flat = isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+    idle = isinstance(module, nn.Dropout) and module.p == 0
+    if flat or idle or isinstance(module, nn.Identity):
+        return None
+    raise NoStack(f"{type(module).__name__} is none of its layers")
+
+
+def _of_function(traced: fx.GraphModule, node: fx.Node) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The (weight, bias) of a call of `torch.nn.functional.linear`."""
+    sources = [
+        *node.args[1:],
+        *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
+    ]
+    tensors = [
+        None if source is None else operator.attrgetter(source.target)(traced) for source in sources
+    ]
+    return tensors[0], tensors[1] if len(tensors) > 1 else None

@@ -106,9 +106,17 @@ def _rows(
 def _updates(module: nn.Module, local: Local, way: str, rows: _Rows) -> torch.Tensor:
     """What the three clients have trained to, float32 [3, d]."""
     trainer = Trainer(module, local, way=way, seed=0, clip=rows.clip, own=True)
-    name = {"t": 0, "clients": range(3), "draws": [0] * 3}
     parameters = models.flatten(module)
-    lane = trainer.lane(parameters, rows.x, rows.y, SIZES, corrections=rows.corrections, **name)
+    lane = trainer.lane(
+        parameters,
+        rows.x,
+        rows.y,
+        SIZES,
+        t=0,
+        clients=range(3),
+        draws=[0] * 3,
+        corrections=rows.corrections,
+    )
     return torch.cat([block.updates for block in lane])
 
 

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.local.base import Linear, Local
-from raydpfl.local.way import Block, LaneData, Rule, clip_factors, sample_loss, take
+from raydpfl.local.way import Block, LaneData, Rule, Way, clip_factors, sample_loss, take
 
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
@@ -56,19 +56,14 @@ class _General:
         self.now = self.parts(self.rule.step(flat, k))
 
 
-class Vmap:
+class Vmap(Way):
     """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers
     raises RuntimeError when it is run.
     """
 
-    private = None
-    corrects = True
-    linear = False
-    one_by_one = False
-
     def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        self.local = local
-        self.module = copy.deepcopy(module).to(device).train()
+        super().__init__(module, local, device)
+        self.module: nn.Module = copy.deepcopy(module).to(device).train()
         self.names = [
             name for name, parameter in self.module.named_parameters() if parameter.requires_grad
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -134,7 +134,8 @@ class LaneData:
         order, and the shares are [C, 1, n]: what a row outside of the batch has is 0, as has a
         place that a smaller batch leaves empty.
         """
-        (clients, n), (steps, width) = self.y.shape, self.index.shape[1:]
+        clients, n = self.y.shape
+        steps, width = self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[:, None]
         shares = torch.from_numpy(
             (real / np.maximum(self.batch_sizes, 1)[:, None]).astype(np.float32)
@@ -158,7 +159,8 @@ class LaneData:
         below = torch.stack(factors).flatten(2).lt(1).transpose(0, 1).cpu().numpy()
         if below.shape[2] == self.y.shape[1]:  # of all rows, whose order a batch need not keep
             below = np.take_along_axis(below, self.index, 2)
-        slots, (steps, width) = list(self.slots), self.index.shape[1:]
+        slots = list(self.slots)
+        steps, width = self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[slots, None]
         self.clipped[slots] = (below[slots] & real[:, None]).sum((1, 2)) / (
             steps * self.batch_sizes[slots]
@@ -217,26 +219,36 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
     return (bound / norms).clamp(max=1).add(norms, alpha=0)
 
 
-class Way(Protocol):
+class Way:
     """One way of carrying out a local rule. Made once from the module, which it never changes."""
 
     # whether it clips each sample's gradient and adds the step's noise; None: it can do both
-    private: ClassVar[bool | None] = False
+    private: ClassVar[bool | None] = None
     corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
     linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
+    # the working copy of the module, where its own code is run
+    module: nn.Module | None = None
+
+    def __init__(self, module: nn.Module, local: Local, device: torch.device):
+        self.local = local
+
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int | None:
-        """How many numbers it keeps at once for a client of `rows` rows of `features` numbers each,
-        trained on batches of `batch`, clipped sample by sample or not: as many lanes are trained
-        together as fit.
+        """How many numbers it keeps at once for a client, by which lanes are trained together.
 
-        None for a way that trains every lane by itself, because it gains nothing or would give
-        other bits.
+        Args:
+            rows: the client's, after padding.
+            features: numbers of a row.
+            batch: rows of a batch.
+            clip: whether each sample's gradient is clipped.
+
+        Returns:
+            None for a way that trains every lane by itself, because it gains nothing or would give
+            other bits.
         """
-
-    def __init__(self, module: nn.Module, local: Local, device: torch.device): ...
+        return None
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one
@@ -246,3 +258,4 @@ class Way(Protocol):
         update is passed on as it is. A way that clips fills a slot of `lane.clipped` by the time
         that it gives it.
         """
+        raise NotImplementedError
