@@ -1,5 +1,11 @@
 """Which way trains a model.
 
+A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
+takes fewer operations; a module with convolutions or recurrent layers by the loop; any other by
+vmap. With a bound on every sample's gradient: a stack of linear layers fused, any other module
+layerwise, or else by vmap. The way's first steps are compared with the loop's on made-up rows.
+Where they fail or differ the next way is taken, in the end the loop, and the log says why.
+
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> resolve(module, Sgd(steps=20, batch=10), rows=20, shape=(1, 28, 28))
 'sample_space'
@@ -23,6 +29,8 @@ from raydpfl.local.trial import mismatch
 from raydpfl.local.ways import REFERENCE, WAYS, able, check_way
 
 log = logging.getLogger("raydpfl")
+UNFIT = "this way does not fit the model"
+SAID = "clients are trained by %s; %s does not fit the model: %s"
 
 
 def resolve(
@@ -36,13 +44,8 @@ def resolve(
 ) -> str:
     """The way to train `module` on samples of `shape` when a typical client has `rows` of them.
 
-    A function of the architecture, `local`, the shapes and whether each sample is clipped alone,
-    never of timing: a stack of linear layers in sample space (if the rule is linear) or fused,
-    whichever takes fewer operations; a module with convolutions or recurrent layers by the loop;
-    any other by vmap. With `clip`, the bound on a sample's gradient: a stack of linear layers
-    fused, any other module layerwise, or else by vmap. The way's first steps are compared with the
-    loop's on made-up rows. Where they fail or differ, `auto` takes the next, in the end the loop,
-    and logs why.
+    With `way` auto it is a function of the architecture, `local`, the shapes and whether each
+    sample is clipped alone, never of timing; see the module.
 
     Raises:
         ConfigError: for a way that does not fit and was asked for by name; for a module that has
@@ -66,11 +69,9 @@ def resolve(
         if reason is None:
             return chosen
         if way != "auto":
-            accepted = f"auto or {REFERENCE}; this way does not fit the model: {reason}"
-            raise ConfigError("client.way", way, accepted)
+            raise ConfigError("client.way", way, f"auto or {REFERENCE}; {UNFIT}: {reason}")
         instead = "the loop" if other == REFERENCE else other
-        said = "clients are trained by %s; %s does not fit the model: %s"
-        log.warning(said, instead, chosen, reason)
+        log.warning(SAID, instead, chosen, reason)
     return REFERENCE
 
 

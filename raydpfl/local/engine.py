@@ -49,6 +49,34 @@ class Trainer:
     takes part: what it draws from the generators of the process is then keyed by the client. Raises
     `ConfigError` for a way that cannot clip each sample, or cannot add the corrections that `local`
     needs. Call `single_thread` first: a number of threads that changes would change bits.
+
+    `lane` gives the clients of a lane, in its order, in blocks (`raydpfl.local.way.Block`): of one
+    client where the way trains one by one, each trained when its block is asked for; else of as
+    many as lie in the cache. A client's bits depend on its rows, key, slot and the shapes C and n,
+    not on what is in the other slots. One without rows has an update of zeros and the loss NaN; a
+    diverged update comes back as it is. Its arguments:
+
+        parameters: the model, float32 [d], as `raydpfl.models.flatten` gives it.
+        x: float32 [C, n, *shape]; rows from sizes[i] on are never looked at.
+        y: [C, n], integers for cross-entropy, floats for half the squared error.
+        sizes: [C].
+        t: the round.
+        clients: [C], -1 for an empty slot.
+        draws: [C], which tells apart the times a client was drawn.
+        stds: float64 [C], of the Gaussian noise on the mean gradient of each step, in each
+            coordinate; needs `clip`.
+        corrections: float32 [C, d], added to every gradient after that.
+        drawn: the batches, as `batches` gives them, where x holds other rows than all of a client's
+            in their order (`picked`); else they are drawn.
+        clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
+            share of its (sample, step) pairs whose gradient was longer than `clip` (one that is not
+            finite is not). NaN for a slot without rows, and for all where nothing is clipped.
+        width: the C clients are C / `width` lanes one after another, trained together: each client
+            has the bits that it has in its lane alone, and no block holds clients of two. See
+            `together`.
+
+    It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,
+    and for corrections where the way cannot add them.
     """
 
     def __init__(
@@ -87,47 +115,14 @@ class Trainer:
         clipped: np.ndarray | None = None,
         width: int | None = None,
     ) -> Iterator[Block]:
-        """The clients of a lane, in its order, in blocks (see `raydpfl.local.way.Block`): of one
-        client where the way trains one by one, each trained when its block is asked for; else of as
-        many as lie in the cache.
-
-        A client's bits depend on its rows, key, slot and the shapes C and n, not on what is in the
-        other slots. One without rows has an update of zeros and the loss NaN; a diverged update
-        comes back as it is.
-
-        Args:
-            parameters: the model, float32 [d], as `raydpfl.models.flatten` gives it.
-            x: float32 [C, n, *shape]; rows from sizes[i] on are never looked at.
-            y: [C, n], integers for cross-entropy, floats for half the squared error.
-            sizes: [C].
-            t: the round.
-            clients: [C], -1 for an empty slot.
-            draws: [C], which tells apart the times a client was drawn.
-            stds: float64 [C], of the Gaussian noise on the mean gradient of each step, in each
-                coordinate; needs `clip`.
-            corrections: float32 [C, d], added to every gradient after that.
-            drawn: the batches, as `batches` gives them, where x holds other rows than all of a
-                client's in their order (`picked`); else they are drawn here.
-            clipped: float64 [C], into which is written, by the time that a slot's block is yielded,
-                the share of its (sample, step) pairs whose gradient was longer than `clip` (one
-                that is not finite is not). NaN for a slot without rows, and for all where nothing
-                is clipped.
-            width: the C clients are C / `width` lanes one after another, trained together: each
-                client has the bits that it has in its lane alone, and no block holds clients of
-                two. See `together`.
-
-        Raises:
-            ValueError: for stds without clip, for a `local` that needs corrections without them,
-                and for corrections where the way cannot add them.
-        """
+        """The clients of a lane in blocks; the class says what of."""
         self._check(stds, corrections)
         draw = _Draw(np.asarray(clients), np.asarray(draws), t)
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
         if drawn is None:
             drawn = batches(self.seed, t, clients, draws, present, self.local, rows=y.shape[1])
-        lane = self._data(x, y, present, drawn, draw)
-        lane = replace(lane, clipped=clipped, width=width)
+        lane = replace(self._data(x, y, present, drawn, draw), clipped=clipped, width=width)
         if clipped is not None:
             clipped.fill(np.nan)
         if corrections is not None:

@@ -157,6 +157,17 @@ def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: to
     return _formed(torch.bmm(g.mT, a))
 
 
+def _by_weight(
+    layer: _ConvNd, padding: tuple[int, ...], x: torch.Tensor, g: torch.Tensor, times: int
+) -> torch.Tensor:
+    """The gradient by a weight that is `times` as many channels and groups as the layer's."""
+    weight = x.new_empty(times * layer.weight.shape[0], *layer.weight.shape[1:])
+    strides = (layer.stride, padding, layer.dilation)
+    geometry = (*strides, layer.transposed, layer.output_padding, times * layer.groups)
+    which = (False, True, False)
+    return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, which)[1]
+
+
 def _convolution(
     layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
 ) -> Term:
@@ -170,22 +181,7 @@ def _convolution(
         x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * len(layer.kernel_size)
 
-    def backward(x: torch.Tensor, g: torch.Tensor, times: int) -> torch.Tensor:
-        """The gradient by a weight that is `times` as many channels and groups."""
-        weight = x.new_empty(times * shape[0], *shape[1:])
-        groups = times * layer.groups
-        geometry = (
-            layer.stride,
-            padding,
-            layer.dilation,
-            layer.transposed,
-            layer.output_padding,
-            groups,
-        )
-        return torch.ops.aten.convolution_backward(
-            g, x, weight, None, *geometry, (False, True, False)
-        )[1]
-
+    backward = functools.partial(_by_weight, layer, padding)
     if _ghostly(layer, name, g.shape):
         return _ghost(
             _patches(layer, x, padding, g.shape[2:]).mT, g.flatten(2).mT

@@ -80,16 +80,25 @@ def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.M
 
 
 def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int) -> None:
-    def refuse(accepted: str) -> ConfigError:
-        return ConfigError("model.kind", model.kind, accepted)
-
+    """Raises `ConfigError` for a module that cannot be trained; see `build`."""
     if not isinstance(module, nn.Module):
-        raise refuse(f"a torch.nn.Module, not {type(module).__name__}")
+        raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm):
-            raise refuse(
-                f"a module without BatchNorm ({name or 'itself'}), which mixes samples; raydpfl.models.group_norm converts it"
-            )
+            remedy = "raydpfl.models.group_norm converts it"
+            accepted = f"a module without BatchNorm ({name or 'itself'}), which mixes samples"
+            raise _refuse(model, f"{accepted}; {remedy}")
+    _check_forward(module, model, shape, outputs)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
+            raise _refuse(model, f"a float32 module; {name} is {tensor.dtype}")
+    if not parameter_count(module):
+        raise _refuse(model, "a module with trainable parameters")
+
+
+def _check_forward(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int) -> None:
+    """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
+    taken = ["batch", *shape]
     try:
         late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
         with torch.no_grad(), limited(FORWARD, late):
@@ -98,28 +107,25 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
             state = kept(module)
             scores = module(torch.rand(2, *shape))
     except RAISED as error:  # a user's module may raise anything
-        raise refuse(
-            f"a module that takes float32 {['batch', *shape]} ({type(error).__name__}: {error})"
-        ) from None
+        reason = f"{type(error).__name__}: {error}"
+        raise _refuse(model, f"a module that takes float32 {taken} ({reason})") from None
     if not isinstance(scores, torch.Tensor) or scores.shape != (2, outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise refuse(
-            f"a module that returns [batch, {outputs}] for {['batch', *shape]}; for a batch of 2 it returns {got}"
-        )
+        accepted = f"a module that returns [batch, {outputs}] for {taken}"
+        raise _refuse(model, f"{accepted}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):
-            raise refuse(
-                f"a module that changes no buffer in training; {name} changes (raydpfl.models.group_norm converts BatchNorm)"
-            )
-    if names := changed(state, kept(module)):
-        raise refuse(
-            f"a module that keeps nothing from one batch to the next; {', '.join(names[:5])} changes"
-        )
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
-            raise refuse(f"a float32 module; {name} is {tensor.dtype}")
-    if not parameter_count(module):
-        raise refuse("a module with trainable parameters")
+            remedy = "raydpfl.models.group_norm converts BatchNorm"
+            accepted = "a module that changes no buffer in training"
+            raise _refuse(model, f"{accepted}; {name} changes ({remedy})")
+    names = ", ".join(changed(state, kept(module))[:5])
+    if names:
+        accepted = "a module that keeps nothing from one batch to the next"
+        raise _refuse(model, f"{accepted}; {names} changes")
+
+
+def _refuse(model: Model, accepted: str) -> ConfigError:
+    return ConfigError("model.kind", model.kind, accepted)
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
