@@ -611,7 +611,7 @@ class _Question:
                 epsilon, failed = (
                     (self.epsilon, failed) if self.unknown == "noise" else astuple(printed)
                 )
-            if not batches.law.sized or batches.law.repeats:
+            if not batches.law.as_in_the_papers(batches):
                 failed += (
                     f"batches of one fixed size, drawn without replacement (here: {batches})",
                 )

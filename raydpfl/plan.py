@@ -740,7 +740,7 @@ def _refusal(experiment: Experiment, mechanism: Mechanism, accountant: str) -> C
     reason = _uncovered(accountant, experiment, mechanism)
     client = mechanism.placement == "client"
     asked = experiment.relation
-    if mechanism.sampling.law.own_coins and client:
+    if mechanism.sampling.coins is not None and client:
         return ConfigError("noise.placement", "client", f"server or auto: {reason}")
     relations = ("replace_one", "add_remove", "zero_out")
     others = [each for each in relations if not privacy.covers(accountant, mechanism, each)]

@@ -98,56 +98,51 @@ def ledger(records: Sequence[Record]) -> Check:
 
 def cohorts(records: Sequence[Record]) -> Check | None:
     """As many clients take part as the accountants believe, and none of them in more rounds than
-    chance gives it.
+    chance gives it. None where clients are not all alike, or take turns.
     """
     plan = records[0].plan
     sampling = plan.mechanism.sampling
     population = len(plan.population)
-    if sampling.population != population or sampling.by_participation or sampling.law.repeats:
-        return None  # groups that take turns, or clients that are not all alike
+    if sampling.population != population or sampling.by_participation or sampling.repeats:
+        return None
     sizes = np.concatenate([record.cohorts for record in records])
-    if sampling.law.sized:
-        wrong = sizes[sizes != sampling.cohort]
-        if len(wrong):
-            return Check(
-                "cohorts",
-                False,
-                f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.cohort}",
-                0.0,
-            )
-    rounds = len(records[0].rounds)
-    share = FALSE_ALARM / 2
+    wrong = sizes[sizes != sampling.size]
+    if sampling.size is not None and len(wrong):
+        found = f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.size}"
+        return Check("cohorts", False, found, 0.0)
+    strange = _total(sizes, sampling.coins, population) or _most(records, sampling.q, population)
+    if strange:
+        return Check("cohorts", False, strange, FALSE_ALARM)
+    times = max((times for record in records for times in record.counts.values()), default=0)
+    found = "cohorts have the size that was accounted for; "
+    found += f"no client took part more often than {times} times"
+    return Check("cohorts", True, found, FALSE_ALARM)
+
+
+def _total(sizes: np.ndarray, coin: float | None, population: int) -> str:
+    """What is unlikely of the number of clients that took part in all, each by a `coin` of its own;
+    empty for nothing. It spends half of the false alarms.
+    """
+    if coin is None:
+        return ""
     total = int(sizes.sum())
     trials = population * len(sizes)
-    if (
-        sampling.law.own_coins
-        and min(binom.cdf(total, trials, sampling.q), binom.sf(total - 1, trials, sampling.q))
-        < share / 2
-    ):
-        return Check(
-            "cohorts",
-            False,
-            f"{total} clients took part in all, where {trials * sampling.q:.0f} were to be expected",
-            FALSE_ALARM,
-        )
+    tail = min(binom.cdf(total, trials, coin), binom.sf(total - 1, trials, coin))
+    if tail >= FALSE_ALARM / 4:
+        return ""
+    return f"{total} clients took part in all, where {trials * coin:.0f} were to be expected"
+
+
+def _most(records: Sequence[Record], q: float, population: int) -> str:
+    """What is unlikely of how often the client drawn most often took part; empty for nothing. It
+    spends half of the false alarms.
+    """
+    rounds = len(records[0].rounds)
     counts = [(times, client) for record in records for client, times in record.counts.items()]
     times, client = max(counts, default=(0, 0))
-    if (
-        sampling.q < 1
-        and binom.sf(times - 1, rounds, sampling.q) * population * len(records) < share
-    ):
-        return Check(
-            "cohorts",
-            False,
-            f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}",
-            FALSE_ALARM,
-        )
-    return Check(
-        "cohorts",
-        True,
-        f"cohorts have the size that was accounted for; no client took part more often than {times} times",
-        FALSE_ALARM,
-    )
+    if q == 1 or binom.sf(times - 1, rounds, q) * population * len(records) >= FALSE_ALARM / 2:
+        return ""
+    return f"client {client} took part in {times} of {rounds} rounds, at q = {q:.4g}"
 
 
 def bounds(records: Sequence[Record]) -> Check:

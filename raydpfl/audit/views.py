@@ -253,18 +253,10 @@ def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scor
 
 
 def _available(record: Record) -> np.ndarray:
-    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort (see
-    `raydpfl.selection.windows`).
-    """
-    selection = record.plan.experiment.selection
-    rounds = np.arange(record.plan.experiment.rounds)
-    period = getattr(selection, "period", 1)
-    window = getattr(selection, "window", 1)
-    return (rounds - record.canaries.clients[:, None]) % period < window
-
-
-def _coefficients(record: Record) -> tuple[float, ...]:
-    return getattr(record.plan.experiment.noise, "coefficients", None) or (1.0,)
+    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort."""
+    e = record.plan.experiment
+    clients = record.canaries.clients
+    return np.stack([e.selection.open_to(clients, t) for t in range(e.rounds)], axis=1)
 
 
 def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
@@ -274,7 +266,7 @@ def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
     rounds = pattern.shape[1]
     return sum(
         c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
-        for j, c in enumerate(_coefficients(record))
+        for j, c in enumerate(record.plan.experiment.noise.carried())
     )
 
 
@@ -285,5 +277,5 @@ def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
     rounds = scores.shape[1]
     return sum(
         c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
-        for j, c in enumerate(_coefficients(record))
+        for j, c in enumerate(record.plan.experiment.noise.carried())
     )

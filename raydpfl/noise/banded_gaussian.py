@@ -61,6 +61,10 @@ class BandedGaussian(Gaussian):
         assert self.coefficients is not None
         return Whitening(self.coefficients)
 
+    def carried(self) -> tuple[float, ...]:
+        assert self.coefficients is not None
+        return self.coefficients
+
     def resolve(self, rounds: int, momentum: float = 0.0) -> BandedGaussian:
         """Itself with `coefficients` of norm 1: those given, or the best for so many rounds under a
         server of this momentum.

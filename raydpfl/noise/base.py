@@ -99,6 +99,12 @@ class Noise(Member):
         """
         return lambda released: released
 
+    def carried(self) -> tuple[float, ...]:
+        """How much of a round's sum stands in the whitened sum of that round, of the next one, ...;
+        for audits.
+        """
+        return (1.0,)
+
     @property
     def of_seed(self) -> bool:
         """Whether all runs with one seed carry the same noise."""

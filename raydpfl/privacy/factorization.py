@@ -171,7 +171,7 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
     if separation < bands:
         accepted = f"at most {separation}, the rounds after which a client may take part again; or a selection by turns with more groups"
         raise ConfigError("bands", bands, accepted)
-    if not (sampling.everyone or not sampling.hidden or sampling.law.own_coins):
+    if not (sampling.everyone or not sampling.hidden or sampling.coins is not None):
         raise ConfigError(
             "bands",
             bands,

@@ -36,7 +36,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import accounting, memory
 from raydpfl.privacy.facts import Placement, Relation, Terms, Unit, one_of
 from raydpfl.privacy.guarantee import Guarantee
-from raydpfl.privacy.laws import LAWS, Law
+from raydpfl.privacy.laws import Law, law_of
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Sampling:
     rule: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, Law) and self.kind not in LAWS:
-            raise ConfigError("kind", self.kind, f"one of {', '.join(LAWS)}")
+        law_of(self.kind)
         if not (_is_count(self.population) and self.population >= 1):
             raise ConfigError("population", self.population, "an integer, at least 1")
         if not (_is_count(self.cohort) and self.cohort >= 1):
@@ -95,15 +94,14 @@ class Sampling:
                 self.cohort,
                 f"an integer from 1 to the population of {self.population}",
             )
-        if self.p_max is not None and not self.law.repeats:
-            raise ConfigError(
-                "p_max", self.p_max, f"from 1/{self.population} to 1, for draws with replacement"
-            )
+        if self.p_max is not None and not self.repeats:
+            accepted = f"from 1/{self.population} to 1, for draws with replacement"
+            raise ConfigError("p_max", self.p_max, accepted)
         self.law.check(self)
 
     @property
     def law(self) -> Law:
-        return self.kind if isinstance(self.kind, Law) else LAWS[self.kind]
+        return law_of(self.kind)
 
     @property
     def q(self) -> float:
@@ -122,7 +120,22 @@ class Sampling:
         """True when there is a secret about who takes part, which amplifies privacy against whoever
         does not know it.
         """
-        return self.law.secret and not self.everyone
+        return self.law.hidden(self)
+
+    @property
+    def size(self) -> int | None:
+        """The size of every cohort; None where it varies."""
+        return self.law.size(self)
+
+    @property
+    def coins(self) -> float | None:
+        """The chance of each client's own coin; None where clients depend on each other."""
+        return self.law.coins(self)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a client may stand in a cohort more than once."""
+        return self.law.repeats()
 
     @property
     def by_participation(self) -> bool:

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 def unproved(mechanism: Mechanism) -> str | None:
     """Why what this mechanism's sums guarantee is not proved, in words; None where it is."""
     found = []
-    if mechanism.memory and mechanism.sampling.hidden and not mechanism.sampling.law.own_coins:
+    if mechanism.memory and mechanism.sampling.hidden and mechanism.sampling.coins is None:
         proved = "proved for rounds without memory, or under Poisson"
         found.append(
             f"that a hidden cohort amplifies privacy is {proved}; {mechanism.memory} has one"

@@ -88,7 +88,7 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
         failed.append(
             f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)"
         )
-    if not sampling.law.sized or sampling.law.repeats:
+    if not sampling.law.as_in_the_papers(sampling):
         failed.append(f"cohorts of one fixed size, drawn without replacement (here: {sampling})")
     return tuple(failed)
 

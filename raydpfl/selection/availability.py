@@ -52,5 +52,8 @@ class Availability(Selection):
             return Sampling("public", len(population), self.cohort, rule=rule)
         return Sampling("fixed", least, self.cohort, rule=rule)
 
+    def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
+        return (t - clients) % self.period < self.window
+
     def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         return turns(rounds, self.period, self.window)

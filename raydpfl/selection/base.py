@@ -217,7 +217,7 @@ class Selection(Member):
         is a secret, the number to expect.
         """
         sampling = self.sampling(population)
-        if self.hides_size() or (sampling.hidden and not sampling.law.sized):
+        if self.hides_size() or (sampling.hidden and sampling.size is None):
             return sampling.cohort * (1 - self.dropout)
         return len(cohort)
 
@@ -279,6 +279,10 @@ class Selection(Member):
             seen.update(clients)
             most[t] = max((seen[client] for client in clients), default=0)
         return np.maximum.accumulate(most)
+
+    def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
+        """Bool [k]: whether it is public that these clients can be in the cohort of round `t`."""
+        return np.ones(len(clients), bool)
 
     def survivors(self, seed: int, rounds: int, population: Population) -> int:
         """The fewest clients that any of the first `rounds` rounds keeps; the whole nominal cohort,

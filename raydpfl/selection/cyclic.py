@@ -91,5 +91,8 @@ class Cyclic(Selection):
             return len(population) / self.period
         return float(self.cohort)
 
+    def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
+        return (t - clients) % self.period < 1
+
     def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         return turns(rounds, self.period, 1)

@@ -103,9 +103,8 @@ class Witness:
         self._candidates = clients
         self._asked.update(clients.tolist())
         most = int(self._exposures[t])
-        law = self._law.law
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
-        if times > most and not law.repeats:
+        if times > most and not self._law.repeats:
             raise self._wrong(
                 f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are accounted for"
             )
@@ -164,7 +163,7 @@ class Witness:
             raise self._wrong(f"counted a client's draws wrongly in round {t}")
         if not cohort.lost >= 0:
             raise self._wrong(f"lost {cohort.lost} clients in round {t}")
-        if cohort.draws.any() and not self._law.law.repeats:
+        if cohort.draws.any() and not self._law.repeats:
             twice = int(clients[cohort.draws > 0][0])
             raise self._wrong(f"drew client {twice} twice in round {t}")
         if candidates is not None and not np.isin(clients, candidates).all():
@@ -179,9 +178,9 @@ class Witness:
     def _size(self, t: int, cohort: Cohort) -> None:
         size = len(cohort) + cohort.lost
         law = self._law
-        if law.law.sized and size != law.cohort:
+        if law.size not in (None, size):
             raise self._wrong(
-                f"drew {size} clients in round {t}, where its law ({law}) gives {law.cohort}"
+                f"drew {size} clients in round {t}, where its law ({law}) gives {law.size}"
             )
         if len(cohort) < self._least:
             raise self._wrong(
@@ -190,7 +189,7 @@ class Witness:
 
     def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
         most = int(self._exposures[t])
-        if counts.max(initial=0) > most and not self._law.law.repeats:
+        if counts.max(initial=0) > most and not self._law.repeats:
             worst = int(counts.argmax())
             times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
             raise self._wrong(f"took client {clients[worst]} in {times}")
@@ -225,7 +224,7 @@ class Witness:
         """The sizes of Poisson cohorts, all together."""
         self._selected += len(cohort) + cohort.lost
         self._rounds += 1
-        if not self._law.law.own_coins or self._law.rule:
+        if self._law.coins is None or self._law.rule:
             return
         trials = self._rounds * self._count
         total = self._selected
@@ -248,7 +247,7 @@ class Witness:
         law = self._law
         before = self._before
         self._before = clients
-        if before is None or law.law.repeats or law.rule:
+        if before is None or law.repeats or law.rule:
             return
         self._common += _shared(clients, before)
         self._trials += len(clients)

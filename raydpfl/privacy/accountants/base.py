@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.privacy.laws import Law
-
 if TYPE_CHECKING:
     from raydpfl.privacy.facts import Relation
     from raydpfl.privacy.mechanism import Event, Mechanism
@@ -34,7 +32,7 @@ class Accountant:
         """
         sampling = mechanism.sampling
         law = sampling.law
-        if mechanism.placement == "client" and law.own_coins:
+        if mechanism.placement == "client" and sampling.coins is not None:
             return "noise drawn by the clients has a std that depends on the secret Poisson cohort; nearest: noise.placement server"
         if mechanism.placement == "client" and relation == "add_remove":
             nearest = "nearest: noise.placement server, or replace_one"
@@ -42,16 +40,15 @@ class Accountant:
         if sampling.everyone:
             return None
         refused = law.refuses(relation)
-        if refused or not sampling.hidden or _given(law, self.needs):
+        if refused or not sampling.hidden or law.gives(self.needs):
             return refused
         others = [
             other
             for other in type(self).__mro__[1].members()
-            if other.needs and _given(law, other.needs)
+            if other.needs and law.gives(other.needs)
         ]
         nearest = f"; nearest: {others[0].name}" if others else ""
-        draws = "draws with replacement" if law.repeats else f"cohorts of law {law.kind}"
-        return f"{draws} are not covered by {self.name}{nearest}"
+        return f"{law.plural()} are not covered by {self.name}{nearest}"
 
     @classmethod
     def members(cls) -> list[Accountant]:
@@ -134,7 +131,3 @@ class Formula(Accountant):
         """(the delta that its epsilon is at, the conditions that fail)."""
         printed, at = self.printed(std, delta, **client)
         return at, printed.conditions_failed
-
-
-def _given(law: Law, method: str) -> bool:
-    return getattr(type(law), method) is not getattr(Law, method)

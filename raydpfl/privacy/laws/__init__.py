@@ -15,10 +15,20 @@ A law of one's own is an object of a class derived from `Law`, given in the plac
 
 from __future__ import annotations
 
+from raydpfl.errors import ConfigError
 from raydpfl.member import family
 from raydpfl.privacy.laws.base import Law
 
-__all__ = ["LAWS", "Law"]
+__all__ = ["LAWS", "Law", "law_of"]
 
 FIRST = ("fixed", "poisson", "full", "with_replacement")  # the commonest, as messages list them
 LAWS: dict[str, Law] = {kind: law() for kind, law in family(__name__, Law, FIRST).items()}
+
+
+def law_of(kind: str | Law) -> Law:
+    """The law of a name, or one's own. Raises `ConfigError`."""
+    if isinstance(kind, Law):
+        return kind
+    if kind not in LAWS:
+        raise ConfigError("kind", kind, f"one of {', '.join(LAWS)}")
+    return LAWS[kind]

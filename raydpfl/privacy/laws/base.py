@@ -28,17 +28,42 @@ class Law:
     """
 
     kind: ClassVar[str] = ""
-    sized: ClassVar[bool] = True  # whether every cohort has exactly `cohort` clients
-    # whether each client takes part by a coin of its own, so that the size is a secret
-    own_coins: ClassVar[bool] = False
-    repeats: ClassVar[bool] = False  # whether a client may stand in a cohort more than once
-    secret: ClassVar[bool] = True  # whether who takes part is a secret, unless everyone does
 
     def check(self, sampling: Sampling) -> None:
-        """Raises `ConfigError` for a population and a cohort that the law cannot have."""
-        if sampling.cohort > sampling.population and not self.repeats:
+        """Raises `ConfigError` for numbers that the law cannot have."""
+        if sampling.cohort > sampling.population:
             accepted = f"an integer from 1 to the population of {sampling.population}"
             raise ConfigError("cohort", sampling.cohort, accepted)
+
+    def hidden(self, sampling: Sampling) -> bool:
+        """Whether who takes part is a secret, which amplifies privacy."""
+        return not self.everyone(sampling)
+
+    def size(self, sampling: Sampling) -> int | None:
+        """The size of every cohort; None where it varies."""
+        return sampling.cohort
+
+    def coins(self, sampling: Sampling) -> float | None:
+        """The chance of the coin by which each client takes part on its own, so that the size is a
+        secret too; None where clients depend on each other.
+        """
+        return None
+
+    def repeats(self) -> bool:
+        """Whether a client may stand in a cohort more than once."""
+        return False
+
+    def as_in_the_papers(self, sampling: Sampling) -> bool:
+        """Whether all subsets of one size are equally likely, as for the papers' formulas."""
+        return True
+
+    def gives(self, method: str) -> bool:
+        """Whether this law has a method that an accountant needs (`losses` or `renyi`)."""
+        return getattr(type(self), method) is not getattr(Law, method)
+
+    def plural(self) -> str:
+        """What its rounds are called when an accountant does not cover them."""
+        return f"cohorts of law {self.kind}"
 
     def q(self, sampling: Sampling) -> float:
         """The chance that a given client is in a cohort; 1 where only the rounds that it is in are

@@ -10,12 +10,14 @@ class Full(Law):
     """The cohort is the population."""
 
     kind = "full"
-    secret = False
 
     def check(self, sampling):
         if sampling.cohort != sampling.population:
             accepted = f"the whole population of {sampling.population} under full participation"
             raise ConfigError("cohort", sampling.cohort, accepted)
+
+    def hidden(self, sampling):
+        return False
 
     def words(self, sampling):
         return f"all {sampling.population}"

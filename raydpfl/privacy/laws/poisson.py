@@ -18,8 +18,15 @@ class Poisson(Law):
     """
 
     kind = "poisson"
-    sized = False
-    own_coins = True
+
+    def size(self, sampling):
+        return None
+
+    def coins(self, sampling):
+        return sampling.q
+
+    def as_in_the_papers(self, sampling):
+        return False
 
     def words(self, sampling):
         return f"Poisson, {sampling.cohort} of {sampling.population} expected"

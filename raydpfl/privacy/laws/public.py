@@ -14,8 +14,15 @@ class Public(Law):
     """
 
     kind = "public"
-    sized = False  # groups that take turns may differ by one
-    secret = False
+
+    def hidden(self, sampling):
+        return False
+
+    def size(self, sampling):
+        return None  # groups that take turns may differ by one
+
+    def as_in_the_papers(self, sampling):
+        return False
 
     def q(self, sampling):
         return 1.0

@@ -14,7 +14,15 @@ class WithReplacement(Law):
     """`cohort` draws; a client drawn k times counts k times. Covered under replace-one, by pld."""
 
     kind = "with_replacement"
-    repeats = True
+
+    def repeats(self):
+        return True
+
+    def as_in_the_papers(self, sampling):
+        return False
+
+    def plural(self):
+        return "draws with replacement"
 
     def check(self, sampling):
         p = sampling.p_max
