@@ -82,3 +82,12 @@ def shared_ray():
 
 def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts Ray is slow, besides what is marked so; all else is fast."""
+    for item in items:
+        if "shared_ray" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+        if item.get_closest_marker("slow") is None:
+            item.add_marker("fast")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import raydpfl
 
 ROOT = Path(raydpfl.__file__).parent
@@ -105,6 +107,7 @@ def test_nothing_below_the_runtime_line_imports_ray():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_describing_an_experiment_does_not_load_ray():
     code = "import sys, raydpfl.plan; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

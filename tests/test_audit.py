@@ -177,6 +177,7 @@ def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
 # ---- sound runs ----
 
 
+@pytest.mark.slow
 def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
     """Five runs at epsilon 4, each of 2000 canaries (two runs of 1000): PRIVACY.md sec. 7."""
     for seed in range(5):
@@ -453,6 +454,7 @@ def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(
     assert next(check.finding for check in done.checks if check.name in noticed) in done.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [4.0, 8.0])
 def test_with_half_the_noise_the_canaries_alone_tell(epsilon, monkeypatch):
     """Without any check, the scores look like far more than the claim. What guesses prove is less,
@@ -606,6 +608,7 @@ class Sleepy(torch.nn.Module):
 # ---- what comes of it ----
 
 
+@pytest.mark.slow
 def test_a_report_is_a_figure_and_a_file_of_plain_json(tmp_path):
     done = audit(small(), tmp_path / "out", canaries=60)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -642,6 +645,7 @@ def test_what_cannot_be_audited_is_refused_with_its_field(change, field):
     assert error.value.field == field
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(
     tmp_path, monkeypatch, capsys
 ):

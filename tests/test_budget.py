@@ -67,6 +67,7 @@ def by_accountant(found) -> dict[str, budget.Answer]:
     return {answer.guarantee.accountant: answer for answer in reversed(found.answers)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ALL)
 def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_would_not(scheme):
     """Against every observer, by every rigorous accountant; the slow reference is
@@ -387,6 +388,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_path):
     from raydpfl import run
 
@@ -584,6 +586,7 @@ def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, ca
     assert complaint.removeprefix("raydpfl: ").startswith(BAD[options])
 
 
+@pytest.mark.slow
 def test_every_number_is_shown_whole_in_80_columns():
     given = {"samples": 500, "batch": 250, "steps": 1, "participations": 1}
     found = budget.of_samples(**given, epsilon=20.0, delta=1e-5)

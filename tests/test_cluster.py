@@ -24,6 +24,8 @@ from test_submit import end, summary, token_environment
 
 from raydpfl import Experiment, cli, run
 
+pytestmark = pytest.mark.slow
+
 # Nodes of one CPU each; a line with a number kills that node, with all its processes. (In a process
 # of its own: Ray joins one cluster a process.)
 HOST = """

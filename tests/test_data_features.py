@@ -110,6 +110,7 @@ def test_a_file_of_components_that_do_not_fit_is_refused(arrays, tmp_path):
         Pca(components=4, file="public.npz").columns(images(9, 1, 5), images(3, 1, 5), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 def test_features_are_the_nets_without_its_last_layer_on_images_as_the_weights_ask(
     channels, net, tmp_path

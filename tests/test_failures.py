@@ -30,6 +30,8 @@ from raydpfl.heterogeneity import Heterogeneity
 from raydpfl.placement import Patience
 from raydpfl.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 
 def actors_here() -> list[psutil.Process]:
     """The client actors of this process's Ray."""

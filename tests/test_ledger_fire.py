@@ -25,6 +25,8 @@ from raydpfl import Experiment, runner, tracking
 from raydpfl.coordinator import Coordinator
 from raydpfl.privacy import Ledger
 
+pytestmark = pytest.mark.slow
+
 KILLS = 50
 ROUNDS = 10
 EXPERIMENT = {

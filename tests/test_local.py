@@ -268,6 +268,7 @@ def test_every_way_does_what_the_plain_loop_with_an_optimizer_does(way, name, me
     check_against_the_plain_loop(way, made(name), LOCALS[method], *rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_every_way_does_regression_as_the_plain_loop_does(way, name):
     for method in ("plain", "full gradient", "proximal and all"):
@@ -338,12 +339,14 @@ def check_bits_in_and_out_of_company(way, module, local, corrects=False, regress
             assert torch.equal(delta, other_delta) and loss == other_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
     for method in ("both", "epochs", "full gradient", "proximal and all"):
         check_bits_in_and_out_of_company(way, made(name), LOCALS[method])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_corrections(way, name):
     check_bits_in_and_out_of_company(way, made(name, outputs=1), LOCALS["both"], regression=True)
@@ -351,6 +354,7 @@ def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_correction
         check_bits_in_and_out_of_company(way, made(name), CORRECTED["all"], corrects=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind,n,batch,steps", [("softmax", 20, 10, 20), ("mlp", 31, 16, 6), ("mlp", 37, 16, 3)]
 )
@@ -607,6 +611,7 @@ def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
 
 
 # the two ways of drawing: by rank and row by row
+@pytest.mark.slow
 @pytest.mark.parametrize("n,b", [(6, 3), (40, 2)])
 def test_every_subset_is_as_likely_as_another_and_steps_are_independent(n, b):
     """Chi-square over subsets, over pairs (row in step 0, row in step 1), and over first places;
@@ -1101,6 +1106,7 @@ for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("loop",)}.items():
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_bits():
     said = [
         subprocess.run(

@@ -206,6 +206,7 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
     plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)

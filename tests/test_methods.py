@@ -49,6 +49,7 @@ QUADRATICS = {
 }
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_of_unlike_quadratics_and_fedavg_does_not(tmp_path):
     found = {}
     for kind in ("sgd", "scaffold"):
@@ -108,6 +109,7 @@ def test_clients_without_gradients_do_not_keep_scaffold_from_the_others_optimum(
     assert flat(result) == pytest.approx([9 / 7.25], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_error_feedback_takes_the_bias_of_normalising_away(tmp_path):
     """Normalised updates balance where their directions do, not at the optimum; alpha-NormEC's
     memories follow the updates themselves.
@@ -408,6 +410,7 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
         assert ledger[-1]["epsilon"][name] == pytest.approx(by[name, "every aggregate"].epsilon)
 
 
+@pytest.mark.slow
 def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_client(tmp_path):
     noise = {"kind": "gaussian", "epsilon": {"kind": "uniform", "low": 2.0, "high": 5.0}}
     given = {
@@ -710,6 +713,7 @@ def test_what_does_not_go_together_is_refused(sections, line):
         Plan.make(experiment(**sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "selection",
     [

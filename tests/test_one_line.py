@@ -163,6 +163,7 @@ def test_a_model_that_quits(when, small, tmp_path, monkeypatch, capsys):
     sys.modules.pop("quits")
 
 
+@pytest.mark.slow
 def test_clients_that_quit_on_ray(shared_ray, small, tmp_path, monkeypatch):
     (tmp_path / "quits.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
@@ -383,6 +384,7 @@ def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, 
     sys.modules.pop("quitting")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name", ["config.yaml", "audit.json"])
 def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, monkeypatch, capsys, full):

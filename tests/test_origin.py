@@ -27,6 +27,8 @@ from raydpfl.selection import Cohort, Selection
 from raydpfl.tracking import load
 from raydpfl.weights import Weights
 
+pytestmark = pytest.mark.slow
+
 LOUD = {"noise": {"kind": "gaussian", "multiplier": 1000.0}, "server": {"kind": "sgd"}, "rounds": 1}
 STEPS = {
     "bounding": {"kind": "per_sample_clip", "bound": 1.0},

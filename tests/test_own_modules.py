@@ -17,6 +17,8 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.local import Sgd, resolve
 from raydpfl.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 import itertools, random
 import numpy as np

@@ -292,6 +292,7 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
     ).all()
 
 
+@pytest.mark.slow
 def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
     calls = counted(monkeypatch)
     given = clients(40, seed=10)

@@ -190,6 +190,7 @@ def test_poisson_agrees_with_the_library_and_is_not_below_its_optimistic_estimat
     assert found == pytest.approx(library[1], rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("population", "cohort", "mu", "rounds"),
     [(1920, 80, 0.5, 100), (100, 10, 1.0, 20), (600, 10, 0.3, 300)],
@@ -282,6 +283,7 @@ def test_extreme_noise_is_accounted_for_too(mu):
     assert 0 <= found <= float(gaussian_epsilon(mu * math.sqrt(10), 1e-5)) * (1 + 1e-3) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
 def test_the_printed_curve_and_its_reflection_are_convex_so_a_dominating_pair_exists(kind):
     curve = formula(kind, 100, 10, 1.0)

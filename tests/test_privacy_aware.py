@@ -45,6 +45,7 @@ def test_the_solution_of_the_two_client_problem_is_the_published_check_value():
     np.testing.assert_allclose(found, (0.415688, 0.915688, 5.395968, 2.240140), atol=5e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
 def test_the_exact_solver_agrees_with_cvxpy_on_fifty_random_instances():
     rng = np.random.default_rng(0)

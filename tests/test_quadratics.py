@@ -290,6 +290,7 @@ def test_a_run_with_model_clipping_stops_where_claim_2_1_says(k, steps, lr, tmp_
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "bound", "lr"),
     [
@@ -378,6 +379,7 @@ def test_runs_on_quadratics_follow_their_definition_from_a_start_at_a_distance(k
     assert summary["test_loss"] == pytest.approx(values(q, own, w + best).mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_full_gradient_step_finds_the_optimum_and_many_the_reweighted_one(tmp_path):
     described = quadratic(heterogeneity=2.0)
     optimum = described.split(4, None).optimum

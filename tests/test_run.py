@@ -365,6 +365,7 @@ def change(of: Experiment, **client) -> Experiment:
     return Experiment.from_dict(of.to_dict() | {"client": of.to_dict()["client"] | client})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actors", [0, 2])
 def test_a_client_that_raises_is_named_with_its_own_traceback(actors, tmp_path, request):
     if actors:
@@ -396,6 +397,7 @@ def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
     np.testing.assert_array_equal(each["clipped"].to_numpy(), 2 * [1, 1, np.nan, 1, np.nan, 1])
 
 
+@pytest.mark.slow
 def test_a_dropped_client_leaves_the_same_bits_on_ray(tmp_path, shared_ray):
     dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
     bits = {

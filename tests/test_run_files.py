@@ -20,6 +20,8 @@ from raydpfl import Experiment, run
 from raydpfl.errors import RunError
 from raydpfl.tracking import Dropped, Trajectory
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 6
 
 

@@ -262,6 +262,7 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
 
 # On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to
 # actors, pickled, in one process.
+@pytest.mark.slow
 @pytest.mark.parametrize("method,numbers", [("clip", (0, 3)), ("per-sample clipping, cnn", (0, 2))])
 def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(
     method, numbers, tmp_path, shared_ray
@@ -292,6 +293,7 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
     assert np.array_equal(*models)
 
 
+@pytest.mark.slow
 def test_an_actor_per_client_gives_the_bits_of_the_inline_run(tmp_path, shared_ray):
     changes = {**METHODS["DPSCAFFOLD"], "data": {"clients": 4}, "selection": {"cohort": 3}}
     inline = sha(experiment(**{**changes, "client": {"actors": 0, "lane": 4}}), tmp_path / "inline")
@@ -340,6 +342,7 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
             return
 
 
+@pytest.mark.slow
 def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
     heavy = {
         "rounds": 6,
@@ -387,6 +390,7 @@ def kill_tree(process: subprocess.Popen) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actors", [0, 2])
 def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_one(actors, tmp_path):
     long = experiment(
@@ -433,6 +437,7 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
         assert rows[name].to_pylist() == expected[name].to_pylist()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
     import psutil
 

@@ -13,6 +13,8 @@ import yaml
 from conftest import SMALL
 from test_same_bits import RUN
 
+pytestmark = pytest.mark.slow
+
 IGNORING = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
 # Commands whose work is a wait that says when it begins.
 WAITING = {

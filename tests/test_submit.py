@@ -31,6 +31,8 @@ from raydpfl import cli, run, submit
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import cache_root
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 import math
 import helper

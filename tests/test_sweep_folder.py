@@ -24,6 +24,8 @@ from raydpfl.tune import Sweep, driver, folder, results, run
 from raydpfl.tune.limits import Limits
 from raydpfl.tune.spaces import parse
 
+pytestmark = pytest.mark.slow
+
 RATES = {"grid": [0.1, 1]}
 KEPT = {"rounds": 2, "evaluate": {"every": 1}, "sweep": {"repeats": 2}}
 AWAY = "within trials/, where it still counts, to have the trial trained anew)"

@@ -111,6 +111,7 @@ def deeper(x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [

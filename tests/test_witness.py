@@ -204,6 +204,7 @@ SOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_draws_pass_for_thousands_of_rounds(name):
     """False-alarm rate 1e-6 a run, by its definition; 5 seeds of 1,000 rounds."""
