@@ -485,6 +485,7 @@ def stepping(**changes):
     return experiment(**{**STEPS, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -523,6 +524,7 @@ def test_sound_runs_with_noise_at_local_steps_pass(change):
     assert [check.name for check in done.checks] == ["ledger", "steps"]
 
 
+@pytest.mark.slow
 def test_canary_samples_prove_a_good_part_of_what_is_claimed_of_full_batches():
     """2,000 samples of softmax regression on 600 features, each seen through three noisy steps; the
     estimate holds the claim.
@@ -564,6 +566,7 @@ def one_key_for_all_steps(patch):
     patch.setattr(engine, "keys", Keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "control,noticed",
     [
@@ -579,6 +582,7 @@ def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
     assert not done.passed and failed(done) == {noticed}
 
 
+@pytest.mark.slow
 def test_with_half_the_noise_at_local_steps_the_canaries_alone_tell(monkeypatch):
     half_the_noise_of_steps(monkeypatch)
     data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}

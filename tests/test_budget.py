@@ -153,6 +153,7 @@ def test_a_std_is_of_what_the_placement_draws(unit, given, z):
     ]
 
 
+@pytest.mark.slow
 def test_a_participation_cap_counts_only_where_the_cohort_is_known():
     few, all_of_them = (
         ask("client", CLIENTS, 100, noise_multiplier=4.0, participations=most).answers
@@ -270,6 +271,7 @@ def test_the_sentence_bounds_what_the_best_test_detects(mu):
     assert ndtr(ndtri(0.05) + mu) < claimed <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", ["clients, fixed", "clients, Poisson", "clients, with replacement", "samples, fixed"]
 )
@@ -492,6 +494,7 @@ def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys, tmp_path):
     options = [
         "--population",

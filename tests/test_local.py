@@ -1047,6 +1047,7 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(way):
         torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fused", "loop"])
 def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not(way):
     """Linear regression on rows of another law at each client, full gradients, full participation,

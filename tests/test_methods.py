@@ -91,6 +91,7 @@ class Failing(torch.nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_clients_without_gradients_do_not_keep_scaffold_from_the_others_optimum(tmp_path):
     local = {"kind": "scaffold", "steps": 5, "batch": "full", "lr": 0.1}
     sections = {
@@ -224,6 +225,7 @@ def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(
     }
 
 
+@pytest.mark.slow
 def test_every_client_has_a_guarantee_that_holds_one_by_one(tmp_path):
     law = {"kind": "uniform", "low": 0.5, "high": 8.0, "public": 0.2}
     sections = {

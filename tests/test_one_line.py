@@ -16,6 +16,8 @@ from raydpfl import cli, run
 from raydpfl.config import parse_yaml
 from raydpfl.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):

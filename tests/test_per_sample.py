@@ -596,6 +596,7 @@ def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, nam
     assert stats.kstest(together, "norm").pvalue > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way,name", PRIVATE)
 def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
     module = made(name)
