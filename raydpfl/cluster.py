@@ -10,6 +10,7 @@ touched.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -37,7 +38,10 @@ SILENCE = 5.0  # seconds without an answer, after which a joined cluster's contr
 # not hear of it
 GRACE = 7.0
 ANSWER = 5.0  # seconds that a control store has for its first word
-ENTRY = "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH give it)"
+ENTRY = (
+    "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
+    "give it)"
+)
 # What a client of gRPC says first: the preface of HTTP/2, and an empty frame of settings.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
@@ -64,8 +68,8 @@ class Session:
         self._ended = threading.Event()
         # without which there is no Ray: its control store and its raylet
         self._own: list[psutil.Process] = []
-        self._mark = None
-        self._reaper = None
+        self._mark: str | None = None
+        self._reaper: subprocess.Popen | None = None
         if address == "local":
             self._start(options)
         else:
@@ -73,24 +77,22 @@ class Session:
         threading.Thread(target=self._watch, name="raydpfl-control-store", daemon=True).start()
 
     def _start(self, options: dict[str, Any]) -> None:
-        self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        command = [sys.executable, "-P", reaper.__file__, self._mark]
-        # In a session of its own, where no Ctrl-C of a terminal reaches it.
-        pipes = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
-        self._reaper = subprocess.Popen(command, start_new_session=True, **pipes)
-        os.environ[reaper.MARK] = self._mark
+        mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._mark = mark
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-P", str(reaper.__file__), mark],
+            start_new_session=True,  # where no Ctrl-C of a terminal reaches it
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.environ[reaper.MARK] = mark
         try:
             _init("local", options)
             names = ("gcs_server", "raylet")
             children = psutil.Process().children()
             self._own = [
-                each
-                for each in children
-                if each.name() in names and each in reaper.marked(self._mark)
+                each for each in children if each.name() in names and each in reaper.marked(mark)
             ]
         except BaseException as error:
             self.close()
@@ -121,7 +123,7 @@ class Session:
         try:
             ray.shutdown()
         finally:
-            if self._reaper:
+            if self._reaper and self._mark and self._reaper.stdin:
                 reaper.reap(self._mark)
                 self._reaper.stdin.close()
                 self._reaper.wait()
@@ -176,7 +178,7 @@ def _init(address: str, options: dict[str, Any]) -> None:
     import ray
 
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
     except Exception:
         interrupts.check()  # what came of a signal is no error
         raise
@@ -213,7 +215,8 @@ def _greet(host: str, port: int) -> None:
             ) from None
         if len(answer) < 4 or answer[3] != 4:  # the first frame is of settings
             raise OSError(
-                f"what listens at {host}:{port} is no control store of Ray (its port is 6379 unless another was given)"
+                f"what listens at {host}:{port} is no control store of Ray "
+                "(its port is 6379 unless another was given)"
             )
 
 

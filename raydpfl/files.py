@@ -45,8 +45,9 @@ log = logging.getLogger("raydpfl")
 
 def cache_root() -> Path:
     """RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME, or ~/.cache/raydpfl."""
-    if found := os.environ.get("RAYDPFL_CACHE"):
-        return Path(found)
+    named = os.environ.get("RAYDPFL_CACHE")
+    if named:
+        return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
 
 

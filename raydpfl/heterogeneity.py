@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from raydpfl.data import Shards
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.way import sample_loss
 
+Shares = np.ndarray | Mapping[int, float]  # client -> the weight of its objective
 ROWS = 1 << 14  # of the data that are in memory at once
 PRECISION = 1e-7  # of a gradient's largest coordinate that is a minimum anyhow
 STEPS = 2000  # of a search at most
@@ -61,9 +63,10 @@ class Heterogeneity:
         self.shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
         self.everyone = np.flatnonzero(self.shares)
         self.linear = _linear(module, shards, weight_decay)
-        self.done, self.of = 0, len(self.everyone) * (2 if self.linear else 1) + 1
+        self.done = 0
+        self.of = len(self.everyone) * (2 if self.linear else 1) + 1
         self._work = self._pieces()
-        self._found = {}
+        self._found: dict[str, Any] = {}
 
     def advance(self, seconds: float) -> tuple[int, int]:
         """Works for about so long; how many of how many steps are done."""
@@ -86,13 +89,10 @@ class Heterogeneity:
     def _pieces(self) -> Iterator[None]:
         shares = self.shares[self.everyone]
         _, mean = self.objective.mixture(self.model, self.everyone, self.shares)
-        best, theta = (
-            self.linear.joint(self.everyone, self.shares, self.model)
-            if self.linear
-            else (None, None)
-        )
+        if self.linear:
+            best, theta = self.linear.joint(self.everyone, self.shares, self.model)
         yield
-        rows = []
+        rows: list[dict[str, Any]] = []
         for client in self.everyone.tolist():
             apart = np.linalg.norm(self.objective.client(self.model, client)[1] - mean)
             rows.append({"client": client, "gradient_gap": float(apart)})
@@ -190,7 +190,9 @@ class _Linear:
         views = self.layer.views(torch.from_numpy(np.asarray(flat, np.float64)))
         return np.concatenate([views[0].numpy(), *(bias.numpy().T for bias in views[1:])], axis=1)
 
-    def _rows(self, clients: np.ndarray, shares) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _rows(
+        self, clients: np.ndarray, shares: Shares
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         asked = (clients.tobytes(), shares[clients[0]])
         if self._held[0] != asked:
             x, y, weights = _rows(self.shards, clients, shares)
@@ -201,7 +203,7 @@ class _Linear:
 
 
 def _rows(
-    shards: Shards, clients: Sequence[int], shares
+    shards: Shards, clients: Sequence[int] | np.ndarray, shares: Shares
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
     rows = [shards.lane([i], int(shards.sizes[i])) for i in clients]
@@ -272,7 +274,9 @@ class _Objective:
     def client(self, w: np.ndarray, client: int) -> tuple[float, np.ndarray]:
         return self.mixture(w, [client], {client: 1.0})
 
-    def mixture(self, w: np.ndarray, clients: Sequence[int], shares) -> tuple[float, np.ndarray]:
+    def mixture(
+        self, w: np.ndarray, clients: Sequence[int] | np.ndarray, shares: Shares
+    ) -> tuple[float, np.ndarray]:
         w = np.asarray(w, np.float64)
         with torch.no_grad():
             parts = torch.from_numpy(w).split([parameter.numel() for parameter in self.parameters])

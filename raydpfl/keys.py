@@ -32,6 +32,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class _Key(ISeedSequence):
     def __init__(self, seed: int, purpose: int):
         self.words = np.array([seed, purpose], np.uint64)
 
-    def generate_state(self, n_words: int, dtype: type = np.uint64) -> np.ndarray:
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> np.ndarray:
         return self.words
 
 
@@ -78,7 +79,8 @@ def _philox(
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
         raise ValueError(f"draw {draw} and step {step} must each fit in 32 bits")
     counter = np.array([0, (draw << 32) | step, client, t], np.uint64)
-    return np.random.Philox(_Key(seed, purpose), counter=counter)
+    # numpy's stubs know no other seed sequence than its own
+    return np.random.Philox(_Key(seed, purpose), counter=counter)  # type: ignore[arg-type]
 
 
 def stream(

@@ -27,7 +27,7 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -45,14 +45,15 @@ COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")
 # values whose text says what they are
 PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 SETTINGS = (
-    "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE",
+    "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE",
 )  # fmt: skip
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Python, the machine's architecture and the packages that a run uses, each with its version."""
+    """Python, the machine's architecture and the packages that a run uses, with their versions."""
     known = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -94,8 +95,9 @@ def check_node(host: str, expected: Mapping[str, str] | None) -> None:
         for name in names
     )
     raise RunError(
-        f"node {host} computes otherwise than the run ({other}), so that its clients would have other bits; use nodes of one "
-        "kind, or set ATEN_CPU_CAPABILITY=avx2 and MKL_ENABLE_INSTRUCTIONS=AVX2 for the run and where Ray is started on each node"
+        f"node {host} computes otherwise than the run ({other}), so that its clients would have "
+        "other bits; use nodes of one kind, or set ATEN_CPU_CAPABILITY=avx2 and "
+        "MKL_ENABLE_INSTRUCTIONS=AVX2 for the run and where Ray is started on each node"
     )
 
 
@@ -129,8 +131,9 @@ def _computed() -> Iterator[np.ndarray]:
     yield np.array(
         [float(x.sum()), float(torch.linalg.vector_norm(x, dtype=torch.float64)), float(raw.sum())]
     )
-    for function in (np.log, np.cos, np.sin, np.sqrt):
-        yield function(x.abs().numpy() + np.float32(1e-6))
+    positive = x.abs().numpy() + np.float32(1e-6)
+    for elementary in (np.log, np.cos, np.sin, np.sqrt):
+        yield elementary(positive)
     square = raw[:10000].reshape(100, 100)
     yield square @ square
 
@@ -167,9 +170,10 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
         if not _shipped(cls.__module__):
             yield f"{cls.__module__}:{cls.__qualname__}", sys.modules.get(cls.__module__), cls
         else:
-            module = _of_kind(getattr(node, "kind", None))
+            kind = getattr(node, "kind", None)
+            module = _of_kind(kind)
             if module is not None:
-                yield node.kind, module, getattr(module, re.split("[:.]", node.kind)[-1], None)
+                yield str(kind), module, getattr(module, re.split("[:.]", str(kind))[-1], None)
         for name in cls.model_fields:
             yield from _own(getattr(node, name))
     elif isinstance(node, (list, tuple)):
@@ -207,7 +211,7 @@ def _files(name: str, path: Path, seen: set[str] | None = None) -> set[Path]:
 
 
 def _imported(path: Path, name: str) -> Iterator[str]:
-    """Names of the modules that a file may import, wherever it does, parts of packages among them."""
+    """Names of the modules that a file may import anywhere, parts of packages among them."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -230,7 +234,7 @@ def _place(name: str) -> Path | None:
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
         return Path(path) if path else None
-    within = None
+    within: Sequence[str] | None = None
     spec = None
     parts = name.split(".")
     for depth in range(len(parts)):
@@ -238,7 +242,8 @@ def _place(name: str) -> Path | None:
         if spec is None:
             return None
         within = spec.submodule_search_locations or []
-    return Path(spec.origin) if spec.has_location else None
+    located = spec is not None and spec.has_location and spec.origin
+    return Path(located) if located else None
 
 
 def _follows(other: str, place: Path, name: str) -> bool:

@@ -204,6 +204,12 @@ class _Flight:
     late: float
     patience: float  # seconds between the two
 
+    @classmethod
+    def begun(cls, index: int, actor: int, seconds: float) -> _Flight:
+        """A call that is made now."""
+        now = time.monotonic()
+        return cls(index, actor, now, now + seconds, seconds)
+
 
 class Actors:
     """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
@@ -235,12 +241,20 @@ class Actors:
         self._facts: dict[int, Facts] = {}
         # call -> actor, of those that were started in the place of dead ones
         self._starting: dict[Any, int] = {}
+        self._evaluator: Any = None
+        self._evaluator_ready: Any = None
         self._start_evaluator()
-        # Starting takes a core some seconds: with many more at once than cores, Ray gives up on the
-        # slowest.
-        wave = 2 * max(
-            1, min(int(ray.cluster_resources().get("CPU", 1)), cores() * len(ray.nodes()))
+        self._start_clients(count)
+        self._evaluator, self._evaluator_ready = self._up(
+            self._evaluator_class, self._evaluator, self._evaluator_ready
         )
+
+    def _start_clients(self, count: int) -> None:
+        """Starts the client actors, some at a time: starting one takes a core some seconds, and
+        with many more at once than cores Ray gives up on the slowest.
+        """
+        slots = int(ray.cluster_resources().get("CPU", 1))
+        wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
         for start in range(0, count, wave):
             some = range(start, min(start + wave, count))
             self._actors |= {index: self._class.remote(*self._arguments) for index in some}
@@ -248,9 +262,6 @@ class Actors:
             for index, call in ready.items():
                 self._actors[index], call = self._up(self._class, self._actors[index], call)
                 self._facts[index] = ray.get(call)
-        self._evaluator, self._evaluator_ready = self._up(
-            self._evaluator_class, self._evaluator, self._evaluator_ready
-        )
 
     def _up(self, kind: Any, actor: Any, ready: Any) -> tuple[Any, Any]:
         """An actor and its call of `ready`, once that has been answered.
@@ -286,8 +297,9 @@ class Actors:
         except GetTimeoutError:
             pending = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
             raise RunError(
-                f"{pending} of {len(references)} client actors did not come up within {timeout:.0f} s; "
-                "the cluster has no free place for them: lower client.actors, client.num_cpus or client.num_gpus"
+                f"{pending} of {len(references)} client actors did not come up within "
+                f"{timeout:.0f} s; the cluster has no free place for them: lower client.actors, "
+                "client.num_cpus or client.num_gpus"
             ) from None
         except RayTaskError as error:
             raise _reason(error) from None
@@ -338,17 +350,14 @@ class Actors:
         while waiting or flying:
             while waiting and len(flying) < IN_FLIGHT:
                 index = waiting[0]
-                actor = self._free(
-                    homes[index],
-                    {*self._starting.values(), *(each.actor for each in flying.values())},
-                )
+                busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
+                actor = self._free(homes[index], busy)
                 if actor is None:
                     break
                 waiting.popleft()
                 seconds = patience.seconds(costs[index], len(late.get(index, ())))
-                now = time.monotonic()
                 call = getattr(self._actors[actor], method).remote(*calls[index])
-                flying[call] = _Flight(index, actor, now, now + seconds, seconds)
+                flying[call] = _Flight.begun(index, actor, seconds)
             done = self._wait(flying)
             if done in flying:
                 flight = flying.pop(done)
@@ -359,12 +368,17 @@ class Actors:
                     patience.took(time.monotonic() - flight.began, costs[flight.index])
                     yield flight.index, result
             elif done is not None:
-                actor = self._starting.pop(done)
-                facts = self._taken(done, actor, f"actor {actor}", deaths)
-                self._facts |= {actor: facts} if facts else {}
+                self._started(done, deaths)
             for call in [call for call, flight in flying.items() if time.monotonic() > flight.late]:
                 if self._given_up(flying[call], patience, late, method):
                     waiting.appendleft(flying.pop(call).index)
+
+    def _started(self, call: Any, deaths: Counter) -> None:
+        """Takes up an actor that was started in the place of a dead one, and now answers."""
+        actor = self._starting.pop(call)
+        facts = self._taken(call, actor, f"actor {actor}", deaths)
+        if facts:
+            self._facts[actor] = facts
 
     def _wait(self, flying: dict[Any, _Flight]) -> Any:
         """A call that is done, of those flying or of an actor that starts; None if one is late
@@ -372,13 +386,13 @@ class Actors:
         """
         timeout = START_SECONDS
         if flying:
-            timeout = (
-                max(0.0, min(flight.late for flight in flying.values()) - time.monotonic()) + 0.01
-            )
+            first = min(flight.late for flight in flying.values())
+            timeout = max(0.0, first - time.monotonic()) + 0.01
         done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
         if not done and not flying:
             raise RunError(
-                f"client actors died, and for {START_SECONDS:.0f} s no node has had room for others in their place; go on with --resume"
+                f"client actors died, and for {START_SECONDS:.0f} s no node has had room for "
+                "others in their place; go on with --resume"
             )
         return done[0] if done else None
 
@@ -412,8 +426,9 @@ class Actors:
             where = ", ".join(dict.fromkeys(those))
             what = "training" if method == "train" else "answering with its loss"
             raise RunError(
-                f"{where}: {what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors one after another; "
-                f"model.kind {self._model} hangs there, or client.timeout is to be higher"
+                f"{where}: {what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors "
+                f"one after another; model.kind {self._model} hangs there, or client.timeout is to "
+                "be higher"
             )
         self._replace(flight.actor)
         return True
@@ -524,7 +539,8 @@ def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
 def _cause(error: RayError) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
-        return f"killed for memory; use fewer client.actors, a smaller client.lane or a node with more memory ({text[:300]})"
+        remedy = "use fewer client.actors, a smaller client.lane or a node with more memory"
+        return f"killed for memory; {remedy} ({text[:300]})"
     return text[:300]
 
 
@@ -532,7 +548,7 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]
     """How many actors of that size the nodes hold, a GPU fraction being packed into one device at a
     time.
 
-    >>> capacity(1, 0.6, [{"CPU": 16, "GPU": 4}])  # 0.6 fits once on each GPU, whatever the sum says
+    >>> capacity(1, 0.6, [{"CPU": 16, "GPU": 4}])  # 0.6 fits once on each, whatever the sum says
     4
     >>> capacity(2, 0, [{"CPU": 3}, {"CPU": 3}])
     2
@@ -552,9 +568,9 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]
 
 def cores() -> int:
     """The cores this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def wanted(
@@ -571,52 +587,50 @@ def wanted(
     to set, and an explicit count is limited by memory alone (more actors than cores share them). On
     a cluster that others share, Ray's resources decide.
     """
-    field = "client.actors"
-    if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
-        raise ConfigError(
-            "client.num_gpus", client.num_gpus, "a fraction of one GPU, or a whole number"
-        )
-    if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
-        gpus = sum(node.get("GPU", 0) for node in nodes)
-        raise ConfigError(
-            "client.num_gpus",
-            client.num_gpus,
-            f"at most what one node has; the machine has {gpus:g} GPUs",
-        )
-    if client.num_cpus > max(node.get("CPU", 0) for node in nodes):
-        raise ConfigError(
-            "client.num_cpus",
-            client.num_cpus,
-            f"at most the {max(node.get('CPU', 0) for node in nodes):g} CPUs of one node",
-        )
-    held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
+    _check_sizes(client, nodes)
     if client.actors == "auto":
-        if client.num_cpus == 0:
-            raise ConfigError(
-                "client.num_cpus", 0, "above 0 with client.actors auto, which fills the CPUs"
-            )
-        slots = capacity(client.num_cpus, client.num_gpus, nodes)
-        if slots == 0:
-            raise ConfigError(
-                field,
-                "auto",
-                f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU, which no node has free",
-            )
-        return max(1, min(slots, most_lanes))
+        return max(1, min(_slots(client, nodes), most_lanes))
     count = population if client.actors == "per-client" else int(client.actors)
+    held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
     if elastic:
         # An actor imports what this process has imported and shares its libraries, so it takes
         # about this one's own memory, and some models.
         memory = psutil.Process().memory_info()
         each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
         held = min(held, int(psutil.virtual_memory().available / 1e6 / each))
-        if count > held:
-            raise ConfigError(
-                field,
-                client.actors,
-                f"at most {held} actors fit here ({each:.0f} MB of memory each); {count} are asked for",
-            )
-    elif count > held:
-        fit = f"the cluster holds {held} actors of {client.num_cpus:g} CPU and {client.num_gpus:g} GPU; {count} are asked for"
-        raise ConfigError(field, client.actors, f"{fit}, so lower client.num_cpus")
+        fit = f"at most {held} actors fit here ({each:.0f} MB of memory each)"
+        accepted = f"{fit}; {count} are asked for"
+    else:
+        size = f"{client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
+        fit = f"the cluster holds {held} actors of {size}; {count} are asked for"
+        accepted = f"{fit}, so lower client.num_cpus"
+    if count > held:
+        raise ConfigError("client.actors", client.actors, accepted)
     return count
+
+
+def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:
+    """Raises `ConfigError` for an actor that no node holds."""
+    if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
+        accepted = "a fraction of one GPU, or a whole number"
+        raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+    if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
+        gpus = sum(node.get("GPU", 0) for node in nodes)
+        accepted = f"at most what one node has; the machine has {gpus:g} GPUs"
+        raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+    most = max(node.get("CPU", 0) for node in nodes)
+    if client.num_cpus > most:
+        accepted = f"at most the {most:g} CPUs of one node"
+        raise ConfigError("client.num_cpus", client.num_cpus, accepted)
+
+
+def _slots(client: Client, nodes: Sequence[dict[str, float]]) -> int:
+    """How many actors fill the nodes. Raises `ConfigError`."""
+    if client.num_cpus == 0:
+        accepted = "above 0 with client.actors auto, which fills the CPUs"
+        raise ConfigError("client.num_cpus", 0, accepted)
+    slots = capacity(client.num_cpus, client.num_gpus, nodes)
+    if slots == 0:
+        needs = f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
+        raise ConfigError("client.actors", "auto", f"{needs}, which no node has free")
+    return slots

@@ -32,11 +32,13 @@ def marked(mark: str) -> list[psutil.Process]:
 def reap(mark: str) -> None:
     """Kills all marked processes, and those that they have started meanwhile."""
     until = time.monotonic() + PATIENCE
-    while (found := marked(mark)) and time.monotonic() < until:
+    found = marked(mark)
+    while found and time.monotonic() < until:
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(found, timeout=0.5)
+        found = marked(mark)
 
 
 if __name__ == "__main__":

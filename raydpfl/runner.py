@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -70,65 +71,60 @@ def run(
 
     `resume` goes on from the checkpoint in `out`; with `fresh_noise` under noise, and secret
     cohorts, that the run has not had before, so that code, versions or processor may have changed:
-    rounds that were released beyond the checkpoint then count twice. `data_root` is where data sets
-    lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster. `on_rows` is
-    called after every round with the rows of the rounds table that it completed; if it returns True
-    the run ends there, with status "stopped", and can be gone on with. `on_measure` is told, about
-    once a second, how many of how many steps of `measure.heterogeneity` are done.
+    rounds released beyond the checkpoint then count twice. `data_root` is where data sets lie
+    (default: RAYDPFL_DATA). `address` joins a Ray cluster; a Ray that this process had started is
+    used, and left running. `on_rows` is given the rows that each round completed; if it returns
+    True the run ends there, "stopped". `on_measure` is told, about once a second, how many of how
+    many steps of `measure.heterogeneity` are done.
 
-    Ctrl-C and SIGTERM end it by KeyboardInterrupt: at once before the first round, later after the
-    round, with all of it saved.
-
-    Raises `ConfigError` before anything is started or written when the experiment cannot be run,
-    `RunError` when it failed on the way. A Ray that this process had already started is used, and
-    left running.
+    Raises:
+        ConfigError: when the experiment cannot be run, before anything is started or written.
+        RunError: when it failed on the way.
+        KeyboardInterrupt: by Ctrl-C and SIGTERM; with all saved once there was a round.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if folder.exists() and (
-        not folder.is_dir()
-        or (
-            any(not file.name.startswith((".config.yaml", LOCK)) for file in folder.iterdir())
-            and not resume
-        )
-    ):
-        raise ConfigError(
-            "--out",
-            str(folder),
-            "a new or empty directory, or --resume to go on with the run in it",
-        )
-    if fresh_noise and not resume:
-        raise ConfigError("--fresh-noise", True, "with --resume, for a run that has begun")
-    threads = torch.get_num_threads()
+    _check_folder(folder, resume, fresh_noise)
     with interrupts.handled(), _Ray(experiment, address) as cluster:
         with contained():
             plan = Plan.make(experiment, Path(data_root) if data_root else None)
             plan.check_claims()
-        actors = cluster.actors(plan)
         if resume:
             _same_run(plan.experiment, folder)
+        drive = _Drive(plan, folder, on_start, on_rows, on_measure)
+        done = drive.begin(cluster, resume, fresh_noise)
         interrupts.check()
-        made = not folder.exists()
-        make_folder(folder)
-        with alone(folder), _undone(folder, made, resume):
-            replace_file(
-                folder / "config.yaml", lambda file: file.write(plan.experiment.to_yaml().encode())
-            )
-            cluster.start(plan, actors)
-            on_start(plan)
-            try:
-                summary = _drive(
-                    cluster, plan, folder, actors, resume, fresh_noise, on_rows, on_measure
-                )
-            finally:
-                torch.set_num_threads(threads)
-        interrupts.check()
-    module = models.build(
-        plan.experiment.model,
-        (shards := Shards.open(plan.shards)).shape,
-        shards.classes,
-        plan.experiment.seed,
-    )
-    models.load(module, torch.from_numpy(summary.pop("model").copy()))
+    return _result(plan, folder, *done)
+
+
+def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
+    """Raises `ConfigError` unless a run can write to `folder`, or to one that it makes there."""
+    if fresh_noise and not resume:
+        raise ConfigError("--fresh-noise", True, "with --resume, for a run that has begun")
+    if not folder.exists():
+        return
+    # what a kill leaves of a run that had not begun
+    left = (".config.yaml", LOCK)
+    empty = folder.is_dir() and all(file.name.startswith(left) for file in folder.iterdir())
+    if not empty and not (resume and folder.is_dir()):
+        accepted = "a new or empty directory, or --resume to go on with the run in it"
+        raise ConfigError("--out", str(folder), accepted)
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """A run without actors computes on one thread; afterwards there are as many as before."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray) -> Result:
+    experiment = plan.experiment
+    shards = Shards.open(plan.shards)
+    module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
+    models.load(module, torch.from_numpy(model.copy()))
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     path = folder / "rounds.parquet"
     # a run that released nothing has no rows
@@ -189,62 +185,100 @@ def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
         yield
 
 
-def _drive(
-    cluster: _Ray,
-    plan: Plan,
-    folder: Path,
-    actors: int,
-    resume: bool,
-    fresh_noise: bool,
-    on_rows: Callable[[list[dict]], object],
-    on_measure: Callable[[int, int], object],
-) -> dict:
-    """All rounds, and the summary; whatever ends the run, the clients stop and the directory says
-    how it ended.
+class _Drive:
+    """All rounds of a run, and its summary; whatever ends the run, the clients stop and the
+    directory says how it ended.
+
+    What is called on the way is as `run` says.
     """
-    began = time.monotonic()
-    with contained():
-        call = cluster.coordinator(plan, str(folder), actors, resume, fresh_noise)
-    board = (
-        TensorBoard(folder / "tensorboard", call("position"))
-        if plan.experiment.measure.tensorboard
-        else None
-    )
-    status = "failed"
-    failure = None
-    try:
-        with interrupts.deferred():
-            status, failure, whole = _rounds(call, plan.experiment.rounds, board, on_rows)
-            summary = _finish(call, status, failure, whole)
+
+    call: Callable  # calls a method of the coordinator, once there is one
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        on_start: Callable[[Plan], None],
+        on_rows: Callable[[list[dict]], object],
+        on_measure: Callable[[int, int], object],
+    ):
+        self.plan = plan
+        self.folder = folder
+        self.on_start = on_start
+        self.on_rows = on_rows
+        self.on_measure = on_measure
+        self.board: TensorBoard | None = None
+
+    def begin(
+        self, cluster: _Ray, resume: bool, fresh_noise: bool
+    ) -> tuple[dict[str, Any], np.ndarray]:
+        """Takes the directory and starts what the run needs; then as `carry_out`."""
+        plan = self.plan
+        folder = self.folder
+        actors = cluster.actors(plan)
+        interrupts.check()
+        made = not folder.exists()
+        make_folder(folder)
+        with alone(folder), _undone(folder, made, resume), _threads_kept():
+            config = plan.experiment.to_yaml().encode()
+            replace_file(folder / "config.yaml", lambda file: file.write(config))
+            cluster.start(plan, actors)
+            self.on_start(plan)
+            self.began = time.monotonic()
+            self.call = cluster.coordinator(plan, str(folder), actors, resume, fresh_noise)
+            return self.carry_out()
+
+    def carry_out(self) -> tuple[dict[str, Any], np.ndarray]:
+        """What `summary.json` holds in the end, and the model, float32 [d].
+
+        Raises:
+            KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
+        """
+        measure = self.plan.experiment.measure
+        if measure.tensorboard:
+            self.board = TensorBoard(self.folder / "tensorboard", self.call("position"))
+        try:
+            with interrupts.deferred():
+                rounds = self.plan.experiment.rounds
+                status, failure, whole = _rounds(self.call, rounds, self.board, self.on_rows)
+                summary, model = self._summary(status, failure, whole)
+        finally:
+            if self.board:
+                with suppress(Exception):
+                    self.board.close()
+        if status == "completed" and measure.heterogeneity:
+            found = _heterogeneity(self.call, self.folder, self.on_measure)
+            summary |= {"heterogeneity": found, "reason": None}
+            summary["wall_seconds"] = time.monotonic() - self.began
+            write_json(self.folder / "summary.json", summary)
+        if failure and status != "budget":
+            raise failure
+        return summary, model
+
+    def _summary(
+        self, status: str, failure: BaseException | None, whole: bool
+    ) -> tuple[dict[str, Any], np.ndarray]:
+        """Writes `summary.json`; what it holds, and the model."""
+        try:
+            summary = _finish(self.call, status, failure, whole)
             model = summary.pop("model")
             by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
-            summary |= {
-                "peak_rss_mb_by_process": by_process,
-                "peak_rss_mb": max(by_process.values()),
-            }
-            summary |= {"versions": versions(), "reason": str(failure) if failure else None}
-            summary["wall_seconds"] = time.monotonic() - began
-            left = status == "completed" and plan.experiment.measure.heterogeneity
-            if left:  # it may take longer than the run, which is whole without it
+            summary["peak_rss_mb_by_process"] = by_process
+            summary["peak_rss_mb"] = max(by_process.values())
+            summary["versions"] = versions()
+            summary["reason"] = str(failure) if failure else None
+            summary["wall_seconds"] = time.monotonic() - self.began
+            if status == "completed" and self.plan.experiment.measure.heterogeneity:
+                # it may take longer than the run, which is whole without it
                 summary |= {"heterogeneity": None, "reason": MISSING}
-            if board:
-                board.close()
-            write_json(folder / "summary.json", summary)
-    except RunError:
-        if status == "failed" and failure:
-            raise failure from None
-        raise
-    finally:
-        if board:
-            with suppress(Exception):
-                board.close()
-    if left:
-        summary |= {"heterogeneity": _heterogeneity(call, folder, on_measure), "reason": None}
-        summary["wall_seconds"] = time.monotonic() - began
-        write_json(folder / "summary.json", summary)
-    if failure and status != "budget":
-        raise failure
-    return summary | {"model": model}
+            if self.board:
+                self.board.close()
+            write_json(self.folder / "summary.json", summary)
+        except RunError:
+            if status == "failed" and failure:
+                raise failure from None
+            raise
+        return summary, model
 
 
 def _rounds(
@@ -383,7 +417,9 @@ class _Ray:
         if self.inline:
             return 0
         experiment = plan.experiment
-        most = max(1, round(plan.cohort / experiment.client.lane))
+        lane = experiment.client.lane
+        assert isinstance(lane, int)  # the plan has settled what auto is
+        most = max(1, round(plan.cohort / lane))
         return wanted(
             experiment.client, len(plan.population), most, self._nodes(), self.elastic, plan.d
         )
@@ -400,20 +436,15 @@ class _Ray:
         object in it.
         """
         path = tuple(os.path.abspath(entry) for entry in sys.path)
-        out = os.path.abspath(out)  # an actor on a joined cluster stands in another directory
-        if self.inline or self.group:
-            plain = Coordinator(plan, out, actors, resume, path, fresh_noise)
+        # an actor on a joined cluster stands in another directory
+        arguments = (plan, os.path.abspath(out), actors, resume, path, fresh_noise)
+        with contained():
+            if self.inline or self.group:
+                return _inline(Coordinator(*arguments))
+            return self._remote(arguments)
 
-            def inline(method: str, *arguments: Any) -> Any:
-                try:
-                    return getattr(plain, method)(*arguments)
-                except (RunError, ConfigError, MemoryError, OSError):
-                    raise
-                except Exception as error:  # an own member may raise anything
-                    raise RunError(f"the run failed: {told(error)}") from error
-
-            inline("start")
-            return inline
+    def _remote(self, arguments: tuple) -> Callable:
+        """Calls on a coordinator in an actor on this node, which is started."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -421,28 +452,20 @@ class _Ray:
         remote = ray.remote(Coordinator).options(
             num_cpus=0, max_restarts=0, scheduling_strategy=here
         )
-        actor = remote.remote(plan, out, actors, resume, path, fresh_noise)
+        actor = remote.remote(*arguments)
 
-        def call(method: str, *arguments: Any) -> Any:
+        def call(method: str, *given: Any) -> Any:
             try:
-                waiting = getattr(actor, method).remote(*arguments)
+                waiting = getattr(actor, method).remote(*given)
                 while not ray.wait([waiting], timeout=LOOK)[0]:
                     self.check()
                 return ray.get(waiting)
             except ray.exceptions.RayTaskError as error:
-                cause = getattr(error, "cause", None)
-                if isinstance(cause, OSError):
-                    raise FileError(str(cause)) from None
-                raise (
-                    cause
-                    if isinstance(cause, (RunError, ConfigError))
-                    else RunError(f"the coordinator failed\n{error}")
-                ) from None
+                raise _raised(error) from None
             except ray.exceptions.RayActorError as error:
                 self.check()
-                raise RunError(
-                    f"the coordinator died: {' '.join(str(error).split())[:300]}; go on with --resume"
-                ) from None
+                reason = " ".join(str(error).split())[:300]
+                raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
 
         process, warnings = call("started")
         if self.session:
@@ -450,3 +473,28 @@ class _Ray:
         for warning in warnings:
             log.warning(warning)
         return call
+
+
+def _raised(error: Any) -> Exception:
+    """What a method of a coordinator in an actor raised (a RayTaskError), as if it had run here."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, OSError):
+        return FileError(str(cause))
+    if isinstance(cause, (RunError, ConfigError)):
+        return cause
+    return RunError(f"the coordinator failed\n{error}")
+
+
+def _inline(plain: Coordinator) -> Callable:
+    """Calls on a coordinator in this process, which is started."""
+
+    def call(method: str, *given: Any) -> Any:
+        try:
+            return getattr(plain, method)(*given)
+        except (RunError, ConfigError, MemoryError, OSError):
+            raise
+        except Exception as error:  # an own member may raise anything
+            raise RunError(f"the run failed: {told(error)}") from error
+
+    call("start")
+    return call
