@@ -166,7 +166,8 @@ def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta:
 
 def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:
     """P(A) - e^epsilon Q(A) on A = {x: log p(x) / q(x) > epsilon} = {a x^2 + 2 b x + c > 0}."""
-    (m, s), (n, t) = p, q
+    m, s = p
+    n, t = q
     a = (1 / t**2 - 1 / s**2) / 2
     b = (m / s**2 - n / t**2) / 2
     c = ((n / t) ** 2 - (m / s) ** 2) / 2 + math.log(t / s) - epsilon

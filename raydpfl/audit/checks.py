@@ -55,45 +55,39 @@ def ledger(records: Sequence[Record]) -> Check:
     told and the epsilon that they give.
     """
     for record in records:
-        e = record.plan.experiment
-        plan = record.plan
-        recorded = {entry["round"]: entry for entry in record.ledger}
-        missing = sorted(set(record.rounds) - recorded.keys())
-        if missing:
-            return Check(
-                "ledger", False, f"round {missing[0]} was released and is not in the ledger", 0.0
+        wrong = _unrecorded(record)
+        if wrong:
+            return Check("ledger", False, wrong, 0.0)
+    released = sum(len(record.rounds) for record in records)
+    found = f"all {released} released rounds are recorded, with their noise and what they spend"
+    return Check("ledger", True, found, 0.0)
+
+
+def _unrecorded(record: Record) -> str:
+    """What a ledger lacks, or has wrong; empty for nothing."""
+    plan = record.plan
+    recorded = {entry["round"]: entry for entry in record.ledger}
+    missing = sorted(set(record.rounds) - recorded.keys())
+    if missing:
+        return f"round {missing[0]} was released and is not in the ledger"
+    for t, std in zip(record.rounds, record.stds, strict=True):
+        written = recorded[t]["std"]
+        if not math.isclose(written, std, rel_tol=_ROUNDING):
+            wrong = f"round {t} is recorded with noise of std {written:.6g}"
+            return f"{wrong}; the accountants were told {std:.6g}"
+    last = recorded[max(recorded)]["epsilon"]
+    composed = int(plan.exposures[len(record.rounds) - 1])
+    terms = plan.terms
+    for name in plan.covering:
+        truth = 0.0
+        if composed:
+            truth = privacy.epsilon(
+                plan.mechanism, terms.relation, terms.delta, composed, name, v=terms.v
             )
-        for t, std in zip(record.rounds, record.stds, strict=True):
-            if not math.isclose(recorded[t]["std"], std, rel_tol=_ROUNDING):
-                return Check(
-                    "ledger",
-                    False,
-                    f"round {t} is recorded with noise of std {recorded[t]['std']:.6g}; the accountants were told {std:.6g}",
-                    0.0,
-                )
-        last = recorded[max(recorded)]["epsilon"]
-        for name in plan.covering:
-            composed = int(plan.exposures[len(record.rounds) - 1])
-            truth = (
-                privacy.epsilon(
-                    plan.mechanism, e.relation, e.noise.delta, composed, name, v=e.noise.v
-                )
-                if composed
-                else 0.0
-            )
-            if float(last[name]) < truth * (1 - _ROUNDING):
-                return Check(
-                    "ledger",
-                    False,
-                    f"epsilon {last[name]:.6g} is recorded ({name}) where {len(record.rounds)} rounds spend {truth:.6g}",
-                    0.0,
-                )
-    return Check(
-        "ledger",
-        True,
-        f"all {sum(len(record.rounds) for record in records)} released rounds are recorded, with their noise and what they spend",
-        0.0,
-    )
+        if float(last[name]) < truth * (1 - _ROUNDING):
+            spent = f"{len(record.rounds)} rounds spend {truth:.6g}"
+            return f"epsilon {last[name]:.6g} is recorded ({name}) where {spent}"
+    return ""
 
 
 def cohorts(records: Sequence[Record]) -> Check | None:

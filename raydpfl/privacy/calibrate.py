@@ -112,53 +112,45 @@ def _search(
     # so that rounding in a curve of the same mechanism cannot overstep the budget
     aim = target * (1 - 1e-6)
 
+    def spent(z: float) -> float:
+        return epsilon(mechanism.with_noise(z), relation, delta, rounds, accountant, v)
+
     def excess(log_z: float) -> float:
-        spent = epsilon(
-            mechanism.with_noise(math.exp(log_z)), relation, delta, rounds, accountant, v
-        )
-        return min(math.log(max(spent / aim, 1e-9)), 20.0)
+        return min(math.log(max(spent(math.exp(log_z)) / aim, 1e-9)), 20.0)
 
     guess = mechanism.sampling.q * math.sqrt(2 * rounds * math.log(1 / delta)) / target
-    low = high = math.log(min(max(guess, 0.2), 1e6))
-    below = above = excess(low)
+    low, high = _bracket(excess, math.log(min(max(guess, 0.2), 1e6)))
+    if low[1] > 0 and high[1] <= 0:
+        return math.exp(narrowed(excess, low, high, _TOLERANCE))
+    run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
+    if high[1] > 0 and math.isinf(spent(math.exp(high[0]))):
+        accepted = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
+        raise ConfigError("delta", delta, accepted)
+    others = ", ".join(query.name for query in mechanism.queries if query.apart)
+    if others:
+        run += f" (the {others} alone, with the noise they are given, spend {spent(1e12):.4g})"
+    if high[1] > 0:
+        accepted = f"more: at delta {delta:g} no noise, however large, spends so little {run}"
+        raise ConfigError("target", target, accepted)
+    accepted = "less: at this delta any noise, however small, spends less than epsilon"
+    raise ConfigError("delta", delta, f"{accepted} {target:g} {run}")
+
+
+def _bracket(
+    excess: Callable[[float], float], start: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(x, excess) on both sides of the root of a falling function, by ever longer steps from
+    `start`; both on one side where there is none.
+    """
+    low = high = (start, excess(start))
     for step in (0.3, 0.6, 1.2, 2.4, 4.8, 9.6):
-        if below > 0 and above <= 0:
-            break
-        if above > 0:
+        if high[1] > 0:
             low = high
-            below = above
-            high = high + step
-            above = excess(high)
-        else:
+            high = (high[0] + step, excess(high[0] + step))
+        elif low[1] <= 0:
             high = low
-            above = below
-            low = low - step
-            below = excess(low)
-    else:
-        run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
-        if above > 0 and math.isinf(
-            epsilon(mechanism.with_noise(math.exp(high)), relation, delta, rounds, accountant, v)
-        ):
-            raise ConfigError(
-                "delta",
-                delta,
-                f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}",
-            )
-        if others := [query.name for query in mechanism.queries if query.apart]:
-            alone = epsilon(mechanism.with_noise(1e12), relation, delta, rounds, accountant, v)
-            run += f" (the {', '.join(others)} alone, with the noise they are given, spend {alone:.4g})"
-        if above > 0:
-            raise ConfigError(
-                "target",
-                target,
-                f"more: at delta {delta:g} no noise, however large, spends so little {run}",
-            )
-        raise ConfigError(
-            "delta",
-            delta,
-            f"less: at this delta any noise, however small, spends less than epsilon {target:g} {run}",
-        )
-    return math.exp(narrowed(excess, (low, below), (high, above), _TOLERANCE))
+            low = (low[0] - step, excess(low[0] - step))
+    return low, high
 
 
 def _check(target: float) -> None:

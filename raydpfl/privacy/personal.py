@@ -162,26 +162,7 @@ class LocalSteps(Release):
         if calibration == "rigorous":
             stds[needy] = silent._rigorous_stds(needy, counts, accountant)
         else:
-            formula = _formula(calibration)
-            failed = {}
-            for k in needy.tolist():
-                printed = formula.noise(
-                    float(silent.claims[k]), delta, **silent._client(k, int(counts[k]))
-                )
-                stds[k] = printed.value
-                if calibration == "tcdp" and (
-                    reasons := silent._steps_alone(printed.conditions_failed)
-                ):
-                    failed[k] = reasons
-            if failed:
-                first, reasons = next(iter(failed.items()))
-                who = f"{len(failed)} of {len(needy)} clients ({_some(failed)})"
-                why = f"client {first}, with {silent.samples[first]} samples and batches of {silent.batches[first]}: {'; '.join(reasons)}"
-                raise ConfigError(
-                    "calibration",
-                    calibration,
-                    f"rigorous or paper: conditions of 002 fail for {who}; for {why}",
-                )
+            stds[needy] = silent._printed_stds(needy, counts, _formula(calibration))
         return replace(silent, stds=stds)
 
     @property
@@ -224,11 +205,9 @@ class LocalSteps(Release):
 
     def event(self, k: int) -> Event:
         """What one participation of client k releases about one of its samples."""
-        n = int(self.samples[k])
-        b = int(self.batches[k])
         return Event(
-            Sampling("fixed", n, b if self.amplified[k] else n),
-            2 * self.bound / (b * float(self.stds[k])),
+            self._batch_law(k),
+            2 * self.bound / (int(self.batches[k]) * float(self.stds[k])),
             int(self.compositions[k]),
             float(self.beside_mu[k]),
         )
@@ -316,28 +295,35 @@ class LocalSteps(Release):
         found = {}
         for accountant in accountants:
             name = accountant if ACCOUNTANTS[accountant].rigorous else self.formula
-            most = np.where(self.public, 0.0, self.epsilons(name, finals))
-            counts = np.zeros_like(finals)
-            worst = 0.0
-            curve = np.zeros(len(rounds))
-            for t, (clients, times) in enumerate(rounds):
-                counts[clients] += times
-                # Those with nothing to come first: they are known, and one that cannot pass the
-                # worst need not be known.
-                order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
-                for k in clients[order].tolist():
-                    if most[k] > worst:
-                        done = int(counts[k])
-                        last = int(finals[k])
-                        now = (
-                            most[k]
-                            if done == last or math.isinf(most[k])
-                            else min(self._curve(name, k, 1, last)[done - 1], most[k])
-                        )
-                        worst = max(worst, float(now))
-                curve[t] = worst
+            curve = self._worst(name, rounds, finals)
             found[accountant] = curve if exposures is None else curve[-len(exposures) :]
         return found
+
+    def _worst(
+        self, name: str, rounds: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
+    ) -> np.ndarray:
+        """The largest epsilon float64 [rounds] of any client after each round; `rounds` are
+        (clients, times), and `finals` int64 [N] how often each client comes up in all.
+        """
+        most = np.where(self.public, 0.0, self.epsilons(name, finals))
+        counts = np.zeros_like(finals)
+        worst = 0.0
+        curve = np.zeros(len(rounds))
+        for t, (clients, times) in enumerate(rounds):
+            counts[clients] += times
+            # Those with nothing to come first: they are known, and one that cannot pass the worst
+            # need not be known.
+            order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
+            for k in clients[order].tolist():
+                if most[k] <= worst:
+                    continue
+                now = most[k]
+                if counts[k] < finals[k] and math.isfinite(now):
+                    after = self._curve(name, k, 1, int(finals[k]))[int(counts[k]) - 1]
+                    now = min(after, now)
+                worst = max(worst, float(now))
+            curve[t] = worst
+        return curve
 
     def guarantees(
         self,
@@ -357,36 +343,40 @@ class LocalSteps(Release):
         counts = self._counts(participations)
         who = np.flatnonzero((counts > 0) & (self.samples > 0))
         kept = who[~self.public[who]]
-        found = []
-        for name in _expanded(accountants):
-            spent = self.epsilons(name, counts)
-            epsilon = 0.0
-            delta = self.delta
-            failed: tuple[str, ...] = ()
-            scope: Scope = Nobody(public=len(who) > 0)
-            if len(kept):
-                worst = int(kept[np.argmax(spent[kept])])
-                epsilon = float(spent[worst])
-                scope = self.scope(worst, int(counts[worst]), spent[kept])
-                delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
-            elif len(who):
-                epsilon = math.inf
-                failed = (NOISELESS,)
-            rigorous = name not in FORMULAS
-            guarantee = Guarantee(
-                "rigorous" if rigorous else "paper",
-                name,
-                self.unit,
-                "replace_one" if rigorous else FORMULAS[name].relation,
-                Observer.UPDATES,
-                scope,
-                epsilon,
-                delta,
-                (*self.exclusions, *self._public_words(len(who) - len(kept))),
-                failed,
-            )
-            found.append(guarantee)
-        return found
+        return [self._guarantee(name, counts, who, kept) for name in _expanded(accountants)]
+
+    def _guarantee(
+        self, name: str, counts: np.ndarray, who: np.ndarray, kept: np.ndarray
+    ) -> Guarantee:
+        """By one accountant or formula, for the worst of the clients `kept` of those `who` took
+        part.
+        """
+        epsilon = 0.0
+        delta = self.delta
+        failed: tuple[str, ...] = ()
+        scope: Scope = Nobody(public=len(who) > 0)
+        if len(kept):
+            spent = self.epsilons(name, counts)[kept]
+            worst = int(kept[np.argmax(spent)])
+            epsilon = float(spent.max())
+            scope = self.scope(worst, int(counts[worst]), spent)
+            delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
+        elif len(who):
+            epsilon = math.inf
+            failed = (NOISELESS,)
+        rigorous = name not in FORMULAS
+        return Guarantee(
+            "rigorous" if rigorous else "paper",
+            name,
+            self.unit,
+            "replace_one" if rigorous else FORMULAS[name].relation,
+            Observer.UPDATES,
+            scope,
+            epsilon,
+            delta,
+            (*self.exclusions, *self._public_words(len(who) - len(kept))),
+            failed,
+        )
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
         """Epsilon float64 [5] at the `SHARES` of the clients that took part, public ones left out;
@@ -568,25 +558,39 @@ class LocalSteps(Release):
             else ()
         )
 
+    def _printed_stds(
+        self, clients: np.ndarray, counts: np.ndarray, formula: Formula
+    ) -> np.ndarray:
+        """Stds float64 [k] of these clients by a paper's formula. Raises `ConfigError` by one that
+        is checked, for clients for whom a condition of it fails.
+        """
+        assert self.claims is not None
+        stds = np.zeros(len(clients))
+        failed: dict[int, tuple[str, ...]] = {}
+        for place, k in enumerate(clients.tolist()):
+            client = self._client(k, int(counts[k]))
+            printed = formula.noise(float(self.claims[k]), self.delta, **client)
+            stds[place] = printed.value
+            reasons = self._steps_alone(printed.conditions_failed)
+            if formula.checked and reasons:
+                failed[k] = reasons
+        if failed:
+            k, reasons = next(iter(failed.items()))
+            who = f"{len(failed)} of {len(clients)} clients ({_some(failed)})"
+            sizes = f"with {self.samples[k]} samples and batches of {self.batches[k]}"
+            accepted = f"rigorous or paper: conditions of 002 fail for {who}; "
+            accepted += f"for client {k}, {sizes}: {'; '.join(reasons)}"
+            raise ConfigError("calibration", self.calibration, accepted)
+        return stds
+
     def _rigorous_stds(
         self, clients: np.ndarray, counts: np.ndarray, accountant: str
     ) -> np.ndarray:
+        assert self.claims is not None
         _rigorous(accountant)
-        n = self.samples[clients]
         b = self.batches[clients]
-        q = np.where(self.amplified[clients], b / n, 1.0)
-        times = self.compositions[clients] * counts[clients]
-        # With the noise gone all that protects a sample is the chance of never being in a batch.
-        with np.errstate(divide="ignore"):
-            seen = -np.expm1(times * np.log1p(-q))
-        if (seen <= self.delta).any():
-            idle = clients[seen <= self.delta]
-            accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is used at all: at this delta no noise is called for by"
-            raise ConfigError(
-                "delta",
-                self.delta,
-                f"{accepted} {len(idle)} clients ({_some(idle.tolist())})",
-            )
+        q = np.where(self.amplified[clients], b / self.samples[clients], 1.0)
+        self._check_seen(clients, q, self.compositions[clients] * counts[clients])
         columns = [
             q,
             self.compositions[clients],
@@ -599,14 +603,7 @@ class LocalSteps(Release):
         )
         if self.beside:
             self._check_left(clients[first], kinds, accountant)
-        samplings = [
-            Sampling(
-                "fixed",
-                int(self.samples[k]),
-                int(self.batches[k] if self.amplified[k] else self.samples[k]),
-            )
-            for k in clients[first].tolist()
-        ]
+        samplings = [self._batch_law(k) for k in clients[first].tolist()]
         question = ["local steps", kinds.tolist(), self.delta, accountant]
         z = cached(
             question,
@@ -614,6 +611,24 @@ class LocalSteps(Release):
             len(kinds),
         )
         return np.array(z)[member.reshape(-1)] * self.bound / b
+
+    def _check_seen(self, clients: np.ndarray, q: np.ndarray, times: np.ndarray) -> None:
+        """Raises `ConfigError` for clients that need no noise at this delta: with the noise gone
+        all that protects a sample is the chance of never being in a batch.
+        """
+        with np.errstate(divide="ignore"):
+            seen = -np.expm1(times * np.log1p(-q))
+        idle = clients[seen <= self.delta]
+        if len(idle):
+            accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is "
+            accepted += "used at all: at this delta no noise is called for by "
+            accepted += f"{len(idle)} clients ({_some(idle.tolist())})"
+            raise ConfigError("delta", self.delta, accepted)
+
+    def _batch_law(self, k: int) -> Sampling:
+        """The law of client k's batches: a secret subset, or all there is."""
+        n = int(self.samples[k])
+        return Sampling("fixed", n, int(self.batches[k]) if self.amplified[k] else n)
 
     def _check_left(self, clients: np.ndarray, kinds: np.ndarray, accountant: str) -> None:
         """Raises `ConfigError` where what is released `beside` the steps takes (nearly) all of the
@@ -678,21 +693,9 @@ def _noise_multipliers(
         if place:  # what the approximation was off by for the client most like this one
             near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
             offsets[k] = offsets[near]
-        aim = float(targets[k]) * (1 - _CLAIM)
         start = log_z[k] + offsets[k]
-
-        def excess(x: float, k: int = k, aim: float = aim, start: float = start) -> float:
-            event = Event(samplings[k], 2 * math.exp(-x), int(each[k]), float(beside[k]))
-            spent = by.curve(event, delta, np.array([int(counts[k])]))[0]
-            # noise so far beyond what is looked for changes nothing any more
-            if math.isinf(spent) and x > start + 5:
-                raise ConfigError(
-                    "delta",
-                    delta,
-                    f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} after {times[k]:.0f} steps",
-                )
-            return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
-
+        release = Event(samplings[k], 0.0, int(each[k]), float(beside[k]))
+        excess = _excess(by, release, int(counts[k]), float(targets[k]), delta, start)
         slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)
         enough = near_guess(excess, start, slope, _TOLERANCE)
         if enough is None:
@@ -700,6 +703,26 @@ def _noise_multipliers(
             raise ConfigError("budgets", float(targets[k]), accepted)
         offsets[k] += enough - start
     return np.exp(log_z + offsets)
+
+
+def _excess(
+    by: Accountant, release: Event, count: int, target: float, delta: float, start: float
+) -> Callable[[float], float]:
+    """Of log z: log of the epsilon that `count` events like `release`, at that noise, spend over
+    the target, from -20 to 20. Raises `ConfigError` far beyond `start`.
+    """
+    aim = target * (1 - _CLAIM)
+
+    def excess(x: float) -> float:
+        event = replace(release, mu=2 * math.exp(-x))
+        spent = by.curve(event, delta, np.array([count]))[0]
+        # noise so far beyond what is looked for changes nothing any more
+        if math.isinf(spent) and x > start + 5:
+            accepted = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
+            raise ConfigError("delta", delta, f"{accepted} after {release.each * count} steps")
+        return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
+
+    return excess
 
 
 def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -58,7 +58,8 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
     )
     simple[2] = least[2]
     terms = np.where(_WHOLE[:, None] <= _EXACT, least, simple) + i * math.log(q) + _log_binomials()
-    terms[:, 0], terms[:, 1] = 0.0, -np.inf
+    terms[:, 0] = 0.0
+    terms[:, 1] = -np.inf
     top = terms.max(axis=1)
     moments = top + np.log(np.exp(terms - top[:, None]).sum(axis=1))
     share = ORDERS - _LOW

@@ -101,6 +101,7 @@ class Formula(Accountant):
     relation: ClassVar[str] = "replace_one"
     own_delta: ClassVar[bool] = False  # whether its epsilon is at a delta of its own
     calibration: ClassVar[str] = ""  # the `noise.calibration` that calibrates by it
+    checked: ClassVar[bool] = False  # whether that is refused where a condition fails
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> None:
         """A formula can always be printed; the conditions that fail are listed beside it."""

@@ -11,6 +11,7 @@ class Tcdp(Formula):
 
     name = "paper 002 tCDP"
     calibration = "tcdp"
+    checked = True
 
     def printed(self, std, delta, **client):
         return paper.tcdp_epsilon(std, delta=delta, **client), delta
