@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from raydpfl import data
 from raydpfl.data.partitions import PARTITIONS, SIZES, Balanced, _fit
 from raydpfl.errors import ConfigError
 
@@ -214,3 +215,19 @@ def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, mes
     with pytest.raises(ConfigError) as refused:
         deal(kind, EVEN, clients, **fields)
     assert str(refused.value).startswith(message)
+
+
+MEMBERS = [
+    (kind, example)
+    for family in (data.SIZES, data.PARTITIONS, data.FEATURES, data.FAMILY)
+    for kind, member in family.items()
+    for example in member.examples
+]
+
+
+@pytest.mark.parametrize("kind, example", MEMBERS)
+def test_every_example_of_a_member_is_a_valid_setting(kind, example):
+    families = (data.SIZES, data.PARTITIONS, data.FEATURES, data.FAMILY)
+    member = next(family[kind] for family in families if kind in family)
+    made = member(**example)
+    assert member(**made.model_dump()) == made

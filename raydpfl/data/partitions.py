@@ -289,6 +289,7 @@ class Dirichlet(Partition):
 
     kind: str = "dirichlet"
     psi: float = Field(gt=0)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"psi": 0.1}, {"psi": 100.0})
 
     def deal(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
@@ -309,6 +310,7 @@ class Similarity(Partition):
 
     kind: str = "similarity"
     s: float = Field(ge=0, le=100)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"s": 0}, {"s": 70}, {"s": 100})
 
     def deal(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator

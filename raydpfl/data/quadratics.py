@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -99,6 +99,7 @@ class ScalarQuadratics(Data):
     kind: str = "scalar_quadratics"
     a: tuple[float, ...] = Field(min_length=1)
     b: tuple[float, ...] = Field(min_length=1)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"a": (1, 2, 6), "b": (4, 1, -1)},)
 
     @model_validator(mode="after")
     def _pairs(self) -> ScalarQuadratics:

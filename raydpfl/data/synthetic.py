@@ -22,6 +22,7 @@ samples, of a million 7 %. A client's samples depend on (seed, k) and on how man
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
@@ -42,6 +43,7 @@ class Synthetic(Sized):
 
     kind: str = "synthetic"
     clients: int = Field(ge=1, le=10**9)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 10},)
     samples: int = Field(default=100, ge=1)
     test_samples: int = Field(default=10_000, ge=1)
     u: float = Field(default=1.0, ge=0)

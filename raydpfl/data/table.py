@@ -57,6 +57,7 @@ class Table(Dealt):
     named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
 
     kind: str = "table"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
     train: str
     test: str | None = None
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
