@@ -244,7 +244,8 @@ def keys(records: Sequence[Record]) -> Check:
             if high > worst:
                 first, second = np.unravel_index(int(products.argmax()), products.shape)
                 worst = high
-                where = f"{what} {min(start + first, second)} and {max(start + first, second)} (counted in order)"
+                pair = sorted((int(start + first), int(second)))
+                where = f"{what} {pair[0]} and {pair[1]} (counted in order)"
     limit = _normal_limit(comparisons)
     passed = worst <= limit
     finding = f"the largest of {comparisons:,} correlations is {worst:.1f} standard errors" + (
@@ -254,10 +255,13 @@ def keys(records: Sequence[Record]) -> Check:
 
 
 def normality(records: Sequence[Record]) -> Check:
-    """The noise on the sums is Gaussian, of mean 0 and the std accounted for (Kolmogorov-Smirnov)."""
+    """The noise on the sums is Gaussian, of mean 0 and the std accounted for (by Kolmogorov and
+    Smirnov's test).
+    """
     values = np.concatenate([noise for record in records for noise in record.noises])[:_MOST]
     found = kstest(values, "norm")
-    finding = f"the distribution of {len(values):,} coordinates is off by {found.statistic:.2g} (p = {found.pvalue:.2g})"
+    off = f"{found.statistic:.2g} (p = {found.pvalue:.2g})"
+    finding = f"the distribution of {len(values):,} coordinates is off by {off}"
     return Check("normality", found.pvalue >= FALSE_ALARM, finding, FALSE_ALARM)
 
 

@@ -2,20 +2,23 @@
 
 A `Mechanism` describes the releases; accountants read it and nothing else:
 
->>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (Query("update", bound=1.0, std=4.0),), rounds=100)
+>>> query = Query("update", bound=1.0, std=4.0)
+>>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (query,), rounds=100)
 >>> round(epsilon(mechanism, "replace_one", delta=1e-5, accountant="pld"), 3)
 0.984
 >>> epsilon_curve(mechanism, "replace_one", delta=1e-5, rounds=3).round(4)
 array([0.1479, 0.1813, 0.2065])
->>> covers("rdp", Mechanism(Sampling("with_replacement", 100, 10), mechanism.queries, 10), "replace_one")
+>>> draws = Mechanism(Sampling("with_replacement", 100, 10), (query,), rounds=10)
+>>> covers("rdp", draws, "replace_one")
 'draws with replacement are not covered by rdp; nearest: pld'
 >>> noisy = mechanism.with_noise(noise_for(1.5, mechanism, "replace_one", delta=1e-5))
 >>> for guarantee in guarantees(noisy, "replace_one", 1e-5, accountants=["pld"], participations=12):
-...     print(guarantee.sentence())
-epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another, against whoever sees every aggregate \
-(fixed size 80 of 1920, cohort hidden): rigorous, by pld.
-epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another, against whoever sees every aggregate \
-(fixed size 80 of 1920, cohort known, a client in at most 12 of 100 rounds): rigorous, by pld.
+...     print(guarantee.sentence())  # doctest: +NORMALIZE_WHITESPACE
+epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another,
+against whoever sees every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
+epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another,
+against whoever sees every aggregate (fixed size 80 of 1920, cohort known,
+a client in at most 12 of 100 rounds): rigorous, by pld.
 
 One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to
 mean something), `accountants` (a file an accountant), `laws` (a file a sampling law), `accounting`,

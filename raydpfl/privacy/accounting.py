@@ -5,11 +5,13 @@ Theorem 3.2 of 000 as printed, which is Theorem 1 of 001. Each reads a `Mechanis
 and refuses one that it does not cover.
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
->>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (Query("update", bound=1.0, std=4.0),), rounds=100)
+>>> query = Query("update", bound=1.0, std=4.0)
+>>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
 >>> [round(epsilon(mechanism, "replace_one", 1e-5, accountant=name), 3) for name in ("pld", "rdp")]
 [0.984, 2.044]
->>> covers("rdp", mechanism, "add_remove")
-'a cohort of fixed size is covered under replace_one only; nearest: selection poisson with add_remove'
+>>> print(covers("rdp", mechanism, "add_remove"))  # doctest: +NORMALIZE_WHITESPACE
+a cohort of fixed size is covered under replace_one only;
+nearest: selection poisson with add_remove
 
 Design note: what is secret. Sampling amplifies privacy only against someone who does not see who
 was sampled, so `guarantees` reports a hidden cohort and a known one apart. With the cohort known a

@@ -8,7 +8,7 @@ array([0.252, 0.069, 0.331, 0.909])
 ...     {"weight": 0.3, "mean": 0.5, "std": 0.2}, {"weight": 0.7, "mean": 10, "std": 1}]})
 >>> mixture.draw(seed=0, clients=4).round(3)
 array([0.437, 0.887, 8.344, 8.164])
->>> mixture.draw(seed=0, clients=2).round(3)  # client k's budget does not depend on how many there are
+>>> mixture.draw(seed=0, clients=2).round(3)  # whatever the number of clients
 array([0.437, 0.887])
 >>> parse(0.3).draw(seed=0, clients=2)
 array([0.3, 0.3])
@@ -176,7 +176,8 @@ class Column(Law):
             )
         rows = np.flatnonzero(found < self.floor)
         if len(rows):
-            first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, which asks for {found[rows[0]]:g}"
+            first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, "
+            first += f"which asks for {found[rows[0]]:g}"
             log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
         if self.client is not None:
             ids, first, number = np.unique(

@@ -1,7 +1,8 @@
 """Calibration: how much noise a budget needs, and how many rounds a noise allows.
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
->>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (Query("update", bound=1.0, std=0.0),), rounds=100)
+>>> query = Query("update", bound=1.0, std=0.0)
+>>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
 >>> z = noise_for(1.5, mechanism, "replace_one", 1e-5)
 >>> round(z, 2)
 3.02

@@ -5,7 +5,8 @@ What trains the model is the sum of the updates so far, A x, with x the rounds' 
 round) and A the lower triangle of ones. With A = B C the server releases A x + B z = A (x + C^-1
 z): C x + z is one Gaussian mechanism, and round t shows x_t + y_t, y = C^-1 z. Here C is
 lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few
-of its own values (`raydpfl.noise.banded_gaussian.Correlated`), and c is chosen so that the noise in the sums so far
+of its own values (`raydpfl.noise.banded_gaussian.Correlated`), and c is chosen so that the noise in
+the sums so far
 is least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)
@@ -23,7 +24,8 @@ shifted copies at the rounds it takes part in, each times its update. Participat
 `bands` rounds apart make those columns orthogonal, so for k of them the norm is at most sqrt(k) |c|
 (`sensitivity`; twice that under replace_one), |c| being the norm of the first column and the
 others', cut off at the end, no larger. So with
-|c| = 1 and z of std sigma this costs exactly what k = ceil(rounds / separation) rounds of the plain Gaussian mechanism of std sigma cost:
+|c| = 1 and z of std sigma this costs exactly what k = ceil(rounds / separation) rounds of the plain
+Gaussian mechanism of std sigma cost:
 `Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k)`, updates chosen adaptively included
 [1, 2]. The bound may change from round to round, as y has the scale of the bound in force. The
 sampling may be
@@ -169,7 +171,8 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
     if bands == 1:
         return
     if separation < bands:
-        accepted = f"at most {separation}, the rounds after which a client may take part again; or a selection by turns with more groups"
+        accepted = f"at most {separation}, the rounds after which a client may take part again; "
+        accepted += "or a selection by turns with more groups"
         raise ConfigError("bands", bands, accepted)
     if not (sampling.everyone or not sampling.hidden or sampling.coins is not None):
         raise ConfigError(

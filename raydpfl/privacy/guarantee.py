@@ -3,7 +3,7 @@
 >>> from raydpfl.privacy.mechanism import Sampling
 >>> seen = Cohorts(Sampling("fixed", population=1920, cohort=80))
 >>> guarantee = Guarantee(
-...     "rigorous", "pld", "client", "replace_one", Observer.AGGREGATES, seen, epsilon=1.5, delta=1e-5)
+...     "rigorous", "pld", "client", "replace_one", Observer.AGGREGATES, seen, 1.5, delta=1e-5)
 >>> print(guarantee.sentence())  # doctest: +NORMALIZE_WHITESPACE
 epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another,
 against whoever sees every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.

@@ -4,7 +4,8 @@
 >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
 >>> ledger = Ledger(path)
 >>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
->>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)  # after a crash: the same noise, one release
+>>> # after a crash: the same noise, one release
+>>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
 >>> Ledger(path, resume=True).spent()
 Spent(rounds=1, epsilon={'pld': 0.5})
 
@@ -116,7 +117,8 @@ class Ledger:
         if before is not None:
             if _release(before) != _release(entry):
                 raise RunError(
-                    f"round {t} was released before as {_release(before)}, and cannot be again as {_release(entry)}"
+                    f"round {t} was released before as {_release(before)}, "
+                    f"and cannot be again as {_release(entry)}"
                 )
             return
         if not _may_follow(self._entries, entry):
@@ -185,7 +187,8 @@ def check_budget(t: int, epsilon: Mapping[str, float], budget: Mapping[str, floa
     for name, most in budget.items():
         if epsilon[name] > most:
             raise BudgetError(
-                f"round {t} would spend epsilon {epsilon[name]:.4g} ({name}), above the budget of {most:g}"
+                f"round {t} would spend epsilon {epsilon[name]:.4g} ({name}), "
+                f"above the budget of {most:g}"
             )
 
 

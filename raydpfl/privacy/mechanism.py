@@ -4,16 +4,18 @@ A `Release` is the description that plan, coordinator, budget and audit ask. Its
 `Mechanism`, sums over cohorts, and `raydpfl.privacy.personal.LocalSteps`, sums over batches at
 clients' local steps. Accountants are handed an `Event`: what one unit's data meet in one round.
 
->>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (Query("update", bound=0.5, std=2.0),), rounds=100)
+>>> query = Query("update", bound=0.5, std=2.0)
+>>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (query,), rounds=100)
 >>> mechanism.noise_multiplier
 4.0
 >>> mechanism.mu("replace_one")  # two clients trade places, so the sum moves by 2 * bound
 0.5
->>> Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.5).noise_multiplier  # std of the mean gradient
+>>> steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.5)
+>>> steps.noise_multiplier  # 0.5 is the std of the mean gradient
 5.0
 >>> Sampling("fixed", population=10, cohort=11)
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: selection.cohort = 11: an integer from 1 to the population of 10
+raydpfl.errors.ConfigError: cohort = 11: an integer from 1 to the population of 10
 
 Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any
 one round: where a bound adapts, std adapts with it, so only their ratio counts and every round is

@@ -9,10 +9,13 @@ bounded sensitivity, whatever the contributions depend on, as long as that is no
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
 >>> queries = (Query("updates", bound=1.0, std=4.0),)
->>> unproved(Mechanism(Sampling("poisson", 100, 10), queries, rounds=5, memory="alpha_norm_ec")) is None
-True
->>> unproved(Mechanism(Sampling("fixed", 100, 10), queries, rounds=5, memory="alpha_norm_ec"))
-'that a hidden cohort amplifies privacy is proved for rounds without memory, or under Poisson; alpha_norm_ec has one'
+>>> poisson = Mechanism(Sampling("poisson", 100, 10), queries, rounds=5, memory="alpha_norm_ec")
+>>> print(unproved(poisson))
+None
+>>> fixed = Mechanism(Sampling("fixed", 100, 10), queries, rounds=5, memory="alpha_norm_ec")
+>>> print(unproved(fixed))  # doctest: +NORMALIZE_WHITESPACE
+that a hidden cohort amplifies privacy is proved for rounds without memory, or under Poisson;
+alpha_norm_ec has one
 
 **Clients that remember their noise.** Where each client draws its part of the noise and remembers
 what it sent (SCAFFOLD), later contributions depend on noise of which only the sum was released.
@@ -25,9 +28,11 @@ is s^2 ((2, -1), (-1, 3)), and k's shift by (2, 2) where it is replaced is mu^2 
 the cohort. Against one who sees every single update, all that a client remembers is seen, and its
 guarantee stands; so it does against one who sees less.
 
->>> full = Mechanism(Sampling("full", 100, 100), queries, 5, placement="client", memory="scaffold", remembers_noise=True)
->>> unproved(full)
-'that the noise of all protects a client in their sum is proved where no client remembers its own; with scaffold each does'
+>>> remembers = {"memory": "scaffold", "remembers_noise": True}
+>>> full = Mechanism(Sampling("full", 100, 100), queries, 5, placement="client", **remembers)
+>>> print(unproved(full))  # doctest: +NORMALIZE_WHITESPACE
+that the noise of all protects a client in their sum is proved where no client remembers its own;
+with scaffold each does
 
 **Theorem (Poisson).** Let a client take part in round t by its own coin b_t, true with probability
 q, and contribute b_t v_t with ||v_t|| <= c, where v_t is any function of its earlier coins, of what
@@ -90,6 +95,6 @@ def unproved(mechanism: Mechanism) -> str | None:
             f"that a hidden cohort amplifies privacy is {proved}; {mechanism.memory} has one"
         )
     if mechanism.remembers_noise:
-        noise = "that the noise of all protects a client in their sum is proved where no client remembers its own"
-        found.append(f"{noise}; with {mechanism.memory} each does")
+        noise = "that the noise of all protects a client in their sum is proved where no client"
+        found.append(f"{noise} remembers its own; with {mechanism.memory} each does")
     return ", and ".join(found) or None

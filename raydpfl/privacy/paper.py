@@ -177,13 +177,14 @@ def tcdp_theorem5(
 def tcdp_theorem5_noise(
     epsilon: float, *, bound: float, batch: int, samples: int, steps: int
 ) -> Printed:
-    """002 Theorem 5 solved for the std, rho = 2 rho omega - epsilon; infinite where none will do."""
+    """002 Theorem 5 solved for the std, rho = 2 rho omega - epsilon; infinite where none does."""
     most = _theorem5_limit(batch, samples, steps)
     if epsilon >= most:
         return Printed(
             math.inf,
             (
-                f"epsilon {epsilon:.4g} < {most:.4g}, which the formula approaches as the noise grows",
+                f"epsilon {epsilon:.4g} < {most:.4g}, "
+                "which the formula approaches as the noise grows",
             ),
         )
     std = bound / samples * math.sqrt(26 * steps / (most - epsilon))
@@ -262,7 +263,7 @@ def budget_noise(
 def budget_epsilon(
     std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
 ) -> Printed:
-    """The epsilon that 003 claims at `std`: `budget_noise` solved for it; infinite without noise."""
+    """The epsilon that 003 claims at `std`, by `budget_noise`; infinite without noise."""
     _check_client(batch, samples, steps)
     epsilon = float(
         budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples)

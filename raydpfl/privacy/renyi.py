@@ -1,7 +1,8 @@
 """Renyi divergences of a Gaussian sum, over everyone or over a uniform subset of fixed size, at all
 orders at once.
 
->>> one_step = fixed_size(q=10 / 600, mu=2 / 3.43)  # 002 on MNIST, at the noise that exact accounting asks for
+>>> # 002 on MNIST, at the noise that exact accounting asks for
+>>> one_step = fixed_size(q=10 / 600, mu=2 / 3.43)
 >>> one_step.shape == ORDERS.shape
 True
 >>> epsilons(one_step, delta=1e-2, counts=[1, 300]).round(3)  # the exact epsilon is 0.3

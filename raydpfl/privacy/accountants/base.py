@@ -33,10 +33,13 @@ class Accountant:
         sampling = mechanism.sampling
         law = sampling.law
         if mechanism.placement == "client" and sampling.coins is not None:
-            return "noise drawn by the clients has a std that depends on the secret Poisson cohort; nearest: noise.placement server"
+            reason = (
+                "noise drawn by the clients has a std that depends on the secret Poisson cohort"
+            )
+            return f"{reason}; nearest: noise.placement server"
         if mechanism.placement == "client" and relation == "add_remove":
-            nearest = "nearest: noise.placement server, or replace_one"
-            return f"noise drawn by the clients comes and goes with a client under add_remove; {nearest}"
+            reason = "noise drawn by the clients comes and goes with a client under add_remove"
+            return f"{reason}; nearest: noise.placement server, or replace_one"
         if sampling.everyone:
             return None
         refused = law.refuses(relation)

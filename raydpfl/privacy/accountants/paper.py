@@ -11,7 +11,7 @@ from raydpfl.privacy.accountants.base import Accountant
 
 
 class Paper(Accountant):
-    """The formula for noise on clients' updates, with the constant `v` that the papers leave open."""
+    """The formula for noise on clients' updates; the papers leave its constant `v` open."""
 
     name = "paper"
     rigorous = False

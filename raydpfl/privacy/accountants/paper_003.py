@@ -9,7 +9,7 @@ from raydpfl.privacy.accountants.base import Formula
 
 
 class Budgets(Formula):
-    """It amplifies the composition instead of each step, and leaves the neighbouring relation open."""
+    """It amplifies the composition, not each step, and leaves the neighbouring relation open."""
 
     name = "paper 003"
     relation = "unstated"

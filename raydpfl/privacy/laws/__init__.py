@@ -6,8 +6,8 @@ the checks of a run's draws and the audit are told. They ask the law, and never 
 >>> from raydpfl.privacy.mechanism import Sampling
 >>> list(LAWS)
 ['fixed', 'poisson', 'full', 'with_replacement', 'public']
->>> Sampling("poisson", population=1000, cohort=10).hidden, Sampling("public", population=1000, cohort=10).hidden
-(True, False)
+>>> [Sampling(law, population=1000, cohort=10).hidden for law in ("poisson", "public")]
+[True, False]
 
 A law of one's own is an object of a class derived from `Law`, given in the place of the name:
 `Sampling(MyLaw(), 1000, 10)`.

@@ -21,7 +21,8 @@ class Fixed(Law):
     def refuses(self, relation):
         if relation == "replace_one":
             return None
-        return f"a cohort of fixed size is covered under replace_one only; nearest: selection poisson with {relation}"
+        covered = "a cohort of fixed size is covered under replace_one only"
+        return f"{covered}; nearest: selection poisson with {relation}"
 
     def losses(self, sampling, mu):
         return (pld.fixed_size(sampling.q, mu),)

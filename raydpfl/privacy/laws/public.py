@@ -36,7 +36,8 @@ class Public(Law):
     def refuses(self, relation):
         if relation != "add_remove":
             return None
-        return "public cohorts show who is there, so add_remove cannot hold; nearest: zero_out or replace_one"
+        reason = "public cohorts show who is there, so add_remove cannot hold"
+        return f"{reason}; nearest: zero_out or replace_one"
 
     def known(self, sampling, rounds, most):
         times = rounds if most is None else min(most, rounds)

@@ -44,7 +44,8 @@ class WithReplacement(Law):
     def refuses(self, relation):
         if relation == "replace_one":
             return None
-        return "draws with replacement are covered under replace_one only; nearest: replace_one, by pld"
+        covered = "draws with replacement are covered under replace_one only"
+        return f"{covered}; nearest: replace_one, by pld"
 
     def losses(self, sampling, mu):
         return (
