@@ -64,7 +64,6 @@ KNOWN: dict[str, int] = {
     "plan.py": 10,
     "privacy/accountants/base.py": 2,
     "privacy/accounting.py": 3,
-    "privacy/personal.py": 1,
     "selection/cyclic.py": 1,
     "selection/fedavg_stale.py": 1,
 }

@@ -419,7 +419,7 @@ class LocalSteps(Release):
                 row[column(name)] = float(spent[name][k])
                 delta, reasons = self._conditions(name, k, int(counts[k]), row[column(name)])
                 failed += [f"{name}: {reason}" for reason in reasons]
-                if name in FORMULAS and FORMULAS[name].own_delta:
+                if name in FORMULAS and FORMULAS[name].own_delta():
                     row[column(name).replace("epsilon", "delta", 1)] = delta
             rows.append(row | {"conditions_failed": failed})
         return rows
@@ -575,8 +575,8 @@ class LocalSteps(Release):
             client = self._client(k, int(counts[k]))
             printed = formula.noise(float(self.claims[k]), self.delta, **client)
             stds[place] = printed.value
-            reasons = self._steps_alone(printed.conditions_failed)
-            if formula.checked and reasons:
+            reasons = formula.refused(self._steps_alone(printed.conditions_failed))
+            if reasons:
                 failed[k] = reasons
         if failed:
             k, reasons = next(iter(failed.items()))

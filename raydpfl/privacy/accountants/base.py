@@ -102,12 +102,18 @@ class Formula(Accountant):
     rigorous = False
     local_steps = True
     relation: ClassVar[str] = "replace_one"
-    own_delta: ClassVar[bool] = False  # whether its epsilon is at a delta of its own
     calibration: ClassVar[str] = ""  # the `noise.calibration` that calibrates by it
-    checked: ClassVar[bool] = False  # whether that is refused where a condition fails
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> None:
         """A formula can always be printed; the conditions that fail are listed beside it."""
+
+    def own_delta(self) -> bool:
+        """Whether its epsilon is at a delta of its own."""
+        return False
+
+    def refused(self, failed: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the conditions that fail, those without which it does not calibrate noise."""
+        return ()
 
     def printed(self, std: float, delta: float, **client: Any) -> tuple[Printed, float]:
         """(epsilon, with the conditions that fail; the delta that it is at)."""

@@ -11,7 +11,9 @@ class Tcdp(Formula):
 
     name = "paper 002 tCDP"
     calibration = "tcdp"
-    checked = True
+
+    def refused(self, failed):
+        return failed
 
     def printed(self, std, delta, **client):
         return paper.tcdp_epsilon(std, delta=delta, **client), delta

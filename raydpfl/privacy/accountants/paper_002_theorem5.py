@@ -10,7 +10,9 @@ class Theorem5(Formula):
     """epsilon = rho (2 omega - 1) at delta = exp(-rho (omega - 1)^2)."""
 
     name = "paper 002 Theorem 5"
-    own_delta = True
+
+    def own_delta(self):
+        return True
 
     def printed(self, std, delta, **client):
         return paper.tcdp_theorem5(std, **client)
