@@ -36,6 +36,7 @@ from pydantic import (
 )
 
 from raydpfl import bounding, data, local, models, noise, own, selection, server, weights
+from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, importing, imports, load, validate
@@ -111,29 +112,6 @@ class Evaluate(Section):
     batch: int = Field(default=1000, ge=1)
 
 
-class Measure(Section):
-    """What a run records beyond its rounds; all of it is off by default, as each costs more than 2
-    % of some round.
-    """
-
-    clients: bool = False  # a row per client and round in clients.parquet
-    # signal to noise, angles to the last global update, the sums of clipping's bias (000, 001)
-    bounding: bool = False
-    # trainings more per client, for its expected update in those sums (000 Theorem 3.1)
-    repeats: int = Field(default=0, ge=0)
-    trajectory: bool = False  # the model after every round, in trajectory.bin
-    # Gamma_s, Gamma_n (002) and f_i(w*) - f_i* (001), computed after the last round
-    heterogeneity: bool = False
-    tensorboard: bool = True
-
-    @field_validator("repeats", mode="after")
-    @classmethod
-    def _repeats_of_something(cls, value: int, info: Any) -> int:
-        if value == 1 or (value and not info.data.get("bounding")):
-            raise ValueError("0, or at least 2 together with measure.bounding: true")
-        return value
-
-
 # Where a run's values of the parameters of `raydpfl.privacy` come from.
 _FIELDS = {
     "kind": "selection.kind",
@@ -199,7 +177,7 @@ class Experiment(Section):
     privacy: Privacy = Privacy()
     client: Client = Client()
     evaluate: Evaluate = Evaluate()
-    measure: Measure = Measure()
+    measure: tuple[SerializeAsAny[measures.Probe], ...] = measures.parse(measures.DEFAULT)
 
     @classmethod
     def from_dict(
@@ -226,6 +204,7 @@ class Experiment(Section):
                 built[name] = choose(name, tree[name], family, base)
             for name, section in SECTIONS.items():
                 built[name] = validate(section, name, tree.get(name, {}))
+            built["measure"] = measures.parse(tree.get("measure", measures.DEFAULT))
             experiment = validate(cls, "", built)
         if experiment.unread.keys() - {"model", "server"}:
             return experiment
@@ -313,7 +292,7 @@ class Experiment(Section):
         """The member by which clients keep something from one of their rounds to the next; at most
         one does.
         """
-        return next((member for member in (self.local, self.bounding) if member.stateful), None)
+        return next((member for member in (self.local, self.bounding) if member.remembers), None)
 
     @property
     def relation(self) -> str:
@@ -332,7 +311,7 @@ class Experiment(Section):
                 self.noise.kind,
                 "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise",
             )
-        if self.stateful and self.private and self.selection.hides_size() and self.local.stateful:
+        if self.stateful and self.private and self.selection.hides_size() and self.local.remembers:
             raise ConfigError(
                 "selection.kind",
                 self.selection.kind,
@@ -360,7 +339,7 @@ class Experiment(Section):
                 size["epsilon"],
                 "a number; budgets of clients' own need placement step, and bounding.kind per_sample_clip",
             )
-        if "std" in size and self.bounding.adaptive:
+        if "std" in size and self.bounding.adapts:
             raise ConfigError(
                 "noise.std",
                 size["std"],
@@ -378,13 +357,13 @@ class Experiment(Section):
                 self.privacy.budget,
                 "a budget needs noise and an accountant; this run spends without bound",
             )
-        if self.bounding.sends == "model" and not self.weights.plain():
+        if self.bounding.sends_model and not self.weights.plain():
             raise ConfigError(
                 "weights.kind",
                 self.weights.kind,
                 "uniform with model_clip: the new model is the mean of those sent",
             )
-        if self.local.stateful and self.bounding.stateful:
+        if self.local.remembers and self.bounding.remembers:
             raise ConfigError(
                 "bounding.kind",
                 self.bounding.kind,
@@ -396,10 +375,10 @@ class Experiment(Section):
                 self.weights.kind,
                 f"uniform, as {self.stateful.kind} keeps the plain mean over all clients",
             )
-        if self.local.stateful and self.noise.placement == "server":
+        if self.local.remembers and self.noise.placement == "server":
             accepted = f"client or step with local.kind {self.local.kind}: noise that no client's variate holds would add up in the server's, round after round"
             raise ConfigError("noise.placement", "server", accepted)
-        if self.local.stateful and self.bounding.sends == "model":
+        if self.local.remembers and self.bounding.sends_model:
             raise ConfigError(
                 "bounding.kind",
                 self.bounding.kind,
@@ -441,7 +420,6 @@ SECTIONS: dict[str, type[Section]] = {
     "privacy": Privacy,
     "client": Client,
     "evaluate": Evaluate,
-    "measure": Measure,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"kind": "fashion_mnist_mini", "clients": 300},
@@ -642,6 +620,9 @@ def _members(value: Any, section: str) -> Iterator[tuple[str, Member]]:
         yield section, value
         for name in type(value).model_fields:
             yield from _members(getattr(value, name), f"{section}.{name}")
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _members(each, section)
 
 
 def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:

@@ -4,8 +4,8 @@ f_i(w*) - f_i* of 001.
 f_i is the mean loss over client i's rows, with the L2 term that local training has, f = sum_i p_i
 f_i with p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_i. Then
 
-    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),         Gamma_n(w)^2 = sum_i p_i
-    ||grad f_i(w) - grad f(w)||^2.
+    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),
+    Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
 
 Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer,
 whose loss is convex. They are found by L-BFGS in float64; a client's in coordinates in which its

@@ -59,6 +59,11 @@ class Member(BaseModel):
 
     kind: str = ""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether code of the user's own takes part in what this member does."""
+        return own.is_own(type(self))
+
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for an experiment that this member cannot be part of.
 

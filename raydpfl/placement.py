@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,14 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raydpfl import interrupts
-from raydpfl.client import ClientActor, Evaluator, Facts, Lane, Partial, Work
+from raydpfl import interrupts, origin
+from raydpfl.client import ClientActor
 from raydpfl.config import Client, Experiment
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.evaluator import Evaluator
+from raydpfl.plan import Plan
+from raydpfl.process import Started
+from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
 from raydpfl.selection import Cohort
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
@@ -92,9 +97,7 @@ def shares(lanes: Sequence[Lane], actors: int) -> list[list[Lane]]:
 def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
     """A share for every client of the cohort, in client order."""
     return [
-        [replace(lane, slot=slot, memory={slot: lane.memory[slot]} if slot in lane.memory else {})]
-        for lane in lanes
-        for slot in np.flatnonzero(lane.clients >= 0).tolist()
+        [lane.alone(slot)] for lane in lanes for slot in np.flatnonzero(lane.clients >= 0).tolist()
     ]
 
 
@@ -135,12 +138,12 @@ class Inline:
         return [list(lanes)] if lanes else []
 
     def run(
-        self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, Partial]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, LaneResult]]:
         for index, share in enumerate(shares):
             with self._limited("training"):
-                partial = self.client.train(model, work, share)
-            yield index, partial
+                result = self.client.train(broadcast, work, share)
+            yield index, result
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         with self._limited("answering with its loss"):
@@ -238,7 +241,7 @@ class Actors:
             num_cpus=0, max_restarts=0, max_task_retries=0
         )
         self._actors: dict[int, Any] = {}
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, Started] = {}
         # call -> actor, of those that were started in the place of dead ones
         self._starting: dict[Any, int] = {}
         self._evaluator: Any = None
@@ -287,7 +290,7 @@ class Actors:
     def healthy(self) -> int:
         return len(self._actors) - len(self._starting)
 
-    def _await(self, references: list) -> list[Facts]:
+    def _await(self, references: list) -> list[Started]:
         """What the actors say of themselves once they can work. Raises what stands in the way,
         `RayActorError` for one that died.
         """
@@ -308,13 +311,13 @@ class Actors:
         return singles(lanes) if self.per_client else shares(lanes, max(1, self.healthy))
 
     def run(
-        self, model: np.ndarray, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, Partial]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, LaneResult]]:
         """Yields (index of the share, its result) as they arrive.
 
         Raises `ClientError` when a client failed, `RunError` when actors keep dying.
         """
-        reference = ray.put(model)
+        reference = ray.put(broadcast)
         homes = [
             int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares
         ]
@@ -503,7 +506,7 @@ def _reason(error: RayTaskError) -> Exception:
     )
 
 
-def _look(facts: Facts | None, seconds: float) -> tuple[bool, int]:
+def _look(facts: Started | None, seconds: float) -> tuple[bool, int]:
     """Whether an actor's process takes CPU time, and the client in training there (-1: none is
     known), by a look from its node.
     """
@@ -634,3 +637,18 @@ def _slots(client: Client, nodes: Sequence[dict[str, float]]) -> int:
         needs = f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
         raise ConfigError("client.actors", "auto", f"{needs}, which no node has free")
     return slots
+
+
+def pool(plan: Plan, actors: int) -> Inline | Actors:
+    """The clients of a run: so many actors, or in this process (0).
+
+    Raises `RunError` where this node computes otherwise than the run does.
+    """
+    capability = origin.of_capability(plan.platform)
+    # This may be a worker of Ray's, under other settings than the run's.
+    origin.check_node(platform.node(), capability)
+    experiment = plan.experiment
+    if not actors:
+        return Inline(experiment, str(plan.shards))
+    apart = experiment.client.actors == "per-client"
+    return Actors(experiment, str(plan.shards), actors, apart, capability)

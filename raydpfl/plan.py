@@ -44,7 +44,7 @@ log = logging.getLogger("raydpfl")
 SHOWN = "the tables and figures of this run show exact norms, losses and accuracies, which are not noised; how many samples each client has is taken as public"
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
 # computes.
-FREE = {"client": {"actors", "num_cpus", "timeout"}, "measure": {"tensorboard"}}
+FREE = {"client": {"actors", "num_cpus", "timeout"}}
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
 
@@ -60,7 +60,8 @@ class Plan:
     d: int  # model parameters
     weight: float  # the largest weight of any client's contribution
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
-    count_std: float  # std of the noise on the count of clients below the bound; 0: no such query
+    # by bounding's queries: std of the noise on the sum of the answers, in their units
+    side_stds: Mapping[str, float]
     survivors: int  # clients that the round with most dropouts keeps
     mechanism: Release | None  # None: not private
     # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
@@ -111,7 +112,7 @@ class Plan:
         seed = experiment.seed
         rounds = experiment.rounds
         selection = experiment.selection
-        if experiment.bounding.sends == "model" and not selection.means(population):
+        if experiment.bounding.sends_model and not selection.means(population):
             accepted = "one whose cohorts all have the size that the sum is divided by, without weights or dropouts: the new model is the mean of those sent"
             raise ConfigError("selection.kind", selection.kind, accepted)
         if experiment.stateful and selection.corrections(population) is not None:
@@ -128,7 +129,7 @@ class Plan:
             d,
             weight,
             0.0,
-            0.0,
+            {},
             survivors,
             None,
             exposures,
@@ -151,12 +152,14 @@ class Plan:
         stds = {query.name: query.std / query.bound for query in mechanism.queries}
         # A virtual cohort's noise, scaled down to the sum of those who are simulated.
         share = selection.sampling(population).cohort / mechanism.sampling.cohort
+        asked = {query.name: query.bound for query in experiment.bounding.queries()}
+        side = {name: stds[name] * bound * share for name, bound in asked.items()}
         return _held(
             replace(
                 plan,
                 mechanism=mechanism,
                 ratio=stds["updates"] * share,
-                count_std=stds.get("count", 0.0) / 2 * share,
+                side_stds=side,
             )
         )
 
@@ -244,7 +247,8 @@ class Plan:
         """
         if self.experiment.noise.of_seed:
             return self.seed
-        sizes = [self.ratio, self.count_std, self.survivors, self.weight, self.d]
+        side = list(self.side_stds.values()) or [0.0]
+        sizes = [self.ratio, *side, self.survivors, self.weight, self.d]
         facts = [
             self.seed,
             self.again,
@@ -353,6 +357,11 @@ class Plan:
         """
         return self.ratio * bound * self.weight if self.ratio else 0.0
 
+    def released_std(self, bound: float | None) -> float | None:
+        """As `sum_std`; None where each client has noise of its own at its local steps."""
+        by_draws = self.mechanism is not None and self.mechanism.by_draws
+        return None if by_draws else self.sum_std(bound)
+
     def client_std(self, bound: float | None) -> float:
         """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
         with most dropouts still has the sum's.
@@ -449,6 +458,12 @@ class Plan:
         present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
         exposed = self.experiment.selection.exposed
         return [exposed(seed, t, self.population) for seed, t in (*past, *present)]
+
+    def counted_draws(self) -> list[np.ndarray] | None:
+        """`draws` of the whole run, where what clients spend depends on these; else None."""
+        if self.mechanism is None or not self.mechanism.by_draws:
+            return None
+        return self.draws(self.experiment.rounds)
 
     def participations(self, rounds: int) -> Counter:
         """How often the seed draws each client in the releases up to round `rounds`; where losses
@@ -683,15 +698,13 @@ def _mechanism(
     bounding = experiment.bounding
     noise = experiment.noise
     selection = experiment.selection
-    if bounding.adaptive:
-        queries = (
-            Query("updates", 1.0, z / math.sqrt(1 - bounding.share)),
-            Query("count", 0.5, 0.5 * z / math.sqrt(bounding.share)),
-        )
-    else:
-        queries = (Query("updates", 1.0, z),)
-    asked = selection.loss_query
-    queries += (asked,) if asked else ()
+    asked = bounding.queries()
+    queries = (
+        Query("updates", 1.0, z / math.sqrt(1 - sum(each.share for each in asked))),
+        *(Query(each.name, each.bound, each.bound * z / math.sqrt(each.share)) for each in asked),
+    )
+    losses = selection.loss_query
+    queries += (losses,) if losses else ()
     exclusions = [*experiment.data.exclusions, *selection.exclusions, *_common(noise), SHOWN]
     sampling = selection.sampling(population)
     if noise.virtual_cohort:
@@ -725,7 +738,7 @@ def _mechanism(
         sampling, queries, rounds or experiment.rounds, placement=noise.placement, memory=memory
     )
     mechanism = replace(
-        mechanism, remembers_noise=experiment.local.stateful and noise.placement == "client"
+        mechanism, remembers_noise=experiment.local.remembers and noise.placement == "client"
     )
     exclusions += [mechanism.unproved] if mechanism.unproved else []
     mechanism = replace(mechanism, exclusions=tuple(exclusions))

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +24,23 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import interrupts, models
-from raydpfl.client import peak_rss_mb
+from raydpfl import interrupts, measure, models
 from raydpfl.cluster import LOOK, Session
 from raydpfl.config import Experiment, read
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained, told
 from raydpfl.files import LOCK, holding
+from raydpfl.measure import Board
 from raydpfl.origin import versions
 from raydpfl.placement import cores, wanted
 from raydpfl.plan import FREE, Plan
 from raydpfl.privacy import Guarantee
-from raydpfl.tracking import TensorBoard, make_folder, replace_file, write_json
+from raydpfl.process import peak_rss_mb
+from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
-MISSING = "interrupted before measure.heterogeneity was computed; --resume computes it"
+MISSING = "interrupted before its measures ({}) were computed; --resume computes them"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def run(
     (default: RAYDPFL_DATA). `address` joins a Ray cluster; a Ray that this process had started is
     used, and left running. `on_rows` is given the rows that each round completed; if it returns
     True the run ends there, "stopped". `on_measure` is told, about once a second, how many of how
-    many steps of `measure.heterogeneity` are done.
+    many steps of measures that follow the last round are done.
 
     Raises:
         ConfigError: when the experiment cannot be run, before anything is started or written.
@@ -207,7 +208,7 @@ class _Drive:
         self.on_start = on_start
         self.on_rows = on_rows
         self.on_measure = on_measure
-        self.board: TensorBoard | None = None
+        self.boards: list[Board] = []
 
     def begin(
         self, cluster: _Ray, resume: bool, fresh_noise: bool
@@ -234,26 +235,30 @@ class _Drive:
         Raises:
             KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
         """
-        measure = self.plan.experiment.measure
-        if measure.tensorboard:
-            self.board = TensorBoard(self.folder / "tensorboard", self.call("position"))
+        self.boards = _boards(self.plan, self.folder, self.call("position"))
         try:
             with interrupts.deferred():
                 rounds = self.plan.experiment.rounds
-                status, failure, whole = _rounds(self.call, rounds, self.board, self.on_rows)
+                status, failure, whole = _rounds(self.call, rounds, self.boards, self.on_rows)
                 summary, model = self._summary(status, failure, whole)
         finally:
-            if self.board:
+            for board in self.boards:
                 with suppress(Exception):
-                    self.board.close()
-        if status == "completed" and measure.heterogeneity:
-            found = _heterogeneity(self.call, self.folder, self.on_measure)
-            summary |= {"heterogeneity": found, "reason": None}
+                    board.close()
+        left = self._left(status)
+        if left:
+            found = _measured_after(self.call, self.folder, left, self.on_measure)
+            summary |= {**found, "reason": None}
             summary["wall_seconds"] = time.monotonic() - self.began
             write_json(self.folder / "summary.json", summary)
         if failure and status != "budget":
             raise failure
         return summary, model
+
+    def _left(self, status: str) -> list[str]:
+        """The measures that are computed once all rounds are done."""
+        lasting = [probe.kind for probe in self.plan.experiment.measure if probe.lasting]
+        return lasting if status == "completed" else []
 
     def _summary(
         self, status: str, failure: BaseException | None, whole: bool
@@ -268,11 +273,12 @@ class _Drive:
             summary["versions"] = versions()
             summary["reason"] = str(failure) if failure else None
             summary["wall_seconds"] = time.monotonic() - self.began
-            if status == "completed" and self.plan.experiment.measure.heterogeneity:
-                # it may take longer than the run, which is whole without it
-                summary |= {"heterogeneity": None, "reason": MISSING}
-            if self.board:
-                self.board.close()
+            left = self._left(status)
+            if left:  # it may take longer than the run, which is whole without it
+                summary |= {kind: None for kind in left}
+                summary["reason"] = MISSING.format(", ".join(left))
+            for board in self.boards:
+                board.close()
             write_json(self.folder / "summary.json", summary)
         except RunError:
             if status == "failed" and failure:
@@ -282,7 +288,10 @@ class _Drive:
 
 
 def _rounds(
-    call: Callable, rounds: int, board: TensorBoard | None, on_rows: Callable[[list[dict]], object]
+    call: Callable,
+    rounds: int,
+    boards: Sequence[Board],
+    on_rows: Callable[[list[dict]], object],
 ) -> tuple[str, BaseException | None, bool]:
     """Does the rounds that are left: the status they end with, what ended them early, and whether
     the last one is whole.
@@ -292,7 +301,7 @@ def _rounds(
         while call("position") < rounds and not interrupts.asked() and not enough:
             with contained():
                 rows = call("round")
-            if board:
+            for board in boards:
                 board.write(rows)
             enough = on_rows(rows) is True
         left = call("position") < rounds
@@ -307,22 +316,27 @@ def _rounds(
     return "stopped" if left else "completed", None, True
 
 
-def _heterogeneity(call: Callable, folder: Path, on_measure: Callable[[int, int], object]) -> dict:
-    """Gamma_s and Gamma_n of the finished run, a second of them at a time. An interrupt ends it at
-    once.
-    """
+def _boards(plan: Plan, folder: Path, t: int) -> list[Board]:
+    """What shows the rows of a run of which t rounds are done."""
+    given = [probe.board(folder, t) for probe in plan.experiment.measure]
+    return [board for board in given if board is not None]
+
+
+def _measured_after(
+    call: Callable, folder: Path, kinds: list[str], on_measure: Callable[[int, int], object]
+) -> dict:
+    """What is measured of the finished run, a second of it at a time. An interrupt ends it at once."""
     try:
-        done, of = call("measure_heterogeneity", 0.0)
+        done, of = call("measure_after", 0.0)
         while done < of:
             on_measure(done, of)
             interrupts.check()
-            done, of = call("measure_heterogeneity")
+            done, of = call("measure_after")
         on_measure(done, of)
-        return call("heterogeneity")
+        return call("measured_after")
     except KeyboardInterrupt:
-        log.warning(
-            "the run in %s is whole, but for measure.heterogeneity, which --resume computes", folder
-        )
+        missing = ", ".join(kinds)
+        log.warning("the run in %s is whole, but for %s, which --resume computes", folder, missing)
         raise
 
 
@@ -358,7 +372,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
                         value.get(key),
                         f"{before.get(key)!r}, as in the run to be resumed",
                     )
-        elif value != before:
+        elif measure.settled(value) != measure.settled(before):
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 

@@ -16,6 +16,7 @@ four million, so rounding to it changes no printed digit of a sensitivity.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -64,3 +65,18 @@ def snap(total: np.ndarray, step: float) -> np.ndarray:
     np.rint(total, out=total)
     total *= step
     return total
+
+
+def total(sums: Sequence[np.ndarray], d: int, grid: float, width: int | None = None) -> np.ndarray:
+    """The sum, float64 [d], of what actors have returned, float64 [d] each, in client order.
+
+    With `width` each is one client's contribution, and so many of them are a lane, whose sum is
+    formed here; else they are sums of lanes, on the grid already.
+    """
+    found = np.zeros(d)
+    for start in range(0, len(sums), width or 1):
+        lane = np.zeros(d)
+        for each in sums[start : start + (width or 1)]:
+            lane += each
+        found += snap(lane, grid) if width else lane
+    return found

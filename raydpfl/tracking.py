@@ -35,6 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.rounds import State
 
 KEEP = 2  # checkpoints
 SHARE = 0.05  # of a run's time that snapshots may take
@@ -56,64 +57,68 @@ class Checkpoint:
 
     round: int  # rounds done
     model: np.ndarray  # float32 [d]
-    server: dict[str, np.ndarray]
+    states: dict[str, State]  # what each member keeps, by the name of its section
     bound: float | None  # in force in the coming round
     seconds: float  # spent so far, over all resumes
     participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
-    members: np.ndarray  # int64 [m]: the clients that remember something
-    memory: np.ndarray  # float32 [m, d]: what
+    members: dict[str, np.ndarray]  # by member, int64 [m]: the clients that remember something
+    memory: dict[str, np.ndarray]  # by member, float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
     tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far each table reaches
-    # what the coordinator keeps besides the server's state
-    kept: dict[str, np.ndarray] = field(default_factory=dict)
     intact: bool = True  # whether it is as it was written
 
-    def flaw(
-        self, d: int, clients: int, rounds: int, state: Mapping[str, np.ndarray]
-    ) -> str | None:
+    def flaw(self, d: int, clients: int, rounds: int, states: Mapping[str, State]) -> str | None:
         """Why a run of so many parameters, clients and rounds cannot go on from it; None: it can.
 
-        `state` is what the server starts with; the names and shapes of its arrays stay.
+        `states` are what the members start with; the names and shapes of their arrays stay.
         """
         return (
-            self._of_another_run(d, state)
+            self._of_another_run(d, states)
             or self._not_finite()
             or self._out_of_range(clients, rounds)
             or (None if self.intact else "it has been changed since it was written")
         )
 
-    def _of_another_run(self, d: int, state: Mapping[str, np.ndarray]) -> str | None:
+    def _of_another_run(self, d: int, states: Mapping[str, State]) -> str | None:
         """What has other shapes or types than this run's."""
         if self.model.shape != (d,) or self.model.dtype != np.float32:
             shape = list(self.model.shape)
             held = f"a model of {shape} parameters in {self.model.dtype}"
             return f"it holds {held}, not of [{d}] in float32"
-        if self.memory.shape != (len(self.members), d) or self.memory.dtype != np.float32:
-            return "what it holds of clients' memory is of other clients or another model"
-        kinds = {name: (array.shape, array.dtype) for name, array in self.server.items()}
-        if any(kinds.get(name) != (array.shape, array.dtype) for name, array in state.items()):
-            return "what it holds of the server is another server's"
+        for name, vectors in self.memory.items():
+            whole = vectors.shape == (len(self.members[name]), d) and vectors.dtype == np.float32
+            if not whole:
+                return "what it holds of clients' memory is of other clients or another model"
+        for member, state in states.items():
+            kinds = _kinds(self.states.get(member, {}))
+            if any(kinds.get(name) != kind for name, kind in _kinds(state).items()):
+                return f"what it holds of the {member} is another {member}'s"
         if not _counts(self.participations):
             return "what it holds of clients' participations is no count of them"
         return None if isinstance(self.origin, dict) else "it does not say what its bits depend on"
 
     def _not_finite(self) -> str | None:
         """What holds numbers that no run goes on from."""
-        if not np.isfinite(self.model).all() or not np.isfinite(self.memory).all():
+        if not all(np.isfinite(each).all() for each in (self.model, *self.memory.values())):
             return "its model has numbers that are not finite"
-        for name, array in (*self.server.items(), *self.kept.items()):
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                return f"the server's {name} is not a number somewhere"
+        for member, state in self.states.items():
+            for name, array in state.items():
+                if array.dtype.kind == "f" and np.isnan(array).any():
+                    return f"the {member}'s {name} is not a number somewhere"
         return None
 
     def _out_of_range(self, clients: int, rounds: int) -> str | None:
         """What is beyond the clients and rounds of this run."""
-        seen = np.concatenate([self.participations[:, 0], self.members])
+        seen = np.concatenate([self.participations[:, 0], *self.members.values()])
         if seen.size and not 0 <= seen.min() <= seen.max() < clients:
             return f"it knows of clients beyond the {clients:,} there are"
         if not 0 <= self.round <= rounds or not 0 <= self.seconds < np.inf:
             return f"it has {self.round} rounds of {rounds}, in {self.seconds} s"
         return None
+
+
+def _kinds(state: State) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    return {name: (array.shape, array.dtype) for name, array in state.items()}
 
 
 def _counts(participations: np.ndarray) -> bool:
@@ -137,11 +142,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         "origin": checkpoint.origin,
         "tables": {name: asdict(extent) for name, extent in checkpoint.tables.items()},
     }
-    arrays = {
-        name: getattr(checkpoint, name) for name in ("model", "participations", "members", "memory")
-    }
-    arrays |= {f"server.{name}": value for name, value in checkpoint.server.items()}
-    arrays |= {f"kept.{name}": value for name, value in checkpoint.kept.items()}
+    arrays = {"model": checkpoint.model, "participations": checkpoint.participations}
+    groups = {"members": checkpoint.members, "memory": checkpoint.memory, **checkpoint.states}
+    for group, values in groups.items():
+        arrays |= {f"{group}.{name}": value for name, value in values.items()}
     facts["check"] = _check(facts, arrays)
     path = folder / f"round-{checkpoint.round:08d}.npz"
     replace_file(
@@ -232,16 +236,20 @@ def _read(path: Path, most: float) -> Checkpoint:
             raise ValueError(f"it is of round {facts['round']}")
         if not isinstance(facts["origin"], dict):
             raise ValueError("it does not say what its bits depend on")
-        arrays = {name: every[name] for name in ("model", "participations", "members", "memory")}
-        groups: dict[str, dict[str, np.ndarray]] = {"server": {}, "kept": {}}
+        arrays = {name: every[name] for name in ("model", "participations")}
+        groups: dict[str, dict[str, np.ndarray]] = {"members": {}, "memory": {}}
         for name, array in every.items():
-            group, _, rest = name.partition(".")
-            if rest:
-                groups[group][rest] = array
+            group, _, rest = name.rpartition(".")
+            if group:
+                groups.setdefault(group, {})[rest] = array
+    members = groups.pop("members")
+    memory = groups.pop("memory")
+    if members.keys() != memory.keys():
+        raise ValueError("what it holds of clients' memory is not whole")
     intact = check == _check(facts, every)
     facts["tables"] = {name: Extent(**extent) for name, extent in facts["tables"].items()}
-    kept = groups["kept"]
-    return Checkpoint(**facts, **arrays, server=groups["server"], kept=kept, intact=intact)
+    kept = {"states": groups, "members": members, "memory": memory}
+    return Checkpoint(**facts, **arrays, **kept, intact=intact)
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:

@@ -33,7 +33,7 @@ SMALL = {
     "privacy": {"accountants": ["rdp"]},
     "client": {"actors": 0, "num_cpus": 0.01, "lane": 8},
     "evaluate": {"every": 2},
-    "measure": {"tensorboard": False},
+    "measure": [],
 }
 
 

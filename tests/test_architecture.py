@@ -16,19 +16,18 @@ ROOT = Path(raydpfl.__file__).parent
 # where the later names the earlier.
 ORDER = [
     "__main__", "cli", "budget", "audit", "submit", "staging", "archive", "tune", "report",
-    "runner", "coordinator", "placement", "client", "cluster", "tables", "tracking",
+    "runner", "coordinator", "record", "witnessing", "adapting", "position", "account", "memory",
+    "placement", "client", "evaluator", "process", "cluster",
     # no Ray from here on
-    "plan", "origin", "measures", "heterogeneity", "config", "selection", "local", "bounding",
-    "noise", "weights", "server", "sums", "privacy", "models", "data", "member", "own", "files",
-    "keys", "errors", "interrupts", "reaper",
+    "plan", "origin", "config", "measure", "tables", "tracking", "heterogeneity", "selection",
+    "local", "bounding", "noise", "weights", "server", "sums", "privacy", "models", "data",
+    "member", "own", "rounds", "files", "keys", "errors", "interrupts", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",
-    "coordinator",
     "placement",
-    "client",
+    "process",
     "cluster",
-    "tracking",
     "tune",
     "submit",
     "cli",

@@ -18,6 +18,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
+from raydpfl.adapting import next_bound
 from raydpfl.audit import audit, checks
 from raydpfl.audit.bounds import (
     gaussian_pair_epsilon,
@@ -37,6 +38,7 @@ from raydpfl.noise import places
 from raydpfl.noise.drawn import client_noise, server_noise
 from raydpfl.plan import Plan
 from raydpfl.privacy import Ledger, gaussian_epsilon
+from raydpfl.record import joined
 
 ONE_ROUND = {  # the setting of PRIVACY.md sec. 7: one release, 1000 canaries, 7,850 parameters
     "rounds": 1,
@@ -306,24 +308,26 @@ def half_the_servers_noise(patch):
 
 
 def one_clip_skipped(patch):
-    contributions = ClientActor._contributions
+    contribute = ClientActor._contribute
 
-    def unbounded(self, parameters, shared, work, lane, partial):
+    def unbounded(self, share, lane, block):
+        work = share.work
         work = replace(work, bound=1e9) if 7 in lane.clients else work
-        yield from contributions(self, parameters, shared, work, lane, partial)
+        return contribute(self, replace(share, work=work), lane, block)
 
-    patch.setattr(ClientActor, "_contributions", unbounded)
+    patch.setattr(ClientActor, "_contribute", unbounded)
 
 
 def one_clip_skipped_slightly(patch):
     """By so little that the norm of the sum does not show it."""
-    contributions = ClientActor._contributions
+    contribute = ClientActor._contribute
 
-    def longer(self, *arguments):
-        for vector in contributions(self, *arguments):
-            yield vector * (1.5 if arguments[-1].clients[-1] == 7 else 1)
+    def longer(self, share, lane, block):
+        vectors = contribute(self, share, lane, block)
+        vectors[lane.clients[block.slots] == 7] *= 1.5
+        return vectors
 
-    patch.setattr(ClientActor, "_contributions", longer)
+    patch.setattr(ClientActor, "_contribute", longer)
 
 
 def last_round_uncounted(patch):
@@ -372,15 +376,15 @@ def noise_of_the_next_bound(patch):
     release = Coordinator.release
 
     def keeping(self, t, cohort):
-        total, partials = collect(self, t, cohort)
-        self.before = cohort, partials
-        return total, partials
+        total, results = collect(self, t, cohort)
+        self.before = cohort, joined(results)
+        return total, results
 
     def late(self, t, total):
-        bound = self.bound
-        self.bound = self.next_bound(t, *self.before)
+        bound = self.at.bound
+        self.at.bound = next_bound(self.plan, bound, t, *self.before)
         released = release(self, t, total)
-        self.bound = bound
+        self.at.bound = bound
         return released
 
     patch.setattr(Coordinator, "collect", keeping)
@@ -410,8 +414,8 @@ def a_contribution_counted_twice(patch):
     collect = Coordinator.collect
 
     def twice(self, t, cohort):
-        total, partials = collect(self, t, cohort)
-        return total * (1 + 1 / 20), partials
+        total, results = collect(self, t, cohort)
+        return total * (1 + 1 / 20), results
 
     patch.setattr(Coordinator, "collect", twice)
 
@@ -547,10 +551,10 @@ def half_the_noise_of_steps(patch):
 def one_rounds_samples_unclipped(patch):
     train = ClientActor._train
 
-    def careless(self, parameters, shared, work, lane, members):
+    def careless(self, share, lane, members):
         clip = self.trainer.clip
-        self.trainer.clip = self.trainer.clip if work.round else 1e9
-        yield from train(self, parameters, shared, work, lane, members)
+        self.trainer.clip = self.trainer.clip if share.work.t else 1e9
+        yield from train(self, share, lane, members)
         self.trainer.clip = clip
 
     patch.setattr(ClientActor, "_train", careless)

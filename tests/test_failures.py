@@ -337,7 +337,7 @@ def test_a_second_signal_raises_at_once():
 
 def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp_path, monkeypatch):
     local = {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.1}
-    measured = experiment(data={"clients": 20}, local=local, measure={"heterogeneity": True})
+    measured = experiment(data={"clients": 20}, local=local, measure=["heterogeneity"])
     whole = run(measured, tmp_path / "whole")
     advance = Heterogeneity.advance
 
@@ -392,7 +392,7 @@ def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
             memory.append(process.memory_info().rss / 1e6)
             gc.disable()
             run(
-                experiment(rounds=20, measure={"tensorboard": True, "clients": True}),
+                experiment(rounds=20, measure=["tensorboard", "clients"]),
                 tmp_path / str(k),
             )
             counts.append(

@@ -46,7 +46,7 @@ EXPERIMENT = {
     "server": {"kind": "momentum"},
     "privacy": {"accountants": ["rdp"]},
     "client": {"actors": 0, "lane": 3, "way": "fused"},
-    "measure": {"tensorboard": False},
+    "measure": [],
 }
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -39,6 +38,7 @@ from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
 from raydpfl.member import choose
+from raydpfl.rounds import Facts, View
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,8 @@ LOCALS = {
 
 
 class Corrected(Sgd):
-    stateful: ClassVar[bool] = True
+    def correction(self, view):
+        return view.own
 
 
 CORRECTED = {
@@ -475,7 +476,7 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
     x, y = rows(sizes)
     trainer = Trainer(module, local, way=way, seed=4, clip=clip)
     assert trainer.together(4, 13, 36) > 100
-    if local.stateful:
+    if local.corrects:
         more["corrections"] = corrected(clients, d)
 
     def trained(slots: slice, width: int | None) -> list[tuple]:
@@ -1011,6 +1012,13 @@ def test_an_unknown_way_is_refused_by_name():
 # scaffold
 
 
+def known(own, shared, lr: float) -> View:
+    """What clients that remember `own` are told with the server's variate `shared`."""
+    own = torch.as_tensor(own)
+    shared = torch.as_tensor(shared)
+    return View(0, lr, None, torch.zeros(own.shape[-1]), {"c": shared}, lambda: own)
+
+
 def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
     local = Scaffold(steps=7)
     generator = np.random.default_rng(0)
@@ -1021,9 +1029,11 @@ def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
         sent = generator.normal(size=(len(cohort), 5))
         lr = 0.1 / (t + 1)
         share = len(cohort) / 12
-        after = local.next_own(own[cohort], shared, sent, lr)
+        after = local.remember(torch.from_numpy(sent), known(own[cohort], shared, lr)).numpy()
         by_change = shared + share * (after - own[cohort]).mean(axis=0)
-        shared = local.next_shared(shared, sent.mean(axis=0), lr, share)
+        state = {"c": shared}
+        local.receive(sent.mean(axis=0) * share, state, Facts(t, lr, None, 12, len(cohort), 12))
+        shared = state["c"]
         own[cohort] = after
         np.testing.assert_allclose(shared, by_change, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(shared, own.mean(axis=0), rtol=1e-11, atol=1e-11)
@@ -1037,13 +1047,14 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(way):
     d = models.parameter_count(module)
     own = corrected([1] * 5, d, seed=1).double()
     shared = corrected([1], d, seed=2)[0].double()
-    got = train(way, module, local, x, y, corrections=local.correction(shared, own))
+    got = train(way, module, local, x, y, corrections=local.correction(known(own, shared, 1.0)))
     for slot, (delta, _) in got.items():
         loss = F.cross_entropy(module(x[slot, : SIZES[slot]]), y[slot, : SIZES[slot]])
         gradient = torch.cat(
             [part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))]
         )
-        variate = local.next_own(own[slot], shared, delta.double(), local.learning_rate(2))
+        view = known(own[slot], shared, local.learning_rate(2))
+        variate = local.remember(delta.double(), view)
         torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -1067,15 +1078,16 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
         trainer = Trainer(module, local, way=way, seed=0)
         model = torch.zeros(3, dtype=torch.float64)
         own = torch.zeros(4, 3, dtype=torch.float64)
-        shared = torch.zeros(3, dtype=torch.float64)
+        state = {"c": np.zeros(3)}
         for t in range(60):
-            more = {"corrections": local.correction(shared, own)} if local.stateful else {}
+            lr = local.learning_rate(t)
+            view = known(own, torch.from_numpy(state["c"]), lr)
+            more = {"corrections": local.correction(view)}
             blocks = trainer.lane(model, x, y, [8] * 4, t=t, **everyone, **more)
             sent = torch.cat([block.updates for block in blocks]).double()
-            if local.stateful:
-                lr = local.learning_rate(t)
-                own = local.next_own(own, shared, sent, lr)
-                shared = local.next_shared(shared, sent.mean(0), lr, 1.0)
+            if local.remembers:
+                own = local.remember(sent, view)
+                local.receive(sent.mean(0).numpy(), state, Facts(t, lr, None, 4, 4, 4))
             model = model + sent.mean(0)
         return (model - optimum).norm() / optimum.norm()
 

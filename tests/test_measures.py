@@ -11,31 +11,25 @@ import pytest
 from conftest import experiment
 from scipy.optimize import minimize
 
-from raydpfl import measures, models, run
+from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.heterogeneity import of_clients
+from raydpfl.measure.trajectory import projection
 from raydpfl.plan import Plan
 from raydpfl.tracking import Trajectory
 
 
 def test_measuring_changes_no_bit_of_the_model(tmp_path):
-    everything = {
-        "clients": True,
-        "bounding": True,
-        "repeats": 2,
-        "trajectory": True,
-        "heterogeneity": False,
-        "tensorboard": False,
-    }
+    everything = ["clients", {"kind": "bounding", "repeats": 2}, "trajectory"]
     shas = [
         run(experiment(measure=each), tmp_path / str(k)).summary["model_sha256"]
-        for k, each in enumerate(({}, everything))
+        for k, each in enumerate(([], everything))
     ]
     assert shas[0] == shas[1]
 
 
 def test_the_trajectory_is_the_model_after_every_round(tmp_path):
-    result = run(experiment(measure={"trajectory": True}), tmp_path / "out")
+    result = run(experiment(measure=["trajectory"]), tmp_path / "out")
     found = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850)
     assert found.shape == (5, 7850)
     assert np.array_equal(found[-1], models.flatten(result.model).numpy())
@@ -48,14 +42,14 @@ def test_a_plane_trajectory_keeps_its_distances_in_the_projection():
     generator = np.random.default_rng(0)
     plane = np.linalg.qr(generator.normal(size=(50, 2)))[0]
     path = generator.normal(size=(20, 2)) @ plane.T + generator.normal(size=50)
-    flat = measures.projection(path)
+    flat = projection(path)
     assert flat.shape == (20, 2) and np.allclose(flat[0], 0)
     assert np.allclose(np.linalg.norm(flat, axis=1), np.linalg.norm(path - path[0], axis=1))
 
 
 def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(tmp_path):
     sections = {
-        "measure": {"clients": True, "bounding": True, "trajectory": True},
+        "measure": ["bounding", "clients", "trajectory"],
         "bounding": {"kind": "normalize", "bound": 0.5},
         "server": {"kind": "sgd"},
     }
@@ -85,7 +79,7 @@ def test_angles_are_to_the_last_global_update(tmp_path):
         "bounding": {"kind": "none"},
         "noise": {"kind": "none"},
         "server": {"kind": "sgd"},
-        "measure": {"clients": True, "bounding": True, "trajectory": True},
+        "measure": ["bounding", "clients", "trajectory"],
     }
     run(experiment(**sections), tmp_path / "out")
     updates = np.diff(
@@ -102,7 +96,7 @@ def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_
     sections = {
         "local": {"kind": "sgd", "steps": 2, "batch": "full"},
         "bounding": {"kind": "clip", "bound": 0.2},
-        "measure": {"bounding": True, "repeats": 2},
+        "measure": [{"kind": "bounding", "repeats": 2}],
     }
     rows = run(experiment(**sections), tmp_path / "full").rounds.to_pylist()
     assert all(row["bias_within"] < 1e-6 for row in rows)
@@ -122,7 +116,7 @@ def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_wha
     sections = {
         "local": {"kind": "sgd", "steps": 2, "batch": "full"},
         "bounding": bounding,
-        "measure": {"clients": True, "bounding": True, "repeats": 2},
+        "measure": [{"kind": "bounding", "repeats": 2}, "clients"],
     }
     rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
     clients = pq.read_table(tmp_path / "out" / "clients.parquet")
@@ -133,7 +127,7 @@ def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_wha
 def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(tmp_path):
     sections = {
         "bounding": {"kind": "normalize", "bound": 1.0},
-        "measure": {"bounding": True},
+        "measure": ["bounding"],
         "data": {"clients": 1},
         "selection": {"kind": "full"},
         "noise": {"kind": "gaussian", "multiplier": 2.0, "placement": "server"},
@@ -223,7 +217,7 @@ def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
             model={"kind": "mlp", "hidden": [4]},
             rounds=1,
             data={"clients": 20},
-            measure={"heterogeneity": True},
+            measure=["heterogeneity"],
         ),
         tmp_path / "out",
     )
@@ -237,8 +231,10 @@ def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("values", [{"repeats": 2}, {"bounding": True, "repeats": 1}])
-def test_repeats_need_the_measure_they_are_for(values):
+@pytest.mark.parametrize(
+    "values", [[{"kind": "clients", "repeats": 2}], [{"kind": "bounding", "repeats": 1}]]
+)
+def test_repeats_are_of_the_measure_they_are_for_and_more_than_one(values):
     from raydpfl.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"measure\.repeats"):

@@ -211,7 +211,7 @@ def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(
         "noise": {"kind": "gaussian", "std": 0.02},
         "selection": {"kind": "multinomial", "cohort": 60},
     }
-    run(experiment(**sections, rounds=1, measure={"clients": True}), tmp_path / "out")
+    run(experiment(**sections, rounds=1, measure=["clients"]), tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "clients.parquet").to_pylist()
     seen: dict[int, list[float]] = {}
     for row in rows:
@@ -286,7 +286,7 @@ def test_002s_noise_is_refused_by_name_where_a_condition_of_it_fails(tmp_path):
 def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp_path):
     chosen = experiment(
         selection={"kind": "power_of_choice", "cohort": 5, "pool": 20},
-        measure={"clients": True},
+        measure=["clients"],
         rounds=1,
     )
     result = run(chosen, tmp_path / "out")
@@ -329,27 +329,25 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     """The cohort is that of the largest exact losses plus noise of their keys; no column of the run
     and no line of its ledger holds an exact one.
     """
-    chosen = experiment(
-        selection={**NOISED, "loss_bound": 2.2}, measure={"clients": True}, rounds=3
-    )
+    chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure=["clients"], rounds=3)
     plan = Plan.make(chosen)
     exact = []
     coordinator = Coordinator(plan, str(tmp_path), 0)
     coordinator.start()
     for t in range(3):
-        losses = exact_losses(chosen, plan, coordinator.model, t)
+        losses = exact_losses(chosen, plan, coordinator.at.model, t)
         answers = {
             client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses")
             for client, loss in losses.items()
         }
         asked = coordinator.pool.losses(
-            coordinator.model, t, np.array(list(losses)), plan.noise_seed
+            coordinator.at.model, t, np.array(list(losses)), plan.noise_seed
         )
         told = dict(zip(losses, asked.tolist(), strict=True))
         assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2
         exact += losses.values()
         coordinator.round()
-        rows = coordinator.client_table.arrow().to_pylist()
+        rows = coordinator.record.tables["clients"].arrow().to_pylist()
         took = [row["client"] for row in rows if row["round"] == t]
         assert took == sorted(sorted(answers, key=answers.get)[-5:])
     coordinator.save()
@@ -460,7 +458,7 @@ def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
     adaptive = {"kind": "quantile_clip", "bound": 0.1}
     plan = Plan.make(experiment(selection=NOISED, bounding=adaptive))
     counted = Plan.make(experiment(selection={**NOISED, "loss_std": 0.0}, bounding=adaptive))
-    assert (plan.ratio, plan.count_std) == (counted.ratio, counted.count_std)
+    assert (plan.ratio, plan.side_stds) == (counted.ratio, counted.side_stds)
     mu = [each.mechanism.mu("replace_one") for each in (plan, counted)]
     assert mu[0] == pytest.approx(math.hypot(mu[1], 3.0 / 4.0)) and mu[1] == pytest.approx(2.0)
 
@@ -895,22 +893,22 @@ def test_a_servers_state_is_its_own_whatever_clients_remember_besides(tmp_path):
     counting = experiment(
         server=Counting(),
         bounding={"kind": "alpha_norm_ec", "bound": 1.0},
-        measure={"bounding": True},
+        measure=["bounding"],
     )
     run(counting, tmp_path / "run")
     plain = experiment(
         server={"kind": "sgd"},
         bounding={"kind": "alpha_norm_ec", "bound": 1.0},
-        measure={"bounding": True},
+        measure=["bounding"],
     )
     run(plain, tmp_path / "plain")
     checkpoint = load(tmp_path / "run" / "checkpoints")
-    assert checkpoint.server["shared"].tolist() == [4.0] == checkpoint.server["previous"].tolist()
-    assert (
-        checkpoint.kept.keys()
-        == {"shared", "previous"}
-        == load(tmp_path / "plain" / "checkpoints").kept.keys()
-    )
+    own = checkpoint.states["server"]
+    assert own["shared"].tolist() == [4.0] == own["previous"].tolist()
+    plainly = load(tmp_path / "plain" / "checkpoints").states
+    for states in (checkpoint.states, plainly):
+        assert states["bounding"].keys() == {"h"}
+        assert states["measure.bounding"].keys() == {"previous"}
 
 
 class Counting(Server):

@@ -18,11 +18,12 @@ import torch
 from conftest import experiment
 from scipy.stats import chi2, kstest, norm
 
-from raydpfl.client import Lane, Partial, Work
+from raydpfl.adapting import next_bound
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Sgd, Trainer
 from raydpfl.plan import Plan
+from raydpfl.rounds import Broadcast, Lane, Work
 from raydpfl.selection import Cohort
 
 FALSE_ALARM = 1e-6
@@ -115,14 +116,10 @@ def test_noise_that_leaves_clients(tmp_path):
         clients = np.append(np.arange(30), 29)
         draws = np.append(np.zeros(30, int), 1)
         lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
-        sent = actor._contributions(
-            torch.zeros(plan.d),
-            None,
-            Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9),
-            lane,
-            Partial(np.zeros(plan.d)),
-        )
-        rows += [vector.numpy() / std for vector in sent]
+        work = Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9)
+        share = actor._share(Broadcast(np.zeros(plan.d, np.float32)), work)
+        for block in actor._trained(share, lane):
+            rows += [*actor._contribute(share, lane, block).numpy() / std]
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_law(np.stack(rows))
 
@@ -195,14 +192,15 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
         bounding=bounding,
         noise={"kind": "gaussian", "placement": placement, "multiplier": 0.1},
     )
+    plan = coordinator.plan
     cohort = Cohort.of(np.arange(8))
     found = []
-    partials = [Partial(np.zeros(0), norms=[0.1] * 4 + [0.9] * 4)]
+    columns = {"norm": np.array([0.1] * 4 + [0.9] * 4)}
     for t in range(2500):
-        below = 0.4 - math.log(coordinator.next_bound(t, cohort, partials) / 0.5) / 0.2
+        below = 0.4 - math.log(next_bound(plan, 0.5, t, cohort, columns) / 0.5) / 0.2
         found.append((below - 0.5) * 8)  # four of eight lie below: the centred count is 0
-    assert coordinator.plan.count_std == pytest.approx(0.1 / (2 * math.sqrt(0.05)))
-    check_law(np.reshape(found, (50, 50)) / coordinator.plan.count_std)
+    assert coordinator.plan.side_stds["count"] == pytest.approx(0.1 / (2 * math.sqrt(0.05)))
+    check_law(np.reshape(found, (50, 50)) / coordinator.plan.side_stds["count"])
 
 
 @pytest.mark.parametrize("way", ["fused", "vmap", "loop"])

@@ -231,7 +231,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
     name, room, small, tmp_path, monkeypatch, capsys, full
 ):
     monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
-    overrides = ["rounds=8", f"measure.trajectory={'true' if 'trajectory' in name else 'false'}"]
+    overrides = ["rounds=8", f"measure=[{'trajectory' if 'trajectory' in name else ''}]"]
     whole = run(experiment(rounds=8), tmp_path / "whole")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     sync = os.fsync
@@ -267,7 +267,7 @@ def test_a_full_disk_under_tensorboard(early, small, tmp_path, monkeypatch, caps
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", full)
         said = complain(
-            ["run", small, "measure.tensorboard=true", "--out", tmp_path / "out"], patch, capsys, 1
+            ["run", small, "measure=[tensorboard]", "--out", tmp_path / "out"], patch, capsys, 1
         )
     assert said.startswith(
         f"{tmp_path}/out/tensorboard cannot be written (No space left on device)"

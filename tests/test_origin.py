@@ -77,7 +77,7 @@ def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_i
     plan = Plan.make(experiment())
     for change in (
         {"client": {"actors": 2}},
-        {"measure": {"clients": True, "bounding": True}},
+        {"measure": ["bounding", "clients"]},
         {"evaluate": {"every": 1}},
         {"rounds": 9},
         {"privacy": {"accountants": ["pld"], "budget": 900.0}},
@@ -554,7 +554,7 @@ def test_an_audit_shares_no_noise_with_the_run_that_it_audits(monkeypatch):
     seen = []
     begin = Coordinator.start
     monkeypatch.setattr(
-        Coordinator, "start", lambda self: (begin(self), seen.append(self.noise_seed))[0]
+        Coordinator, "start", lambda self: (begin(self), seen.append(self.plan.noise_seed))[0]
     )
     audit(experiment(rounds=1), canaries=50)
     assert len(seen) == 1 and seen[0] != Plan.make(experiment(rounds=1)).noise_seed

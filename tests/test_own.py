@@ -163,8 +163,8 @@ UNREAD = {
     "a hook of another member": (
         "bounding",
         "bounding:Clip",
-        "def next_bound(self, bound, below): return bound",
-        "a class without next_bound",
+        "def step_noise(self, bound, below): return bound",
+        "a class without step_noise",
     ),
     "a hook of another family": (
         "selection",
@@ -201,12 +201,6 @@ UNREAD = {
         "bounding:Bounding",
         "bound: float",
         "a class with a method factor(norm, bound)",
-    ),
-    "what a flag promises": (
-        "bounding",
-        "bounding:Clip",
-        "adaptive: ClassVar[bool] = True",
-        "a class with next_bound, as its adaptive says",
     ),
     "a kind of its own": (
         "bounding",
@@ -295,8 +289,8 @@ class Own(Selection):
     "an adaptive bound": (
         "bounding",
         "from raydpfl.bounding import Clip\nclass Own(Clip):\n"
-        "    adaptive: ClassVar[bool] = True\n    share: float = 0.1\n"
-        "    def next_bound(self, bound, below): return bound * (1.5 - below)",
+        "    share: float = 0.1\n"
+        "    def adapt(self, bound, sums, clients): return bound * (1.0 - self.share)",
         {"bound": 1.0},
     ),
 }

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raydpfl.client import Lane
 from raydpfl.config import Client
 from raydpfl.errors import ConfigError
 from raydpfl.placement import capacity, lanes, shares, singles, wanted
+from raydpfl.rounds import Lane
 from raydpfl.selection import Cohort
 
 
@@ -57,8 +57,8 @@ def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
 
 
 def test_a_single_client_is_handed_what_it_remembers_and_nobody_elses():
-    lane = replace(cut([4, 9], 2)[0], memory={0: np.ones(3), 1: np.zeros(3)})
-    assert [list(share[0].memory) for share in singles([lane])] == [[0], [1]]
+    lane = replace(cut([4, 9], 2)[0], memory={"local": {0: np.ones(3), 1: np.zeros(3)}})
+    assert [list(share[0].memory["local"]) for share in singles([lane])] == [[0], [1]]
 
 
 @pytest.mark.parametrize(

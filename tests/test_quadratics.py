@@ -57,7 +57,7 @@ def simulated(tmp_path, rounds, source, local, bounding=None, start=0.0, spread=
             "server": {"kind": "sgd", **(server or {})},
             "client": {"actors": 0},
             "evaluate": {"every": rounds},
-            "measure": {"tensorboard": False},
+            "measure": [],
         }
     )
     result = run(experiment, tmp_path / "run")

@@ -42,7 +42,7 @@ class Normalized(Local):
 class Nesterov(Local):
     beta: float = 0.9
 
-    def start(self, x):
+    def fresh(self, x):
         return torch.zeros_like(x)
 
     def step(self, x, gradient, state, at):
@@ -51,7 +51,7 @@ class Nesterov(Local):
 
 
 class Adam(Local):
-    def start(self, x):
+    def fresh(self, x):
         return torch.zeros_like(x), torch.zeros_like(x)
 
     def step(self, x, gradient, state, at):
@@ -66,7 +66,7 @@ class Drawn(Local):
     given.
     """
 
-    def start(self, x):
+    def fresh(self, x):
         return x
 
     def step(self, x, gradient, state, at):
@@ -254,7 +254,7 @@ def test_sgds_own_step_is_what_its_coefficients_say():
     now = [model.clone()]
     velocity = [torch.zeros_like(model)]
     x = model
-    state = local.start(x)
+    state = local.fresh(x)
     for k, gradient in enumerate(gradients):
         x, state = local.step(x, gradient, state, Step(k, 0.1, model))
         local.linear().move(now, [gradient.clone()], velocity, [model], [], 0.1)
@@ -374,7 +374,7 @@ class LocalAdam(Local):
     '''Adam within a round (Kingma and Ba 2015), without bias correction.'''
     beta: float = 0.9
 
-    def start(self, x):
+    def fresh(self, x):
         return torch.zeros_like(x), torch.ones_like(x)
 
     def step(self, x, gradient, state, at):

@@ -29,7 +29,6 @@ OPEN: set[str] = {
     "raydpfl/client.py",
     "raydpfl/config.py",
     "raydpfl/coordinator.py",
-    "raydpfl/measures.py",
     "raydpfl/plan.py",
     "raydpfl/privacy/calibrate.py",
     "raydpfl/privacy/personal.py",

@@ -12,7 +12,7 @@ from pydantic import Field
 from scipy.stats import binom, gamma, hypergeom
 
 from raydpfl import run
-from raydpfl.bounding import QuantileClip
+from raydpfl.bounding.quantile_clip import QuantileClip
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
@@ -424,12 +424,13 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
     itself.
     """
     shares = []
-    following = QuantileClip.next_bound
-    monkeypatch.setattr(
-        QuantileClip,
-        "next_bound",
-        lambda self, bound, below: (shares.append(below), following(self, bound, below))[1],
-    )
+    following = QuantileClip.adapt
+
+    def adapt(self, bound, sums, clients):
+        shares.append(min(sums["count"] / clients + 0.5, 1.0))
+        return following(self, bound, sums, clients)
+
+    monkeypatch.setattr(QuantileClip, "adapt", adapt)
     asked = {"accountants": ["pld"], "relation": "add_remove"}
     quiet = {"kind": "gaussian", "multiplier": 1e-3, "placement": "server"}
     adaptive = {"kind": "quantile_clip", "bound": 1e6}

@@ -37,7 +37,7 @@ def main() -> None:
         "bounding": {"kind": "clip", "bound": 1.0},
         "client": {"way": "noop"},
         "evaluate": {"every": options.rounds},
-        "measure": {"tensorboard": False},
+        "measure": [],
     }
     seconds: dict[int, list] = {0: [], 2: []}
     with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ bounding: {{kind: normalize, bound: 1.0}}
 noise: {{kind: gaussian, multiplier: 4.0, delta: 1.0e-7}}
 client: {{actors: 2}}
 evaluate: {{every: 1000}}
-measure: {{tensorboard: false}}
+measure: []
 """
 
 

@@ -242,7 +242,7 @@ def _inline(e: Experiment) -> Experiment:
     return e.model_copy(
         update={
             "client": e.client.model_copy(update={"actors": 0}),
-            "measure": type(e.measure)(tensorboard=False),
+            "measure": (),
         }
     )
 

@@ -22,10 +22,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from raydpfl.client import ClientActor, Lane, Partial, Work
+from raydpfl.client import ClientActor, Share
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
+from raydpfl.local.way import Block
 from raydpfl.plan import Plan
+from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
 
@@ -36,6 +38,7 @@ CHUNK = 256  # directions at once
 SKETCH = 4096
 SMALL_SKETCH = 256
 SKETCHES = 4000
+NO_LOSS = np.full(1, math.nan)
 
 
 @dataclass(frozen=True)
@@ -86,74 +89,46 @@ class PlantedClient(ClientActor):
     def __init__(self, plan: Plan, record: Record):
         super().__init__(plan.experiment, str(plan.shards))
         self.record = record
-        self.expected = torch.zeros(0)
 
     def _train(
-        self, parameters, shared, work: Work, lane: Lane, members: np.ndarray
-    ) -> Iterator[tuple[int, torch.Tensor, float]]:
-        planted = [self.record.canaries.places.get(client) for client in members.tolist()]
-        others = np.where([place is None for place in planted], members, -1)
-        trained = (
-            super()._train(parameters, shared, work, lane, others)
-            if (others >= 0).any()
-            else iter(())
-        )
+        self, share: Share, lane: Lane, members: np.ndarray, again: bool = False
+    ) -> Iterator[Block]:
+        places = self.record.canaries.places
+        planted = [client in places for client in members.tolist()]
+        others = np.where(planted, -1, members)
+        blocks = super()._train(share, lane, others) if (others >= 0).any() else ()
+        trained = (each for block in blocks for each in block.apart())
         for slot in np.flatnonzero(members >= 0).tolist():
-            if planted[slot] is None:
-                yield next(trained)
-            else:
-                yield (
-                    slot,
-                    self._planted(
-                        planted[slot], parameters, work, self._memory(lane, slot, len(parameters))
-                    ),
-                    math.nan,
-                )
+            yield self._planted(share, lane, slot) if planted[slot] else next(trained)
 
-    def _planted(
-        self, place: int, parameters: torch.Tensor, work: Work, own: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The update float32 [d] of a canary, such that the vector to be bounded is its direction."""
+    def _planted(self, share: Share, lane: Lane, slot: int) -> Block:
+        """The update of a canary, such that the vector to be bounded is its direction."""
         bounding = self.experiment.bounding
         canaries = self.record.canaries
-        # smoothing bounds by c only what is far beyond its a
-        far = FAR * self.record.reach + 1000 * getattr(bounding, "a", 0.0)
+        place = canaries.places[int(lane.clients[slot])]
+        far = FAR * self.record.reach + bounding.far
         vector = canaries.direction(place).to(self.device) * (canaries.sign(place) * far)
-        vector = vector + own if bounding.stateful else vector
-        if bounding.sends == "model":
-            return vector - parameters
-        return (
-            vector * self.experiment.local.learning_rate(work.round)
-            if bounding.scaling == "gradient"
-            else vector
-        )
+        alone = np.array([slot])
+        view = self._view(share, lane, "bounding", alone)
+        return Block(alone, bounding.invert(vector[None], view).float(), NO_LOSS)
 
-    def _updates(
-        self, parameters, shared, work: Work, lane: Lane, partial: Partial
-    ) -> Iterator[tuple[int, torch.Tensor | None, float]]:
-        """As the client's, having worked out what each client has to contribute if all that follows
+    def _contribute(self, share: Share, lane: Lane, block: Block) -> torch.Tensor:
+        """As the client's; with a record of what each client has to contribute if all that follows
         is right.
         """
         bounding = self.experiment.bounding
-        lr = self.experiment.local.learning_rate(work.round)
-        for slot, delta, loss in super()._updates(parameters, shared, work, lane, partial):
-            own = self._memory(lane, slot, len(parameters))
-            sent = self._sent(parameters, delta, own, shared, lr)
+        expected = []
+        for place, slot in enumerate(block.slots.tolist()):
+            alone = Block(block.slots[place : place + 1], block.updates[place][None], NO_LOSS)
+            view = self._view(share, lane, "bounding", alone.slots)
+            sent = bounding.send(alone.updates.double(), view)[0]
             norm = float(torch.linalg.vector_norm(sent))
-            if not math.isfinite(norm):
-                sent = self._sent(parameters, None, own, shared, lr)
-                norm = float(torch.linalg.vector_norm(sent))
-            self.expected = sent * (
-                bounding.factor(norm, self.record.bound) * float(lane.weights[slot])
-            )
-            yield slot, delta, loss
-
-    def _contributions(
-        self, parameters, shared, work: Work, lane: Lane, partial: Partial
-    ) -> Iterator[torch.Tensor]:
-        for vector in super()._contributions(parameters, shared, work, lane, partial):
-            self.record.sent(partial.clients[-1], self.expected.cpu().numpy(), vector.cpu().numpy())
-            yield vector
+            factor = bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
+            expected.append((sent * (factor * float(lane.weights[slot]))).cpu().numpy())
+        vectors = super()._contribute(share, lane, block)
+        for place, client in enumerate(lane.clients[block.slots].tolist()):
+            self.record.sent(client, expected[place], vectors[place].cpu().numpy())
+        return vectors
 
 
 class PlantedCoordinator(Coordinator):
@@ -169,18 +144,18 @@ class PlantedCoordinator(Coordinator):
         super().start()
         self.pool.client = PlantedClient(self.plan, self.seen)
 
-    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[Partial]]:
-        self.seen.begin(t, self.bound, cohort)
-        total, partials = super().collect(t, cohort)
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+        self.seen.begin(t, self.at.bound, cohort)
+        total, results = super().collect(t, cohort)
         self.seen.collected(total)
-        return total, partials
+        return total, results
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         released = super().release(t, total)
         self.seen.released(t, released)
         return released
 
-    def record(self, row: dict, clock: Clock) -> list[dict]:
+    def _recorded(self, row: dict, clock: Clock) -> list[dict]:
         return []
 
     def finished(self) -> Record:
@@ -191,7 +166,7 @@ class PlantedCoordinator(Coordinator):
             if self.ledger.path.exists()
             else []
         )
-        self.seen.counts = self.participations.copy()
+        self.seen.counts = self.at.participations.copy()
         return self.seen
 
 

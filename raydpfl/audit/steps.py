@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,16 +29,17 @@ from torch.func import functional_call, grad, vmap
 from raydpfl import models
 from raydpfl.audit import views
 from raydpfl.audit.checks import Check
-from raydpfl.client import ClientActor, Lane, Partial, Work
+from raydpfl.client import ClientActor, Share
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.batches import batches
-from raydpfl.local.way import sample_loss
+from raydpfl.local.way import Block, sample_loss
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, rigorous
 from raydpfl.privacy.guarantee import Observer
+from raydpfl.rounds import Lane
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
 
@@ -150,41 +151,29 @@ class StepClient(ClientActor):
         self.shards = PlantedShards(self.shards, record.canaries)
         self.record = record
 
-    def _updates(
-        self, parameters, shared, work: Work, lane: Lane, partial: Partial
-    ) -> Iterator[tuple[int, torch.Tensor | None, float]]:
-        for slot, delta, loss in super()._updates(parameters, shared, work, lane, partial):
-            self.slot = slot
-            yield slot, delta, loss
+    def _contribute(self, share: Share, lane: Lane, block: Block) -> torch.Tensor:
+        vectors = super()._contribute(share, lane, block)
+        for place, slot in enumerate(block.slots.tolist()):
+            client = int(lane.clients[slot])
+            if self.record.canaries.part(client) is not None:
+                alone = block.slots[place : place + 1]
+                self._note(share, lane, alone, vectors[place : place + 1])
+        return vectors
 
-    def _contributions(
-        self, parameters, shared, work: Work, lane: Lane, partial: Partial
-    ) -> Iterator[torch.Tensor]:
-        for vector in super()._contributions(parameters, shared, work, lane, partial):
-            if self.record.canaries.part(int(lane.clients[self.slot])) is not None:
-                local = self.experiment.local
-                own = self._memory(lane, self.slot, len(parameters))
-                correction = (
-                    torch.zeros_like(parameters)
-                    if shared is None
-                    else local.correction(shared, own)
-                )
-                # What was sent, in units of a gradient: minus the sum of the steps' gradients.
-                lr = (
-                    1.0
-                    if self.experiment.bounding.scaling == "gradient"
-                    else local.learning_rate(work.round)
-                )
-                steps = -vector.cpu() / (float(lane.weights[self.slot]) * lr)
-                self.record.sent(
-                    parameters.cpu(),
-                    correction.cpu(),
-                    work.round,
-                    int(lane.clients[self.slot]),
-                    int(lane.draws[self.slot]),
-                    steps,
-                )
-            yield vector
+    def _note(self, share: Share, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
+        """Has the record take up what the client at a slot, int64 [1], has sent, float64 [1, d]."""
+        slot = int(alone[0])
+        local = self.experiment.local
+        correction = local.correction(self._view(share, lane, "local", alone))
+        if correction is None:
+            correction = torch.zeros_like(share.model)[None]
+        view = self._view(share, lane, "bounding", alone)
+        moved = self.experiment.bounding.moved(sent, view)[0]
+        # In units of a gradient: minus the sum of the steps' gradients.
+        steps = -moved.cpu() / (float(lane.weights[slot]) * share.lr)
+        client = int(lane.clients[slot])
+        draw = int(lane.draws[slot])
+        self.record.sent(share.model.cpu(), correction[0].cpu(), share.work.t, client, draw, steps)
 
 
 class StepCoordinator(Coordinator):
@@ -204,7 +193,7 @@ class StepCoordinator(Coordinator):
         self.seen.rounds.append(t)
         return super().collect(t, cohort)
 
-    def record(self, row: dict, clock: Clock) -> list[dict]:
+    def _recorded(self, row: dict, clock: Clock) -> list[dict]:
         return []
 
 

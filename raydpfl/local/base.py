@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field, field_validator
 
 from raydpfl.member import Member
+from raydpfl.rounds import Facts, State, View
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class Local(Member):
     """Base of the family: Q steps, each on a batch of the client's own rows.
 
     `step` is the rule of a step, here plain gradient descent. A member of one's own gives another,
-    and `start` if it keeps something from one step to the next; it may give a `learning_rate` too.
+    and `fresh` if it keeps something from one step to the next; it may give a `learning_rate` too.
     Every way of training carries the rule out, for one client or for many at once, clipping every
     sample's gradient and adding noise to it before, where the experiment asks for that:
 
     >>> class Signs(Local):
     ...     beta: float = 0.5
-    ...     def start(self, x):
+    ...     def fresh(self, x):
     ...         return torch.zeros_like(x)
     ...     def step(self, x, gradient, state, at):
     ...         mean = self.beta * state + (1 - self.beta) * gradient
@@ -95,17 +96,11 @@ class Local(Member):
     >>> rule = Signs(lr=0.5)
     >>> x = torch.zeros(2, 3)  # two clients, three parameters
     >>> gradient = torch.tensor([[1.0, -2.0, 0.0], [0.5, 0.5, -0.5]])
-    >>> x, state = rule.step(x, gradient, rule.start(x), Step(k=0, lr=0.5, model=torch.zeros(3)))
+    >>> x, state = rule.step(x, gradient, rule.fresh(x), Step(k=0, lr=0.5, model=torch.zeros(3)))
     >>> x
     tensor([[-0.5000,  0.5000,  0.0000],
             [-0.5000, -0.5000,  0.5000]])
     """
-
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {
-        "stateful": ("correction", "next_own", "unmoved", "next_shared")
-    }
-    # whether a client keeps something between rounds, and its gradients need a correction for it
-    stateful: ClassVar[bool] = False
 
     steps: int = Field(default=20, ge=1)  # Q
     # B; a client with fewer rows uses all of them, as `full` always does
@@ -128,7 +123,7 @@ class Local(Member):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """A class with a rule of its own does not inherit the coefficients of another rule."""
         super().__pydantic_init_subclass__(**kwargs)
-        if vars(cls).keys() & {"start", "step"} and "linear" not in vars(cls):
+        if vars(cls).keys() & {"fresh", "step"} and "linear" not in vars(cls):
             cls.linear = _not_linear  # type: ignore[method-assign]
 
     def learning_rate(self, t: int) -> float:
@@ -147,7 +142,7 @@ class Local(Member):
         """
         return sizes if self.batch == "full" else np.minimum(sizes, self.steps * self.batch)
 
-    def start(self, x: torch.Tensor) -> Any:
+    def fresh(self, x: torch.Tensor) -> Any:
         """What the rule keeps from one step to the next, at a round's start.
 
         Args:
@@ -168,7 +163,7 @@ class Local(Member):
                 of one, in an order that may differ from way to way; a rule that needs a client's
                 norm takes it along that axis. No client may depend on another.
             gradient: float32 [..., P], of each client's batch: clipped, noised and corrected.
-            state: as `start` made it and the steps before left it.
+            state: as `fresh` made it and the steps before left it.
             at: the step, its learning rate and the round's model.
 
         Returns:
@@ -181,6 +176,51 @@ class Local(Member):
         of that. None for any other rule, and of itself for a class with a `step` of its own.
         """
         return Linear()
+
+    @property
+    def l2(self) -> float:
+        """l of the term l/2 ||x||^2 that the rule adds to every client's loss."""
+        linear = self.linear()
+        return 0.0 if linear is None else linear.decay
+
+    # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
+
+    @property
+    def remembers(self) -> bool:
+        """Whether clients keep a vector from one of their rounds to the next."""
+        return type(self).remember is not Local.remember
+
+    @property
+    def corrects(self) -> bool:
+        """Whether something is added to the gradients."""
+        return type(self).correction is not Local.correction
+
+    def start(self, d: int) -> State:
+        """The server's part of the memory before the first round, float64 arrays by name."""
+        return {}
+
+    def tells(self, state: State) -> State:
+        """What clients are told of that in every round, float32 arrays by name (`View.told`)."""
+        return {}
+
+    def correction(self, view: View) -> torch.Tensor | None:
+        """What is added to every gradient of these k clients, float32 [k, d]; None: nothing."""
+        return None
+
+    def idle(self, view: View) -> torch.Tensor:
+        """The update of a client that has no gradients (it failed, or has no data), float32 [d]."""
+        return torch.zeros_like(view.model)
+
+    def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+        """What clients keep for their next round, [k, d], where `view.own` is what they had.
+
+        `moved` float64 [k, d] is what each of them moved by: what it sent, bounded and noised, in
+        units of updates.
+        """
+        return None
+
+    def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
+        """Takes up the mean update of a round, float64 [d], into `state`, the member's own."""
 
 
 def _not_linear(self: Local) -> Linear | None:

@@ -118,7 +118,7 @@ def _steps(
     local: Local, model: torch.Tensor, x: torch.Tensor, gradients: list[torch.Tensor]
 ) -> torch.Tensor:
     """x after a step along each of the gradients. Raises ValueError for what is no step."""
-    state = local.start(x)
+    state = local.fresh(x)
     for k, gradient in enumerate(gradients):
         before = x.clone(), gradient.clone()
         after, state = local.step(x, gradient, state, Step(k, local.learning_rate(0), model))

@@ -25,7 +25,7 @@ from raydpfl.local.base import Local
 from raydpfl.local.batches import batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.way import Block, LaneData, spans
-from raydpfl.local.ways import WAYS, check_way, corrected
+from raydpfl.local.ways import WAYS, check_way
 
 TOGETHER = 1 << 24  # bytes that lanes trained together may take
 
@@ -165,7 +165,7 @@ class Trainer:
         """Raises ValueError for what cannot be added to the gradients, or is missing."""
         if stds is not None and self.clip is None:
             raise ValueError("noise on a step needs gradients that are clipped per sample")
-        if corrections is None and corrected(self.local):
+        if corrections is None and self.local.corrects:
             raise ValueError(f"{self.local.kind} needs corrections")
         if corrections is not None and not self._way.corrects:
             raise ValueError("this way adds no corrections")

@@ -10,8 +10,9 @@ never forms them. They move only within the span of the client's rows, W = gamma
 gamma b0 + A^T 1), so it carries the layer's outputs on all rows, Z = X W^T + b, and A [n, out].
 With K = X X^T + 1 (the 1 is the bias), the step along a batch's gradient G by the outputs is
 
-    Z <- (1 - lr wd) Z - lr K[:, batch] G,        A[batch] += c_t G,        W_Q - W_0 = (gamma - 1)
-    W_0 + A^T X,
+    Z <- (1 - lr wd) Z - lr K[:, batch] G,
+    A[batch] += c_t G,
+    W_Q - W_0 = (gamma - 1) W_0 + A^T X,
 
 where c_t and gamma are numbers that lr, weight decay, momentum and the proximal term give. Momentum
 keeps a second Z, its velocity's outputs, and a proximal term mu the first one, Z_0: its gradient mu

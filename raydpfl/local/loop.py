@@ -157,7 +157,7 @@ class Loop(Way):
 
             return move
         model = self.flat.clone()
-        state = self.local.start(model)
+        state = self.local.fresh(model)
 
         @torch.no_grad()
         def step(k: int) -> None:

@@ -1,28 +1,27 @@
 """SGD with control variates.
 
->>> import numpy as np
 >>> local = Scaffold(steps=2, lr=0.1)
->>> own, shared = np.array([[1.0], [3.0]]), np.array([2.0])
->>> local.correction(shared, own).ravel()
-array([ 1., -1.])
->>> sent = np.array([[-0.4], [-1.0]])
->>> local.next_own(own, shared, sent, lr=0.1).ravel()
-array([1., 6.])
->>> local.next_shared(shared, sent.mean(axis=0), lr=0.1, share=1.0)
+>>> own, told = torch.tensor([[1.0], [3.0]]), {"c": torch.tensor([2.0])}
+>>> view = View(0, 0.1, None, torch.zeros(1), told, remembered=lambda: own)
+>>> local.correction(view).ravel()
+tensor([ 1., -1.])
+>>> moved = torch.tensor([[-0.4], [-1.0]], dtype=torch.float64)
+>>> local.remember(moved, view).ravel()
+tensor([1., 6.], dtype=torch.float64)
+>>> state, facts = {"c": np.array([2.0])}, Facts(0, 0.1, np.zeros(1), 2, cohort=2, population=2)
+>>> local.receive(moved.mean(0).numpy(), state, facts)
+>>> state["c"]
 array([3.5])
 """
 
 from __future__ import annotations
-
-from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
 from pydantic import field_validator
 
 from raydpfl.local.sgd import Sgd
-
-A = TypeVar("A", np.ndarray, torch.Tensor)
+from raydpfl.rounds import Facts, State, View
 
 
 class Scaffold(Sgd):
@@ -47,12 +46,10 @@ class Scaffold(Sgd):
     is no mean of gradients. So is noise that the server draws: the mean of what was sent would hold
     it and no c_i, so that c would keep all of it for good, a random walk away from their mean.
 
-    All vectors are [d], or [C, d] for C clients, numpy or torch alike, and no method rounds them:
-    give float64, keep c in float64, and round c_i to float32 where memory counts. lr is
+    Nothing is rounded here: c is float64, and a c_i is rounded to float32 where it is kept. lr is
     `learning_rate` of the round that was trained.
     """
 
-    stateful: ClassVar[bool] = True
     kind: str = "scaffold"
 
     @field_validator("momentum", "proximal")
@@ -62,22 +59,29 @@ class Scaffold(Sgd):
             raise ValueError("0 with scaffold, whose control variates are means of gradients")
         return value
 
-    def correction(self, shared: A, own: A) -> A:
+    def start(self, d: int) -> State:
+        return {"c": np.zeros(d)}
+
+    def tells(self, state: State) -> State:
+        return {"c": state["c"].astype(np.float32)}
+
+    def correction(self, view: View) -> torch.Tensor | None:
         """c - c_i, which a client adds to every gradient of a round."""
-        return shared - own
+        return view.told["c"] - view.own
 
-    def next_own(self, own: A, shared: A, sent: A, lr: float) -> A:
-        """c_i+ of a client that trained with `correction(shared, own)` and sent `sent`."""
-        return own - shared - sent / (self.steps * lr)
+    def idle(self, view: View) -> torch.Tensor:
+        """The update after which `remember` gives a client its c_i as it was."""
+        return -view.told["c"] * (self.steps * view.lr)
 
-    def unmoved(self, shared: A, lr: float) -> A:
-        """The update of a client that has no gradients (it failed, or has no data): the one after
-        which `next_own` is its c_i as it was.
-        """
-        return -shared * (self.steps * lr)
+    def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+        """c_i+ of clients that trained with `correction` and moved by this."""
+        return view.own.double() - view.told["c"].double() - moved / (self.steps * view.lr)
 
-    def next_shared(self, shared: A, mean: A, lr: float, share: float) -> A:
-        """c+ from the mean of what the cohort sent, each client with the same weight; `share` is
-        r/N.
-        """
-        return shared - share * (shared + mean / (self.steps * lr))
+    def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
+        """c+ from the mean of what the cohort moved by, each client with the same weight."""
+        if not facts.cohort:
+            return
+        c = state["c"]
+        sent = mean * (facts.divisor / facts.cohort)
+        share = facts.cohort / facts.population
+        state["c"] = c - share * (c + sent / (self.steps * facts.lr))

@@ -31,7 +31,7 @@ class Sgd(Local):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     proximal: float = Field(default=0.0, ge=0)
 
-    def start(self, x: torch.Tensor) -> torch.Tensor:
+    def fresh(self, x: torch.Tensor) -> torch.Tensor:
         """v, float32 [..., P]."""
         return torch.zeros_like(x)
 

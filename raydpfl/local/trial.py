@@ -18,7 +18,7 @@ from raydpfl.local.engine import Trainer
 from raydpfl.local.layerwise import NotLayerwise
 from raydpfl.local.stack import NoStack
 from raydpfl.local.way import sample_loss
-from raydpfl.local.ways import REFERENCE, corrected
+from raydpfl.local.ways import REFERENCE
 
 # of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong
 # gradient about 1
@@ -97,7 +97,7 @@ def _rows(
         with torch.random.fork_rng(devices=[]):
             clip = _median_norm(module, x[0], y[0])
     corrections = None
-    if corrected(local):  # of about the norm that gradients have
+    if local.corrects:  # of about the norm that gradients have
         d = models.parameter_count(module)
         corrections = torch.from_numpy(generator.standard_normal((3, d)) / d**0.5)
     return _Rows(x, y, clip, corrections)

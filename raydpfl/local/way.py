@@ -37,6 +37,12 @@ class Block:
     updates: torch.Tensor  # float32 [k, d], on the device
     losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
 
+    def apart(self) -> Iterator[Block]:
+        """A block of each of its clients alone."""
+        for place in range(len(self.slots)):
+            part = slice(place, place + 1)
+            yield Block(self.slots[part], self.updates[part], self.losses[part])
+
     def clients(self) -> Iterator[tuple[int, torch.Tensor, float]]:
         """(slot, update float32 [d], loss) of each client."""
         yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
@@ -177,7 +183,7 @@ class Rule:
         self.lr = lane.lr
         self.corrections = lane.corrections
         self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [C, d]
-        self.state = local.start(self.x)
+        self.state = local.fresh(self.x)
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:

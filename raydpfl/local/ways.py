@@ -22,17 +22,12 @@ WAYS: dict[str, type[Way]] = {
 REFERENCE = "loop"  # trains any module by any rule
 
 
-def corrected(local: Local) -> bool:
-    """Whether clients are given corrections to add to their gradients."""
-    return local.stateful
-
-
 def able(kind: type[Way], local: Local, clip: float | None) -> bool:
     """Whether a way can carry out the rule and the corrections of `local`, and clip each sample's
     gradient where `clip` is given.
     """
     clips = kind.private is None or kind.private == (clip is not None)
-    corrects = kind.corrects or not corrected(local)
+    corrects = kind.corrects or not local.corrects
     return clips and corrects and not (kind.linear and local.linear() is None)
 
 

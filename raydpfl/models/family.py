@@ -266,6 +266,10 @@ class Module(Model):
     kind: str
     args: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def is_own(self) -> bool:
+        return True
+
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         make = factory(self.kind)
         try:

@@ -22,7 +22,7 @@ class FedAvgStale(Uniform):
 
     def check(self, experiment: Experiment) -> None:
         bounding = experiment.bounding
-        if bounding.stateful:
+        if bounding.remembers:
             accepted = (
                 f"another with bounding.kind {bounding.kind}, whose mean has every client's memory "
                 "in it, drawn or not"

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
+from raydpfl import measure
 from raydpfl.config import Experiment, read
 from raydpfl.errors import ConfigError
 from raydpfl.files import read_text
@@ -74,7 +75,10 @@ def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str,
     """
     kept = tuple(f"{each}." for each in searched)
     free = {key for key in FREE_KEYS if not f"{key}.".startswith(kept)}
-    return {key: value for key, value in flat(experiment.to_dict()).items() if key not in free}
+    leaves = flat(experiment.to_dict())
+    if not "measure.".startswith(kept):
+        leaves["measure"] = measure.settled(leaves["measure"])
+    return {key: value for key, value in leaves.items() if key not in free}
 
 
 def settled(experiment: Experiment, folder: Path) -> Experiment:

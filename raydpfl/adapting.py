@@ -1,0 +1,50 @@
+"""The bound of the coming round, where it follows what clients answer in the present one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.errors import RunError
+from raydpfl.plan import Plan
+from raydpfl.rounds import Columns
+from raydpfl.selection import Cohort
+
+
+def next_bound(
+    plan: Plan, bound: float | None, t: int, cohort: Cohort, columns: Columns
+) -> float | None:
+    """The bound of round t + 1, from that of round t, `bound`.
+
+    Raises `RunError` for one out of range, or an answer beyond its own bound.
+    """
+    bounding = plan.experiment.bounding
+    clients = plan.experiment.selection.counted(cohort, plan.population)
+    if bound is None or not bounding.adapts or not clients:
+        return bound
+    following = bounding.adapt(bound, _answers(plan, bound, t, cohort, columns), clients)
+    if not 0 < following <= 1e15:
+        left = f"the adaptive bound left its range ({following:g} after round {t})"
+        raise RunError(f"{left}; lower bounding.lr")
+    return following
+
+
+def _answers(
+    plan: Plan, bound: float, t: int, cohort: Cohort, columns: Columns
+) -> dict[str, float]:
+    """The noised sums of what the clients answer, by query."""
+    bounding = plan.experiment.bounding
+    given = bounding.answers(columns, bound)
+    sums = {}
+    for query in bounding.queries():
+        answers = np.nan_to_num(given[query.name])
+        if not (np.abs(answers) <= query.bound).all():
+            worst = float(np.abs(answers).max())
+            raise RunError(
+                f"bounding.kind {bounding.kind} answers its query {query.name} with {worst:g}, "
+                f"above its bound of {query.bound:g}"
+            )
+        std = plan.side_stds.get(query.name, 0.0)
+        drawn = (plan.noise_seed, t, std, cohort.clients, cohort.draws, plan.survivors)
+        noise = plan.experiment.noise.on_query(*drawn, query.name)
+        sums[query.name] = float(answers.sum()) + noise
+    return sums

@@ -1,0 +1,27 @@
+"""Clipping."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from raydpfl.bounding.base import Bounding
+
+
+class Clip(Bounding):
+    """u min(1, c / ||u||) (000 eq. 3, 001 eq. 4)."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bound": 1.0},
+        {"bound": 0.05, "scaling": "gradient"},
+    )
+    kind: str = "clip"
+    bound: float = Field(gt=0, le=1e15)
+
+    def factor(self, norm: float, bound: float) -> float:
+        return 1.0 if norm <= bound else bound / norm
+
+    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+        return torch.where(norms <= bound, 1.0, bound / norms)

@@ -1,0 +1,27 @@
+"""Normalisation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from raydpfl.bounding.base import Bounding
+
+
+class Normalize(Bounding):
+    """c u / ||u||, and 0 for u = 0 (001 eq. 12)."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bound": 1.0},
+        {"bound": 0.1, "scaling": "gradient"},
+    )
+    kind: str = "normalize"
+    bound: float = Field(gt=0, le=1e15)
+
+    def factor(self, norm: float, bound: float) -> float:
+        return bound / norm if norm > 0 else 0.0
+
+    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+        return torch.where(norms > 0, bound / norms, 0.0)

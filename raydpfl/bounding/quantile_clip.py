@@ -1,0 +1,48 @@
+"""Clipping at a bound that follows a quantile of the norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.bounding.base import Query
+from raydpfl.bounding.clip import Clip
+from raydpfl.rounds import Columns
+
+
+class QuantileClip(Clip):
+    """Clipping at a bound that follows a quantile of the norms (Andrew, Thakkar, McMahan, Ramaswamy
+    2021, Alg. 1).
+
+    After each round C <- C exp(-lr (b - quantile)), b being the noised share of the cohort with norm
+    <= C. The noised count is a second query of the round: each client gives its indicator minus 1/2,
+    of norm 1/2, and `share` of the round's squared sensitivity-to-noise ratio is spent on it, so that
+    with z the noise multiplier of the round the count has noise of std z / (2 sqrt(share)) and the
+    update of std z C / sqrt(1 - share), both of the sum; where clients draw the noise, each draws its
+    share of both. The noise of a round uses the bound of that round.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bound": 1.0},
+        {"bound": 0.2, "quantile": 0.9, "lr": 0.5, "share": 0.2},
+    )
+    kind: str = "quantile_clip"
+    quantile: float = Field(default=0.5, gt=0, lt=1)
+    lr: float = Field(default=0.2, gt=0)
+    share: float = Field(default=0.05, gt=0, lt=1)
+
+    def queries(self) -> tuple[Query, ...]:
+        return (Query("count", bound=0.5, share=self.share),)
+
+    def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
+        norms = columns["norm"]
+        below = np.where(norms <= bound, 0.5, -0.5)
+        return {"count": np.where(np.isfinite(norms), below, 0.0)}
+
+    def adapt(self, bound: float, sums: Mapping[str, float], clients: float) -> float:
+        below = min(max(sums["count"] / clients + 0.5, 0.0), 1.0)
+        return bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))

@@ -1,0 +1,29 @@
+"""Normalisation without its jump at 0."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from raydpfl.bounding.base import Bounding
+
+
+class SmoothNormalize(Bounding):
+    """c u / (a + ||u||): normalisation without its jump at 0 (alpha-NormEC, 2025)."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
+    kind: str = "smooth_normalize"
+    bound: float = Field(gt=0, le=1e15)
+    a: float = Field(default=0.01, gt=0)
+
+    @property
+    def far(self) -> float:
+        return 1000 * self.a
+
+    def factor(self, norm: float, bound: float) -> float:
+        return bound / (self.a + norm)
+
+    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+        return bound / (self.a + norms)

@@ -1,0 +1,139 @@
+"""The base of what a run measures on the side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from raydpfl.data import Shards
+from raydpfl.member import Member
+from raydpfl.rounds import Columns, State
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What k clients of a lane send, as a probe is shown it."""
+
+    updates: torch.Tensor  # float32 [k, d]
+    vectors: torch.Tensor  # float64 [k, d]: bounded and weighted, without noise
+    noise: np.ndarray | None  # float64 [k, d]: what each has drawn on it; None: nothing
+    told: Mapping[str, torch.Tensor]  # what the probe itself tells clients of its state
+    # Of so many more trainings of each client, with batches and noise of their own: the sum of what
+    # it would send unbounded, float64 [k, d], and the sum of the squared norms of that, float64 [k].
+    again: Callable[[int], tuple[torch.Tensor, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the server has of a round, as a probe is shown it."""
+
+    t: int
+    bound: float | None  # that was in force
+    columns: Columns  # all that is known of each client: `client`, `norm`, `factor`, ...
+    total: np.ndarray  # float64 [d]: the sum of what was sent
+    noise: np.ndarray | None  # float64 [d]: what the server has drawn on it
+    update: np.ndarray  # float64 [d]: the mean update
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has done all its rounds."""
+
+    out: Path
+    module: torch.nn.Module
+    shards: Shards
+    model: np.ndarray  # float32 [d]
+    l2: float  # of the L2 term that local training has
+
+
+class Afterwards(Protocol):
+    """What is computed once the last round is done, piece by piece."""
+
+    def advance(self, seconds: float) -> tuple[int, int]:
+        """Goes on for about so long; how many of how many steps are done."""
+
+    def result(self) -> dict[str, Any]:
+        """What it came to, for the summary, when all steps are done."""
+
+
+class Board(Protocol):
+    """Where the rows of a run are shown while it goes on."""
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows rows of the rounds table that are complete."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+class Probe(Member):
+    """Base of the family: what a member takes of a lane, and what it gives a round.
+
+    Nothing that a probe does changes the model, and none of it is noised: it is for those who may
+    see all data.
+    """
+
+    @property
+    def shows_only(self) -> bool:
+        """Whether a run may be gone on with or without it."""
+        return False
+
+    # --- of a lane, where the clients are ---
+
+    def columns(self, client_noise: bool) -> tuple[str, ...]:
+        """The names of what `lane` gives. `client_noise`: clients draw noise on what they send."""
+        return ()
+
+    def lane(self, sent: Sent) -> Columns:
+        """A number for each client, float64 [k] by name."""
+        return {}
+
+    # --- of a round, where the server is ---
+
+    def start(self, d: int) -> State:
+        """What the probe keeps from round to round, before the first; arrays by name."""
+        return {}
+
+    def tells(self, state: State) -> State:
+        """What clients are told of that in every round, float32 arrays by name (`Sent.told`)."""
+        return {}
+
+    def values(self) -> tuple[str, ...]:
+        """The names of what `round` gives."""
+        return ()
+
+    def round(self, seen: Round, state: State) -> Mapping[str, float | None]:
+        """Columns of the rounds table. `state` is the probe's own, to be changed in place."""
+        return {}
+
+    # --- of a run ---
+
+    def tables(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """The tables that the probe writes and their columns, given what is known of each client."""
+        return {}
+
+    def rows(self, seen: Round) -> Mapping[str, Columns]:
+        """What a round adds to these tables."""
+        return {}
+
+    def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
+        """What is given the model (float32 [d]) after t rounds, and after each that follows."""
+        return None
+
+    def board(self, out: Path, t: int) -> Board | None:
+        """What shows the rows of a run of which t rounds are done."""
+        return None
+
+    def afterwards(self, run: Finished) -> Afterwards | None:
+        """What is computed when all rounds are done, under the probe's name in the summary."""
+        return None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether there is something to compute `afterwards`."""
+        return type(self).afterwards is not Probe.afterwards

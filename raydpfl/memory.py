@@ -1,0 +1,65 @@
+"""What clients remember from one of their rounds to the next.
+
+It is kept by the coordinator, as any actor may run any lane and a lost one must not take it along,
+and travels with the lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from raydpfl.rounds import Lane, LaneResult
+
+
+class Memory:
+    """Vectors float32 [d] by member and client. A client that has none yet remembers zeros."""
+
+    def __init__(self, members: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]):
+        """As `arrays` gives them; empty ones before the first round."""
+        self._by_member = {
+            name: dict(zip(clients.tolist(), vectors[name], strict=True))
+            for name, clients in members.items()
+        }
+
+    def given(self, lane: Lane) -> Lane:
+        """The lane, with what its clients remember."""
+        if not self._by_member:
+            return lane
+        slots = list(enumerate(lane.clients.tolist()))
+        memory = {
+            name: {slot: kept[client] for slot, client in slots if client in kept}
+            for name, kept in self._by_member.items()
+        }
+        return replace(lane, memory=memory)
+
+    def keep(self, results: Iterable[LaneResult]) -> None:
+        """Takes up what clients will know in their next round; of one that was drawn several times
+        all changes add up.
+        """
+        found: dict[tuple[str, int], list[np.ndarray]] = {}
+        for result in results:
+            for name, vectors in result.memory.items():
+                for client, vector in zip(result.columns["client"].tolist(), vectors, strict=True):
+                    found.setdefault((name, client), []).append(vector)
+        for (name, client), each in found.items():
+            kept = self._by_member.setdefault(name, {})
+            if len(each) == 1:
+                kept[client] = each[0]
+                continue
+            before = np.float64(kept.get(client, np.float32(0.0)))
+            changed = np.sum(each, axis=0, dtype=np.float64) - (len(each) - 1) * before
+            kept[client] = changed.astype(np.float32)
+
+    def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """By member the clients, int64 [m], ascending, and their vectors, float32 [m, d]."""
+        members = {
+            name: np.array(sorted(kept), np.int64) for name, kept in self._by_member.items() if kept
+        }
+        vectors = {
+            name: np.stack([self._by_member[name][client] for client in clients.tolist()])
+            for name, clients in members.items()
+        }
+        return members, vectors

@@ -1,0 +1,158 @@
+"""Where a run stands, and whether it may go on from there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl import origin
+from raydpfl.account import ANEW, Account
+from raydpfl.errors import RunError
+from raydpfl.memory import Memory
+from raydpfl.plan import Plan
+from raydpfl.privacy import Ledger
+from raydpfl.rounds import State
+from raydpfl.tables import Table
+from raydpfl.tracking import Checkpoint, Extent, load
+
+
+@dataclass
+class Position:
+    """All that decides the coming rounds of a run."""
+
+    t: int  # rounds done; the round to come
+    model: np.ndarray  # float32 [d]
+    bound: float | None  # in force in that round
+    states: dict[str, State]  # what each member keeps, by the name of its section
+    memory: Memory = field(default_factory=lambda: Memory({}, {}))  # what clients keep
+    seconds: float = 0.0  # spent so far, over all resumes
+    participations: Counter = field(default_factory=Counter)  # client -> times drawn
+
+    @classmethod
+    def of(cls, plan: Plan, checkpoint: Checkpoint) -> Position:
+        return cls(
+            checkpoint.round,
+            checkpoint.model,
+            checkpoint.bound,
+            {name: checkpoint.states.get(name, {}) for name in started(plan)},
+            Memory(checkpoint.members, checkpoint.memory),
+            checkpoint.seconds,
+            Counter(dict(checkpoint.participations.tolist())),
+        )
+
+    @classmethod
+    def first(cls, plan: Plan, model: np.ndarray) -> Position:
+        """Before the first round. `model` float32 [d]."""
+        return cls(0, model, plan.experiment.bounding.initial_bound, started(plan))
+
+    def checkpoint(self, plan: Plan, tables: dict[str, Extent]) -> Checkpoint:
+        members, memory = self.memory.arrays()
+        seen = np.array(sorted(self.participations.items()), np.int64).reshape(-1, 2)
+        held = (self.t, self.model, self.states, self.bound, self.seconds, seen, members, memory)
+        return Checkpoint(*held, plan.origin(), tables)
+
+
+def take_up(
+    plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, anew: bool
+) -> tuple[Plan, Account, Position | None]:
+    """The plan as it goes on, what has been spent, and where the run stands.
+
+    Args:
+        plan: as it was made.
+        out: the run directory.
+        tables: the run's, by name; they take up their rows.
+        resume: the run goes on from its newest checkpoint, if it has one.
+        anew: under fresh noise, so that code, versions and processor may be others.
+
+    Returns:
+        The third is None before the first round.
+
+    Raises:
+        RunError: the run directory contradicts itself, or the run would be another.
+    """
+    ledger = Ledger(out / "ledger.jsonl", resume=resume)
+    checkpoint = newest(plan, out, tables) if resume else None
+    again = (checkpoint.round if checkpoint else 0) if anew else None
+    plan = plan.continued(ledger.segments, again)
+    account = Account(plan, ledger)
+    if checkpoint is None:
+        return plan, account, None
+    at = Position.of(plan, checkpoint)
+    check_origin(plan, checkpoint.origin, anew)
+    account.verify(at.t, at.bound)
+    for name, table in tables.items():
+        table.resume(checkpoint.tables[name])
+    return plan, account, at
+
+
+def started(plan: Plan) -> dict[str, State]:
+    """What the members keep before the first round, each under the name of its section."""
+    e = plan.experiment
+    members: dict[str, Any] = {"server": e.server, "bounding": e.bounding, "local": e.local}
+    members |= {f"measure.{probe.kind}": probe for probe in e.measure}
+    return {name: member.start(plan.d) for name, member in members.items()}
+
+
+def newest(plan: Plan, out: Path, tables: Mapping[str, Table]) -> Checkpoint | None:
+    """The newest checkpoint in the run directory `out` that the run can go on from."""
+    return load(out / "checkpoints", lambda found: _flaw(plan, tables, found), _most(plan))
+
+
+def _most(plan: Plan) -> int:
+    """Bytes that a checkpoint of this run has at most."""
+    e = plan.experiment
+    clients = len(plan.population)
+    arrays = sum(map(len, started(plan).values())) + 1  # the last update, where it is measured
+    remembered = clients * (e.local.remembers + e.bounding.remembers)
+    return (1 << 22) + plan.d * (4 + 8 * arrays + 4 * remembered) + 24 * clients
+
+
+def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | None:
+    """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table makes
+    its reader raise.
+    """
+    rows = {name: table.read(found.tables[name]) for name, table in tables.items()}
+    if not _sound(rows["rounds"], found.round):
+        return "its rows are not those of rounds"
+    bounding = plan.experiment.bounding
+    if not bounding.adapts and found.bound != bounding.initial_bound:
+        return f"its bound is {found.bound}, not {bounding.initial_bound}"
+    if bounding.adapts and not (type(found.bound) is float and 0 < found.bound < math.inf):
+        return f"its bound is {found.bound}"
+    return found.flaw(plan.d, len(plan.population), plan.experiment.rounds, started(plan))
+
+
+def _sound(rows: pa.Table, rounds: int) -> bool:
+    """Whether these can be the rows of so many rounds, from 0 on."""
+    if rows["round"].to_pylist() != list(range(rounds)):
+        return False
+    known = ("cohort", "seconds_evaluate")
+    if any(rows[name].null_count for name in known):
+        return False
+    numbers = (rows[name].drop_null() for name in (*known, "test_loss", "test_accuracy"))
+    return all(np.isfinite(column.to_numpy()).all() for column in numbers)
+
+
+def check_origin(plan: Plan, stored: dict[str, str], anew: bool) -> None:
+    """Raises `RunError` where the run began with something else that its bits depend on.
+
+    A run that is begun `anew` needs the same mechanism on the same data, by whatever code.
+    """
+    now = plan.origin()
+    if anew:
+        kept = ("experiment", "data", "clients", "cohorts", "mechanism")
+        stored = {name: stored[name] for name in kept if name in stored}
+        now = {name: now[name] for name in kept if name in now}
+    changed = origin.differences(stored, now)
+    if changed and anew:
+        raise RunError(f"the run cannot go on, as it would be another: {changed}")
+    if changed:
+        bits = f"its bits would differ: {changed}"
+        raise RunError(f"the run cannot go on as it began, as {bits}; {ANEW}")

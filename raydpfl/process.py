@@ -1,0 +1,140 @@
+"""A process of the run that works for others: how it starts, and what it says of itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from raydpfl import origin
+from raydpfl.cluster import place
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError
+from raydpfl.keys import keyed_globals
+
+
+def peak_rss_mb() -> float:
+    """The largest resident set this process has had, in MB (10^6 bytes)."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a process says of itself once it can work."""
+
+    pid: int
+    host: str
+    node: str  # Ray's id of its node
+    # a file of that host, which holds the client in training, an int64; empty where there is none
+    progress: str
+
+
+class Progress:
+    """The client in training; if shared, in a file of memory that others on this machine can read
+    even when this process is stopped.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self.path = ""
+        self._client = np.zeros(1, np.int64)
+        if shared and hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("raydpfl-progress")
+            os.ftruncate(descriptor, self._client.nbytes)
+            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            self._client = np.memmap(self.path, np.int64, "r+")
+        self.at(-1)
+
+    @property
+    def client(self) -> int:
+        return int(self._client[0])
+
+    def at(self, client: int) -> None:
+        """-1: none."""
+        self._client[0] = client
+
+
+class Process:
+    """Base of what runs in a process of its own: `make` opens all that the work needs.
+
+    In the process of the caller that is done at once. An actor is given the experiment pickled, and
+    is made by `ready`: so what its node lacks comes back as an error that names both. `capability`,
+    of the run (`raydpfl.origin.capability`), is what its node has to compute like.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment | bytes,
+        shards: str,
+        path: Sequence[str] = (),
+        capability: Mapping[str, str] | None = None,
+    ):
+        self.own = False  # whether code of the user's own takes part
+        here = isinstance(experiment, Experiment)
+        self._given = (experiment, shards, path, capability)
+        self.progress = Progress(shared=not here)
+        if here:
+            self.make(experiment, shards)
+
+    def make(self, experiment: Experiment, shards: str) -> None:
+        raise NotImplementedError
+
+    def keyed(self, seed: int, **key: int) -> AbstractContextManager[None]:
+        """What code of the user's own draws within from the generators of the process is keyed."""
+        return keyed_globals(seed, **key) if self.own else nullcontext()
+
+    def ready(self) -> Started:
+        """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and
+        what to set.
+        """
+        pickled, shards, path, capability = self._given
+        # Where a user's own module was found by the process that started the run.
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        host = place()
+        if not os.path.exists(os.path.join(shards, "data.json")):
+            lacks = f"on node {host} it has no prepared data"
+            accepted = f"one directory for all nodes of the cluster; {lacks}"
+            raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
+        try:
+            experiment = pickle.loads(pickled)
+        except (ImportError, AttributeError) as error:
+            accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
+            raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
+        try:
+            self.make(experiment, shards)
+        except ConfigError as error:  # where the run was started it was none
+            where = "needs the directory of your modules in PYTHONPATH"
+            accepted = f"{error.accepted}; so it is on node {host}, which {where}"
+            raise ConfigError(error.field, error.value, accepted) from None
+        origin.check_node(host, capability)
+        import ray
+
+        return Started(
+            os.getpid(), host, ray.get_runtime_context().get_node_id(), self.progress.path
+        )
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is warned of within, which the log of an actor would keep to itself."""
+    found: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("raydpfl")
+    log.addHandler(listener)
+    try:
+        yield found
+    finally:
+        log.removeHandler(listener)
+
+
+def own_code(experiment: Experiment) -> bool:
+    """Whether code of the user's own takes part in what a client does."""
+    return any(each.is_own for each in (experiment.local, experiment.bounding, experiment.model))

@@ -1,0 +1,214 @@
+"""What a run writes down of its rounds: tables, the models on their way, and the summary."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl.account import Account
+from raydpfl.errors import RunError
+from raydpfl.measure import Afterwards, Finished, Round
+from raydpfl.origin import capability
+from raydpfl.placement import Actors, Inline
+from raydpfl.plan import Plan
+from raydpfl.position import Position
+from raydpfl.privacy import column, holding
+from raydpfl.process import peak_rss_mb
+from raydpfl.rounds import Columns, LaneResult
+from raydpfl.tables import Table, schema
+from raydpfl.tracking import Clock, Dropped, Pace, save
+
+# What is known of every client, measured or not.
+KNOWN = ("client", "norm", "factor", "clipped", "train_loss")
+NOBODY: Columns = {"client": np.empty(0, np.int64), **{name: np.empty(0) for name in KNOWN[1:]}}
+TESTED = ("test_loss", "test_accuracy")
+PHASES = ("account", "select", "collect", "server", "record", "evaluate")
+
+
+def joined(results: Iterable[LaneResult]) -> Columns:
+    """The columns of all clients, in client order; those of no clients without results."""
+    every = [result.columns for result in results]
+    if not every:
+        return NOBODY
+    return {name: np.concatenate([each[name] for each in every]) for name in every[0]}
+
+
+class Record:
+    """The tables of the run in the directory `out`, and what goes into them."""
+
+    def __init__(self, plan: Plan, out: Path):
+        self.plan = plan
+        self.out = out
+        self.probes = plan.experiment.measure
+        self.rounds = Table(out, "rounds", schema(self._columns()))
+        self.tables: dict[str, Table] = {"rounds": self.rounds}
+        known = self._known()
+        for probe in self.probes:
+            for name, columns in probe.tables(known).items():
+                self.tables[name] = Table(out, name, schema(columns))
+        self._client_rss = 0.0
+
+    def _columns(self) -> list[str]:
+        """Those of the rounds table."""
+        names = ["round", "cohort", "train_loss", *TESTED]
+        names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
+        names += ["bound", "noise_std", "clipped", "norm_p10", "norm_p50", "norm_p90"]
+        names += ["update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"]
+        names += [name for probe in self.probes for name in probe.values()]
+        return [*names, *(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
+
+    def _known(self) -> tuple[str, ...]:
+        """What is known of each client."""
+        noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
+        return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
+
+    def begin(self, plan: Plan, pool: Inline | Actors, at: Position) -> None:
+        """Takes up what grows with the run. `plan` is the one that goes on."""
+        self.plan = plan
+        self.pool = pool
+        self._pace = Pace()
+        self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
+        self._after: dict[str, Afterwards] | None = None
+        self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
+        followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
+        self._followers = [each for each in followed if each is not None]
+        self.follow(at)
+
+    def follow(self, at: Position) -> None:
+        """The model is now that of `at`."""
+        for follower in self._followers:
+            follower(at.t, at.model)
+
+    def row(
+        self, seen: Round, results: list[LaneResult], spent: Mapping[str, float], at: Position
+    ) -> dict[str, Any]:
+        """The row of a round, without its evaluation; and what its probes write besides."""
+        e = self.plan.experiment
+        columns = seen.columns
+        row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
+        row |= {"train_loss": _mean(columns["train_loss"]), "test_loss": None}
+        row |= {"test_accuracy": None, **{column(name): spent[name] for name in spent}}
+        row["bound"] = e.bounding.sample_bound or seen.bound
+        row["noise_std"] = self.plan.released_std(seen.bound)
+        row["clipped"] = _mean(columns["clipped"])
+        finite = columns["norm"][np.isfinite(columns["norm"])]
+        for q in (10, 50, 90):
+            row[f"norm_p{q}"] = float(np.quantile(finite, q / 100)) if len(finite) else None
+        row["update_norm"] = float(np.linalg.norm(seen.update))
+        row["lr"] = e.local.learning_rate(seen.t)
+        dropped = [each for result in results for each in result.dropped]
+        if dropped:
+            self.dropped.append(seen.t, dropped)
+        row |= {"dropped": len(dropped), "replaced": self.pool.replaced}
+        row["actors"] = self.pool.healthy
+        row["seconds_clients"] = sum(result.seconds for result in results)
+        self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
+        for probe in self.probes:
+            row |= probe.round(seen, at.states[f"measure.{probe.kind}"])
+            for name, added in probe.rows(seen).items():
+                self.tables[name].append(added)
+        return row
+
+    def take(self, row: dict[str, Any], clock: Clock, at: Position) -> list[dict]:
+        """Sends the model off to be evaluated, takes up the evaluation before it, and keeps what is
+        complete: the rows of the rounds table that now are.
+        """
+        clock.lap("record")
+        complete = self._settle()
+        last = at.t == self.plan.experiment.rounds
+        if last or at.t % self.plan.experiment.evaluate.every == 0:
+            self._pending = row, self.pool.evaluate(at.model)
+        clock.lap("evaluate")
+        row |= clock.seconds
+        row["seconds"] = sum(clock.seconds.values())
+        row["clients_per_second"] = row["cohort"] / (row["seconds"] - row["seconds_evaluate"])
+        at.seconds += row["seconds"]
+        self.follow(at)
+        complete += [] if self._pending else [self._keep(row)]
+        return complete + (self.save(at, copies=last) if last or self._pace.due() else [])
+
+    def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Appends a row that is complete to the rounds table."""
+        self.rounds.append({name: [value] for name, value in row.items()})
+        return row
+
+    def _settle(self) -> list[dict]:
+        if not self._pending:
+            return []
+        row, handle = self._pending
+        self._pending = None
+        row["test_loss"], row["test_accuracy"] = self.pool.evaluation(handle)
+        if not math.isfinite(row["test_loss"]):
+            what = f"the test loss is {row['test_loss']} after round {row['round']}"
+            raise RunError(f"{what}; lower server.lr or local.lr")
+        return [self._keep(row)]
+
+    def save(self, at: Position, copies: bool = True) -> list[dict]:
+        """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row
+        that this completed, if any. Without `copies` the Parquet files are written when due.
+        """
+        began = time.monotonic()
+        complete = self._settle()
+        self.snapshot(at)
+        for table in self.tables.values() if copies else ():
+            table.copy()
+        self._pace.took(time.monotonic() - began)
+        return complete
+
+    def snapshot(self, at: Position) -> None:
+        """Puts the tables and a checkpoint on disk."""
+        tables = {name: table.flush() for name, table in self.tables.items()}
+        save(self.out / "checkpoints", at.checkpoint(self.plan, tables))
+
+    def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
+        """Goes on for about so long with what is measured of a finished run; how many of how many
+        steps are done.
+        """
+        if self._after is None:
+            given = {probe.kind: probe.afterwards(run) for probe in self.probes}
+            self._after = {kind: work for kind, work in given.items() if work is not None}
+        steps = [work.advance(seconds / len(self._after)) for work in self._after.values()]
+        return sum(done for done, _ in steps), sum(of for _, of in steps)
+
+    def measured_after(self) -> dict[str, Any]:
+        """What that came to, for the summary."""
+        return {kind: work.result() for kind, work in (self._after or {}).items()}
+
+    def summary(self, at: Position, account: Account) -> dict[str, Any]:
+        """What is known of the run as it stands, for its summary."""
+        rows = self.rounds.arrow()
+        evaluated = rows.filter(rows["test_loss"].is_valid())
+        last = evaluated.slice(max(0, len(evaluated) - 1)).to_pylist()
+        clients = sum(rows["cohort"].to_pylist())
+        training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
+        quantiles = account.per_client(self.out, at.t, at.participations)
+        found = {} if quantiles is None else {"epsilon_quantiles": quantiles}
+        guarantees = account.guarantees(at.t, at.participations)
+        return found | {
+            "rounds": at.t,
+            **{name: last[0][name] if last else None for name in TESTED},
+            "model_sha256": hashlib.sha256(at.model.astype("<f4").tobytes()).hexdigest(),
+            "parameters": self.plan.d,
+            "population": len(self.plan.population),
+            "seconds": at.seconds,
+            "clients_per_second": clients / training if clients else 0.0,
+            "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
+            "seed": self.plan.experiment.seed,
+            "capability": capability(),
+            "repeated_rounds": self.plan.repeated,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "replaced_actors": self.pool.replaced,
+            "guarantees": [guarantee.to_dict() for guarantee in guarantees],
+            "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
+        }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.mean(finite)) if len(finite) else None

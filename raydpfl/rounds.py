@@ -1,0 +1,143 @@
+"""What travels in a round: types only, of arrays by clients (rows) and by columns.
+
+Down go `Lane`s (who trains together), `Work` (what all clients of the round are told) and the
+broadcast model; up comes a `LaneResult`: one vector, and a column for every number that is known of
+a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+State = dict[str, np.ndarray]  # what a member keeps of its own from round to round, by name
+Columns = dict[str, np.ndarray]  # by name, one value per client each, in client order
+Rows = Mapping[int, np.ndarray]  # slot -> what its client remembers, float32 [d]; absent: zeros
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A fixed number of clients that train together; its shape is a function of its full membership
+    alone.
+    """
+
+    clients: np.ndarray  # int64 [C], ascending; -1 for an empty slot
+    draws: np.ndarray  # int64 [C], how often the client stands before in the cohort
+    weights: np.ndarray  # float64 [C]
+    rows: int  # that any of its clients trains on in a round at most; others are padded to it
+    slot: int | None = None  # the one slot to train, when each client is its own actor
+    # float64 [C]: std of the noise on the mean gradient of each client's local steps
+    stds: np.ndarray | None = None
+    memory: Mapping[str, Rows] = field(default_factory=dict)  # by the member that remembers
+    parts: int = 1  # lanes, one after another, that are trained together: see `joined`
+
+    @classmethod
+    def joined(cls, lanes: Sequence[Lane]) -> Lane:
+        """Lanes of the same width and rows as one, the clients of one after those of another."""
+        first = lanes[0]
+        if len(lanes) == 1:
+            return first
+        width = len(first.clients)
+        memory: dict[str, dict[int, np.ndarray]] = {}
+        for place, lane in enumerate(lanes):
+            for member, rows in lane.memory.items():
+                kept = memory.setdefault(member, {})
+                kept |= {place * width + slot: vector for slot, vector in rows.items()}
+        return cls(
+            np.concatenate([lane.clients for lane in lanes]),
+            np.concatenate([lane.draws for lane in lanes]),
+            np.concatenate([lane.weights for lane in lanes]),
+            first.rows,
+            stds=None if first.stds is None else np.concatenate([lane.stds for lane in lanes]),
+            memory=memory,
+            parts=len(lanes),
+        )
+
+    def alone(self, slot: int) -> Lane:
+        """The lane for one of its clients, which is its own actor."""
+        memory = {
+            name: {slot: rows[slot]} if slot in rows else {} for name, rows in self.memory.items()
+        }
+        return replace(self, slot=slot, memory=memory)
+
+    @property
+    def width(self) -> int:
+        """Clients of one lane."""
+        return len(self.clients) // self.parts
+
+    @property
+    def members(self) -> np.ndarray:
+        """The clients that are to be trained, int64 [C], -1 for all other slots."""
+        if self.slot is None:
+            return self.clients.copy()
+        members = np.full_like(self.clients, -1)
+        members[self.slot] = self.clients[self.slot]
+        return members
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all clients of a round must know beside the model."""
+
+    t: int
+    seed: int  # of batches, and of randomness inside modules
+    noise_seed: int
+    bound: float | None  # of one client's vector, before its weight
+    client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
+    grid: float  # see raydpfl.sums.grid
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What all clients are sent: the model, and what members tell them of their state."""
+
+    model: np.ndarray  # float32 [d]
+    told: Mapping[str, State] = field(default_factory=dict)  # by the member that tells it
+
+
+@dataclass
+class LaneResult:
+    """What one actor returns of a round."""
+
+    total: np.ndarray  # float64 [d]: the exact sum of its lanes' sums, or one client's contribution
+    columns: Columns
+    memory: Mapping[str, np.ndarray]  # what clients remember from now on, float32 [r, d]
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
+    seconds: float = 0.0
+    peak_rss_mb: float = 0.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What k clients know of the round, as the hooks of a member are given it.
+
+    Tensors are on the device that trains.
+    """
+
+    t: int
+    lr: float  # of all their local steps
+    bound: float | None  # that is in force; None: nothing is bounded
+    model: torch.Tensor  # float32 [d], as broadcast
+    told: Mapping[str, torch.Tensor]  # what the member itself tells clients of its state
+    remembered: Callable[[], torch.Tensor]
+
+    @cached_property
+    def own(self) -> torch.Tensor:
+        """What each of them remembers, float32 [k, d]; zeros before its first round."""
+        return self.remembered()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows of a round, as the hooks of a member are given it."""
+
+    t: int
+    lr: float  # of the clients' local steps
+    model: np.ndarray  # float32 [d], as it was broadcast
+    divisor: float  # of the released sum: the mean is the sum over it
+    cohort: int  # clients of the round
+    population: int
