@@ -59,7 +59,8 @@ class Account:
         The key of its noise is known of the `present` segment alone.
         """
         plan = self.plan
-        release = {"mechanism": plan.mechanism.digest(), "bound": bound}
+        assert plan.mechanism is not None
+        release: dict[str, Any] = {"mechanism": plan.mechanism.digest(), "bound": bound}
         release["std"] = plan.sum_std(bound)
         release |= {f"{name}_std": std for name, std in plan.side_stds.items()}
         asked = plan.experiment.selection.loss_query

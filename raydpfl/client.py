@@ -185,7 +185,7 @@ class ClientActor(Process):
         return summed if lane.slot is not None else snap(summed, grid)
 
     def _reduce(self, total: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Adds the rows of `vectors`, float64 [k, d], to `total`, float64 [d], one after another."""
+        """Adds the rows of `vectors`, float64 [k, d], to `total`, float64 [d], one by one."""
         if self.device.type != "cpu":
             for vector in vectors:
                 total += vector
@@ -279,7 +279,7 @@ class ClientActor(Process):
             "draw": int(lane.draws[slots[0]]),
         }
         with self.keyed(work.seed, **key, step=2):
-            factors = bounding.factors(lengths, work.bound)
+            factors = bounding.factors(lengths, math.inf if work.bound is None else work.bound)
         if work.bound is not None:
             left = factors * lengths
             fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))
@@ -330,7 +330,7 @@ class ClientActor(Process):
     def _again(
         self, share: Share, lane: Lane, slots: np.ndarray, times: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """See `raydpfl.measure.Sent.again`. The lane is trained again once for all of its blocks."""
+        """See `raydpfl.measure.Sent.again`. The lane is trained again once for all its blocks."""
         if share.again is None or share.again[0] is not lane:
             share.again = lane, *self._repeated(share, lane, times)
         _, sums, squares = share.again
@@ -498,8 +498,8 @@ class ClientActor(Process):
         if names:
             raise RunError(
                 f"model.kind {self.experiment.model.kind} keeps something from one client to the "
-                f"next ({names}), so that the bits would depend on who trains whom; a model may use "
-                "its parameters, its buffers and its input alone"
+                f"next ({names}), so that the bits would depend on who trains whom; a model may "
+                "use its parameters, its buffers and its input alone"
             )
 
     def _differs(self, share: Share, lane: Lane, slot: int, update: torch.Tensor) -> str:

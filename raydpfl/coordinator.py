@@ -53,11 +53,15 @@ class Coordinator:
         self._resume = resume
         self._anew = anew
 
-    def start(self) -> None:
-        """Takes up the run where it stands and starts its clients.
-
-        Raises `RunError` for a run directory that contradicts itself.
+    def start(self) -> tuple[int, list[str]]:
+        """Takes up the run where it stands and starts its clients; the id of this process, and what
+        that warned of. Raises `RunError` for a run directory that contradicts itself.
         """
+        with heard() as warnings:
+            self._take_up()
+        return os.getpid(), warnings
+
+    def _take_up(self) -> None:
         self.shards = Shards.open(self.plan.shards)
         self.record = Record(self.plan, self.out)
         found = take_up(self.plan, self.out, self.record.tables, self._resume, self._anew)
@@ -71,12 +75,6 @@ class Coordinator:
         self.pool = placement.pool(self.plan, self._actors)
         self.record.begin(self.plan, self.pool, self.at)
         self._added: np.ndarray | None = None  # the server's noise in the round under way
-
-    def started(self) -> tuple[int, list[str]]:
-        """As `start`; the id of this process, and what that warned of."""
-        with heard() as warnings:
-            self.start()
-        return os.getpid(), warnings
 
     def _module(self) -> Any:
         e = self.experiment
@@ -107,9 +105,7 @@ class Coordinator:
         return self.record.take(row, clock, at)
 
     def account(self, t: int) -> None:
-        """Writes this round's spending ahead of it; raises `BudgetError` instead when the run may
-        not spend that.
-        """
+        """Writes this round's spending ahead of it; raises `BudgetError` where it may not be."""
         self.accounts.spend(t, self.at.bound)
 
     def select(self, t: int) -> Cohort:
@@ -175,18 +171,14 @@ class Coordinator:
         return self.record.save(self.at)
 
     def finish(self, status: str, save: bool) -> dict:
-        """Stops the clients and sums up the run, having saved it if asked to (a round that was
-        broken off must not be).
-        """
+        """Stops the clients and sums up the run, saved if asked to: a broken round must not be."""
         if save:
             self.save()
         self.pool.close()
         return self.record.summary(self.at, self.accounts) | {"status": status}
 
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
-        """Goes on for about so long with what is measured of a finished run; how many of how many
-        steps are done.
-        """
+        """Goes on with what is measured of a finished run; how many of how many steps are done."""
         l2 = self.experiment.local.l2
         run = Finished(self.out, self._module(), self.shards, self.at.model, l2)
         return self.record.afterwards(run, seconds)

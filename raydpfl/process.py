@@ -77,10 +77,12 @@ class Process:
         capability: Mapping[str, str] | None = None,
     ):
         self.own = False  # whether code of the user's own takes part
-        here = isinstance(experiment, Experiment)
-        self._given = (experiment, shards, path, capability)
-        self.progress = Progress(shared=not here)
-        if here:
+        self._pickled = b""
+        self._given = (shards, path, capability)
+        self.progress = Progress(shared=isinstance(experiment, bytes))
+        if isinstance(experiment, bytes):
+            self._pickled = experiment
+        else:
             self.make(experiment, shards)
 
     def make(self, experiment: Experiment, shards: str) -> None:
@@ -94,7 +96,7 @@ class Process:
         """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and
         what to set.
         """
-        pickled, shards, path, capability = self._given
+        shards, path, capability = self._given
         # Where a user's own module was found by the process that started the run.
         sys.path.extend(entry for entry in path if entry not in sys.path)
         host = place()
@@ -103,7 +105,7 @@ class Process:
             accepted = f"one directory for all nodes of the cluster; {lacks}"
             raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
         try:
-            experiment = pickle.loads(pickled)
+            experiment = pickle.loads(self._pickled)
         except (ImportError, AttributeError) as error:
             accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
             raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None

@@ -481,7 +481,7 @@ class _Ray:
                 reason = " ".join(str(error).split())[:300]
                 raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
 
-        process, warnings = call("started")
+        process, warnings = call("start")
         if self.session:
             self.session.coordinator = process
         for warning in warnings:

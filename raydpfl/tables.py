@@ -62,7 +62,7 @@ class Table:
         self.log = folder / "checkpoints" / f"{name}.arrows"
         self.schema = schema
         self._names = frozenset(schema.names)
-        self._pending: list[Mapping[str, Sequence[Any]]] = []
+        self._pending: list[Mapping[str, Sequence[Any] | np.ndarray]] = []
         self._copied: int | None = None  # rows in the Parquet file; None: nobody knows
         self._pace = Pace()
         self._begin()
@@ -71,7 +71,7 @@ class Table:
         self._extent = Extent(0, 0, hashlib.sha256().hexdigest())
         self._digest = hashlib.sha256()
 
-    def append(self, columns: Mapping[str, Sequence[Any]]) -> None:
+    def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> None:
         """Adds rows, kept in memory until `flush`.
 
         Args:
@@ -214,7 +214,7 @@ class Table:
                 os.fsync(descriptor)
 
 
-def _rows_of(columns: Mapping[str, Sequence[Any]]) -> int:
+def _rows_of(columns: Mapping[str, Sequence[Any] | np.ndarray]) -> int:
     return len(next(iter(columns.values()), ()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import raydpfl
+from raydpfl import bounding, local, measure, noise, selection, server, weights
 
 ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
@@ -123,3 +125,14 @@ def test_a_round_fits_on_one_screen():
         if isinstance(node, ast.FunctionDef) and node.name == "round"
     )
     assert method.end_lineno - method.lineno < 40
+
+
+def test_the_coordinator_is_a_page_and_names_no_method():
+    text = (ROOT / "coordinator.py").read_text()
+    families = [bounding, local, noise, selection, server, weights, measure]
+    kinds = {kind for family in families for kind in family.FAMILY} - {"bounding"}  # a section
+    classes = {cls.__name__ for family in families for cls in family.FAMILY.values()}
+    nodes = [*ast.walk(ast.parse(text))]
+    said = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert len(text.splitlines()) < 200
+    assert not said & kinds and not set(re.findall(r"\w+", text)) & classes

@@ -55,17 +55,13 @@ FACTS = {"rigorous"}
 # Places that are known and not yet mended: they must become fewer.
 KNOWN: dict[str, int] = {
     "audit/__init__.py": 1,
-    "audit/canaries.py": 2,
     "budget.py": 11,
-    "client.py": 4,
-    "config.py": 26,
-    "coordinator.py": 9,
+    "config.py": 22,
     "noise/gaussian.py": 1,
-    "plan.py": 10,
+    "plan.py": 9,
     "privacy/accountants/base.py": 2,
     "privacy/accounting.py": 3,
     "selection/cyclic.py": 1,
-    "selection/fedavg_stale.py": 1,
 }
 
 

@@ -17,8 +17,8 @@ Edge cases, the same for every member:
 | infinite or NaN | nothing: it is the client's error, raised with its id, never passed on   |
 
 Sensitivity of the sum over a cohort: `bound` when a client is added, removed or zeroed out, 2
-`bound` when one is replaced. The norm is taken and the factor applied in float64, so the bound holds
-to 1e-15; the sum is then rounded once per lane to a grid below 1e-9 of the bound (see
+`bound` when one is replaced. The norm is taken and the factor applied in float64, so the bound
+holds to 1e-15. The sum is then rounded once per lane to a grid below 1e-9 of the bound (see
 `raydpfl.sums`), which leaves the sensitivity as it is to every printed digit.
 
 `per_sample_clip` bounds inside the local steps instead: every sample's gradient is clipped, the

@@ -30,17 +30,18 @@ class Query:
 class Bounding(Member):
     """Base of the family. A member gives `factor` (or `factors`), and what else it needs of these.
 
-    What a client sends is `factors(norms, bound)` times the vectors that `send` makes of the updates
-    of its lane, `norms` being their L2 norms; nothing it sends is longer than the bound in force,
-    the field `bound` in the first round. Vectors are float64 [k, d], those of k clients at once; what
-    a client gets must not depend on the others. Tensors that are given to `send` may be written to.
+    What a client sends is `factors(norms, bound)` times the vectors that `send` makes of updates,
+    `norms` being their L2 norms. Nothing it sends is longer than the bound in force, the field
+    `bound` in the first round. Vectors are float64 [k, d], those of k clients at once; what a
+    client gets must not depend on the others. Tensors given to `send` may be written to.
 
     >>> import math
     >>> class Tanh(Bounding):
     ...     bound: float = 1.0
     ...     def factor(self, norm, bound):
     ...         return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0
-    >>> Tanh().factors(torch.tensor([0.0, 0.1, 3.0], dtype=torch.float64), 1.0) * torch.tensor([0.0, 0.1, 3.0])
+    >>> norms = torch.tensor([0.0, 0.1, 3.0], dtype=torch.float64)
+    >>> Tanh().factors(norms, 1.0) * norms
     tensor([0.0000, 0.0997, 0.9951], dtype=torch.float64)
     """
 
@@ -106,20 +107,20 @@ class Bounding(Member):
         """What a vector of this finite norm is multiplied by, given the bound in force."""
         raise NotImplementedError
 
-    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
-        """`factor` of k norms, float64 [k] both."""
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        """`factor` of k norms, float64 [k] both; the bound is infinite where there is none."""
         found = [self.factor(norm, bound) for norm in norms.tolist()]
         return torch.tensor(found, dtype=torch.float64, device=norms.device)
 
     def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """The column `clipped` of clients.parquet, float64 [k]: 1 where a factor is below 1, else 0.
+        """The column `clipped` of clients.parquet, float64 [k]: 1 for a factor below 1, else 0.
 
         `samples` is the share of each client's (sample, step) pairs whose gradient was clipped.
         """
         return (factors < 1.0).astype(np.float64)
 
     def remember(self, sent: torch.Tensor, view: View) -> torch.Tensor | None:
-        """What clients that sent this keep for their next round, [k, d]; `view.own` is what they had.
+        """What clients that sent this keep for their next round, [k, d]; they had `view.own`.
 
         `sent` float64 [k, d] is bounded and weighted, and still without noise.
         """
@@ -154,8 +155,10 @@ class Bounding(Member):
         return ()
 
     def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
-        """By query, each client's answer, float64 [r], from what is known of each (`norm`, `factor`,
-        `train_loss`, ...). NaN of a client that failed counts as 0.
+        """By query, each client's answer, float64 [r], from what is known of it.
+
+        `columns` are `norm`, `factor`, `train_loss` and more, float64 [r] each, NaN for one that
+        failed. An answer that is NaN counts as 0.
         """
         return {}
 

@@ -23,5 +23,5 @@ class Clip(Bounding):
     def factor(self, norm: float, bound: float) -> float:
         return 1.0 if norm <= bound else bound / norm
 
-    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return torch.where(norms <= bound, 1.0, bound / norms)

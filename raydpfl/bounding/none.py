@@ -18,5 +18,5 @@ class Unbounded(Bounding):
     def factor(self, norm: float, bound: float) -> float:
         return 1.0
 
-    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return torch.ones_like(norms)

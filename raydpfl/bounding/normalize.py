@@ -23,5 +23,5 @@ class Normalize(Bounding):
     def factor(self, norm: float, bound: float) -> float:
         return bound / norm if norm > 0 else 0.0
 
-    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return torch.where(norms > 0, bound / norms, 0.0)

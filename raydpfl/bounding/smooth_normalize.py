@@ -25,5 +25,5 @@ class SmoothNormalize(Bounding):
     def factor(self, norm: float, bound: float) -> float:
         return bound / (self.a + norm)
 
-    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return bound / (self.a + norms)

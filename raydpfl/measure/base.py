@@ -24,7 +24,7 @@ class Sent:
     noise: np.ndarray | None  # float64 [k, d]: what each has drawn on it; None: nothing
     told: Mapping[str, torch.Tensor]  # what the probe itself tells clients of its state
     # Of so many more trainings of each client, with batches and noise of their own: the sum of what
-    # it would send unbounded, float64 [k, d], and the sum of the squared norms of that, float64 [k].
+    # it would send unbounded, float64 [k, d], and that of its squared norms, float64 [k].
     again: Callable[[int], tuple[torch.Tensor, np.ndarray]]
 
 
@@ -114,7 +114,7 @@ class Probe(Member):
     # --- of a run ---
 
     def tables(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """The tables that the probe writes and their columns, given what is known of each client."""
+        """The tables that the probe writes and their columns. `columns`: known of each client."""
         return {}
 
     def rows(self, seen: Round) -> Mapping[str, Columns]:
