@@ -66,7 +66,7 @@ class Account:
         asked = plan.experiment.selection.loss_query
         if asked:
             release["loss_std"] = asked.std
-        release["delta"] = plan.experiment.noise.delta
+        release["delta"] = plan.terms.delta
         return release | ({"key": self._key} if present else {})
 
     def verify(self, rounds: int, bound: float | None) -> None:

@@ -311,16 +311,17 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
                 *others,
             ),
         )
-        unknown: Unknown = "epsilon" if e.noise.epsilon is None else "noise"
-        most = None if e.noise.virtual_cohort else max(seen.values(), default=1)
+        target = e.noise.target()
+        unknown: Unknown = "epsilon" if target is None else "noise"
+        most = max(seen.values(), default=1) if e.noise.simulated() else None
         question = _Question(
             mechanism,
-            e.relation,
-            e.noise.delta,
+            plan.terms.relation,
+            plan.terms.delta,
             unknown,
-            e.noise.epsilon,
+            target,
             participations=most,
-            v=e.noise.v,
+            v=plan.terms.v,
         )
         found = question.budget(mechanism)
     if e.privacy.budget is None:

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -39,9 +39,9 @@ from raydpfl import bounding, data, local, models, noise, own, selection, server
 from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
-from raydpfl.member import Member, choose, importing, imports, load, validate
-from raydpfl.privacy import budgets
-from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
+from raydpfl.privacy import Relation, Terms, budgets
+from raydpfl.privacy.accountants import ASKED
 
 
 class Section(BaseModel):
@@ -55,7 +55,10 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-ASKED = tuple(name for name, member in ACCOUNTANTS.items() if not member.local_steps)
+if TYPE_CHECKING:
+    Asked = str
+else:
+    Asked = Literal[ASKED]
 Whole = Annotated[StrictInt, BeforeValidator(whole)]
 
 
@@ -63,7 +66,7 @@ class Privacy(Section):
     """Who accounts, under which neighbouring relation, and how much may be spent."""
 
     # the first rigorous one calibrates the noise
-    accountants: tuple[Literal[ASKED], ...] = ("pld", "rdp", "paper")
+    accountants: tuple[Asked, ...] = ("pld", "rdp", "paper")
     # auto: add_remove for Poisson, else replace_one
     relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"
     # epsilon that the run stops short of exceeding
@@ -154,9 +157,14 @@ FAMILIES: dict[str, tuple[dict, type]] = {
 }
 KINDS: dict[str, dict] = {  # of every section that is a choice, those within others too
     **{name: family for name, (family, _) in FAMILIES.items()},
-    "data": data.FAMILY, "model": models.FAMILY, "data.sizes": data.SIZES, "data.partition": data.PARTITIONS, "data.features": data.FEATURES,
-    "selection.response": selection.RESPONSES, "noise.epsilon": budgets.FAMILY,
-}  # fmt: skip
+    "data": data.FAMILY,
+    "model": models.FAMILY,
+    "data.sizes": data.SIZES,
+    "data.partition": data.PARTITIONS,
+    "data.features": data.FEATURES,
+    "selection.response": selection.RESPONSES,
+    "noise.epsilon": budgets.FAMILY,
+}
 
 
 class Experiment(Section):
@@ -202,16 +210,14 @@ class Experiment(Section):
             built["model"] = models.parse(tree["model"])
             for name, (family, base) in FAMILIES.items():
                 built[name] = choose(name, tree[name], family, base)
-            for name, section in SECTIONS.items():
-                built[name] = validate(section, name, tree.get(name, {}))
+            for name, cls_of_section in SECTIONS.items():
+                built[name] = validate(cls_of_section, name, tree.get(name, {}))
             built["measure"] = measures.parse(tree.get("measure", measures.DEFAULT))
             experiment = validate(cls, "", built)
         if experiment.unread.keys() - {"model", "server"}:
             return experiment
-        if experiment.noise.placement == "auto":
-            noise = experiment.noise.model_copy(update={"placement": experiment._placement()})
-            experiment = experiment.model_copy(update={"noise": noise})
-        experiment._combinations()
+        placed = experiment.noise.placed(experiment)
+        experiment = experiment.model_copy(update={"noise": placed})
         for section, member in experiment._every_member():
             _refusals(experiment, section, member)
         return experiment
@@ -260,20 +266,14 @@ class Experiment(Section):
 
     def warnings(self) -> list[str]:
         """What its members have whoever reads the results know."""
-        said = []
+        said: list[str] = []
         for _, member in self._every_member():
             said += member.warnings(self)
         return said
 
     def _every_member(self) -> Iterator[tuple[str, Member]]:
         for name in type(self).model_fields:
-            yield from _members(getattr(self, name), name)
-
-    def _placement(self) -> str:
-        """Where noise with placement auto is drawn."""
-        if self.bounding.sample_bound is not None:
-            return "step"
-        return "server" if self.selection.hides_size() else "client"
+            yield from within(getattr(self, name), name)
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
@@ -285,7 +285,8 @@ class Experiment(Section):
 
     @property
     def private(self) -> bool:
-        return not isinstance(self.noise, noise.FAMILY["none"])
+        """Whether a run claims any privacy."""
+        return self.noise.private()
 
     @property
     def stateful(self) -> Member | None:
@@ -295,125 +296,15 @@ class Experiment(Section):
         return next((member for member in (self.local, self.bounding) if member.remembers), None)
 
     @property
-    def relation(self) -> str:
-        if self.noise.placement == "step":
-            return "replace_one"
-        if self.privacy.relation != "auto":
-            return self.privacy.relation
-        return "add_remove" if self.selection.hides_size() else "replace_one"
+    def terms(self) -> Terms:
+        """What guarantees are given at: relation, delta, and the constant of papers' formulas."""
+        natural: Relation = "add_remove" if self.selection.hides_size() else "replace_one"
+        return self.noise.terms(self.privacy.relation, natural)
 
-    def _combinations(self) -> None:
-        """What no single section can refuse."""
-        size = self.noise.model_dump(exclude_none=True)
-        if self.private and not isinstance(self.noise, noise.Gaussian):
-            raise ConfigError(
-                "noise.kind",
-                self.noise.kind,
-                "none, gaussian or a subclass of raydpfl.noise.Gaussian: accountants cover no other noise",
-            )
-        if self.stateful and self.private and self.selection.hides_size() and self.local.remembers:
-            raise ConfigError(
-                "selection.kind",
-                self.selection.kind,
-                f"one with cohorts of known size: the server of {self.local.kind} divides by it",
-            )
-        by_sample = self.bounding.sample_bound is not None
-        if self.private and self.bounding.initial_bound is None and not by_sample:
-            raise ConfigError(
-                "noise.kind",
-                self.noise.kind,
-                "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound",
-            )
-        if self.private and by_sample != (self.noise.placement == "step"):
-            accepted = (
-                "step, with per_sample_clip"
-                if by_sample
-                else "client or server; noise at local steps needs bounding.kind per_sample_clip"
-            )
-            raise ConfigError("noise.placement", self.noise.placement, accepted)
-        if self.noise.placement == "step":
-            self._steps(size)
-        elif isinstance(size.get("epsilon"), dict):
-            raise ConfigError(
-                "noise.epsilon",
-                size["epsilon"],
-                "a number; budgets of clients' own need placement step, and bounding.kind per_sample_clip",
-            )
-        if "std" in size and self.bounding.adapts:
-            raise ConfigError(
-                "noise.std",
-                size["std"],
-                "with an adaptive bound the noise moves with it; give noise.multiplier or noise.epsilon",
-            )
-        if "epsilon" in size and not self.privacy.accountants:
-            raise ConfigError(
-                "privacy.accountants",
-                [],
-                "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp",
-            )
-        if self.privacy.budget is not None and not (self.private and self.privacy.accountants):
-            raise ConfigError(
-                "privacy.budget",
-                self.privacy.budget,
-                "a budget needs noise and an accountant; this run spends without bound",
-            )
-        if self.bounding.sends_model and not self.weights.plain():
-            raise ConfigError(
-                "weights.kind",
-                self.weights.kind,
-                "uniform with model_clip: the new model is the mean of those sent",
-            )
-        if self.local.remembers and self.bounding.remembers:
-            raise ConfigError(
-                "bounding.kind",
-                self.bounding.kind,
-                f"a bounding without memory beside local.kind {self.local.kind}, which has one",
-            )
-        if self.stateful and not self.weights.plain():
-            raise ConfigError(
-                "weights.kind",
-                self.weights.kind,
-                f"uniform, as {self.stateful.kind} keeps the plain mean over all clients",
-            )
-        if self.local.remembers and self.noise.placement == "server":
-            accepted = f"client or step with local.kind {self.local.kind}: noise that no client's variate holds would add up in the server's, round after round"
-            raise ConfigError("noise.placement", "server", accepted)
-        if self.local.remembers and self.bounding.sends_model:
-            raise ConfigError(
-                "bounding.kind",
-                self.bounding.kind,
-                f"one that sends updates, for local.kind {self.local.kind}",
-            )
-
-    def _steps(self, size: dict) -> None:
-        """What noise at local steps refuses beside."""
-        if self.client.on_error == "drop":
-            raise ConfigError(
-                "client.on_error",
-                "drop",
-                "fail, with noise at local steps: a client that failed would send no noise, and be known by it",
-            )
-        if self.data.overlaps():
-            accepted = "one that gives a sample to a single client, with noise at local steps, which protects samples"
-            raise ConfigError("data.partition.kind", "overlapping", accepted)
-        if "v" in self.noise.model_fields_set and self.noise.v != 4.0:
-            raise ConfigError(
-                "noise.v",
-                self.noise.v,
-                "none with placement step, whose formulas have no such constant",
-            )
-        if size.get("virtual_cohort"):
-            raise ConfigError(
-                "noise.virtual_cohort",
-                size["virtual_cohort"],
-                "none with placement step: each client's noise is its own",
-            )
-        if self.privacy.relation not in ("auto", "replace_one"):
-            raise ConfigError(
-                "privacy.relation",
-                self.privacy.relation,
-                "replace_one (of a sample), for noise at local steps",
-            )
+    @property
+    def relation(self) -> Relation:
+        """The neighbouring relation of the guarantees."""
+        return self.terms.relation
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -495,8 +386,13 @@ def parse_yaml(text: str) -> Any:
     # as of a date or a number that is none
     except (ValueError, OverflowError, AttributeError, TypeError) as error:
         raise yaml.YAMLError(str(error)) from None
+    _check_size(values, max(len(text), 10_000))
+    return values
+
+
+def _check_size(values: Any, most: int) -> None:
+    """Raises `yaml.YAMLError` for values nested deeper than `DEPTH`, or for more than `most`."""
     left = [(values, 0)]
-    most = max(len(text), 10_000)
     while left:
         value, depth = left.pop()
         most -= 1
@@ -508,7 +404,6 @@ def parse_yaml(text: str) -> Any:
             left += [(each, depth + 1) for pair in value.items() for each in pair]
         elif isinstance(value, (list, tuple, set)):
             left += [(each, depth + 1) for each in value]
-    return values
 
 
 def dump(values: Any) -> str:
@@ -599,43 +494,38 @@ def _paths(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _refusals(experiment: Experiment, section: str, member: Member) -> None:
-    """Asks a member what it refuses. Raises `ConfigError`, also for a user's own `check` that
-    raises anything else.
+    """Asks a member what it refuses: each of its classes that has a `check`, its base first.
+
+    Raises `ConfigError`, also for a user's own `check` that raises anything else.
     """
-    try:
-        member.check(experiment)
-    except ConfigError:
-        raise
-    except RAISED as error:
-        if not own.is_own(type(member)):
+    for cls in reversed(type(member).__mro__):
+        check = vars(cls).get("check")
+        if check is None:
+            continue
+        try:
+            check(member, experiment)
+        except ConfigError:
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        accepted = f"a class whose check raises nothing but ConfigError ({reason})"
-        raise ConfigError(f"{section}.kind", member.kind, accepted) from None
-
-
-def _members(value: Any, section: str) -> Iterator[tuple[str, Member]]:
-    """A member and those within it, with their sections."""
-    if isinstance(value, Member):
-        yield section, value
-        for name in type(value).model_fields:
-            yield from _members(getattr(value, name), f"{section}.{name}")
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _members(each, section)
+        except RAISED as error:
+            if not own.is_own(cls):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            accepted = f"a class whose check raises nothing but ConfigError ({reason})"
+            raise ConfigError(f"{section}.kind", member.kind, accepted) from None
 
 
 def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:
-    """Another kind of a family: of the old member's keys, those that the new one has too are kept."""
-    found = KINDS.get(section, {}).get(kind)
-    if found is None and section in KINDS and (":" in kind or "." in kind) and imports(section):
-        found = load(kind, f"{section}.kind")
-        if section == "model" and not (isinstance(found, type) and issubclass(found, Member)):
-            found = models.Module
+    """Another kind of a family: of the old member's keys, those that the new one has are kept."""
+    fields = fields_of(KINDS.get(section, {}).get(kind))
+    if fields is None and section in KINDS and (":" in kind or "." in kind) and imports(section):
+        fields = fields_of(load(kind, f"{section}.kind"))
+        if section == "model":
+            fields = fields or dict(models.Module.model_fields)
     # of an unknown kind all keys stay, and the kind is what is complained of
-    if isinstance(found, type) and issubclass(found, Member):
-        for name, value in [*node.items()]:
-            field = found.model_fields.get(name)
-            # null says nothing where the new one has something
-            if field is None or (value is None and field.default is not None):
-                del node[name]
+    if fields is None:
+        return
+    for name, value in [*node.items()]:
+        field = fields.get(name)
+        # null says nothing where the new one has something
+        if field is None or (value is None and field.default is not None):
+            del node[name]

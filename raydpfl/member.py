@@ -68,7 +68,8 @@ class Member(BaseModel):
         """Raises `ConfigError` for an experiment that this member cannot be part of.
 
         It is asked once the config is read, before the data are touched. A member names the
-        combinations that it refuses itself; nobody else knows of them.
+        combinations that it refuses itself; nobody else knows of them. The `check` of its bases is
+        asked too, the first base first, so that a class need not call it.
         """
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
@@ -220,6 +221,24 @@ def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]
     path = f"{cls.__module__}:{cls.__qualname__}"
     own.check(cls, base, section, path)
     return values.model_copy(update={"kind": path})
+
+
+def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
+    """A member and those within it, with their sections."""
+    if isinstance(value, Member):
+        yield section, value
+        for name in type(value).model_fields:
+            yield from within(getattr(value, name), f"{section}.{name}")
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from within(each, section)
+
+
+def fields_of(found: Any) -> dict[str, Any] | None:
+    """The fields of a class of members, by name; None for what is none."""
+    if isinstance(found, type) and issubclass(found, Member):
+        return dict(found.model_fields)
+    return None
 
 
 def own_code(member: Member) -> dict[str, str | None]:

@@ -208,15 +208,15 @@ def test_the_member_resolves_to_the_best_coefficients_or_to_its_own_scaled_to_no
     section = {"kind": "banded_gaussian", "bands": 4, "multiplier": 1.0}
     member = choose("noise", section, noise.FAMILY, noise.Noise)
     assert member.placement == "server" and member.coefficients is None
-    assert np.array_equal(member.resolve(20, 0.8).coefficients, banded_toeplitz(4, 20, 0.8))
+    assert np.array_equal(member.fitted(20, 0.8).coefficients, banded_toeplitz(4, 20, 0.8))
     own = choose("noise", section | {"coefficients": [2, 1, 0, 2]}, noise.FAMILY, noise.Noise)
-    assert own.resolve(20).coefficients == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
+    assert own.fitted(20).coefficients == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
     for bands in range(1, 21):  # as written into a run's config and read again, to the last bit
-        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).resolve(
+        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).fitted(
             20
         )
         assert (
-            choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).resolve(20)
+            choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).fitted(20)
             == resolved
         )
 
@@ -276,4 +276,4 @@ def test_a_factorisation_that_does_not_exist_is_refused(bands, rounds, momentum,
 
 def test_own_coefficients_must_fit_the_rounds_too():
     with pytest.raises(ConfigError, match=r"^bands = 4"):
-        BandedGaussian(bands=4, coefficients=(1, 0, 0, 0), multiplier=1.0).resolve(3)
+        BandedGaussian(bands=4, coefficients=(1, 0, 0, 0), multiplier=1.0).fitted(3)

@@ -472,3 +472,82 @@ def test_a_family_is_found_by_looking_into_its_package(tmp_path, monkeypatch):
         ("box", "Box"),
         ("circle", "Circle"),
     ]
+
+
+@pytest.mark.parametrize(
+    "section", ["noise", "selection", "selection.response", "server", "weights"]
+)
+def test_every_example_is_a_setting_of_its_member(section):
+    members, base = FAMILIES[section]
+    for kind, cls in members.items():
+        assert cls.examples, kind
+        for fields in cls.examples:
+            found = choose(section, {"kind": kind, **fields}, members, base)
+            assert {
+                name: getattr(found, name) for name in fields if name != "response"
+            }.items() <= {**found.model_dump(), **fields}.items()
+            assert choose(section, found.model_dump(mode="json"), members, base) == found
+
+
+NOISES = """
+import numpy as np
+from raydpfl.noise import Noise, Source
+from raydpfl.noise.drawn import client_noise, server_noise
+
+class Served(Source):
+    def __init__(self, seed, d):
+        self.seed, self.d = seed, d
+    def on_sum(self, t, std):
+        return server_noise(self.seed, t, std, self.d)
+
+class ByServer(Noise):
+    z: float = 2.0
+    def size(self, outline, facts): return self.z
+    def source(self, seed, d): return Served(seed, d)
+
+class ByClients(Noise):
+    z: float = 2.0
+    def size(self, outline, facts): return self.z
+    def drawn_by(self): return "client"
+    def least(self, survivors): return survivors
+    def client_std(self, std, survivors): return std / survivors ** 0.5
+    def on_clients(self, seed, t, clients, draws, std, d):
+        return client_noise(seed, t, clients, draws, std, d)
+"""
+
+
+@pytest.mark.parametrize("name,placement", [("ByServer", "server"), ("ByClients", "client")])
+def test_a_noise_of_ones_own_runs_from_its_base_alone(name, placement, mine, tmp_path):
+    """With the epsilons of the built-in one of the same size, and as much noise."""
+    mine(NOISES)
+    own = experiment(noise={"kind": f"mine:{name}", "z": 2.0})
+    like = experiment(noise={"kind": "gaussian", "multiplier": 2.0, "placement": placement})
+    found, expected = run(own, tmp_path / "own"), run(like, tmp_path / "like")
+    assert [(one.observer, one.epsilon) for one in found.guarantees] == [
+        (one.observer, one.epsilon) for one in expected.guarantees
+    ]
+    assert found.rounds["noise_std"] == expected.rounds["noise_std"]
+    quiet = experiment(noise={"kind": "none"})
+    plain = run(quiet, tmp_path / "plan").rounds["update_norm"].to_numpy()
+    noisy = found.rounds["update_norm"].to_numpy()
+    assert (noisy > 2 * plain).all()
+
+
+def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
+    """A class that has a check of its own need not call that of its base."""
+    mine(
+        "from raydpfl.noise import Gaussian\n"
+        "class Careless(Gaussian):\n    def check(self, experiment): pass"
+    )
+    with pytest.raises(ConfigError, match="noise needs a bound"):
+        experiment(noise={"kind": "mine:Careless", "multiplier": 1.0}, bounding={"kind": "none"})
+
+
+def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monkeypatch):
+    from raydpfl import parts
+
+    monkeypatch.setattr(parts.data, "prepare", lambda *arguments: pytest.fail("data were touched"))
+    with pytest.raises(ConfigError, match=r"selection.cohort = 51: at most the population of 50"):
+        Plan.make(experiment(selection={"cohort": 51}))
+    with pytest.raises(ConfigError, match=r"privacy.relation = 'add_remove'"):
+        Plan.make(experiment(privacy={"relation": "add_remove"}))

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from raydpfl import models
 from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
-from raydpfl.plan import lane_width
+from raydpfl.parts import lane_width
 
 SHAPE = (1, 28, 28)
 CLASSES = 10

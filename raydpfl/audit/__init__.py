@@ -42,7 +42,8 @@ from raydpfl.audit.checks import Check
 from raydpfl.audit.views import View
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
-from raydpfl.plan import Plan, composed
+from raydpfl.parts import composed
+from raydpfl.plan import Plan
 from raydpfl.privacy import rigorous
 from raydpfl.tracking import make_folder, replace_file, write_json, writing
 
@@ -180,10 +181,10 @@ def audit(
     plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
     # another release than the run's own
     plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
-    delta = delta or experiment.noise.delta
+    delta = delta or plan.terms.delta
     if folder is not None:
         make_folder(folder)
-    if experiment.noise.placement == "step":
+    if plan.mechanism.by_draws:
         done = _of_samples(plan, canaries, delta, confidence, on_round)
     else:
         records = _of_clients(plan, canaries, on_round)
@@ -215,12 +216,7 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
             list(e.privacy.accountants),
             "pld or rdp among them: an audit holds a run against a rigorous claim",
         )
-    if e.noise.virtual_cohort:
-        raise ConfigError(
-            "noise.virtual_cohort",
-            e.noise.virtual_cohort,
-            "none: the clients that it stands for do not run, and cannot be audited",
-        )
+    e.noise.check_audit()
     if e.selection.asks:
         raise ConfigError(
             "selection.kind",

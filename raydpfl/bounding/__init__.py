@@ -34,7 +34,15 @@ from raydpfl.bounding.base import Bounding, Query
 from raydpfl.bounding.clip import Clip
 from raydpfl.member import family
 
-FIRST = ("none", "clip", "model_clip", "normalize", "smooth_normalize", "quantile_clip")
+FIRST = (
+    "none",
+    "clip",
+    "model_clip",
+    "normalize",
+    "smooth_normalize",
+    "quantile_clip",
+    "per_sample_clip",
+)
 FAMILY: dict[str, type[Bounding]] = family(__name__, Bounding, first=FIRST)
 
 __all__ = ["FAMILY", "Bounding", "Clip", "Query"]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from raydpfl.errors import ConfigError
 from raydpfl.member import Member
 from raydpfl.rounds import Columns, Facts, State, View
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,23 @@ class Bounding(Member):
         """The bound on each sample's gradient within a local step; None: they are not bounded."""
         return None
 
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where the mean over clients would not be what the server needs."""
+        if self.sends_model() and not experiment.weights.plain():
+            accepted = f"uniform with {self.kind}: the new model is the mean of those sent"
+            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+        if not self.remembers:
+            return
+        if experiment.local.remembers:
+            accepted = (
+                f"a bounding without memory beside local.kind {experiment.local.kind}, which has "
+                "one"
+            )
+            raise ConfigError("bounding.kind", self.kind, accepted)
+        if not experiment.weights.plain():
+            accepted = f"uniform, as {self.kind} keeps the plain mean over all clients"
+            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+
     @property
     def remembers(self) -> bool:
         """Whether clients keep a vector from one of their rounds to the next."""
@@ -77,7 +98,6 @@ class Bounding(Member):
         """Whether the bound may change from round to round."""
         return type(self).adapt is not Bounding.adapt
 
-    @property
     def sends_model(self) -> bool:
         """Whether the mean of what is sent is the new model itself, and no change of it."""
         return False

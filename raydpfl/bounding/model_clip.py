@@ -20,7 +20,6 @@ class ModelClip(Clip):
     kind: str = "model_clip"
     scaling: Literal["update"] = "update"
 
-    @property
     def sends_model(self) -> bool:
         return True
 

@@ -16,12 +16,18 @@ array([3.5])
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from pydantic import field_validator
 
+from raydpfl.errors import ConfigError
 from raydpfl.local.sgd import Sgd
 from raydpfl.rounds import Facts, State, View
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 class Scaffold(Sgd):
@@ -51,6 +57,24 @@ class Scaffold(Sgd):
     """
 
     kind: str = "scaffold"
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where c would not follow the mean of the c_i."""
+        if experiment.private and experiment.selection.hides_size():
+            accepted = f"one with cohorts of known size: the server of {self.kind} divides by it"
+            raise ConfigError("selection.kind", experiment.selection.kind, accepted)
+        if not experiment.weights.plain():
+            accepted = f"uniform, as {self.kind} keeps the plain mean over all clients"
+            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+        if experiment.noise.unseen():
+            accepted = (
+                f"client or step with local.kind {self.kind}: noise that no client's variate holds "
+                "would add up in the server's, round after round"
+            )
+            raise ConfigError("noise.placement", "server", accepted)
+        if experiment.bounding.sends_model():
+            accepted = f"one that sends updates, for local.kind {self.kind}"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
 
     @field_validator("momentum", "proximal")
     @classmethod

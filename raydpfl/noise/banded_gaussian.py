@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -13,7 +13,11 @@ from raydpfl.errors import ConfigError
 from raydpfl.noise.base import Source
 from raydpfl.noise.drawn import server_noise
 from raydpfl.noise.gaussian import Gaussian
-from raydpfl.privacy.factorization import banded_toeplitz
+from raydpfl.privacy import Sampling
+from raydpfl.privacy.factorization import banded_toeplitz, check
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 class BandedGaussian(Gaussian):
@@ -27,6 +31,7 @@ class BandedGaussian(Gaussian):
     """
 
     accounted_with: ClassVar[tuple[str, ...]] = ("server",)  # its coefficients are fitted to it
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bands": 1, "multiplier": 1.0},)
     kind: str = "banded_gaussian"
     placement: Literal["server"] = "server"
     bands: int = Field(ge=1)
@@ -65,13 +70,21 @@ class BandedGaussian(Gaussian):
         assert self.coefficients is not None
         return self.coefficients
 
-    def resolve(self, rounds: int, momentum: float = 0.0) -> BandedGaussian:
+    def resolved(self, experiment: Experiment, cohorts: Sampling) -> BandedGaussian:
+        """With `coefficients` of norm 1: those given, or the best for the rounds of the run and its
+        server. Raises `ConfigError` for more bands than rounds, or than rounds between two
+        participations of a client.
+        """
+        check(self.bands, cohorts, experiment.selection.separation)
+        return self.fitted(experiment.rounds, experiment.server.persistence())
+
+    def fitted(self, rounds: int, persistence: float = 0.0) -> BandedGaussian:
         """Itself with `coefficients` of norm 1: those given, or the best for so many rounds under a
-        server of this momentum.
+        server of this persistence.
 
         Raises `ConfigError` for more bands than rounds.
         """
-        best = banded_toeplitz(self.bands, rounds, momentum)
+        best = banded_toeplitz(self.bands, rounds, persistence)
         c = best if self.coefficients is None else np.array(self.coefficients)
         norm = float(np.linalg.norm(c))
         # resolved again, it is the same to the last bit

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from raydpfl.member import Member
+from raydpfl.noise import sums
+from raydpfl.privacy import Mechanism, Release, Sampling, Terms
+from raydpfl.privacy.facts import Placement, Relation, Unit
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
+
+DELTA = 1e-5
+Asked = Literal["auto", "replace_one", "add_remove", "zero_out"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a noise is told of the run that it is for."""
+
+    experiment: Experiment
+    sizes: np.ndarray  # int64 [N], samples of each client
+    rounds: int  # that a guarantee composes over
+    weight: float  # the largest of any client's contribution
+    survivors: int  # the fewest clients that any round keeps
+    draws: Callable[[], list[np.ndarray]]  # the clients that each round exposes, with repeats
+    data_root: Path | None = None
 
 
 class Source:
@@ -25,12 +49,30 @@ class Source:
 
 
 class Noise(Member):
-    """Base of the family. What is not given draws nothing.
+    """Base of the family: noise that protects clients, with one multiplier for the whole run.
 
-    Where each client draws on what it sends, a member gives `client_std` and `on_clients`, and
-    `least`; where the server draws on the sum, `source`. `on_query` is drawn on the sum of what
-    clients answer besides their updates.
+    A member gives `size`, and what it draws. Where the server draws on the sum, that is `source`,
+    and `on_query` if a bounding asks for numbers besides updates. Where each client draws on what
+    it sends, it is `on_clients`, `client_std` and `least`, and `drawn_by` says "client". Whatever
+    is drawn has to be Gaussian, of the std asked for: this is what accountants take it to be.
+
+    >>> from raydpfl.noise.drawn import server_noise
+    >>> class Plain(Source):
+    ...     def __init__(self, seed, d):
+    ...         self.seed, self.d = seed, d
+    ...     def on_sum(self, t, std):
+    ...         return server_noise(self.seed, t, std, self.d)
+    >>> class Mine(Noise):
+    ...     z: float = 2.0
+    ...     def size(self, outline, facts):
+    ...         return self.z
+    ...     def source(self, seed, d):
+    ...         return Plain(seed, d)
+    >>> Mine().source(seed=0, d=3).on_sum(t=0, std=1.0).shape
+    (3,)
     """
+
+    # --- what it draws ---
 
     def on_clients(
         self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
@@ -87,6 +129,10 @@ class Noise(Member):
         """
         return 0.0
 
+    def unseen(self) -> bool:
+        """Whether sums carry noise that no client has drawn."""
+        return self.least(1) == 0
+
     def apart(self) -> int:
         """The fewest rounds from one participation of a client to its next that the noise counts
         on; 1: none.
@@ -113,3 +159,84 @@ class Noise(Member):
     def release(self) -> dict[str, Any]:
         """What of this section a release depends on, besides how large the noise came out."""
         return self.model_dump(mode="json")
+
+    # --- what accountants are told ---
+
+    def private(self) -> bool:
+        """Whether a run with it claims any privacy."""
+        return True
+
+    def drawn_by(self) -> Placement:
+        """Who draws it, for accountants."""
+        return "server"
+
+    def protects(self) -> Unit:
+        """Whose data it protects."""
+        return "client"
+
+    def terms(self, asked: Asked, natural: Relation) -> Terms:
+        """What guarantees are given at: the neighbouring relation that is `asked` for, `natural`
+        being that of the selection's cohorts, and delta.
+        """
+        return Terms(natural if asked == "auto" else asked, DELTA)
+
+    def target(self) -> float | None:
+        """The epsilon that all clients are promised alike; None where it follows from the noise."""
+        return None
+
+    def simulated(self) -> bool:
+        """Whether the clients that a guarantee speaks of are those that run."""
+        return True
+
+    def check_audit(self) -> None:
+        """Raises `ConfigError` where a guarantee speaks of clients that no audit can plant."""
+
+    def sampling(self, cohorts: Sampling) -> Sampling:
+        """The law that accountants count on, given that of the cohorts that run."""
+        return cohorts
+
+    def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:
+        """What a guarantee says of the cohorts that run, in words."""
+        return ()
+
+    def placed(self, experiment: Experiment) -> Noise:
+        """Itself, with what it leaves to the other members settled."""
+        return self
+
+    def resolved(self, experiment: Experiment, cohorts: Sampling) -> Noise:
+        """Itself for a run whose data are known, with what it had left open written out. Raises
+        `ConfigError` for cohorts that it does not protect.
+        """
+        return self
+
+    def outline(self, experiment: Experiment, cohorts: Callable[[], Sampling]) -> Mechanism | None:
+        """What the run releases, with noise of multiplier 1: all that the config and the law of the
+        cohorts tell. None where sums over cohorts have no noise.
+
+        Raises `ConfigError` when none of the rigorous accountants asked for covers it.
+        """
+        return sums.outline(self, experiment, cohorts())
+
+    def size(self, outline: Mechanism, facts: Facts) -> float:
+        """The noise multiplier z: std of the noise on the sum of updates over (bound x weight), the
+        round's queries taken together.
+        """
+        raise NotImplementedError
+
+    def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
+        """What the run releases; None: nothing is claimed of it.
+
+        Args:
+            outline: as `outline` gave it.
+            facts: of the run.
+        """
+        assert outline is not None
+        return sums.at_multiplier(outline, facts.experiment, self.size(outline, facts), facts.rounds)
+
+    def variances(
+        self, experiment: Experiment, sizes: np.ndarray, root: Path | None
+    ) -> np.ndarray | None:
+        """V_k of 003 Problem 1, float64 [N]: the variance of each client's noise at a local step
+        for a bound of 1; None where clients have no budgets of their own.
+        """
+        return None

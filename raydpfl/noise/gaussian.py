@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
-from raydpfl.noise.base import Noise, Source
-from raydpfl.noise.places import PLACES, AtSteps
-from raydpfl.privacy import budgets
+from raydpfl.noise import sums
+from raydpfl.noise.base import Asked, Facts, Noise, Source
+from raydpfl.noise.places import Place, place_of, settled
+from raydpfl.privacy import Mechanism, Release, Sampling, Terms, budgets
+from raydpfl.privacy.facts import Placement, Relation, Unit
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 # fields that say how large the noise is
 SIZES = {
@@ -36,6 +44,13 @@ class Gaussian(Noise):
     `epsilon` may be a law of budgets (`raydpfl.privacy.budgets`), each client having its own.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"multiplier": 1.0},
+        {"epsilon": 8.0, "delta": 1e-5},
+        {"std": 0.05},
+        {"multiplier": 1.0, "placement": "server"},
+        {"multiplier": 1.0, "common": True},
+    )
     kind: str = "gaussian"
     # auto: step with per_sample_clip, server with Poisson cohorts, else client
     placement: Literal["auto", "client", "server", "step"] = "auto"
@@ -48,43 +63,6 @@ class Gaussian(Noise):
     virtual_cohort: int | None = Field(default=None, ge=1)
     virtual_population: int | None = Field(default=None, ge=1)
     common: bool = False  # one noise for all runs with one seed, to compare them in pairs
-
-    @property
-    def of_seed(self) -> bool:
-        return self.common
-
-    def release(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude=SIZES)
-
-    @property
-    def _place(self) -> AtSteps:
-        return PLACES[self.placement]
-
-    def on_clients(
-        self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
-    ) -> np.ndarray | None:
-        return self._place.on_clients(seed, t, clients, draws, std, d)
-
-    def client_std(self, std: float, survivors: int) -> float:
-        return self._place.client_std(std, survivors)
-
-    def least(self, survivors: int) -> int:
-        return self._place.least(survivors)
-
-    def source(self, seed: int, d: int) -> Source:
-        return self._place.source(seed, d)
-
-    def on_query(
-        self,
-        seed: int,
-        t: int,
-        std: float,
-        clients: np.ndarray,
-        draws: np.ndarray,
-        survivors: int,
-        query: str = "count",
-    ) -> float:
-        return self._place.on_query(seed, t, std, clients, draws, survivors, query)
 
     @field_validator("epsilon", mode="before")
     @classmethod
@@ -120,3 +98,194 @@ class Gaussian(Noise):
                 "give noise.multiplier or noise.epsilon",
             )
         return self
+
+    # --- what it draws: see `raydpfl.noise.places` ---
+
+    @property
+    def _place(self) -> Place:
+        return place_of(self.placement)  # auto is settled when the config is read
+
+    @property
+    def of_seed(self) -> bool:
+        return self.common
+
+    def release(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude=SIZES)
+
+    def on_clients(
+        self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
+    ) -> np.ndarray | None:
+        return self._place.on_clients(seed, t, clients, draws, std, d)
+
+    def client_std(self, std: float, survivors: int) -> float:
+        return self._place.client_std(std, survivors)
+
+    def least(self, survivors: int) -> int:
+        return self._place.least(survivors)
+
+    def unseen(self) -> bool:
+        return self._place.unseen
+
+    def source(self, seed: int, d: int) -> Source:
+        return self._place.source(seed, d)
+
+    def on_query(
+        self,
+        seed: int,
+        t: int,
+        std: float,
+        clients: np.ndarray,
+        draws: np.ndarray,
+        survivors: int,
+        query: str = "count",
+    ) -> float:
+        return self._place.on_query(seed, t, std, clients, draws, survivors, query)
+
+    # --- what accountants are told ---
+
+    def drawn_by(self) -> Placement:
+        return self._place.name
+
+    def protects(self) -> Unit:
+        return self._place.protects
+
+    def terms(self, asked: Asked, natural: Relation) -> Terms:
+        return Terms(self._place.relation(asked, natural), self.delta, self.v)
+
+    def target(self) -> float | None:
+        return self.epsilon if isinstance(self.epsilon, int | float) else None
+
+    def simulated(self) -> bool:
+        return self.virtual_cohort is None
+
+    def placed(self, experiment: Experiment) -> Gaussian:
+        return self.model_copy(update={"placement": settled(self.placement, experiment)})
+
+    def outline(self, experiment: Experiment, cohorts: Callable[[], Sampling]) -> Mechanism | None:
+        def law() -> Sampling:
+            found = cohorts()
+            self._check_virtual(found, experiment.selection.kind)
+            return found
+
+        return self._place.outline(self, experiment, law)
+
+    def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
+        return self._place.noised(self, outline, facts)
+
+    def variances(
+        self, experiment: Experiment, sizes: np.ndarray, root: Path | None
+    ) -> np.ndarray | None:
+        return self._place.variances(self, experiment, sizes, root)
+
+    def size(self, outline: Mechanism, facts: Facts) -> float:
+        if self.multiplier is not None:
+            return self.multiplier
+        if self.std is not None:
+            bound = facts.experiment.bounding.initial_bound
+            assert bound is not None
+            return self._place.total(self.std, facts) / (bound * facts.weight)
+        return self._calibrated(outline, facts)
+
+    def _calibrated(self, outline: Mechanism, facts: Facts) -> float:
+        """z by `epsilon`, for the rounds that a guarantee composes over."""
+        assert isinstance(self.epsilon, int | float)
+        target = float(self.epsilon)
+        if self.calibration == "tcdp":
+            accepted = "rigorous or paper; tcdp (002) is for noise at local steps"
+            raise ConfigError("noise.calibration", self.calibration, accepted)
+        if self.calibration == "paper":
+            law = outline.sampling
+            return privacy.paper_multiplier(target, law, facts.rounds, self.delta, self.v)
+        e = facts.experiment
+        accountants = sums.covering(e, outline)
+        if not accountants:
+            accepted = (
+                "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
+            )
+            raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
+        whole = replace(outline, rounds=facts.rounds)
+
+        def calibrate(name: str) -> float:
+            terms = e.terms
+            at = (terms.relation, terms.delta, name, facts.rounds)
+            return privacy.noise_for(target, whole, *at)
+
+        return sums.first_that_can(accountants, calibrate)
+
+    # --- a virtual cohort ---
+
+    def _stands_for(self, cohorts: Sampling) -> int:
+        """The population that the virtual cohort is one of."""
+        assert self.virtual_cohort is not None
+        scaled = round(cohorts.population * self.virtual_cohort / cohorts.cohort)
+        return self.virtual_population or scaled
+
+    def check_audit(self) -> None:
+        if self.virtual_cohort is not None:
+            accepted = "none: the clients that it stands for do not run, and cannot be audited"
+            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, accepted)
+
+    def sampling(self, cohorts: Sampling) -> Sampling:
+        if self.virtual_cohort is None:
+            return cohorts
+        return replace(cohorts, population=self._stands_for(cohorts), cohort=self.virtual_cohort)
+
+    def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:
+        if self.virtual_cohort is None:
+            return ()
+        return (
+            f"the {cohorts.cohort} clients simulated in a round stand for {self.virtual_cohort} "
+            f"of {self._stands_for(cohorts)}, whose guarantee this is",
+        )
+
+    def _check_virtual(self, cohorts: Sampling, selection: str) -> None:
+        """Raises `ConfigError` for cohorts that the virtual one cannot stand for."""
+        if self.virtual_cohort is None:
+            return
+        if cohorts.by_participation or cohorts.rule or cohorts.p_max:
+            accepted = f"none with selection.kind {selection}; uniform, poisson or full scale to it"
+            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, accepted)
+        if self.virtual_cohort < cohorts.cohort:
+            accepted = f"at least the simulated cohort of {cohorts.cohort}"
+            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, accepted)
+        virtual = self._stands_for(cohorts)
+        exact = cohorts.everyone and virtual != self.virtual_cohort
+        if exact or virtual < self.virtual_cohort:
+            size = "exactly" if cohorts.everyone else "at least"
+            accepted = (
+                f"{size} noise.virtual_cohort, {self.virtual_cohort}, with selection.kind "
+                f"{selection}"
+            )
+            raise ConfigError("noise.virtual_population", virtual, accepted)
+
+    # --- what it refuses ---
+
+    def check(self, experiment: Experiment) -> None:
+        bounding = experiment.bounding
+        if bounding.initial_bound is None and bounding.sample_bound is None:
+            accepted = "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound"
+            raise ConfigError("noise.kind", self.kind, accepted)
+        self._place.check(self, experiment)
+        accountants = experiment.privacy.accountants
+        if self.epsilon is not None and not accountants:
+            accepted = "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp"
+            raise ConfigError("privacy.accountants", [], accepted)
+        budget = experiment.privacy.budget
+        if budget is not None and not accountants:
+            accepted = "a budget needs noise and an accountant; this run spends without bound"
+            raise ConfigError("privacy.budget", budget, accepted)
+
+    def check_sums(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for what noise on sums rules out."""
+        if self.epsilon is not None and self.target() is None:
+            accepted = (
+                "a number; budgets of clients' own need placement step, and bounding.kind "
+                "per_sample_clip"
+            )
+            raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], accepted)
+        if self.std is not None and experiment.bounding.adapts:
+            accepted = (
+                "with an adaptive bound the noise moves with it; give noise.multiplier or "
+                "noise.epsilon"
+            )
+            raise ConfigError("noise.std", self.std, accepted)

@@ -29,6 +29,7 @@ References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2
 002 (Theorem 5) and 003 (Section III-C3).
 """
 
+from raydpfl.privacy.accountants import STANDBY
 from raydpfl.privacy.accounting import covers, delta, epsilon, epsilon_curve, guarantees, rigorous
 from raydpfl.privacy.calibrate import noise_for, rounds_for
 from raydpfl.privacy.facts import Relation, Terms
@@ -40,6 +41,7 @@ from raydpfl.privacy.personal import LocalSteps
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 
 __all__ = [
+    "STANDBY",
     "Event",
     "Guarantee",
     "Ledger",

@@ -258,6 +258,12 @@ class Release:
         """
         raise NotImplementedError
 
+    def sum_stds(self, cohort: int) -> Mapping[str, float]:
+        """By query, std of the noise on the sum of a round over its bound, where `cohort` clients
+        run instead of the nominal number; empty where sums have no noise.
+        """
+        return {}
+
     def client_facts(self) -> tuple[np.ndarray, ...]:
         """What it holds of each client, arrays [N]; part of the digests that noise is keyed by."""
         return ()
@@ -390,6 +396,11 @@ class Mechanism(Release):
 
     def uncovered(self, accountant: str, relation: Relation) -> str | None:
         return accounting.covers(accountant, self, relation)
+
+    def sum_stds(self, cohort: int) -> Mapping[str, float]:
+        scale = cohort / self.sampling.cohort
+        sums = (query for query in self.queries if not query.apart)
+        return {query.name: query.std / query.bound * scale for query in sums}
 
     def event(self, relation: Relation) -> Event:
         """What accountants compose over the rounds."""

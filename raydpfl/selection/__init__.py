@@ -11,17 +11,17 @@ array([1, 2, 5])
 >>> print(Uniform(cohort=3).sampling(clients))
 fixed size 3 of 10
 
-| member                         | a round's cohort                                             | for the accountants           |
-|--------------------------------|--------------------------------------------------------------|-------------------------------|
-| uniform, fedavg_stale          | r of N, equally likely                                       | fixed size                    |
-| poisson                        | each client with probability r/N                             | Poisson                       |
-| full                           | everyone                                                     | no sampling                   |
-| multinomial (unbiased)         | r draws with replacement, in proportion to data              | with replacement, largest p   |
-| importance, privacy_aware      | r draws with replacement from other p                        | with replacement, largest p   |
-| first_responders               | the r first of those asked                                   | fixed size, or public         |
-| cyclic                         | one group after another: all of it, or some                  | public, or within the group   |
-| availability                   | r of those whose window is open                              | fixed size within those       |
-| power_of_choice                | of some candidates the r with the largest losses             | public candidates, and losses |
+| member                    | a round's cohort                          | accounted for as      |
+| ------------------------- | ----------------------------------------- | --------------------- |
+| uniform, fedavg_stale     | r of N, equally likely                    | fixed size            |
+| poisson                   | each client with probability r/N          | Poisson               |
+| full                      | everyone                                  | no sampling           |
+| multinomial (unbiased)    | r draws with replacement, by data         | with replacement      |
+| importance, privacy_aware | r draws with replacement, by other p      | with replacement      |
+| first_responders          | the r first of those asked                | fixed size, or public |
+| cyclic                    | one group after another, whole or in part | public, or in the group |
+| availability              | r of those whose window is open           | fixed size within those |
+| power_of_choice           | of the candidates those of largest losses | public, and losses    |
 
 Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether the drawn cohort
 is secret is a matter of the observer, and every guarantee says which it assumes. The cost of a draw

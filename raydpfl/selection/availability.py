@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 from pydantic import Field, model_validator
 
@@ -18,6 +20,7 @@ class Availability(Selection):
     charging at night).
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"period": 6, "window": 2, "cohort": 5},)
     kind: str = "availability"
     period: int = Field(ge=1)
     window: int = Field(ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,6 +26,11 @@ class Cyclic(Selection):
     group.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"period": 4},
+        {"period": 4, "cohort": 5},
+        {"period": 4, "cohort": 5, "law": "poisson"},
+    )
     kind: str = "cyclic"
     period: int = Field(ge=1)
     cohort: int | None = Field(default=None, ge=1)
@@ -64,7 +69,8 @@ class Cyclic(Selection):
 
     def sampling(self, population: Population) -> Sampling:
         least = fewest(len(population), self.period, 1)
-        whole = self.cohort == least and (self.law == "fixed" or len(population) % self.period == 0)
+        even = len(population) % self.period == 0
+        whole = self.cohort == least and (even or not self.hides_size())
         if self.cohort is None or whole:
             return Sampling(
                 "public",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from raydpfl.errors import ConfigError
 from raydpfl.selection.base import Population
@@ -18,6 +18,7 @@ class FedAvgStale(Uniform):
     Biased towards standing still: each round moves r/N as far.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
     kind: str = "fedavg_stale"
 
     def check(self, experiment: Experiment) -> None:

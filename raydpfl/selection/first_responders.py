@@ -14,7 +14,7 @@ public cohorts of 3 of 10 (the first to respond, some always faster than others)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
@@ -43,6 +43,10 @@ class FirstResponders(Sized):
     are counted, and no weights take the bias away.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"cohort": 6},
+        {"cohort": 6, "spread": 0.3, "response": {"kind": "lognormal", "sigma": 2.0}},
+    )
     kind: str = "first_responders"
     contacted: int | None = Field(default=None, ge=1)
     response: SerializeAsAny[Response] = Exponential()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 
 from raydpfl.privacy import Sampling
@@ -11,6 +13,7 @@ from raydpfl.selection.base import Ask, Cohort, Population, Selection
 class Full(Selection):
     """Every client in every round (001 sec. 5.3)."""
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"dropout": 0.2})
     kind: str = "full"
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import model_validator
@@ -27,6 +27,7 @@ class Importance(WithReplacement):
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6, "power": 0.5},)
     kind: str = "importance"
     power: float | None = None
     path: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 
 from raydpfl.selection.base import Population
@@ -16,6 +18,7 @@ class Multinomial(WithReplacement):
     uniform.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
     kind: str = "multinomial"
 
     def law(self, population: Population) -> np.ndarray:

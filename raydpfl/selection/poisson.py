@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from raydpfl.keys import Purpose, stream
 from raydpfl.privacy import Sampling
 from raydpfl.selection.base import Ask, Cohort, Population
@@ -13,6 +15,7 @@ class Poisson(Sized):
     it tells nothing.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
     kind: str = "poisson"
 
     def hides_size(self) -> bool:

@@ -16,6 +16,8 @@ Query(name='losses', bound=2.0, std=0.5, apart=True)
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 from pydantic import Field, model_validator
 
@@ -48,6 +50,10 @@ class PowerOfChoice(Sized):
     are counted as if each took part in the round and everyone knew it.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"cohort": 5, "pool": 12},
+        {"cohort": 5, "pool": 12, "loss_bound": 3.0, "loss_std": 1.0},
+    )
     kind: str = "power_of_choice"
     pool: int = Field(ge=1)
     loss_bound: float | None = Field(default=None, gt=0, le=1e15)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,6 +23,7 @@ class PrivacyAware(WithReplacement):
     Problem 1 has paid for. A client without data is never drawn.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})
     kind: str = "privacy_aware"
     accounted_with: ClassVar[tuple[str, ...]] = ("model",)  # a cost grows with its parameters
     scale: float = Field(default=1.0, gt=0, le=1e15)

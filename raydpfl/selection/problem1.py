@@ -9,8 +9,10 @@ probabilities p minimise over the simplex
 
 >>> unbiased, cost = np.array([0.5, 0.5]), np.array([64.0, 1.0])
 >>> solution = solve(unbiased, cost)
->>> print(np.round(solution.probabilities, 6), round(solution.objective, 6), round(solution.moved, 6), np.round(solution.levels, 6))
-[0.084312 0.915688] 2.24014 0.415688 [0.915688 5.395968]
+>>> print(np.round(solution.probabilities, 6), np.round(solution.levels, 6))
+[0.084312 0.915688] [0.915688 5.395968]
+>>> print(round(solution.objective, 6), round(solution.moved, 6))
+2.24014 0.415688
 >>> kkt_residual(solution.probabilities, unbiased, cost) < 1e-14
 True
 
@@ -55,8 +57,8 @@ class Solution:
     """The minimiser of 003 Problem 1: p = min(max(p^u, a / c), b / c) with `levels` = (a, b).
 
     `probabilities` float64 [N]; `objective` = f(p); `moved`: the mass taken from the lowered
-    clients and given to the raised ones,
-    ||p - p^u||_1 / 2; `kkt_residual`: see the function of that name. Where p = p^u, the levels are the extremes of c p^u.
+    clients and given to the raised ones, ||p - p^u||_1 / 2; `kkt_residual`: see the function of
+    that name. Where p = p^u, the levels are the extremes of c p^u.
     """
 
     probabilities: np.ndarray
@@ -92,85 +94,86 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
 
 def _levels(pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> tuple[float, float]:
     """The levels (a, b) where p^u is not optimal."""
-    order = np.argsort(pull, kind="stable")
-    g = pull[order]
-    u = unbiased[order]
-    with np.errstate(divide="ignore"):
-        w = 1 / cost[order]  # mass per unit of level
-    n = len(g)
-    mass_below, width_below, square_below = (
-        np.concatenate(([0.0], np.cumsum(x))) for x in (u, w, g * u)
-    )
-    mass_above, width_above = (np.concatenate((np.cumsum(x[::-1])[::-1], [0.0])) for x in (u, w))
-    # The mass that lifts the prefix to g[i], or that lowering the suffix to g[j] sets free: sums of
-    # non-negative terms, so that
-    # both are monotone and keep their relative precision.
-    rise = np.diff(g)
-    # infinite beyond the public clients, and where no mass is enough
-    with np.errstate(invalid="ignore", over="ignore"):
-        given = np.concatenate(
-            ([0.0], np.cumsum(np.where(rise > 0, rise * width_below[1:-1], 0.0)))
-        )
-    taken = np.concatenate(
-        (np.cumsum((rise * np.where(rise > 0, width_above[1:-1], 0.0))[::-1])[::-1], [0.0])
-    )
+    moves = _Moves(pull, unbiased, cost)
+    n = len(pull)
+    j = min(bisect_right(range(n), 0.0, lo=1, key=moves.lowered_to), n - 1)
+    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -moves.raised_to(k, j))
+    return moves.meet(i, j)
 
-    def excess(i: int, j: int, moved: float, a: float, b: float) -> tuple[float, float]:
-        """(b - a - 2f, minus its slope in the moved mass without the levels' part) with [0, i) at a
-        and [j, n) at b.
-        """
-        raised = moved + float(mass_below[i])
-        lowered = b * float(width_above[j])
-        norm = math.hypot(
-            2 * moved,
-            math.sqrt(max(0.0, square_below[j] - square_below[i]) + a * raised + b * lowered),
+
+class _Moves:
+    """Clients sorted by c p^u: [0, i) are raised to the level a, [j, n) lowered to the level b."""
+
+    def __init__(self, pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray):
+        order = np.argsort(pull, kind="stable")
+        self.g = pull[order]
+        u = unbiased[order]
+        with np.errstate(divide="ignore"):
+            w = 1 / cost[order]  # mass per unit of level
+        self.mass_below, self.width_below, self.square_below = (
+            np.concatenate(([0.0], np.cumsum(x))) for x in (u, w, self.g * u)
         )
+        self.mass_above, self.width_above = (
+            np.concatenate((np.cumsum(x[::-1])[::-1], [0.0])) for x in (u, w)
+        )
+        # The mass that lifts the prefix to g[i], or that lowering the suffix to g[j] sets free:
+        # sums of non-negative terms, so that both are monotone and keep their relative precision.
+        rise = np.diff(self.g)
+        # infinite beyond the public clients, and where no mass is enough
+        with np.errstate(invalid="ignore", over="ignore"):
+            lifted = np.where(rise > 0, rise * self.width_below[1:-1], 0.0)
+            self.given = np.concatenate(([0.0], np.cumsum(lifted)))
+        freed = rise * np.where(rise > 0, self.width_above[1:-1], 0.0)
+        self.taken = np.concatenate((np.cumsum(freed[::-1])[::-1], [0.0]))
+
+    def excess(self, i: int, j: int, moved: float, a: float, b: float) -> tuple[float, float]:
+        """(b - a - 2f, minus its slope in the moved mass without the levels' part)."""
+        raised = moved + float(self.mass_below[i])
+        lowered = b * float(self.width_above[j])
+        squares = max(0.0, self.square_below[j] - self.square_below[i])
+        norm = math.hypot(2 * moved, math.sqrt(squares + a * raised + b * lowered))
         gap = b - a - 4 * moved
         return gap - 2 * norm, 4 - 2 * gap / norm if norm else 0.0
 
-    def lowered_to(j: int) -> float:
-        moved = float(taken[j])
-        i = int(np.searchsorted(given, moved, side="right"))
-        return excess(
-            i,
-            j,
-            moved,
-            max(float(g[i - 1]), float((moved + mass_below[i]) / width_below[i])),
-            float(g[j]),
-        )[0]
+    def lowered_to(self, j: int) -> float:
+        """The excess where the suffix is lowered to g[j]."""
+        moved = float(self.taken[j])
+        i = int(np.searchsorted(self.given, moved, side="right"))
+        level = float((moved + self.mass_below[i]) / self.width_below[i])
+        return self.excess(i, j, moved, max(float(self.g[i - 1]), level), float(self.g[j]))[0]
 
-    def raised_to(i: int) -> float:
-        moved = float(given[i])
-        return (
-            excess(i, j, moved, float(g[i]), (mass_l - moved) / width_l)[0]
-            if moved < mass_l
-            else -math.inf
-        )
+    def raised_to(self, i: int, j: int) -> float:
+        """The excess where the prefix is raised to g[i], with the suffix from j on lowered."""
+        moved = float(self.given[i])
+        mass = float(self.mass_above[j])
+        if not moved < mass:
+            return -math.inf
+        level = (mass - moved) / float(self.width_above[j])
+        return self.excess(i, j, moved, float(self.g[i]), level)[0]
 
-    j = min(bisect_right(range(n), 0.0, lo=1, key=lowered_to), n - 1)
-    mass_l = float(mass_above[j])
-    width_l = float(width_above[j])
-    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -raised_to(k))
-    mass_r = float(mass_below[i])
-    width_r = float(width_below[i])
-
-    by_b = width_l <= width_r
-    level = float(g[j - 1] if by_b else g[i])  # too much has moved here
-    while True:
-        if by_b:
-            b = level
-            moved = mass_l - level * width_l
-            a = (mass_r + moved) / width_r
-        else:
-            a = level
-            moved = level * width_r - mass_r
-            b = (mass_l - moved) / width_l
-        value, slope = excess(i, j, moved, a, b)
-        step = value / (1 / width_l + 1 / width_r + slope)  # still to be moved
-        following = level - step / width_l if by_b else level + step / width_r
-        if not step < 0 or following == level:
-            return a, b
-        level = following
+    def meet(self, i: int, j: int) -> tuple[float, float]:
+        """The levels where the excess is 0, by Newton's method from where too much has moved."""
+        mass_l = float(self.mass_above[j])
+        width_l = float(self.width_above[j])
+        mass_r = float(self.mass_below[i])
+        width_r = float(self.width_below[i])
+        by_b = width_l <= width_r
+        level = float(self.g[j - 1] if by_b else self.g[i])  # too much has moved here
+        while True:
+            if by_b:
+                b = level
+                moved = mass_l - level * width_l
+                a = (mass_r + moved) / width_r
+            else:
+                a = level
+                moved = level * width_r - mass_r
+                b = (mass_l - moved) / width_l
+            value, slope = self.excess(i, j, moved, a, b)
+            step = value / (1 / width_l + 1 / width_r + slope)  # still to be moved
+            following = level - step / width_l if by_b else level + step / width_r
+            if not step < 0 or following == level:
+                return a, b
+            level = following
 
 
 def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:

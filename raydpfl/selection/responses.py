@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 from pydantic import Field
 
@@ -28,6 +30,7 @@ class Exponential(Response):
 class Lognormal(Response):
     """exp(sigma Z), Z standard normal: many small delays multiplied."""
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"sigma": 2.0})
     kind: str = "lognormal"
     sigma: float = Field(default=1.0, gt=0)
 
@@ -38,6 +41,7 @@ class Lognormal(Response):
 class Pareto(Response):
     """P[time > x] = x^-alpha for x >= 1: a heavy tail, of infinite mean for alpha <= 1."""
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"alpha": 0.8})
     kind: str = "pareto"
     alpha: float = Field(default=1.5, gt=0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from raydpfl.keys import Purpose, stream
 from raydpfl.privacy import Sampling
 from raydpfl.selection.base import Ask, Cohort, Population
@@ -14,6 +16,7 @@ class Uniform(Sized):
     With weights N p_k the sum over the divisor r is unbiased for sum p_k Delta_k (002 Lemma 5).
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "dropout": 0.2})
     kind: str = "uniform"
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:

@@ -22,8 +22,8 @@ epsilon that does not hold, so every cohort is looked at before anything is rele
 ...     witness.see(t, member.draw(0, t, clients), Counter())
 >>> witness.see(0, Cohort.of(np.arange(89)), Counter())
 Traceback (most recent call last):
-raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, where its law (fixed size 90 of 900) gives 90: \
-no accountant covers what it does
+raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, where its law \
+(fixed size 90 of 900) gives 90: no accountant covers what it does
 
 A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of
 the seven statistical checks spends a seventh of it, FALSE_ALARM / (7 (t + 1) (t + 2)) in round t.
@@ -78,6 +78,7 @@ class Witness:
         self._secret = secret and self._law.hidden
         self._selected = 0  # over all rounds seen
         self._rounds = 0
+        self._apart = apart
         self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
         self._before: np.ndarray | None = None  # the clients of the last cohort
         self._common = 0
@@ -106,7 +107,8 @@ class Witness:
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
         if times > most and not self._law.repeats:
             raise self._wrong(
-                f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are accounted for"
+                f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are "
+                "accounted for"
             )
 
     def asked(self, clients: np.ndarray) -> None:
@@ -198,7 +200,7 @@ class Witness:
         for recent in self._recent:
             both = np.intersect1d(clients, recent)
             if len(both):
-                least = f"{self._recent.maxlen + 1} rounds apart, which the noise counts on"
+                least = f"{self._apart} rounds apart, which the noise counts on"
                 raise self._wrong(f"took client {both[0]} in round {t} again, less than {least}")
         self._recent.append(clients)
 
@@ -233,7 +235,8 @@ class Witness:
         if 2 * min(low, high) < limit:
             expected = trials * self._law.q
             raise self._wrong(
-                f"drew {total} clients by round {t}, where its law ({self._law}) gives {expected:.0f}"
+                f"drew {total} clients by round {t}, where its law ({self._law}) gives "
+                f"{expected:.0f}"
             )
         self._sizes.add(len(cohort) + cohort.lost, *_binomial(self._count, self._law.q))
         self._varies(t, self._sizes, "sizes of cohorts", limit)

@@ -30,6 +30,12 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
+# Those that a config may ask for: at local steps `paper` stands for the papers' formulas.
+ASKED = tuple(name for name, member in ACCOUNTANTS.items() if not member.local_steps)
+# The rigorous accountants that stand by where only formulas are asked for, the first that covers.
+STANDBY = ("rdp", "pld")
+
+
 def at_local_steps(name: str) -> tuple[str, ...]:
     """The accountants that stand for one asked for, where noise is drawn at local steps: the
     papers' formulas for `paper`.

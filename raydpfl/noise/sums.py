@@ -1,0 +1,120 @@
+"""Sums over cohorts as accountants read them: who takes part, what is released, with what noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from raydpfl import privacy
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Mechanism, Query, Sampling
+from raydpfl.privacy.facts import Relation
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
+    from raydpfl.noise.base import Noise
+
+SHOWN = (
+    "the tables and figures of this run show exact norms, losses and accuracies, which are not "
+    "noised; how many samples each client has is taken as public"
+)
+COMMON = (
+    "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"
+)
+RELATIONS: tuple[Relation, ...] = ("replace_one", "add_remove", "zero_out")
+T = TypeVar("T")
+
+
+def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
+    """The sums of a round at noise multiplier `z`, per unit of the bound in force.
+
+    They are the updates, what the bounding asks besides, and what the selection does.
+    """
+    asked = experiment.bounding.queries()
+    rest = 1 - sum(each.share for each in asked)
+    found = [Query("updates", 1.0, z / math.sqrt(rest))]
+    for each in asked:
+        found.append(Query(each.name, each.bound, each.bound * z / math.sqrt(each.share)))
+    losses = experiment.selection.loss_query
+    if losses is not None:
+        found.append(losses)
+    return tuple(found)
+
+
+def excluded(experiment: Experiment, noise: Noise) -> tuple[str, ...]:
+    """What no accountant counts, in words."""
+    said = (*experiment.data.exclusions, *experiment.selection.exclusions)
+    common = (COMMON,) if noise.of_seed else ()
+    return (*said, *common, SHOWN)
+
+
+def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanism:
+    """See `Noise.outline`."""
+    remembering = experiment.stateful
+    placement = noise.drawn_by()
+    mechanism = Mechanism(
+        noise.sampling(cohorts),
+        queries(experiment, 1.0),
+        experiment.rounds,
+        placement=placement,
+        memory=remembering.kind if remembering else "",
+        remembers_noise=experiment.local.remembers and noise.least(1) > 0,
+    )
+    exclusions = (*excluded(experiment, noise), *noise.exclusions(cohorts))
+    if mechanism.unproved:
+        exclusions += (mechanism.unproved,)
+    mechanism = replace(mechanism, exclusions=exclusions)
+    asked = privacy.rigorous(experiment.privacy.accountants)
+    if asked and not covering(experiment, mechanism):
+        raise _refusal(experiment, mechanism, asked[0], by_clients=noise.least(1) > 0)
+    return mechanism
+
+
+def at_multiplier(mechanism: Mechanism, experiment: Experiment, z: float, rounds: int) -> Mechanism:
+    """An outline at noise multiplier `z`, over the rounds that a guarantee composes over."""
+    return replace(mechanism, queries=queries(experiment, z), rounds=rounds)
+
+
+def covering(experiment: Experiment, mechanism: Mechanism) -> tuple[str, ...]:
+    """The rigorous accountants asked for that cover the mechanism."""
+    asked = privacy.rigorous(experiment.privacy.accountants)
+    relation = experiment.relation
+    return tuple(name for name in asked if not mechanism.uncovered(name, relation))
+
+
+def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) -> T:
+    """What `calibrate` gives for the first accountant that it does not refuse; at a tiny delta pld
+    reaches no epsilon.
+
+    Raises the `ConfigError` of the first accountant where it refuses all.
+    """
+    refusals = []
+    for name in accountants:
+        try:
+            return calibrate(name)
+        except ConfigError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _refusal(
+    experiment: Experiment, mechanism: Mechanism, accountant: str, by_clients: bool
+) -> ConfigError:
+    """What to change of a mechanism that no rigorous accountant asked for covers."""
+    asked = experiment.relation
+    reason = mechanism.uncovered(accountant, asked)
+    assert reason is not None
+    if experiment.selection.hides_size() and by_clients:
+        return ConfigError("noise.placement", "client", f"server or auto: {reason}")
+    others = [each for each in RELATIONS if not mechanism.uncovered(accountant, each)]
+    if not others:
+        return ConfigError("privacy.accountants", accountant, reason)
+    accepted = f"{' or '.join(others)} with selection.kind {experiment.selection.kind}"
+    drawn = replace(mechanism, placement="server")
+    if by_clients and not drawn.uncovered(accountant, asked):
+        accepted += f"; or {asked} with noise.placement server"
+    elif asked == "add_remove":
+        accepted += "; add_remove needs selection.kind poisson, and noise that the server draws"
+    return ConfigError("privacy.relation", asked, accepted)

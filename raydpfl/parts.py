@@ -1,0 +1,176 @@
+"""The parts of a run that its data settle, before any noise is sized.
+
+They are the data, the clients, their weights, the way of training, and who takes part how often.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from raydpfl import data, local, models
+from raydpfl.config import Experiment
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+from raydpfl.selection import Population, Selection
+
+LANE = 32  # clients at most, for the ways that train a whole lane at once
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, but for what it guarantees."""
+
+    experiment: Experiment  # the lane, the way of training and the noise as they are resolved
+    shards: Path
+    population: Population
+    d: int  # model parameters
+    weight: float  # the largest weight of any client's contribution
+    survivors: int  # clients that the round with most dropouts keeps
+    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    exposures: np.ndarray
+    data_root: Path | None
+
+    def draws(self) -> list[np.ndarray]:
+        """The clients that each round exposes, with repeats."""
+        e = self.experiment
+        return [e.selection.exposed(e.seed, t, self.population) for t in range(e.rounds)]
+
+
+def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
+    """Prepares the data and settles what depends on them.
+
+    Raises:
+        ConfigError: for what the data cannot give.
+    """
+    shards = data.prepare(experiment.data, experiment.seed, data_root)
+    opened = Shards.open(shards)
+    sizes = np.array(opened.sizes)
+    selection = experiment.selection
+    selection.fits(len(sizes))
+    module = models.build(experiment.model, opened.shape, opened.classes, experiment.seed)
+    d = models.parameter_count(module)
+    way = local.resolve(
+        module,
+        experiment.local,
+        int(sizes.max()),
+        opened.shape,
+        experiment.client.way,
+        clip=experiment.bounding.sample_bound,
+        regression=opened.classes == 0,
+    )
+    variances = partial(experiment.noise.variances, experiment, sizes, data_root)
+    table = selection.table(len(sizes), data_root)
+    population = Population(sizes, selection.costs(d, variances), table)
+    check_means(experiment, population)
+    cohorts = selection.sampling(population)
+    experiment = resolved(experiment, way, cohorts.cohort)
+    noise = experiment.noise.resolved(experiment, cohorts)
+    return Parts(
+        experiment=experiment.model_copy(update={"noise": noise}),
+        shards=shards,
+        population=population,
+        d=d,
+        weight=float(np.abs(weights(experiment, population)).max()),
+        survivors=selection.survivors(experiment.seed, experiment.rounds, population),
+        exposures=composed(selection, experiment.seed, experiment.rounds, population),
+        data_root=data_root,
+    )
+
+
+def resolved(experiment: Experiment, way: str, cohort: int) -> Experiment:
+    """With the way of training and the width of a lane, so that the bits do not depend on what
+    another machine would choose.
+    """
+    lane = experiment.client.lane
+    if lane == "auto":
+        lane = 1 if way in ("loop", "layerwise") else lane_width(cohort)
+    client = experiment.client.model_copy(update={"way": way, "lane": lane})
+    return experiment.model_copy(update={"client": client})
+
+
+def lane_width(cohort: int) -> int:
+    """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at
+    most `LANE`.
+
+    >>> lane_width(150), lane_width(80), lane_width(10)
+    (25, 20, 5)
+    """
+    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * LANE))))
+
+
+def check_means(experiment: Experiment, population: Population) -> None:
+    """Raises `ConfigError` where the server's quotient is not the mean that a member needs."""
+    selection = experiment.selection
+    remembering = experiment.stateful
+    if experiment.bounding.sends_model() and not selection.means(population):
+        accepted = (
+            "one whose cohorts all have the size that the sum is divided by, without weights or "
+            "dropouts: the new model is the mean of those sent"
+        )
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    if remembering and selection.corrections(population) is not None:
+        accepted = (
+            f"one without weights of its own, as {remembering.kind} keeps the plain mean over all "
+            "clients"
+        )
+        raise ConfigError("selection.kind", selection.kind, accepted)
+
+
+def weights(experiment: Experiment, population: Population) -> np.ndarray:
+    """The factor float64 [N] of every client's contribution, computed once for all clients
+    together.
+
+    Raises:
+        ConfigError: they are not N finite numbers.
+    """
+
+    def compute() -> np.ndarray:
+        count = len(population)
+        member = experiment.weights
+        given = np.asarray(member.of(population.sizes, population.samples, count))
+        found = given.astype(np.float64) if given.dtype.kind in "iuf" else np.empty(0)
+        largest = float(np.abs(found).max(initial=0.0))
+        if found.shape != (count,) or not np.isfinite(found).all():
+            accepted = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, accepted)
+        if not 1e-15 <= largest <= 1e15:
+            accepted = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
+            raise ConfigError("weights.kind", member.kind, accepted)
+        corrections = experiment.selection.corrections(population)
+        return found if corrections is None else found * corrections
+
+    members = (experiment.weights, experiment.selection)
+    return population.remember(tuple(member.model_dump_json() for member in members), compute)
+
+
+def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
+    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its law
+    can come to.
+
+    Where cohorts are a secret, each of t rounds draws among the law's whole population, so that the
+    N clients together were available t times that number, each of them in as many rounds as are
+    composed at most.
+    """
+    found = np.asarray(selection.exposures(seed, rounds, population))
+    law = selection.sampling(population)
+    if (
+        found.shape != (rounds,)
+        or found.dtype.kind not in "iu"
+        or (np.diff(found, prepend=0) < 0).any()
+    ):
+        accepted = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    available = np.arange(1, rounds + 1) * law.population
+    if not law.by_participation and (found * len(population) < available).any():
+        t = int(np.argmax(found * len(population) < available))
+        accepted = (
+            f"one whose exposures count every round that a client can be in; {law} cannot give "
+            f"{found[t]} in {t + 1}"
+        )
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    return found.astype(np.int64)
