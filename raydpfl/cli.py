@@ -269,7 +269,7 @@ def budget(
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(calculator.render(found))
+        Console(highlight=False).print(found.render())
 
 
 def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any]) -> Experiment:

@@ -58,7 +58,7 @@ def ask(unit, given, rounds=None, **options) -> budget.Budget:
 
 def shown(found, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(budget.render(found))
+    console.print(found.render())
     return console.file.getvalue()
 
 

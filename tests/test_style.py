@@ -24,7 +24,6 @@ OPEN: set[str] = {
     "raydpfl/audit/__init__.py",
     "raydpfl/audit/checks.py",
     "raydpfl/audit/steps.py",
-    "raydpfl/budget.py",
     "raydpfl/config.py",
     "raydpfl/plan.py",
     "raydpfl/privacy/personal.py",

@@ -22,8 +22,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
-from raydpfl.privacy.accounting import View as Observed
-from raydpfl.privacy.accounting import views as observers
+from raydpfl.privacy.places import View as Observed
+from raydpfl.privacy.places import views as observers
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.mechanism import Mechanism
 

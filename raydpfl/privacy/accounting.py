@@ -26,17 +26,17 @@ would give 6.2 (and 124 when each update is seen), where all 100 rounds give 49.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import paper
-from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant
+from raydpfl.privacy.accountants import ACCOUNTANTS, ASKED, Accountant
 from raydpfl.privacy.facts import Relation, one_of
-from raydpfl.privacy.guarantee import Batches, Cohorts, Guarantee, Observer, Scope
+from raydpfl.privacy.guarantee import Cohorts, Guarantee, Observer
+from raydpfl.privacy.places import View, views
 
 if TYPE_CHECKING:
     from raydpfl.privacy.mechanism import Mechanism
@@ -55,9 +55,8 @@ def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | N
 
 def named(accountant: str) -> Accountant:
     """The accountant of a name. Raises `ConfigError`."""
-    known = [name for name, member in ACCOUNTANTS.items() if not member.local_steps]
-    if accountant not in known:
-        raise ConfigError("accountant", accountant, f"one of {', '.join(known)}")
+    if accountant not in ASKED:
+        raise ConfigError("accountant", accountant, f"one of {', '.join(ASKED)}")
     return ACCOUNTANTS[accountant]
 
 
@@ -149,74 +148,6 @@ def guarantees(
         for view in views(mechanism, relation, rounds, participations):
             found.append(_rigorous(view, delta, name))
     return found
-
-
-@dataclass(frozen=True)
-class View:
-    """What an observer meets: `rounds` rounds of `mechanism`, under `relation`; `scope` is what of
-    the sampling its guarantee counts on.
-    """
-
-    observer: Observer
-    scope: Scope
-    mechanism: Mechanism
-    relation: Relation
-    rounds: int
-
-    def guarantee(
-        self, accountant: str, epsilon: float, delta: float, failed: tuple[str, ...] = ()
-    ) -> Guarantee:
-        """What a rigorous accountant's epsilon guarantees against this observer; not proved where
-        no proof is known for such a mechanism.
-        """
-        mechanism = self.mechanism
-        kind: Literal["rigorous", "unproven"] = "rigorous"
-        if mechanism.unproved:
-            kind = "unproven"
-            failed += (mechanism.unproved,)
-        return Guarantee(
-            kind,
-            accountant,
-            mechanism.unit,
-            self.relation,
-            self.observer,
-            self.scope,
-            epsilon,
-            delta,
-            mechanism.exclusions,
-            failed,
-        )
-
-
-def views(
-    mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
-) -> Iterator[View]:
-    """The observers worth telling apart after `rounds` rounds, whoever sees least first.
-
-    `participations` is the largest number of times that any client was drawn; None where that is
-    not known.
-    """
-    sampling = mechanism.sampling
-    if mechanism.placement == "step":
-        yield View(Observer.UPDATES, Batches(sampling), mechanism, relation, rounds)
-        return
-    if sampling.hidden or sampling.everyone:
-        yield View(Observer.AGGREGATES, Cohorts(sampling), mechanism, relation, rounds)
-    known = sampling.law.known(sampling, rounds, None if sampling.everyone else participations)
-    scope = Cohorts(sampling)
-    under = relation
-    unsampled = mechanism.unsampled()
-    if not sampling.everyone:
-        scope = Cohorts(sampling, known)
-        # Whoever sees the cohort sees who is there, so all that add_remove can still mean is an
-        # absent contribution.
-        under = "zero_out" if relation == "add_remove" else relation
-        yield View(Observer.AGGREGATES, scope, unsampled, under, known.gaussians)
-    if mechanism.placement == "client":
-        seen = unsampled.with_noise(mechanism.noise_multiplier / math.sqrt(sampling.cohort))
-        # what a client remembers of what it sent is seen
-        seen = replace(seen, remembers_noise=False)
-        yield View(Observer.UPDATES, scope, seen, under, known.most)
 
 
 def _rigorous(view: View, delta: float, name: str) -> Guarantee:

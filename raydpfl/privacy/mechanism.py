@@ -39,6 +39,7 @@ from raydpfl.privacy import accounting, memory
 from raydpfl.privacy.facts import Placement, Relation, Terms, Unit, one_of
 from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.laws import Law, law_of
+from raydpfl.privacy.places import Place, place_of
 
 
 @dataclass(frozen=True)
@@ -381,6 +382,10 @@ class Mechanism(Release):
             if self.private
             else math.inf
         )
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.placement)
 
     @property
     def largest(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -21,10 +21,9 @@ class Accountant:
     """
 
     name: ClassVar[str]
+    label: ClassVar[str] = ""  # what tables head its column; empty: its name
     rigorous: ClassVar[bool] = True
     needs: ClassVar[str] = ""
-    # whether it is for noise at local steps alone, where it stands for `paper`
-    local_steps: ClassVar[bool] = False
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
         """None if it covers the mechanism under the relation, else the reason and the nearest
@@ -32,16 +31,9 @@ class Accountant:
         """
         sampling = mechanism.sampling
         law = sampling.law
-        if mechanism.placement == "client" and sampling.coins is not None:
-            reason = (
-                "noise drawn by the clients has a std that depends on the secret Poisson cohort"
-            )
-            return f"{reason}; nearest: noise.placement server"
-        if mechanism.placement == "client" and relation == "add_remove":
-            reason = "noise drawn by the clients comes and goes with a client under add_remove"
-            return f"{reason}; nearest: noise.placement server, or replace_one"
-        if sampling.everyone:
-            return None
+        impossible = mechanism.place.refuses(sampling, relation)
+        if impossible or sampling.everyone:
+            return impossible
         refused = law.refuses(relation)
         if refused or not sampling.hidden or law.gives(self.needs):
             return refused
@@ -100,8 +92,7 @@ class Formula(Accountant):
     """
 
     rigorous = False
-    local_steps = True
-    relation: ClassVar[str] = "replace_one"
+    relation: ClassVar[Literal["replace_one", "unstated"]] = "replace_one"
     calibration: ClassVar[str] = ""  # the `noise.calibration` that calibrates by it
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> None:

@@ -14,6 +14,7 @@ class Paper(Accountant):
     """The formula for noise on clients' updates; the papers leave its constant `v` open."""
 
     name = "paper"
+    label = "paper 000, 001"
     rigorous = False
 
     def covers(self, mechanism, relation):

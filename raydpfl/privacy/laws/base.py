@@ -35,6 +35,10 @@ class Law:
             accepted = f"an integer from 1 to the population of {sampling.population}"
             raise ConfigError("cohort", sampling.cohort, accepted)
 
+    def default(self, population: int) -> int | None:
+        """The size of a cohort where none is said; None: it must be said."""
+        return None
+
     def hidden(self, sampling: Sampling) -> bool:
         """Whether who takes part is a secret, which amplifies privacy."""
         return not self.everyone(sampling)

@@ -16,6 +16,9 @@ class Full(Law):
             accepted = f"the whole population of {sampling.population} under full participation"
             raise ConfigError("cohort", sampling.cohort, accepted)
 
+    def default(self, population):
+        return population
+
     def hidden(self, sampling):
         return False
 

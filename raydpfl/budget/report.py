@@ -1,0 +1,247 @@
+"""What the calculator answers with: a budget of clients, of one client's samples, or of all clients
+one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Relation
+from raydpfl.privacy.guarantee import SHARES
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Unknown = Literal["epsilon", "noise", "rounds"]
+FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
+_EVENTS = {
+    "replace_one": "was replaced by another",
+    "add_remove": "took part at all",
+    "zero_out": "contributed at all",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one accountant says against one observer.
+
+    `noise_multiplier`: std of the sum / bound, of the mechanism itself and not of what the observer
+    makes of it; infinite when no noise will do. `rounds`: of the run, or at the sample level those
+    the client takes part in; 0 when one spends too much. `guarantee`: what the accountant says of
+    that noise and those rounds (of one round, when there is none to spend). `true_epsilon`: for a
+    paper's formula, the epsilon that holds there, at the formula's own delta, by the first rigorous
+    accountant that can tell; otherwise None.
+    """
+
+    guarantee: Guarantee
+    noise_multiplier: float
+    rounds: int
+    true_epsilon: float | None = None
+
+    @property
+    def overclaims(self) -> bool:
+        """True for a formula that claims a smaller epsilon than holds."""
+        if self.true_epsilon is None:
+            return False
+        return self.true_epsilon > self.guarantee.epsilon * (1 + 1e-6)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`answers` to the question, and the `guarantees` of one mechanism by every accountant against
+    every observer: whole clients are protected.
+
+    `unknown` is what the answers found. `mechanism` has the noise and rounds of the first answer
+    (pld, against whoever sees least), or those of the config. `steps` is 1, or at the sample level
+    the local steps of a round. `notes` are what a reader should know beside.
+    """
+
+    unknown: Unknown
+    mechanism: Mechanism
+    relation: Relation
+    delta: float
+    answers: tuple[Answer, ...]
+    guarantees: tuple[Guarantee, ...]
+    epsilon: float | None = None  # None: it was the unknown
+    steps: int = 1
+    notes: tuple[str, ...] = ()
+    repeated: ClassVar[str] = "rounds"  # what composes
+
+    @property
+    def rounds(self) -> int:
+        """How many of them there are."""
+        return self.mechanism.rounds // self.steps
+
+    @property
+    def released(self) -> str:
+        """What is released, in words."""
+        sampling = self.mechanism.sampling
+        return f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """The noise in full: multiplier, bound, sensitivity of the sum under `relation`, std of the
+        sum and of what is drawn.
+        """
+        query = self.mechanism.queries[0]
+        place = self.mechanism.place
+        found = {
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "bound": query.bound,
+            "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
+            "std_of_the_sum": query.std,
+        }
+        if place.one:
+            found[f"std_of_{place.one}"] = query.std / place.draws(self.mechanism.sampling)
+        apart = (other for other in self.mechanism.queries if other.apart)
+        return found | {f"std_of_the_{other.name}": other.std for other in apart}
+
+    def sentence(self) -> str:
+        """What the first guarantee's epsilon means, as a bound on the power of any test at a
+        false-alarm rate of 5%.
+        """
+        return meaning(self.guarantees[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
+        return {
+            "unknown": self.unknown,
+            "unit": self.mechanism.unit,
+            "sampling": asdict(self.mechanism.sampling),
+            **self._counts(),
+            "relation": self.relation,
+            "placement": self.mechanism.placement,
+            "delta": self.delta,
+            "noise": self.noise,
+            "answers": [self._answer(answer) for answer in self.answers],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "sentence": self.sentence(),
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> RenderableType:
+        """For a terminal: what is released, the answers side by side, the formulas with their
+        conditions, and the sentence.
+        """
+        from raydpfl.budget import shown
+
+        return shown.of_budget(self)
+
+    def _counts(self) -> dict[str, int]:
+        return {self.repeated: self.rounds}
+
+    def _answer(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "noise_multiplier": _to_json(answer.noise_multiplier),
+            self.repeated: answer.rounds,
+            "true_epsilon": _to_json(answer.true_epsilon),
+            "guarantee": answer.guarantee.to_dict(),
+        }
+
+
+class SampleBudget(Budget):
+    """The samples of one client are protected, by noise at each of its local steps."""
+
+    repeated = "participations"
+
+    @property
+    def released(self) -> str:
+        steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
+        return f"{steps}, each a sum over a batch of samples: {self.mechanism.sampling}"
+
+    def _counts(self) -> dict[str, int]:
+        return {self.repeated: self.rounds, "steps": self.steps}
+
+
+@dataclass(frozen=True)
+class PersonalBudget:
+    """What noise at local steps guarantees each client's samples, and what was promised them.
+
+    `rows`: `LocalSteps.table`, a row for each client that takes part. `guarantees`: those of the
+    client that spends most, by every accountant. `broken`: which clients were promised more than
+    holds, in words. `notes`: what a reader should know beside.
+    """
+
+    mechanism: LocalSteps
+    rows: tuple[dict[str, Any], ...]
+    guarantees: tuple[Guarantee, ...]
+    broken: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def protected(self) -> list[dict[str, Any]]:
+        """The rows of the clients that are not public."""
+        return [row for row in self.rows if row["epsilon_claimed"] != math.inf]
+
+    def quantiles(self, column: str) -> list[float | None]:
+        """Of a column of `rows`, at `SHARES` of the clients that are not public; None where there
+        is nothing.
+        """
+        values = sorted(row[column] for row in self.protected if row[column] is not None)
+        if not values:
+            return [None for _ in SHARES]
+        return [values[max(math.ceil(share * len(values)) - 1, 0)] for share in SHARES]
+
+    def sentence(self) -> str:
+        """What the first guarantee means for the client that spends most."""
+        return meaning(self.guarantees[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
+        mechanism = self.mechanism
+        columns = dict.fromkeys(self.rows[0] if self.rows else ())
+        for name in ("client", "conditions_failed"):
+            columns.pop(name, None)
+        quantiles = {name: list(map(_to_json, self.quantiles(name))) for name in columns}
+        beside = mechanism.beside
+        return {
+            "unit": "sample",
+            "relation": "replace_one",
+            "placement": "step",
+            "calibration": mechanism.calibration,
+            "delta": mechanism.delta,
+            "bound": mechanism.bound,
+            "steps": mechanism.steps,
+            **({f"std_of_the_{beside.name}": beside.std} if beside else {}),
+            "quantiles": {"at": list(SHARES), **quantiles},
+            "clients": [
+                {name: _to_json(value) for name, value in row.items()} for row in self.rows
+            ],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "broken": self.broken,
+            "sentence": self.sentence(),
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> RenderableType:
+        """For a terminal: quantiles over the clients, those that spend most, and the sentence."""
+        from raydpfl.budget import shown
+
+        return shown.of_personal(self)
+
+
+def meaning(guarantee: Guarantee) -> str:
+    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%."""
+    if not math.isfinite(guarantee.epsilon):
+        return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
+    hidden = guarantee.sampling.secret
+    likelier = math.exp(min(guarantee.epsilon, 700.0))
+    power = min(
+        likelier * FALSE_ALARMS + guarantee.delta,
+        1 - (1 - FALSE_ALARMS - guarantee.delta) / likelier,
+        1.0,
+    )
+    event = _EVENTS.get(guarantee.relation, "differed")
+    but = f", but not {hidden}," if hidden else ""
+    return (
+        f"Epsilon {guarantee.epsilon:.4g} at delta {guarantee.delta:g} means: at a false-alarm "
+        f"rate of {FALSE_ALARMS:.0%}, whoever sees {guarantee.observer}{but} can detect that one "
+        f"{guarantee.unit} {event} at most {100 * power:.4g}% of the time; blind guessing detects "
+        f"{FALSE_ALARMS:.0%}."
+    )
+
+
+def _to_json(value: Any) -> Any:
+    return "infinity" if value == math.inf else value

@@ -1,0 +1,252 @@
+"""The calculator's answers for a terminal of 80 columns or more."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raydpfl.budget.question import MOST_ROUNDS
+from raydpfl.privacy import Guarantee
+from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy.guarantee import SHARES
+
+if TYPE_CHECKING:
+    from raydpfl.budget.report import Answer, Budget, PersonalBudget
+
+Cells = list[tuple[Guarantee, str]]
+MOST_ROWS = 5  # clients that are shown
+_PROMISED = {
+    "rigorous": "to meet each client's budget",
+    "paper": "by the formula of 003",
+    "tcdp": "by the formula of 002 (tCDP)",
+}
+
+
+def of_budget(budget: Budget) -> RenderableType:
+    """What is released, the answers side by side, the formulas with their conditions, and the
+    sentence.
+    """
+    parts: list[Any] = [_head(budget), "", _found(budget), ""]
+    if budget.unknown != "epsilon":
+        parts += [_held(budget), ""]
+    for answer in budget.answers:
+        if answer.guarantee.kind == "paper":
+            style = "red" if answer.overclaims else ""
+            parts.append(Text(_worth(budget, answer), style=style))
+    parts += [Text(f"- {note}") for note in [*_reasons(budget), *budget.notes]]
+    return Group(*parts, "", Text(budget.sentence(), style="bold"))
+
+
+def _head(budget: Budget) -> Table:
+    mechanism = budget.mechanism
+    noise = budget.noise
+    head = Table.grid(padding=(0, 2))
+    head.add_row("released", budget.released)
+    sensitivity = f"sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}"
+    head.add_row("bound", f"{noise['bound']:.4g} for each {mechanism.unit}; {sensitivity}")
+    stds = [
+        f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}"
+        for name, value in noise.items()
+        if name.startswith("std_")
+    ]
+    sums = sum(not query.apart for query in mechanism.queries)
+    together = f", the {sums} queries of a round together" if sums > 1 else ""
+    multiplier = f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})"
+    head.add_row("noise", f"std {', '.join(stds)}")
+    head.add_row("noise multiplier", multiplier)
+    return head
+
+
+def _found(budget: Budget) -> Table:
+    """The answers to the question."""
+    at = f"epsilon {budget.epsilon or 0:.4g} at delta {budget.delta:g}"
+    title = {
+        "epsilon": f"Epsilon at delta {budget.delta:g}",
+        "noise": f"Noise multiplier that {at} needs",
+        "rounds": f"{budget.repeated.capitalize()} that {at} allows",
+    }[budget.unknown]
+    cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
+    return _by_observer(title, cells)
+
+
+def _held(budget: Budget) -> Table:
+    """The epsilons at the noise and the rounds that were found first."""
+    which = f"noise multiplier {budget.noise['noise_multiplier']:.4g}"
+    if budget.unknown == "rounds":
+        which = f"{budget.rounds} {budget.repeated}"
+    title = f"Epsilon at delta {budget.delta:g} with {which}"
+    return _by_observer(title, [(each, _spent(each)) for each in budget.guarantees])
+
+
+def _by_observer(title: str, cells: Cells) -> Table:
+    """A row for each observer, a column for each accountant; the first has all observers."""
+    columns: dict[str, Cells] = {}
+    for guarantee, cell in cells:
+        columns.setdefault(_label(guarantee), []).append((guarantee, cell))
+    first = next(iter(columns.values()))
+    made = _table(title)
+    told_apart = len({guarantee.relation for guarantee, _ in first}) > 1
+    made.add_column("against whoever sees", no_wrap=True)
+    if told_apart:
+        made.add_column("relation", no_wrap=True)
+    for name in columns:
+        made.add_column(name, justify="right", overflow="fold")
+    for place, (guarantee, _) in enumerate(first):
+        against = [guarantee.observer.value, guarantee.sampling.knows]
+        row = [column[place][1] if place < len(column) else "" for column in columns.values()]
+        relation = [guarantee.relation] if told_apart else []
+        made.add_row(", ".join(word for word in against if word), *relation, *row)
+    return made
+
+
+def _reasons(budget: Budget) -> list[str]:
+    """What is known of cohorts, and why accountants have no number."""
+    known = [each.sampling.participations for each in budget.guarantees]
+    notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
+    rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind != "paper"]
+    failed = [
+        f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed
+    ]
+    return [*notes, *dict.fromkeys(failed)]
+
+
+def of_personal(budget: PersonalBudget) -> RenderableType:
+    """Quantiles over the clients, those that spend most, promises that are broken, and the
+    sentence.
+    """
+    names = _columns(budget)
+    parts: list[Any] = [_personal_head(budget), "", _spread(budget, names), ""]
+    parts += [_worst(budget, names), ""]
+    if budget.broken:
+        broken = f"{budget.broken[0].upper()}{budget.broken[1:]}."
+        parts += [Text(broken, style="red"), ""]
+    for guarantee in budget.guarantees:
+        if guarantee.kind == "paper" and guarantee.conditions_failed:
+            failed = "; ".join(guarantee.conditions_failed)
+            of = "conditions that fail for the client it finds worst"
+            parts.append(Text(f"- {guarantee.accountant}: {of}: {failed}"))
+    parts += [Text(f"- {note}") for note in budget.notes]
+    return Group(*parts, "", Text(budget.sentence(), style="bold"))
+
+
+def _personal_head(budget: PersonalBudget) -> Table:
+    mechanism = budget.mechanism
+    head = Table.grid(padding=(0, 2))
+    batch = "all samples" if mechanism.batch is None else f"{mechanism.batch} samples"
+    order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
+    steps = f"{mechanism.steps} local steps a participation, each on {batch}{order}"
+    head.add_row("released", f"every update of {len(budget.rows)} clients: {steps}")
+    moves = f"replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B"
+    head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; {moves}")
+    promised = _PROMISED.get(mechanism.calibration or "", "as given")
+    head.add_row("noise", f"at each step, {promised}")
+    beside = mechanism.beside
+    if beside:
+        noise = f"with noise of std {beside.std:.4g}"
+        head.add_row("beside", f"the {beside.name} of a client in each of its rounds, {noise}")
+    return head
+
+
+def _columns(budget: PersonalBudget) -> dict[str, str]:
+    """The columns of the rows that are shown, with what they are headed."""
+    names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": ""}
+    for name in budget.rows[0] if budget.rows else ():
+        if "epsilon_" in name:
+            head = name.removeprefix("epsilon_").removeprefix("paper_").replace("_", " ")
+            names[name] = head
+    names["epsilon_claimed"] = "promised"
+    return names
+
+
+def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
+    delta = budget.mechanism.delta
+    title = f"Epsilon of a client's samples at delta {delta:g}: quantiles over clients"
+    quantiles = {name: budget.quantiles(name) for name in names} if budget.rows else {}
+    lines = [
+        (f"{share:.0%}", [column[place] for column in quantiles.values()])
+        for place, share in enumerate(SHARES)
+    ]
+    return _of_clients(title, "share", names, lines if budget.rows else [])
+
+
+def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
+    """The clients that spend most, by the first accountant."""
+    spent = (each for each in names if each.startswith("epsilon_") and each != "epsilon_claimed")
+    key = next(spent, "noise_std")
+    worst = sorted(budget.protected, key=lambda row: row[key], reverse=True)[:MOST_ROWS]
+    lines = [(str(row["client"]), [row[name] for name in names]) for row in worst]
+    return _of_clients(f"The {len(worst)} clients that spend most", "client", names, lines)
+
+
+def _of_clients(
+    title: str, first: str, names: dict[str, str], lines: list[tuple[str, list[Any]]]
+) -> Table:
+    made = _table(title)
+    made.add_column(first, no_wrap=True)
+    for head in names.values():
+        made.add_column(head.replace("theorem", "thm"), justify="right", overflow="fold")
+    for label, values in lines:
+        made.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
+    return made
+
+
+def _table(title: str) -> Table:
+    """So narrow that 80 columns hold the numbers of all accountants."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def _label(guarantee: Guarantee) -> str:
+    return ACCOUNTANTS[guarantee.accountant].label or guarantee.accountant
+
+
+def _mark(guarantee: Guarantee) -> str:
+    return "*" if guarantee.conditions_failed else ""
+
+
+def _spent(guarantee: Guarantee) -> str:
+    if guarantee.kind == "rigorous" and guarantee.conditions_failed:
+        return "-"
+    return f"{guarantee.epsilon:.4g}{_mark(guarantee)}"
+
+
+def _cell(budget: Budget, answer: Answer) -> str:
+    """What was found, in print."""
+    text = _spent(answer.guarantee)
+    if budget.unknown == "epsilon" or text == "-":
+        return text
+    found = f"{answer.rounds}"
+    if (answer.rounds + 1) * budget.steps > MOST_ROUNDS:
+        found = f">= {found}"
+    if budget.unknown == "noise":
+        z = answer.noise_multiplier
+        found = f"{z:.4g}" if math.isfinite(z) else "none"
+    return f"{found}{_mark(answer.guarantee)}"
+
+
+def _worth(budget: Budget, answer: Answer) -> str:
+    """A formula's claim beside what it is worth, and the conditions that fail."""
+    guarantee = answer.guarantee
+    says = {
+        "epsilon": f"claims epsilon {guarantee.epsilon:.4g}",
+        "noise": f"asks for noise multiplier {answer.noise_multiplier:.4g}",
+        "rounds": f"allows {answer.rounds} {budget.repeated}",
+    }[budget.unknown]
+    text = f"{_label(guarantee)}, as printed, {says}"
+    if answer.true_epsilon is not None:
+        text += f"; the epsilon there is {answer.true_epsilon:.4g}"
+        text += ", more than it claims" if answer.overclaims else ""
+    if guarantee.conditions_failed:
+        return f"{text}. Conditions that fail (*): {'; '.join(guarantee.conditions_failed)}."
+    return f"{text}."
