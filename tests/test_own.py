@@ -522,7 +522,8 @@ def test_a_noise_of_ones_own_runs_from_its_base_alone(name, placement, mine, tmp
     mine(NOISES)
     own = experiment(noise={"kind": f"mine:{name}", "z": 2.0})
     like = experiment(noise={"kind": "gaussian", "multiplier": 2.0, "placement": placement})
-    found, expected = run(own, tmp_path / "own"), run(like, tmp_path / "like")
+    found = run(own, tmp_path / "own")
+    expected = run(like, tmp_path / "like")
     assert [(one.observer, one.epsilon) for one in found.guarantees] == [
         (one.observer, one.epsilon) for one in expected.guarantees
     ]
