@@ -22,10 +22,10 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
-from raydpfl.privacy.places import View as Observed
-from raydpfl.privacy.places import views as observers
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.places import View as Observed
+from raydpfl.privacy.places import views as observers
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
 FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
