@@ -83,9 +83,15 @@ class ClientActor(Process):
         )
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.own = own_code(experiment)
-        settings = {"way": experiment.client.way, "seed": experiment.seed, "device": self.device}
-        clip = experiment.bounding.sample_bound
-        self.trainer = Trainer(module, experiment.local, clip=clip, own=self.own, **settings)
+        self.trainer = Trainer(
+            module,
+            experiment.local,
+            way=experiment.client.way,
+            seed=experiment.seed,
+            device=self.device,
+            clip=experiment.bounding.sample_bound,
+            own=self.own,
+        )
         self._shares = 0
         self._sample: tuple[Lane, int, torch.Tensor] | None = None
         self._state = self._kept()

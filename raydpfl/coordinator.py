@@ -129,6 +129,7 @@ class Coordinator:
         clients = cohort.clients
         sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
         width = self.experiment.client.lane
+        assert isinstance(width, int)  # the plan has settled "auto"
         weights = plan.weights(clients)
         cut = placement.lanes(cohort, weights, sizes, width, plan.step_stds(clients))
         shares = self.pool.shares([at.memory.given(lane) for lane in cut])

@@ -126,8 +126,8 @@ def clients_normals(
     n: int,
     *,
     t: int,
-    clients: Sequence[int],
-    draws: Sequence[int],
+    clients: Sequence[int] | np.ndarray,
+    draws: Sequence[int] | np.ndarray,
     step: int = 0,
     stds: np.ndarray | None = None,
 ) -> torch.Tensor:

@@ -325,7 +325,7 @@ def _boards(plan: Plan, folder: Path, t: int) -> list[Board]:
 def _measured_after(
     call: Callable, folder: Path, kinds: list[str], on_measure: Callable[[int, int], object]
 ) -> dict:
-    """What is measured of the finished run, a second of it at a time. An interrupt ends it at once."""
+    """What is measured of the finished run, a second at a time. An interrupt ends it at once."""
     try:
         done, of = call("measure_after", 0.0)
         while done < of:

@@ -148,12 +148,9 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         arrays |= {f"{group}.{name}": value for name, value in values.items()}
     facts["check"] = _check(facts, arrays)
     path = folder / f"round-{checkpoint.round:08d}.npz"
-    replace_file(
-        path,
-        lambda part: np.savez(
-            part, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays
-        ),
-    )
+    stored = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays}
+    # numpy's stub takes what ** gives for its flag allow_pickle
+    replace_file(path, lambda part: np.savez(part, **stored))  # type: ignore[arg-type]
     # and what a kill left half written
     for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:
         with suppress(OSError):
@@ -223,10 +220,10 @@ def _read(path: Path, most: float) -> Checkpoint:
     if size > most:
         raise ValueError(f"it has {size:,} bytes, where this run's have {most:,} at most")
     with zipfile.ZipFile(path) as archive:  # `save` packs nothing
-        members = archive.infolist()
-    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+        inside = archive.infolist()
+    if any(each.compress_type != zipfile.ZIP_STORED for each in inside):
         raise ValueError("it is packed, as no checkpoint is")
-    if sum(each.file_size for each in members) > size:
+    if sum(each.file_size for each in inside) > size:
         raise ValueError("it says that it holds more than its own size")
     with np.load(path, allow_pickle=False) as stored:
         facts = json.loads(stored["facts"].tobytes())
@@ -248,8 +245,9 @@ def _read(path: Path, most: float) -> Checkpoint:
         raise ValueError("what it holds of clients' memory is not whole")
     intact = check == _check(facts, every)
     facts["tables"] = {name: Extent(**extent) for name, extent in facts["tables"].items()}
-    kept = {"states": groups, "members": members, "memory": memory}
-    return Checkpoint(**facts, **arrays, **kept, intact=intact)
+    return Checkpoint(
+        **facts, **arrays, states=groups, members=members, memory=memory, intact=intact
+    )
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:

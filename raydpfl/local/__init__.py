@@ -7,17 +7,18 @@ targets and a module with a single output, half the squared error. All but sampl
 linear rules alone, carry out any rule, add corrections (`Scaffold`), and can clip each sample's
 gradient and add noise to every step (the loop sample by sample):
 
-| way          | for                                                     | how                                                       |
-|--------------|---------------------------------------------------------|-----------------------------------------------------------|
-| sample_space | stacks of linear layers, several epochs over few rows   | the first layer's weights within the span of the rows     |
-| fused        | any stack of linear layers                              | batched products, the step inside the backward product    |
-| vmap         | other modules without convolutions or recurrent layers  | torch.func over the lane                                  |
-| layerwise    | per-sample clipping of networks                         | one backward pass, norms and sums layer by layer          |
-| loop         | any module                                              | one client after another on one flat vector of parameters |
-| noop         | measuring                                               | no training                                               |
+| way          | for                                     | how                                     |
+|--------------|-----------------------------------------|-----------------------------------------|
+| sample_space | linear layers, many epochs on few rows  | first layer in the span of the rows     |
+| fused        | any stack of linear layers              | batched products, step in the backward  |
+| vmap         | modules without convolution, recurrence | torch.func over the lane                |
+| layerwise    | per-sample clipping of networks         | one backward pass; norms, sums by layer |
+| loop         | any module                              | client after client, on a flat vector   |
+| noop         | measuring                               | no training                             |
 
 >>> from torch import nn
->>> resolve(nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(5408, 10)), Sgd(), rows=20, shape=(1, 28, 28))
+>>> module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(5408, 10))
+>>> resolve(module, Sgd(), rows=20, shape=(1, 28, 28))
 'loop'
 """
 

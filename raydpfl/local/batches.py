@@ -1,7 +1,7 @@
-"""Which rows a client trains on at each of its local steps: a function of its own key and size
-alone.
+"""The rows of each local step: a function of the client's own key and size alone.
 
->>> index, batch_sizes = batches(0, 0, clients=[4, 9], draws=[0, 0], sizes=[5, 2], local=Sgd(steps=2, batch=3))
+>>> local = Sgd(steps=2, batch=3)
+>>> index, batch_sizes = batches(0, 0, clients=[4, 9], draws=[0, 0], sizes=[5, 2], local=local)
 >>> index.tolist(), batch_sizes.tolist()
 ([[[1, 0, 2], [0, 4, 2]], [[0, 1, 0], [0, 1, 0]]], [3, 2])
 """
@@ -23,12 +23,15 @@ RANKED = 8
 BITS = 24
 
 
+Integers = Sequence[int] | np.ndarray
+
+
 def batches(
     seed: int,
     t: int,
-    clients: Sequence[int],
-    draws: Sequence[int],
-    sizes: Sequence[int],
+    clients: Integers,
+    draws: Integers,
+    sizes: Integers,
     local: Local,
     rows: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -39,20 +42,20 @@ def batches(
     `epochs` a batch may straddle two of them, so that all have one size and each row comes up once
     in every n_i.
     """
-    sizes = np.asarray(sizes, dtype=np.int64)
-    width = local.batch_size(int(sizes.max(initial=1)) if rows is None else rows)
-    batch_sizes = sizes if local.batch == "full" else np.minimum(sizes, local.batch)
-    index = np.zeros((len(sizes), local.steps, width), dtype=np.int64)
-    every = batch_sizes == sizes
-    index[every, :, :] = np.where(np.arange(width) < sizes[every, None, None], np.arange(width), 0)
+    counts = np.asarray(sizes, dtype=np.int64)
+    width = local.batch_size(int(counts.max(initial=1)) if rows is None else rows)
+    batch_sizes = counts if local.batch == "full" else np.minimum(counts, local.batch)
+    index = np.zeros((len(counts), local.steps, width), dtype=np.int64)
+    every = batch_sizes == counts
+    index[every, :, :] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
     # A client with many rows ranks them alone: how many bits they take may not show in the others.
-    few = (sizes <= RANKED * batch_sizes) & (sizes <= 1 << BITS) & (local.sampling == "fresh")
+    few = (counts <= RANKED * batch_sizes) & (counts <= 1 << BITS) & (local.sampling == "fresh")
     ranked = np.flatnonzero(few & ~every)
     if len(ranked):  # all of these have batches of the full width
-        words = _words(seed, t, clients, draws, sizes, ranked, local.steps)
+        words = _words(seed, t, clients, draws, counts, ranked, local.steps)
         index[ranked] = _shuffled(words)[:, :, :width]
     for slot in np.flatnonzero(~few & ~every).tolist():
-        n = int(sizes[slot])
+        n = int(counts[slot])
         b = int(batch_sizes[slot])
         keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
         index[slot, :, :b] = _drawn_alone(keyed, n, b, local)
@@ -62,8 +65,8 @@ def batches(
 def _words(
     seed: int,
     t: int,
-    clients: Sequence[int],
-    draws: Sequence[int],
+    clients: Integers,
+    draws: Integers,
     sizes: np.ndarray,
     slots: np.ndarray,
     steps: int,

@@ -22,7 +22,7 @@ from torch import nn
 from raydpfl import keys
 from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
-from raydpfl.local.batches import batches
+from raydpfl.local.batches import Integers, batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.way import Block, LaneData, spans
 from raydpfl.local.ways import WAYS, check_way
@@ -104,11 +104,11 @@ class Trainer:
         parameters: torch.Tensor,
         x: torch.Tensor | np.ndarray,
         y: torch.Tensor | np.ndarray,
-        sizes: Sequence[int],
+        sizes: Integers,
         *,
         t: int,
-        clients: Sequence[int],
-        draws: Sequence[int],
+        clients: Integers,
+        draws: Integers,
         stds: np.ndarray | None = None,
         corrections: torch.Tensor | np.ndarray | None = None,
         drawn: tuple[np.ndarray, np.ndarray] | None = None,
@@ -202,10 +202,10 @@ class Trainer:
             return
         while True:
             with self._keyed(t=draw.t, step=1):
-                block = next(running, None)
-            if block is None:
+                together = next(running, None)
+            if together is None:
                 return
-            yield block
+            yield together
 
     def _keyed(self, **name: int) -> AbstractContextManager[None]:
         return keys.keyed_globals(self.seed, **name) if self.own else nullcontext()

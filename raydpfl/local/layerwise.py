@@ -1,5 +1,4 @@
-"""Per-sample clipping of networks: one forward and one backward pass of a batch, the rest from what
-its layers leave behind.
+"""Per-sample clipping of networks, from one forward and one backward pass of a batch.
 
 A sample's gradient by a layer's parameters follows from the layer's inputs a [T, D] and the
 gradient g [T, p] by its outputs alone; T is the number of positions, 1 for a plain linear layer. So
@@ -7,13 +6,17 @@ one `autograd.grad` by the outputs of all layers gives the squared norm of every
 layer by layer, and the sum of the clipped gradients is one product a layer, of the same a and the
 scaled g:
 
-| layer                | a sample's gradient                   | its squared norm                                                   |
-|----------------------|---------------------------------------|--------------------------------------------------------------------|
-| Linear               | g^T a and sum_t g                     | T = 1: (|a|^2 + 1) |g|^2; else one of the two below                |
-| convolution          | g^T a, a its patches; and sum_t g     | formed: one convolution of as many groups as samples, then summed  |
-|                      |                                       | ghost: sum over t, u of (a a^T)_tu (g g^T)_tu                      |
-| GroupNorm, LayerNorm | sums of g and of g times the normal   | formed                                                             |
-| any other            | vmap of the layer's own backward      | formed                                                             |
+| layer                | a sample's gradient               | its squared norm                      |
+|----------------------|-----------------------------------|---------------------------------------|
+| Linear               | g^T a; sum_t g                    | T = 1: (|a|^2 + 1) |g|^2; else formed |
+|                      |                                   | or ghost                              |
+| convolution          | g^T a, a its patches; sum_t g     | formed or ghost                       |
+| GroupNorm, LayerNorm | sums of g and of g times the      | formed                                |
+|                      | normalised inputs                 |                                       |
+| any other            | vmap of the layer's own backward  | formed                                |
+
+formed: the gradients themselves, of a convolution by one with a group for each sample. ghost: the
+sum over t, u of (a a^T)_tu (g g^T)_tu.
 
 The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming
 (Rochette, Manoel and Tramel 2019) takes D p numbers to be kept and read again; `GHOST` products
@@ -58,7 +61,8 @@ SLACK = 2.0**-22  # four roundings of float32
 LIMIT = 1 << 29
 
 Term = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-"""Of one parameter: its gradient's squared norm for each sample [B], and what gives the sum of the gradients weighted by factors [B]."""
+"""Of one parameter: the squared norm of each sample's gradient [B], and a function from factors [B]
+to the sum of the gradients weighted by them."""
 
 
 class NotLayerwise(Exception):
@@ -98,6 +102,12 @@ class _Leaf:
         # now: the output may be changed in place later
         self.edge = get_gradient_edge(output) if output.requires_grad else None
 
+    def backward_edge(self) -> GradientEdge:
+        """Where the gradient by the output is found. Raises `NotLayerwise` if it has none."""
+        if self.edge is None:
+            raise NotLayerwise(f"no gradient reaches the output of {type(self.layer).__name__}")
+        return self.edge
+
     def terms(self, g: torch.Tensor) -> Iterator[tuple[int, Term]]:
         """(which parameter, its term), from the gradient by the outputs."""
         if [each._version for each in self.inputs] != self.versions:
@@ -118,9 +128,10 @@ def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
         or getattr(layer, "groups", 1) > 1
     ):
         return False
-    positions = prod(output[1:]) // len(layer.weight)
-    outputs = len(layer.weight)
-    inputs = layer.weight[0].numel()
+    weight = layer.get_parameter("weight")
+    outputs = len(weight)
+    inputs = weight[0].numel()
+    positions = prod(output[1:]) // outputs
     return positions**2 * (inputs + outputs) < GHOST * inputs * outputs
 
 
@@ -175,7 +186,7 @@ def _convolution(
         return _formed(g.sum(tuple(range(2, g.dim()))))
     (x,) = inputs
     shape = layer.weight.shape
-    padding = layer.padding
+    padding: str | tuple[int, ...] = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
@@ -183,25 +194,24 @@ def _convolution(
 
     backward = functools.partial(_by_weight, layer, padding)
     if _ghostly(layer, name, g.shape):
-        return _ghost(
-            _patches(layer, x, padding, g.shape[2:]).mT, g.flatten(2).mT
-        ), lambda s: backward(x, _scaled(g, s), 1)
+        patches = _patches(layer, x, padding, g.shape[2:])
+        return _ghost(patches.mT, g.flatten(2).mT), lambda s: backward(x, _scaled(g, s), 1)
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= FEW:
-        return _formed(
-            torch.bmm(_patches(layer, x, padding, g.shape[2:]), g.flatten(2).mT).mT.reshape(
-                len(g), *shape
-            )
-        )
+        patches = _patches(layer, x, padding, g.shape[2:])
+        return _formed(torch.bmm(patches, g.flatten(2).mT).mT.reshape(len(g), *shape))
     # each sample in channels of its own
-    apart = backward(*(each.reshape(1, -1, *each.shape[2:]) for each in (x, g)), len(g))
-    return _formed(apart.reshape(len(g), *shape))
+    inputs_apart = x.reshape(1, -1, *x.shape[2:])
+    outputs_apart = g.reshape(1, -1, *g.shape[2:])
+    gradients = backward(inputs_apart, outputs_apart, len(g))
+    return _formed(gradients.reshape(len(g), *shape))
 
 
 def _patches(
-    layer: nn.Conv2d, x: torch.Tensor, padding: tuple[int, int], size: torch.Size
+    layer: _ConvNd, x: torch.Tensor, padding: tuple[int, ...], size: torch.Size
 ) -> torch.Tensor:
-    """What `torch.nn.functional.unfold` gives, [B, D, T], for an output of `size`; a strided copy
-    is many times faster.
+    """The patches [B, D, T] of a `Conv2d` with an output of `size`, as `F.unfold` gives them.
+
+    A strided copy is many times faster.
     """
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     sample, channel, *place = x.stride()
@@ -219,6 +229,7 @@ def _norm(
     layer: nn.GroupNorm | nn.LayerNorm, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
 ) -> Term:
     (x,) = inputs
+    shape: tuple[int, ...]
     if isinstance(layer, nn.GroupNorm):
         normal = functools.partial(F.group_norm, x, layer.num_groups, eps=layer.eps)
         shape = (layer.num_channels, -1)
@@ -257,6 +268,25 @@ RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch
 }
 
 
+def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
+    """(name, place) of the layer's own trainable parameters, taken out of `places`, which has the
+    place of each parameter by its id. Raises `NotLayerwise`.
+    """
+    kind = type(layer).__name__
+    if isinstance(layer, _BatchNorm):
+        raise NotLayerwise(f"{kind} mixes the samples of a batch")
+    own = []
+    for name, parameter in layer.named_parameters(recurse=False):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in places:
+            raise NotLayerwise(f"a parameter of {kind} is tied to another layer's")
+        own.append((name, places.pop(id(parameter))))
+    if own and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
+        raise NotLayerwise(f"{kind} has parameters of its own beside those of its layers")
+    return own
+
+
 class Layerwise(Loop):
     """Trains one client after another as `Loop` does, with each sample's gradient clipped.
 
@@ -274,21 +304,7 @@ class Layerwise(Loop):
         self.leaves: list[_Leaf] = []
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
         for layer in self.module.modules():
-            own = [
-                (name, places.pop(id(each), None))
-                for name, each in layer.named_parameters(recurse=False)
-                if each.requires_grad
-            ]
-            if isinstance(layer, _BatchNorm):
-                raise NotLayerwise(f"{type(layer).__name__} mixes the samples of a batch")
-            if any(place is None for _, place in own):
-                raise NotLayerwise(
-                    f"a parameter of {type(layer).__name__} is tied to another layer's"
-                )
-            if own and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
-                raise NotLayerwise(
-                    f"{type(layer).__name__} has parameters of its own beside those of its layers"
-                )
+            own = _places(layer, places)
             if own:
                 self.leaves.append(_Leaf(layer, own))
 
@@ -322,21 +338,21 @@ class Layerwise(Loop):
             if not leaf.inputs:
                 raise NotLayerwise(f"{type(leaf.layer).__name__} is not called")
             if len(leaf.inputs[0]) != len(x):
-                raise NotLayerwise(
-                    f"the first axis of {type(leaf.layer).__name__}'s input is not that of the samples"
-                )
+                kind = type(leaf.layer).__name__
+                raise NotLayerwise(f"the first axis of {kind}'s input is not that of the samples")
         return outputs
 
-    def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
+    def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
+        """See `Loop._gradient`; `clip` is always given."""
+        assert clip is not None
         self.gradient.zero_()
         losses = torch.zeros((), device=self.device)
         sums = self._views(self.gradient)
         for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
             loss = sample_loss(self._forward(some), labels, "none").sum()
             losses += loss.detach()
-            gradients = torch.autograd.grad(
-                loss, [leaf.edge for leaf in self.leaves], allow_unused=True
-            )
+            edges = [leaf.backward_edge() for leaf in self.leaves]
+            gradients = torch.autograd.grad(loss, edges, allow_unused=True)
             with torch.no_grad():
                 terms = [
                     term

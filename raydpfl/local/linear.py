@@ -1,27 +1,34 @@
-"""Stacks of linear layers, a whole lane in batched products: forward, backward and step by hand,
-without autograd.
+"""Stacks of linear layers, a whole lane in batched products.
 
-Two ways, which differ in the first layer, the one whose inputs are the client's rows X [n, p]
-throughout:
+Forward pass, backward pass and step are written out, without autograd. There are two ways. They
+differ in the first layer, whose inputs are the client's rows X [n, p] at every step.
 
-**fused** holds its weights, [C, out, in] for a lane, and the step is made inside the backward
-product, W <- (1 - lr wd) W - lr G^T a: one `baddbmm_`, no gradient, no optimiser. **sample space**
-never forms them. They move only within the span of the client's rows, W = gamma W0 + A^T X (and b =
-gamma b0 + A^T 1), so it carries the layer's outputs on all rows, Z = X W^T + b, and A [n, out].
-With K = X X^T + 1 (the 1 is the bias), the step along a batch's gradient G by the outputs is
+**fused** holds its weights, [C, out, in] for a lane, and makes the step inside the backward product
+
+    W <- (1 - lr wd) W - lr G^T a,
+
+one `baddbmm_` without a gradient in memory. **sample space** never forms the weights. They move
+only within the span of the client's rows,
+
+    W = gamma W_0 + A^T X,
+    b = gamma b_0 + A^T 1,
+
+so it carries the layer's outputs on all rows, Z = X W^T + b, and A [n, out]: n coefficients an
+output instead of p weights. With K = X X^T + 1 (the 1 is the bias), the step along a batch's
+gradient G by the outputs is
 
     Z <- (1 - lr wd) Z - lr K[:, batch] G,
     A[batch] += c_t G,
     W_Q - W_0 = (gamma - 1) W_0 + A^T X,
 
-where c_t and gamma are numbers that lr, weight decay, momentum and the proximal term give. Momentum
-keeps a second Z, its velocity's outputs, and a proximal term mu the first one, Z_0: its gradient mu
-(W - W_0) gives mu (Z - Z_0), for the outputs are linear in W and b. That is n coefficients an
-output instead of p weights. The mathematics is that of the loop, up to rounding.
+where lr, weight decay, momentum and the proximal term give the numbers c_t and gamma. Momentum
+keeps a second Z, the velocity's outputs. A proximal term mu keeps the first Z, Z_0: its gradient
+mu (W - W_0) gives mu (Z - Z_0), for the outputs are linear in W and b. The mathematics is that of
+the loop, up to rounding.
 
 Where each sample's gradient is clipped (fused alone), its squared norm is the sum over the layers
-of (||a||^2 + 1) ||g||^2, a the layer's inputs and g the gradient by its outputs, and to clip it is
-to scale its g in every layer (Goodfellow 2015).
+of (||a||^2 + 1) ||g||^2, with a the layer's inputs and g the gradient by its outputs. Clipping
+scales the sample's g in every layer (Goodfellow 2015).
 
 >>> SampleSpace.pays(stack(nn.Linear(784, 10)), rows=20, local=Local(steps=20, batch=10))
 True
@@ -33,6 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import numpy as np
 import torch
@@ -46,11 +54,61 @@ PICK = 1 << 18  # products that take as long as picking the rows of a batch out 
 MEMORY = 24  # products that take as long as reading and writing one weight
 
 
-class _Layer:
+class _Place:
+    """A layer of a lane in training. `start` are its initial parameters.
+
+    A layer that stands first is never asked for the gradient by its inputs, one that steps by
+    itself never for the gradient by its parameters.
+    """
+
+    layer: Layer
+    start: list[torch.Tensor]
+
+    def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
+        """The outputs [C, B, out] before the activation, which lie in memory as [C, out, B].
+
+        `inputs` is float32 [C, B, in]; for the first layer, the batch's rows (see `take`).
+        """
+        raise NotImplementedError
+
+    def backward(self, g: torch.Tensor) -> torch.Tensor:
+        """The gradient by the inputs, laid out as they are, from the gradient `g` by the outputs,
+        [C, B, out].
+        """
+        raise NotImplementedError
+
+    def squares(self, g: torch.Tensor) -> torch.Tensor:
+        """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from
+        each sample's `g`: (||a||^2 + 1) ||g||^2.
+        """
+        raise NotImplementedError
+
+    def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the layer's part of the gradients into `out` [C, d]."""
+        raise NotImplementedError
+
+    def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added
+        to the gradient by the parameters.
+        """
+        raise NotImplementedError
+
+    def follow(self, parameters: torch.Tensor) -> None:
+        """Takes `parameters` [C, d], which a rule has stepped to."""
+        raise NotImplementedError
+
+    def delta(self, slots: slice, out: torch.Tensor) -> None:
+        """Writes the layer's part of the slots' updates into `out` [slots, d]."""
+        raise NotImplementedError
+
+
+class _Layer(_Place):
     """A layer of C clients by its weights [C, out, in] and biases [C, 1, out], which are `now`.
 
     `x`, of the first layer alone, are the rows [C, n, in] that batches are taken from.
     """
+
+    inputs: torch.Tensor  # of the last forward pass
 
     def __init__(
         self,
@@ -65,40 +123,35 @@ class _Layer:
         self.x = x
 
     def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
-        """[C, B, in], or the rows of the first layer's batch, -> [C, B, out], which lies in memory
-        as [C, out, B].
-        """
-        self.inputs = inputs if self.x is None else take(self.x, inputs)
+        if self.x is not None:
+            inputs = take(self.x, inputs)
+        assert inputs is not None
+        self.inputs = inputs
         weight, *bias = self.now
         if bias:
             return torch.baddbmm(bias[0].mT, weight, self.inputs.mT).mT
         return torch.bmm(weight, self.inputs.mT).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
-        """The gradient by the inputs, laid out as they are, from the gradient `g` by the outputs,
-        [C, B, out].
-        """
         weight = self.now[0]
         if self.inputs.is_contiguous():
             return torch.bmm(g, weight)
         return torch.bmm(weight.mT, g.mT).mT
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
-        """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from
-        each sample's `g`: (||a||^2 + 1) ||g||^2.
-        """
         norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
         return norms.square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
 
     def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the layer's part of the gradients into `out` [C, d]."""
         weight, *bias = self.layer.views(out)
         weight.copy_(torch.bmm(g.mT, self.inputs))
         for part in bias:
             part.copy_(g.sum(1, keepdim=True))
 
+    def follow(self, parameters: torch.Tensor) -> None:
+        self.now = self.layer.views(parameters)
+
     def delta(self, slots: slice, out: torch.Tensor) -> None:
-        """Writes the layer's part of the slots' updates into `out` [slots, d]."""
         for part, now, start in zip(self.layer.views(out), self.now, self.start, strict=True):
             torch.sub(now[slots], start, out=part)
 
@@ -132,9 +185,6 @@ class _Weights(_Layer):
         self.velocity = [torch.zeros_like(part) for part in now if linear.momentum]
 
     def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
-        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] that is added
-        to the gradient by the parameters.
-        """
         decay = self.linear.decay + self.linear.proximal
         moved = self.velocity or self.now
         keep, step = _factors(self.linear, self.lr)
@@ -151,18 +201,21 @@ class _Weights(_Layer):
 
 
 def _factors(linear: Linear, lr: float) -> tuple[float, float]:
-    """(keep, step) such that what moves along the gradient g becomes keep times itself + step g:
-    the velocity where there is momentum, or else the weights.
+    """(keep, step) such that v <- keep v + step g for the gradient g, where v is the velocity if
+    there is momentum, or else the weights.
     """
     if linear.momentum:
         return linear.momentum, 1.0
     return 1 - lr * (linear.decay + linear.proximal), -lr
 
 
-class _Span:
-    """The first layer in sample space; `x` [C, n, in]. Z and A are [C, n, out], or [C, out, n] if
-    steps take the `whole` of them.
+class _Span(_Place):
+    """The first layer in sample space, with x [C, n, in].
+
+    Z and A are [C, n, out], or [C, out, n] if steps take the `whole` of them.
     """
+
+    rows: torch.Tensor | None  # of the last forward pass
 
     def __init__(
         self,
@@ -188,7 +241,7 @@ class _Span:
         self.coefficients = torch.zeros_like(self.now)  # A
 
     def _products(self, lane: LaneData) -> tuple[torch.Tensor, torch.Tensor]:
-        """(X W0^T + b0 [C, n, out], K [C, n, n]), lane by lane: the bits of the former may depend
+        """(X W_0^T + b_0 [C, n, out], K [C, n, n]), lane by lane: the bits of the former may depend
         on the number of all rows.
         """
         x = self.x
@@ -199,20 +252,20 @@ class _Span:
             flat = x[slots].flatten(0, 1)
             out = outputs[slots].flatten(0, 1)
             if bias:
-                torch.addmm(*bias, flat, weight.mT, out=out)
+                torch.addmm(bias[0], flat, weight.mT, out=out)
             else:
                 torch.mm(flat, weight.mT, out=out)
             torch.bmm(x[slots], x[slots].mT, out=kernel[slots])
         return outputs, kernel.add_(len(bias))
 
-    def forward(self, rows: torch.Tensor | None) -> torch.Tensor:
-        self.rows = rows
+    def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
+        self.rows = inputs
         if not self.whole:
-            return take(self.now, rows)
+            return take(self.now, inputs)
         return self.now.mT.clone() if self.layer.activation else self.now.mT
 
     def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
-        """As `_Weights.step`; there is never noise."""
+        """See `_Place.step`; there is never noise."""
         decay = self.linear.decay + self.linear.proximal
         moved = self.now if self.velocity is None else self.velocity
         keep, step = _factors(self.linear, self.lr)
@@ -224,12 +277,13 @@ class _Span:
             moved.add_(self.first, alpha=-step * self.linear.proximal)
         if self.velocity is not None:
             self.now.sub_(self.velocity.add_(self.now, alpha=decay), alpha=self.lr)
-        if self.whole:
-            self.coefficients.add_(g.mT, alpha=next(self.responses))
-        else:  # a row may stand in a batch twice, at the end of an epoch and the start of the next
-            self.coefficients.view(-1, g.shape[2]).index_add_(
-                0, self.rows, g.flatten(0, 1), alpha=next(self.responses)
-            )
+        response = next(self.responses)
+        if self.rows is None:
+            self.coefficients.add_(g.mT, alpha=response)
+            return
+        # a row may stand in a batch twice, at the end of an epoch and the start of the next
+        coefficients = self.coefficients.view(-1, g.shape[2])
+        coefficients.index_add_(0, self.rows, g.flatten(0, 1), alpha=response)
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         a = self.coefficients[slots]
@@ -242,8 +296,9 @@ class _Span:
 
 
 def _responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]]:
-    """(gamma, [c_0, ..., c_{Q-1}]) such that W_Q = gamma W_0 + sum_t c_t g_t when step t meets the
-    gradient g_t.
+    """(gamma, [c_0, ..., c_{Q-1}]) for gradients g_t of the steps t, such that
+
+    W_Q = gamma W_0 + sum_t c_t g_t.
     """
 
     def run(start: float, w: float, v: float, steps: int) -> list[float]:
@@ -263,9 +318,9 @@ def _responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float
         """
         return number if abs(number) < 3e38 else math.inf
 
-    return single(run(1.0, 1.0, 0.0, steps)[-1]), [
-        single(c) for c in run(0.0, -lr, 1.0, steps - 1)[::-1]
-    ]
+    gamma = run(1.0, 1.0, 0.0, steps)[-1]
+    responses = run(0.0, -lr, 1.0, steps - 1)[::-1]
+    return single(gamma), [single(c) for c in responses]
 
 
 class _Training:
@@ -273,7 +328,7 @@ class _Training:
 
     def __init__(
         self,
-        chain: Sequence[_Layer | _Span],
+        chain: Sequence[_Place],
         rule: Rule | None,
         lane: LaneData,
         y: torch.Tensor,
@@ -338,7 +393,7 @@ class _Training:
         first.
         """
         gradients: list[torch.Tensor] = []
-        later: _Layer | _Span | None = None
+        later: _Place | None = None
         for place, a in zip(reversed(self.chain), reversed(outputs), strict=True):
             if later is not None:
                 g = later.backward(g)
@@ -353,7 +408,7 @@ class _Training:
     ) -> list[torch.Tensor]:
         """The gradients with each sample's scaled to the bound, and by its share of the mean."""
         places = zip(reversed(self.chain), gradients, strict=True)
-        norms = sum(place.squares(g) for place, g in places).sqrt_()
+        norms = reduce(torch.add, (place.squares(g) for place, g in places)).sqrt_()
         self.factors.append(clip_factors(norms, clip))
         factors = self.factors[-1] * shares.mT
         return [g * factors for g in gradients]
@@ -369,7 +424,7 @@ class _Training:
             place.gradient(g, gradient)
         x = self.rule.step(gradient if noise is None else gradient.add_(noise), k)
         for place in self.chain:
-            place.now = place.layer.views(x)
+            place.follow(x)
 
 
 class _Stack(Way):
@@ -411,24 +466,20 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
 
 
 class Fused(_Stack):
-    """Every layer by its weights. Raises `NoStack` for a module that is no stack of linear layers."""
+    """Every layer by its weights. Raises `NoStack` for what is no stack of linear layers."""
 
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         batches = lane.batches()
         x, y = lane.rows(picked=batches[0][0] is not None)
-        first = [x.flatten(2)]
+        rows_of = [x.flatten(2), *[None] * (len(self.layers) - 1)]
+        inputs = list(zip(self.layers, rows_of, strict=True))
         linear = self.local.linear()
-        chain: list[_Layer] = []
-        rule = None
-        if linear is None:
-            rule = Rule(self.local, parameters, lane)
-        for layer in self.layers:
-            rows = first.pop() if first else None
-            if rule is not None:
-                chain.append(_Layer(layer, parameters, layer.views(rule.x), rows))
-            else:
-                chain.append(_Weights(layer, parameters, lane, linear, rows))
-        return _Training(chain, rule, lane, y, batches)
+        if linear is not None:
+            weights = [_Weights(layer, parameters, lane, linear, rows) for layer, rows in inputs]
+            return _Training(weights, None, lane, y, batches)
+        rule = Rule(self.local, parameters, lane)
+        layers = [_Layer(each, parameters, each.views(rule.x), rows) for each, rows in inputs]
+        return _Training(layers, rule, lane, y, batches)
 
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
         """See `raydpfl.local.way.Way`."""
@@ -448,6 +499,7 @@ class SampleSpace(_Stack):
 
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         linear = self.local.linear()
+        assert linear is not None  # as the way says
         n = lane.y.shape[1]
         clients = lane.width or len(lane.y)
         # whether a step takes all rows, those outside of the batch with share 0, rather than
@@ -456,11 +508,9 @@ class SampleSpace(_Stack):
         batches = lane.batches(whole=work <= PICK)
         x, y = lane.rows()
         whole = batches[0][0] is None
-        chain: list[_Layer | _Span] = [
-            _Span(self.layers[0], parameters, lane, linear, x.flatten(2), whole)
-        ]
-        chain += [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
-        return _Training(chain, None, lane, y, batches)
+        first = _Span(self.layers[0], parameters, lane, linear, x.flatten(2), whole)
+        later = [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
+        return _Training([first, *later], None, lane, y, batches)
 
     def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
         """See `raydpfl.local.way.Way`."""

@@ -31,7 +31,9 @@ _dnnl = (
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b for matrices float32 [m, k] and [k, n], however they lie in memory."""
-    return _dnnl(a, b.T, None, "none", [], "") if _pays(a, b.shape[1]) else a @ b
+    if _dnnl is None or not _pays(a, b.shape[1]):
+        return a @ b
+    return _dnnl(a, b.T, None, "none", [], "")
 
 
 def linear(layer: nn.Linear, rows: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
@@ -42,16 +44,17 @@ def linear(layer: nn.Linear, rows: torch.Tensor, inputs_only: bool = False) -> t
     plain = torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu")
     if plain or not _pays(rows, layer.out_features):
         return F.linear(rows, layer.weight, layer.bias)
-    return _Linear.apply(
-        rows.reshape(-1, rows.shape[-1]), layer.weight, layer.bias, inputs_only
-    ).view(*rows.shape[:-1], -1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    outputs = _Linear.apply(flat, layer.weight, layer.bias, inputs_only)
+    return outputs.view(*rows.shape[:-1], -1)
 
 
 def _forward(
     layer: nn.Linear, inputs_only: bool, *rows: torch.Tensor, **named: torch.Tensor
 ) -> torch.Tensor:
     """As `nn.Linear.forward`, whose argument may be given by its name, input."""
-    return linear(layer, *(rows or (named["input"],)), inputs_only=inputs_only)
+    (x,) = rows or (named["input"],)
+    return linear(layer, x, inputs_only=inputs_only)
 
 
 def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
@@ -60,7 +63,7 @@ def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.forward = partial(_forward, layer, inputs_only)
+            layer.forward = partial(_forward, layer, inputs_only)  # type: ignore[method-assign]
 
 
 def _pays(a: torch.Tensor, outputs: int) -> bool:
@@ -83,6 +86,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.inputs_only = inputs_only
+        assert _dnnl is not None  # see `_pays`
         return _dnnl(x, weight, bias, "none", [], "")
 
     @staticmethod

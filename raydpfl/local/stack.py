@@ -1,9 +1,11 @@
 """Finds the stack of linear layers that a module is, if it is one.
 
->>> for layer in stack(nn.Sequential(nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10, bias=False))):
-...     print(layer.inputs, layer.outputs, layer.weight, layer.bias, layer.activation and layer.activation.name)
-784 200 0 156800 relu
-200 10 157000 None None
+>>> layers = nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10, bias=False)
+>>> first, second = stack(nn.Sequential(*layers))
+>>> first.inputs, first.outputs, first.weight, first.bias, first.activation.name
+(784, 200, 0, 156800, 'relu')
+>>> second.inputs, second.outputs, second.weight, second.bias, second.activation
+(200, 10, 157000, None, None)
 >>> stack(nn.Sequential(nn.Linear(784, 200), nn.Dropout(0.5), nn.Linear(200, 10)))
 Traceback (most recent call last):
 raydpfl.local.stack.NoStack: Dropout is none of its layers
@@ -52,14 +54,11 @@ class Layer:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """W [..., out, in] and b [..., 1, out], if there is one, within `flat` [..., d]."""
-        weight = flat[..., self.weight : self.weight + self.inputs * self.outputs].unflatten(
-            -1, (self.outputs, self.inputs)
-        )
-        return (
-            [weight]
-            if self.bias is None
-            else [weight, flat[..., None, self.bias : self.bias + self.outputs]]
-        )
+        flat_weight = flat[..., self.weight : self.weight + self.inputs * self.outputs]
+        weight = flat_weight.unflatten(-1, (self.outputs, self.inputs))
+        if self.bias is None:
+            return [weight]
+        return [weight, flat[..., None, self.bias : self.bias + self.outputs]]
 
 
 RELU = Activation("relu", torch.relu_, lambda g, a: aten.threshold_backward(g, a, 0))
@@ -86,7 +85,7 @@ ACTIVATIONS: dict[Any, Activation] = {
 }  # fmt: skip
 
 
-Found = Activation | tuple[nn.Parameter, nn.Parameter | None] | None
+Found = Activation | tuple[torch.Tensor, torch.Tensor | None] | None
 
 
 def stack(module: nn.Module) -> tuple[Layer, ...]:
@@ -140,7 +139,10 @@ def _step(traced: fx.GraphModule, node: fx.Node) -> Found:
     if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
         return ACTIVATIONS[node.target]
     if node.target is F.leaky_relu:
-        return _leaky(arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01))
+        slope = arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01)
+        if not isinstance(slope, (int, float)):
+            raise NoStack("a leaky ReLU whose slope is computed is none of its layers")
+        return _leaky(slope)
     if node.target is F.linear:
         return _of_function(traced, node)
     if node.target in (torch.flatten, "flatten"):
@@ -176,13 +178,22 @@ def _of_module(module: nn.Module) -> Found:
     raise NoStack(f"{type(module).__name__} is none of its layers")
 
 
-def _of_function(traced: fx.GraphModule, node: fx.Node) -> tuple[nn.Parameter, nn.Parameter | None]:
+def _of_function(traced: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The (weight, bias) of a call of `torch.nn.functional.linear`."""
     sources = [
         *node.args[1:],
         *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
     ]
-    tensors = [
-        None if source is None else operator.attrgetter(source.target)(traced) for source in sources
-    ]
-    return tensors[0], tensors[1] if len(tensors) > 1 else None
+    weight, *bias = (_attribute(traced, source) for source in sources)
+    if weight is None:
+        raise NoStack("a linear layer without weight is none of its layers")
+    return weight, bias[0] if bias else None
+
+
+def _attribute(traced: fx.GraphModule, source: object) -> torch.Tensor | None:
+    """The parameter or buffer that an argument is; None for None."""
+    if source is None:
+        return None
+    if not isinstance(source, fx.Node) or source.op != "get_attr":
+        raise NoStack("a linear layer whose weight or bias is computed is none of its layers")
+    return operator.attrgetter(str(source.target))(traced)

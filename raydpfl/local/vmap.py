@@ -96,14 +96,12 @@ class Vmap(Way):
         shares: torch.Tensor,
         clip: float,
     ) -> Any:
-        """Of one client, what `_gradients` gives: the sum of its samples' clipped gradients, and
-        that of their losses, by their shares.
-
-        And the factors that they were clipped by, float32 [B].
+        """Of one client: the sum of its samples' clipped gradients by their shares (as `_gradients`
+        gives it, by the parameter's name), that of their losses, and the clip factors, float32 [B].
         """
         total = {name: torch.zeros_like(part) for name, part in parameters.items()}
         loss = 0.0
-        found = []
+        found: list[torch.Tensor] = []
         samples = max(1, LIMIT // (4 * sum(shape.numel() for shape in self.shapes)))
         for some, labels, share in zip(
             x.split(samples), y.split(samples), shares.split(samples), strict=True
@@ -162,14 +160,16 @@ class Vmap(Way):
             )
         for step, (rows, shares) in enumerate(batches):
             named = dict(zip(self.names, walk.now, strict=True))
+            found: list[torch.Tensor]  # the clip factors, where samples are clipped
             gradients, loss, *found = gradients_of(
                 named, take(x, rows), take(y, rows), shares[:, 0]
             )
             factors += found
             losses += loss
             direction = list(gradients.values())
-            if lane.noise is not None:
-                torch._foreach_add_(direction, self._parts(lane.step_noise(step)))
+            noise = lane.step_noise(step)
+            if noise is not None:
+                torch._foreach_add_(direction, self._parts(noise))
             walk.step(direction, step)
         lane.count_clipped(factors)
         means = (losses / lane.index.shape[1]).double().cpu().numpy()

@@ -197,7 +197,7 @@ class Rule:
 
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """`source` [C, n, ...] at `rows` (see `LaneData.batches`) as [C, B, ...]; without rows, itself."""
+    """`source` [C, n, ...] at `rows` (see `LaneData.batches`), [C, B, ...]; itself without rows."""
     if rows is None:
         return source
     clients, _, *rest = source.shape

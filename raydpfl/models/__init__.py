@@ -7,7 +7,8 @@
 
 A module of the user's own is named by import path and used unchanged:
 
->>> module = build(parse({"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}), (60,), 10, seed=0)
+>>> args = {"in_features": 60, "out_features": 10}
+>>> module = build(parse({"kind": "torch.nn:Linear", "args": args}), (60,), 10, seed=0)
 >>> parameter_count(module)
 610
 
@@ -48,12 +49,16 @@ def parse(values: Mapping[str, Any]) -> Model:
     """
     kind = values.get("kind") if isinstance(values, Mapping) else None
     family = dict(FAMILY)
-    own = isinstance(kind, str) and kind not in FAMILY and (":" in kind or "." in kind)
-    if own and member.imports("model"):
+    if isinstance(kind, str) and _own(kind) and member.imports("model"):
         found = factory(kind)
         if not (isinstance(found, type) and issubclass(found, Model)):
             family[kind] = Module
     return member.choose("model", values, family, Model)
+
+
+def _own(kind: str) -> bool:
+    """Whether `kind` is an import path rather than a name of the family."""
+    return kind not in FAMILY and (":" in kind or "." in kind)
 
 
 def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
@@ -67,11 +72,8 @@ def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.M
     """
     outputs = classes or 1
     if not classes and not model.regression:
-        raise ConfigError(
-            "model.kind",
-            model.kind,
-            "linear, mlp or another that is no classifier: the targets of the data are numbers, not classes",
-        )
+        accepted = "linear, mlp or another that is no classifier"
+        raise _refuse(model, f"{accepted}: the targets of the data are numbers, not classes")
     with keyed_globals(seed):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
         module = model.module(tuple(shape), outputs)

@@ -2,18 +2,19 @@
 
 Every convolutional net is a stack of ordinary torch layers in a `torch.nn.Sequential`, pooled
 before the activation where that is monotone (they commute, and the activation then works on a
-quarter of the numbers). None has dropout or BatchNorm.
+quarter of the numbers). None has dropout or BatchNorm. Of AlexNet, 000 gives the number of
+parameters and not the layers.
 
-| kind         | parameters                                            | source                                       |
-|--------------|-------------------------------------------------------|----------------------------------------------|
-| softmax      | 7,850 (1 x 28 x 28)                                    | 001 sec. 6, 002 sec. VI                       |
-| linear       | 200 (200 features, regression)                         | 000 sec. 2.1, 001 sec. 5.3                    |
-| mlp          | 159,010 (1 x 28 x 28)                                  | 000 Table 3: 159K                             |
-| cnn          | 833,322 (1 x 28 x 28), 1,079,882 (3 x 32 x 32)         | 003 sec. VI-C                                 |
-| dp_cnn       | 550,570 (3 x 32 x 32)                                  | Tramer and Boneh 2021, Table 9                |
-| alexnet      | 3,348,490 (1 x 28 x 28), 3,349,066 (3 x 32 x 32)       | 000 Table 3: 3.3M, without the layers         |
-| mobilenet_v2 | 2,236,106 (1 x 28 x 28), 2,236,682 (3 x 32 x 32)       | 000 Table 3: 2.3M                             |
-| resnet18     | 11,172,810 (1 x 28 x 28), 11,173,962 (3 x 32 x 32)     | 000 Table 3: 11.1M                            |
+| kind         | parameters                                         | source                      |
+|--------------|----------------------------------------------------|-----------------------------|
+| softmax      | 7,850 (1 x 28 x 28)                                | 001 sec. 6, 002 sec. VI     |
+| linear       | 200 (200 features, regression)                     | 000 sec. 2.1, 001 sec. 5.3  |
+| mlp          | 159,010 (1 x 28 x 28)                              | 000 Table 3: 159K           |
+| cnn          | 833,322 (1 x 28 x 28), 1,079,882 (3 x 32 x 32)     | 003 sec. VI-C               |
+| dp_cnn       | 550,570 (3 x 32 x 32)                              | Tramer, Boneh 2021: Table 9 |
+| alexnet      | 3,348,490 (1 x 28 x 28), 3,349,066 (3 x 32 x 32)   | 000 Table 3: 3.3M           |
+| mobilenet_v2 | 2,236,106 (1 x 28 x 28), 2,236,682 (3 x 32 x 32)   | 000 Table 3: 2.3M           |
+| resnet18     | 11,172,810 (1 x 28 x 28), 11,173,962 (3 x 32 x 32) | 000 Table 3: 11.1M          |
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ class Model(Member):
         raises `ConfigError`.
         """
         if len(shape) != 3 or min(shape[1:]) < least:
-            accepted = f"a model for samples of shape {shape}; this one takes images (channels, height, width), {least} x {least} or more"
+            images = f"images (channels, height, width), {least} x {least} or more"
+            accepted = f"a model for samples of shape {shape}; this one takes {images}"
             raise ConfigError("model.kind", self.kind, accepted)
         return shape
 
 
 class Softmax(Model):
-    """Softmax regression: one linear layer with bias. For targets that are numbers, see `linear`."""
+    """Softmax regression: one linear layer with bias. For numeric targets see `linear`."""
 
     regression: ClassVar[bool] = False
     kind: str = "softmax"

@@ -231,7 +231,8 @@ class Noise(Member):
             facts: of the run.
         """
         assert outline is not None
-        return sums.at_multiplier(outline, facts.experiment, self.size(outline, facts), facts.rounds)
+        size = self.size(outline, facts)
+        return sums.at_multiplier(outline, facts.experiment, size, facts.rounds)
 
     def variances(
         self, experiment: Experiment, sizes: np.ndarray, root: Path | None
