@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -63,6 +62,17 @@ class Share:
         """What the next clients remember by this member, [k, d]; None: nothing."""
         if vectors is not None:
             self.memory.setdefault(member, []).append(vectors.float().cpu().numpy())
+
+    def result(self, total: np.ndarray, seconds: float) -> LaneResult:
+        """What goes back, in client order, in which joined lanes need not be trained."""
+        columns = {name: np.concatenate(each) for name, each in self.columns.items()}
+        memory = {name: np.concatenate(each) for name, each in self.memory.items()}
+        order = np.lexsort((columns.pop("draw"), columns["client"]))
+        if (np.diff(order) != 1).any():
+            columns = {name: values[order] for name, values in columns.items()}
+            memory = {name: vectors[order] for name, vectors in memory.items()}
+        dropped = sorted(self.dropped, key=lambda each: each[0])
+        return LaneResult(total, columns, memory, dropped, seconds, peak_rss_mb())
 
 
 class ClientActor(Process):
@@ -117,10 +127,7 @@ class ClientActor(Process):
         if self.own:
             self._watch(share)
         self.shards.release()
-        columns = {name: np.concatenate(each) for name, each in share.columns.items()}
-        memory = {name: np.concatenate(each) for name, each in share.memory.items()}
-        seconds = time.perf_counter() - began
-        return LaneResult(total, columns, memory, share.dropped, seconds, peak_rss_mb())
+        return share.result(total, time.perf_counter() - began)
 
     @contained()
     def losses(
@@ -157,12 +164,13 @@ class ClientActor(Process):
         return Share(work, lr, here(broadcast.model), told)
 
     def _joined(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
-        """The lanes, those joined that the trainer takes at once."""
-        width = len(lanes[0].clients)
+        """The lanes, those of as many rows joined that the trainer takes at once."""
         features = math.prod(self.shards.shape)
-        for rows, alike in groupby(lanes, key=lambda lane: lane.rows):
-            same = list(alike)
-            most = self.trainer.together(width, rows, features) if same[0].slot is None else 1
+        alike: dict[int, list[Lane]] = {}
+        for lane in lanes:
+            alike.setdefault(lane.rows if lane.slot is None else -1, []).append(lane)
+        for rows, same in alike.items():
+            most = self.trainer.together(same[0].width, rows, features) if rows >= 0 else 1
             for start in range(0, len(same), most):
                 yield Lane.joined(same[start : start + most])
 
@@ -219,7 +227,12 @@ class ClientActor(Process):
         weights = torch.from_numpy(lane.weights[slots]).to(self.device)
         vectors *= (factors * weights)[:, None]
         samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
-        known = {"client": clients, "norm": norms, "factor": factors.cpu().numpy()}
+        known = {
+            "client": clients,
+            "draw": lane.draws[slots],
+            "norm": norms,
+            "factor": factors.cpu().numpy(),
+        }
         known["clipped"] = bounding.clipped(known["factor"], samples)
         known["train_loss"] = block.losses
         noise = self._noise(share, lane, slots)

@@ -65,20 +65,23 @@ def lanes(
     `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
     steps) are those of the cohort's clients; a lane's rows are those of its largest.
     """
-    cut = []
-    for start in range(0, len(cohort), width):
-        part = slice(start, start + width)
-        missing = (0, max(0, start + width - len(cohort)))
-        cut.append(
-            Lane(
-                np.pad(cohort.clients[part], missing, constant_values=-1),
-                np.pad(cohort.draws[part], missing),
-                np.pad(weights[part], missing),
-                rows=max(1, int(sizes[part].max())),
-                stds=None if stds is None else np.pad(stds[part], missing),
-            )
-        )
-    return cut
+    if not len(cohort):
+        return []
+    count = -(-len(cohort) // width)
+    clients = _cut(cohort.clients, count, width, -1)
+    draws = _cut(cohort.draws, count, width)
+    weighted = _cut(weights, count, width)
+    noised = [None] * count if stds is None else _cut(stds, count, width)
+    rows = np.maximum(_cut(sizes, count, width).max(axis=1), 1).tolist()
+    parts = zip(clients, draws, weighted, rows, noised, strict=True)
+    return [Lane(*each[:4], stds=each[4]) for each in parts]
+
+
+def _cut(values: np.ndarray, count: int, width: int, fill: int = 0) -> np.ndarray:
+    """[r] as [count, width], the last row filled up."""
+    found = np.full(count * width, fill, values.dtype)
+    found[: len(values)] = values
+    return found.reshape(count, width)
 
 
 def shares(lanes: Sequence[Lane], actors: int) -> list[list[Lane]]:

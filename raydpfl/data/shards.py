@@ -434,6 +434,22 @@ class Shards:
                 first = slot * slot_bytes
                 self._train.read(view[first : first + (end - slot) * length], place)
 
+    def _read_targets(
+        self,
+        y: np.ndarray,
+        members: np.ndarray,
+        sizes: np.ndarray,
+        apart: Mapping[int, np.ndarray],
+    ) -> None:
+        """Puts y of some clients into [C, rows], with anything for padding."""
+        if self._targets is None:
+            self._read(1, y, members, sizes, apart)
+            return
+        first = self._first[members]
+        np.take(self._targets, first[:, None] + np.arange(y.shape[1]), mode="clip", out=y)
+        for slot, chosen in apart.items():
+            y[slot, : len(chosen)] = self._targets[first[slot] + chosen]
+
     def _at(self, part: int, members: np.ndarray, width: int) -> np.ndarray:
         """Where in the file x or y of each client begins, int64 [C]; a row has `width` bytes."""
         first = self._first[members]

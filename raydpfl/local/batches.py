@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raydpfl.keys import Purpose, stream
+from raydpfl.keys import Purpose, bit_streams, stream
 from raydpfl.local.base import Local
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 
@@ -76,10 +76,10 @@ def _words(
     """
     n = int(sizes[slots].max())
     words = np.full((len(slots), steps, n), np.iinfo(np.uint64).max)
-    for lines, slot in zip(words, slots.tolist(), strict=True):
-        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
-        raw = keyed.bit_generator.random_raw(steps * int(sizes[slot]))
-        lines[:, : sizes[slot]] = raw.reshape(steps, -1)
+    who = {"clients": np.asarray(clients)[slots], "draws": np.asarray(draws)[slots]}
+    streams = bit_streams(seed, Purpose.BATCH, t=t, **who)
+    for lines, size, bits in zip(words, sizes[slots].tolist(), streams, strict=True):
+        lines[:, :size] = bits.random_raw(steps * size).reshape(steps, size)
     return words
 
 
