@@ -300,10 +300,10 @@ class ClientActor(Process):
         with self.keyed(work.seed, **key, step=2):
             factors = bounding.factors(lengths, math.inf if work.bound is None else work.bound)
         if work.bound is not None:
-            left = factors * lengths
+            left = (factors * lengths).cpu().numpy()
             fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))
-            if not bool(fits.all()):
-                place = int(torch.argmin(fits.int()))
+            if not fits.all():
+                place = int(np.argmin(fits))
                 raise RunError(
                     f"bounding.kind {bounding.kind} lets norm {float(lengths[place]):g} times "
                     f"factor {float(factors[place]):g} pass its bound of {work.bound:g}"

@@ -63,6 +63,7 @@ CACHED = 80 << 10  # bytes of pixels that are scaled at once
 # bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
 # need not copy them (`raydpfl.local.way.LaneData.rows`)
 ALIGN = 64
+TARGETS = 1 << 23  # bytes of targets that a process holds beside the map
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 
@@ -334,6 +335,7 @@ class Shards:
         # where x and y of each batch are in the file, int64 [batches, 2]
         places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
         self._places = np.array(places, np.int64)
+        self._targets = self._small_targets()
         self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
         # uint8 v becomes (v / 255 - mean) / std per channel, by one product and one sum.
         per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(about["mean"]) > 1 else ()
@@ -344,6 +346,12 @@ class Shards:
         self._scale = np.float32(1 / (255 * std))
         self._shift = np.float32(-mean / std)
         self._shifted = bool(self._shift.any())
+
+    def _small_targets(self) -> np.ndarray | None:
+        """y of all rows, where that is little: a read for each client costs more than all of it."""
+        if int(self._starts[-1]) * self._test_y.itemsize > TARGETS:
+            return None
+        return np.concatenate([y for _, y in self._train.columns] or [self._test_y[:0]])
 
     @classmethod
     def open(cls, folder: Path | str) -> Shards:
@@ -392,8 +400,15 @@ class Shards:
         stored = x
         if self._test_x.dtype == np.uint8:
             stored = room.array("stored", x.shape, self._test_x.dtype)
-        for part, into in enumerate((stored, y)):
-            self._read(part, into, members, sizes, apart)
+        self._read(0, stored, members, sizes, apart)
+        if self._targets is None:
+            self._read(1, y, members, sizes, apart)
+        else:
+            first = self._first[members]
+            places = first[:, None] + np.arange(rows)
+            np.take(self._targets, places, mode="clip", out=y)
+            for slot, chosen in apart.items():
+                y[slot, : len(chosen)] = self._targets[first[slot] + chosen]
         if stored is not x:
             self._scale_lane(stored, x, n)
         for slot in np.flatnonzero(n < rows).tolist():
