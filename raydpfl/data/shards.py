@@ -401,14 +401,7 @@ class Shards:
         if self._test_x.dtype == np.uint8:
             stored = room.array("stored", x.shape, self._test_x.dtype)
         self._read(0, stored, members, sizes, apart)
-        if self._targets is None:
-            self._read(1, y, members, sizes, apart)
-        else:
-            first = self._first[members]
-            places = first[:, None] + np.arange(rows)
-            np.take(self._targets, places, mode="clip", out=y)
-            for slot, chosen in apart.items():
-                y[slot, : len(chosen)] = self._targets[first[slot] + chosen]
+        self._read_targets(y, members, sizes, apart)
         if stored is not x:
             self._scale_lane(stored, x, n)
         for slot in np.flatnonzero(n < rows).tolist():
