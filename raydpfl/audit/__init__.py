@@ -1,14 +1,20 @@
 """An audit: does a run give the privacy that its accountants say it gives?
 
-Canaries take the place of clients in runs of the experiment itself; who is a canary's opposite or
-absent is tossed by coins, and what an observer can tell about those coins bounds epsilon from below
-[2] and estimates it [1] (`bounds`). Beside that, the noise and everything else that is known of the
-audited runs is checked against what was accounted for (`checks`).
+Canaries take the place of clients in runs of the experiment itself. A coin for each says whether it
+is there, or absent (or its opposite is there). What an observer can tell about those coins bounds
+epsilon from below [2] and estimates it [1] (`bounds`). In addition, the noise and everything else
+that is known of the audited runs is checked against what was accounted for (`checks`).
 
 >>> experiment = Experiment.from_dict({
-...     "rounds": 1, "data": {"kind": "synthetic", "clients": 500, "samples": 5, "sizes": {"kind": "balanced"}, "test_samples": 10},
-...     "model": {"kind": "mlp", "hidden": 100}, "selection": {"kind": "full"}, "bounding": {"kind": "clip", "bound": 1.0},
-...     "noise": {"kind": "gaussian", "placement": "server", "epsilon": 4.0}, "privacy": {"accountants": ["pld"], "relation": "zero_out"}})
+...     "rounds": 1,
+...     "data": {"kind": "synthetic", "clients": 500, "samples": 5,
+...              "sizes": {"kind": "balanced"}, "test_samples": 10},
+...     "model": {"kind": "mlp", "hidden": 100},
+...     "selection": {"kind": "full"},
+...     "bounding": {"kind": "clip", "bound": 1.0},
+...     "noise": {"kind": "gaussian", "placement": "server", "epsilon": 4.0},
+...     "privacy": {"accountants": ["pld"], "relation": "zero_out"},
+... })
 >>> done = audit(experiment, canaries=2000)
 >>> (view,) = done.views
 >>> done.runs, done.passed, 0.3 < view.lower / view.claimed.epsilon < 1
@@ -37,7 +43,7 @@ from typing import Any
 
 from raydpfl.audit import checks, steps, views
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
-from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record
+from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record, on_sums
 from raydpfl.audit.checks import Check
 from raydpfl.audit.views import View
 from raydpfl.config import Experiment
@@ -76,12 +82,12 @@ class Audit:
         """The outcome in one plain sentence."""
 
         def least(view: View) -> str:
-            return f"epsilon {view.claimed.epsilon:.4g} is claimed against whoever sees {view.claimed.observer}"
+            claim = view.claimed
+            return f"epsilon {claim.epsilon:.4g} is claimed against whoever sees {claim.observer}"
 
         def alike(view: View) -> str:
-            return (
-                f"{view.estimate.epsilon:.4g} ({view.estimate.low:.4g} to {view.estimate.high:.4g})"
-            )
+            estimate = view.estimate
+            return f"{estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
 
         refuted = [view for view in self.views if view.refuted]
         exceeded = [view for view in self.views if view.exceeded]
@@ -91,20 +97,19 @@ class Audit:
             found.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
         if refuted:
             view = max(refuted, key=lambda one: one.lower / one.claimed.epsilon)
-            found.append(
-                f"the claim is false: {least(view)}, and the canaries prove at least {view.lower:.4g}"
-            )
+            proven = f"the canaries prove at least {view.lower:.4g}"
+            found.append(f"the claim is false: {least(view)}, and {proven}")
         elif exceeded:
             view = max(exceeded, key=lambda one: one.estimate.epsilon / one.claimed.epsilon)
-            found.append(
-                f"the claim is in doubt: {least(view)}, and the canaries' scores look like {alike(view)}"
-            )
+            scores = f"the canaries' scores look like {alike(view)}"
+            found.append(f"the claim is in doubt: {least(view)}, and {scores}")
         if found:
             text = ", and ".join(found)
             return f"{text[0].upper()}{text[1:]}."
         view = max(self.views, key=lambda one: one.lower / one.claimed.epsilon)
         proven = f"the canaries prove {view.lower:.4g} and their scores look like {alike(view)}"
-        return f"Nothing speaks against the claims: {least(view)}, {proven}, and all {len(self.checks)} checks pass."
+        passed = f"all {len(self.checks)} checks pass"
+        return f"Nothing speaks against the claims: {least(view)}, {proven}, and {passed}."
 
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
@@ -137,14 +142,17 @@ class Audit:
             estimate = view.estimate
             lines += [
                 f"{claim.observer} ({claim.sampling})",
-                f"  claimed    epsilon {claim.epsilon:.4g} at delta {claim.delta:g} for one {claim.unit}, {claim.relation}, by {claim.accountant}",
-                f"  proven     at least {view.lower:.4g}, with confidence {view.confidence:.0%}: of {view.canaries} canaries {view.guesses} are guessed, "
-                f"{view.right} right; all right would prove {view.reach:.4g}",
+                f"  claimed    epsilon {claim.epsilon:.4g} at delta {claim.delta:g} for one "
+                f"{claim.unit}, {claim.relation}, by {claim.accountant}",
+                f"  proven     at least {view.lower:.4g}, with confidence {view.confidence:.0%}: "
+                f"of {view.canaries} canaries {view.guesses} are guessed, {view.right} right; "
+                f"all right would prove {view.reach:.4g}",
                 f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})",
             ]
             if claim.relation != "replace_one":
                 lines[-1] += (
-                    f"; with variances as fitted {estimate.forward:.4g} one way and {estimate.backward:.4g} the other"
+                    f"; with variances as fitted {estimate.forward:.4g} one way and "
+                    f"{estimate.backward:.4g} the other"
                 )
         lines += [
             f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}"
@@ -181,26 +189,25 @@ def audit(
     plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
     # another release than the run's own
     plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
-    delta = delta or plan.terms.delta
     if folder is not None:
         make_folder(folder)
-    if plan.mechanism.by_draws:
-        done = _of_samples(plan, canaries, delta, confidence, on_round)
-    else:
-        records = _of_clients(plan, canaries, on_round)
-        found = views.of_runs(plan, records, delta, confidence)
-        done = Audit(
-            found, checks.of_runs(records), len(records), experiment.seed, _notes(records, found)
-        )
+    assert plan.mechanism is not None  # else nothing is claimed; see `_check`
+    run = _of_samples if plan.mechanism.by_draws else _of_clients
+    done = run(plan, canaries, delta or plan.terms.delta, confidence, on_round)
     if folder is not None:
-        from raydpfl.audit.figure import draw
-
-        config = plan.experiment.to_yaml().encode()
-        replace_file(folder / "config.yaml", lambda file: file.write(config))
-        with writing(folder / "audit.png"):
-            draw(done.views, folder / "audit.png")
-        write_json(folder / "audit.json", done.to_dict())
+        _write(done, plan, folder)
     return done
+
+
+def _write(done: Audit, plan: Plan, folder: Path) -> None:
+    """Writes the files of an audit."""
+    from raydpfl.audit.figure import draw
+
+    config = plan.experiment.to_yaml().encode()
+    replace_file(folder / "config.yaml", lambda file: file.write(config))
+    with writing(folder / "audit.png"):
+        draw(done.views, folder / "audit.png")
+    write_json(folder / "audit.json", done.to_dict())
 
 
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:
@@ -234,16 +241,22 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
 
 
 def _inline(e: Experiment) -> Experiment:
-    """Without Ray, and without what is measured on the side (which trains clients a second time)."""
-    return e.model_copy(
-        update={
-            "client": e.client.model_copy(update={"actors": 0}),
-            "measure": (),
-        }
-    )
+    """Without Ray, and without measures, which train clients a second time."""
+    client = e.client.model_copy(update={"actors": 0})
+    return e.model_copy(update={"client": client, "measure": ()})
 
 
-def _of_clients(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
+def _of_clients(
+    plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
+) -> Audit:
+    """As many runs as it takes, in each of which some clients, or all, are canaries."""
+    records = _runs(plan, canaries, on_round)
+    found = views.of_runs(plan, records, delta, confidence)
+    notes = _notes(records, found)
+    return Audit(found, checks.of_runs(records), len(records), plan.experiment.seed, notes)
+
+
+def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
     population = len(plan.population)
     rounds = plan.experiment.rounds
     each = min(canaries, population)
@@ -288,11 +301,13 @@ def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
     crowd = max((share for record in records for share in record.crowds), default=0.0)
     if crowd > CROWD:
         notes.append(
-            f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one another, so that estimates come out low"
+            f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one "
+            "another, so that estimates come out low"
         )
     if any(view.claimed.delta * view.canaries > CROWD for view in found):
         notes.append(
-            f"at delta {found[0].claimed.delta:g} so many guesses may come true for free that bounds are weak; a smaller --delta helps"
+            f"at delta {found[0].claimed.delta:g} so many guesses may come true for free that "
+            "bounds are weak; a smaller --delta helps"
         )
     return tuple(notes)
 
@@ -304,7 +319,7 @@ def _seeded(plan: Plan, seed: int) -> Plan:
     e = plan.experiment.model_copy(update={"seed": seed})
     exposures = composed(e.selection, seed, e.rounds, plan.population)
     survivors = e.selection.survivors(seed, e.rounds, plan.population)
-    mechanism = replace(plan.mechanism, rounds=int(exposures[-1]))
+    mechanism = replace(on_sums(plan), rounds=int(exposures[-1]))
     return replace(
         plan, experiment=e, exposures=exposures, survivors=survivors, mechanism=mechanism
     )

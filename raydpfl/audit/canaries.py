@@ -1,13 +1,12 @@
-"""A run with canaries: real clients in all but their training, and a record of what an observer of
-the run sees.
+"""A run with canaries, and a record of what an observer of the run sees.
 
-A canary's training is replaced by a random unit direction, far longer than the bound; a coin,
-tossed before the run, says whether it sends that direction or what the neighbouring relation puts
-in its place: its opposite under replace-one (the two worlds are then the whole sensitivity, twice
-the bound, apart), nothing where a client may be absent or zeroed out. Everything behind the
-training is the code that every run goes through: bounding, weights, the clients' noise, lanes and
-their grid, the server's noise, the ledger and the server's step. Directions are functions of a key,
-so that none of them is stored.
+Canaries are real clients in all but their training. That is replaced by a random unit direction,
+far longer than the bound. A coin, tossed before the run, says whether the canary sends the
+direction or what the neighbouring relation puts in its place: its opposite under replace-one (the
+two worlds are then the whole sensitivity, twice the bound, apart), nothing where a client may be
+absent or zeroed out. Everything after the training is the code that every run goes through:
+bounding, weights, the clients' noise, lanes and their grid, the server's noise, the ledger and the
+server's step. Directions are functions of a key, so none of them is stored.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from raydpfl.client import ClientActor, Share
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.way import Block
+from raydpfl.placement import Inline
 from raydpfl.plan import Plan
+from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
@@ -41,10 +42,17 @@ SKETCHES = 4000
 NO_LOSS = np.full(1, math.nan)
 
 
+def on_sums(plan: Plan) -> Mechanism:
+    """The mechanism of a plan whose noise is on sums or single updates, not on local steps."""
+    assert isinstance(plan.mechanism, Mechanism)
+    return plan.mechanism
+
+
 @dataclass(frozen=True)
 class Canaries:
-    """Whose training is replaced in one run. `mirrored`: the world without a canary has its
-    opposite instead of nothing.
+    """The clients whose training is replaced in one run.
+
+    `mirrored`: the world without a canary has its opposite instead of nothing.
     """
 
     seed: int
@@ -140,11 +148,14 @@ class PlantedCoordinator(Coordinator):
         super().__init__(plan, out, 0)
         self.seen = Record(plan, canaries)
 
-    def start(self) -> None:
-        super().start()
+    def start(self) -> tuple[int, list[str]]:
+        started = super().start()
+        assert isinstance(self.pool, Inline)
         self.pool.client = PlantedClient(self.plan, self.seen)
+        return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+        assert self.at.bound is not None  # what is claimed is bounded
         self.seen.begin(t, self.at.bound, cohort)
         total, results = super().collect(t, cohort)
         self.seen.collected(total)
@@ -161,11 +172,10 @@ class PlantedCoordinator(Coordinator):
     def finished(self) -> Record:
         """The record of the whole run, its ledger included."""
         self.seen.flush()
-        self.seen.ledger = (
-            [json.loads(line) for line in self.ledger.path.read_text().splitlines()]
-            if self.ledger.path.exists()
-            else []
-        )
+        self.seen.ledger = []
+        if self.ledger.path.exists():
+            lines = self.ledger.path.read_text().splitlines()
+            self.seen.ledger = [json.loads(line) for line in lines]
         self.seen.counts = self.at.participations.copy()
         return self.seen
 
@@ -225,8 +235,8 @@ class Record:
         self._rows: list[np.ndarray] = []
 
     def begin(self, t: int, bound: float, cohort: Cohort) -> None:
-        """A round begins. The std of its noise is worked out anew from what the accountants read."""
-        updates = self.plan.mechanism.queries[0]
+        """A round begins. The std of its noise follows anew from what the accountants read."""
+        updates = on_sums(self.plan).queries[0]
         self._round = t
         self.bound = bound
         self.stds.append(updates.std / updates.bound * bound * self.plan.weight)
@@ -238,7 +248,9 @@ class Record:
         self._client_std = noise.client_std(self.stds[-1], self.plan.survivors)
         self.reach = bound + self._client_std / self.plan.weight
         self.cohorts.append(len(cohort) + cohort.lost)
-        self._sum, self._known, self._planted = (np.zeros(self.plan.d) for _ in range(3))
+        self._sum = np.zeros(self.plan.d)
+        self._known = np.zeros(self.plan.d)
+        self._planted = np.zeros(self.plan.d)
 
     def sent(self, client: int, expected: np.ndarray, vector: np.ndarray) -> None:
         """One client's contribution leaves it: `vector`, where `expected` plus its noise should."""
@@ -265,12 +277,9 @@ class Record:
         self.times[place, self._round] += 1
         if self.by_client:
             amplitude = most / self._client_std
-            self.single[place] += (
-                amplitude
-                * math.sqrt(self.plan.d)
-                * float(direction @ vector)
-                / float(np.linalg.norm(vector))
-            )
+            along = float(direction @ vector)
+            score = amplitude * math.sqrt(self.plan.d) * along / float(np.linalg.norm(vector))
+            self.single[place] += score
             self.single_power[place] += amplitude**2
 
     def collected(self, total: np.ndarray) -> None:

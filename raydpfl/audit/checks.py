@@ -1,6 +1,6 @@
-"""Checks that an audit makes beside its canaries' guesses: is what ran what was accounted for?
+"""Checks of an audit, in addition to its canaries' guesses: is what ran what was accounted for?
 
-All that goes into an audited round is known but for its noise, so the noise itself can be looked
+All that goes into an audited round is known except its noise, so the noise itself can be looked
 at. Exact checks never raise a false alarm. A statistical check, all its comparisons taken together,
 raises one in at most `FALSE_ALARM` of sound runs.
 """
@@ -17,7 +17,7 @@ from scipy.special import ndtri
 from scipy.stats import binom, chi2, kstest
 
 from raydpfl import privacy
-from raydpfl.audit.canaries import Record
+from raydpfl.audit.canaries import Record, on_sums
 
 FALSE_ALARM = 1e-4  # of one check on a sound run
 _ROUNDING = 1e-6  # relative: what float64 and the sums' grid may differ by
@@ -47,7 +47,8 @@ def of_runs(records: Sequence[Record]) -> list[Check]:
     checks: list[Callable[[Sequence[Record]], Check | None]] = [
         ledger, cohorts, bounds, sums, noise_of_sums, noise_of_updates, keys, normality,
     ]  # fmt: skip
-    return [done for check in checks if (done := check(records)) is not None]
+    made = [check(records) for check in checks]
+    return [check for check in made if check is not None]
 
 
 def ledger(records: Sequence[Record]) -> Check:
@@ -82,7 +83,7 @@ def _unrecorded(record: Record) -> str:
         truth = 0.0
         if composed:
             truth = privacy.epsilon(
-                plan.mechanism, terms.relation, terms.delta, composed, name, v=terms.v
+                on_sums(plan), terms.relation, terms.delta, composed, name, v=terms.v
             )
         if float(last[name]) < truth * (1 - _ROUNDING):
             spent = f"{len(record.rounds)} rounds spend {truth:.6g}"
@@ -95,7 +96,7 @@ def cohorts(records: Sequence[Record]) -> Check | None:
     chance gives it. None where clients are not all alike, or take turns.
     """
     plan = records[0].plan
-    sampling = plan.mechanism.sampling
+    sampling = on_sums(plan).sampling
     population = len(plan.population)
     if sampling.population != population or sampling.by_participation or sampling.repeats:
         return None

@@ -1,26 +1,28 @@
-"""Canary samples, for noise at local steps: every row of some clients is one, and whoever sees each
-update guesses.
+"""Canary samples, for noise at local steps, guessed by an observer of every single update.
 
-A canary is one of two samples whose gradients point far apart: a random direction x or -x with one
-label, or x with one of two labels (whichever drives the model's gradients further apart); in
-regression, x with one of two opposite targets. A coin says which; the two worlds are the
-replacement of one sample. All of the training is the run's own: batches, per-sample clipping, noise
+Every row of some clients is a canary. A canary is one of two samples whose gradients point far
+apart: a random direction x or -x with one label, or x with one of two labels (whichever drives the
+model's gradients further apart); in regression, x with one of two opposite targets. A coin says
+which; the two worlds are the replacement of one sample.
+
+All of the training is the run's own: batches, per-sample clipping, noise
 at each step. The observer knows the model that a round starts from, works out both clipped
 gradients of each canary there, and compares what the client sent with half their difference. What
 it does not know (in which batches the canary was, and how the gradients move with the client's
 steps) costs it evidence, never the bound its validity.
 
-A check beside it does updates again, as plainly as can be and with the noise that was accounted
-for.
+An exact check, in addition, does updates again, as plainly as can be and with the noise that was
+accounted for.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,10 +38,12 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.batches import batches
 from raydpfl.local.way import Block, sample_loss
+from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, rigorous
 from raydpfl.privacy.guarantee import Observer
-from raydpfl.rounds import Lane
+from raydpfl.privacy.personal import LocalSteps
+from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
 
@@ -50,12 +54,19 @@ AGREES = 0.01  # relative: rounding, and a ReLU whose input rounds across 0
 CHUNK = 1 << 24  # numbers of per-sample gradients at once
 
 
+Samples = tuple[np.ndarray, np.ndarray]
+"""x float32 [n, *shape] and y [n]."""
+
+Pair = tuple[Samples, Samples]
+"""Both samples of each canary."""
+
+
 @dataclass(frozen=True, eq=False)
 class SampleCanaries:
-    """All samples of `clients` (int64 [c], ascending), canary after canary in this order; the
-    larger `scale`, the longer their gradients.
+    """All samples of `clients` (int64 [c], ascending), one canary after another in this order.
 
-    `relabel`: the two samples of a canary are one x with two labels, not x and -x.
+    The larger `scale`, the longer their gradients. `relabel`: the two samples of a canary are one x
+    with two labels, not x and -x.
     """
 
     plan: Plan
@@ -84,13 +95,10 @@ class SampleCanaries:
         place = int(np.searchsorted(self.clients, client))
         if place == len(self.clients) or self.clients[place] != client:
             return None
-        return slice(
-            int(self.ends[place] - self.plan.population.sizes[client]), int(self.ends[place])
-        )
+        end = int(self.ends[place])
+        return slice(end - int(self.plan.population.sizes[client]), end)
 
-    def pair(
-        self, client: int, shape: tuple[int, ...], classes: int
-    ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    def pair(self, client: int, shape: tuple[int, ...], classes: int) -> Pair:
         """Both samples of each of a client's canaries: x float32 [n, *shape] and y [n], int64, or
         float32 for regression.
         """
@@ -112,9 +120,8 @@ class SampleCanaries:
         """The samples that the coins took, x and y."""
         (x, y), (other, target) = self.pair(client, shape, classes)
         inside = self.inside[self.part(client)]
-        return np.where(inside.reshape(-1, *[1] * len(shape)), x, other), np.where(
-            inside, y, target
-        )
+        samples = np.where(inside.reshape(-1, *[1] * len(shape)), x, other)
+        return samples, np.where(inside, y, target)
 
 
 class PlantedShards:
@@ -124,22 +131,25 @@ class PlantedShards:
         self._shards = shards
         self._canaries = canaries
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._shards, name)
 
     def lane(
-        self, clients, rows: int, picked=None, room: Room | None = None
+        self,
+        clients: Sequence[int] | np.ndarray,
+        rows: int,
+        picked: Sequence[np.ndarray | None] | None = None,
+        room: Room | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `Shards.lane`."""
         x, y, n = self._shards.lane(clients, rows, picked, room)
         for slot, client in enumerate(np.asarray(clients).tolist()):
-            if client >= 0 and self._canaries.part(client) is not None:
-                rows = slice(None) if picked is None or picked[slot] is None else picked[slot]
-                for into, planted in zip(
-                    (x, y),
-                    self._canaries.rows(client, self._shards.shape, self._shards.classes),
-                    strict=True,
-                ):
-                    into[slot, : n[slot]] = planted[rows]
+            if client < 0 or self._canaries.part(client) is None:
+                continue
+            planted = self._canaries.rows(client, self._shards.shape, self._shards.classes)
+            taken = None if picked is None else picked[slot]
+            for into, values in zip((x, y), planted, strict=True):
+                into[slot, : n[slot]] = values if taken is None else values[taken]
         return x, y, n
 
 
@@ -148,7 +158,7 @@ class StepClient(ClientActor):
 
     def __init__(self, plan: Plan, record: StepRecord):
         super().__init__(plan.experiment, str(plan.shards))
-        self.shards = PlantedShards(self.shards, record.canaries)
+        self.shards = cast(Shards, PlantedShards(self.shards, record.canaries))
         self.record = record
 
     def _contribute(self, share: Share, lane: Lane, block: Block) -> torch.Tensor:
@@ -173,7 +183,10 @@ class StepClient(ClientActor):
         steps = -moved.cpu() / (float(lane.weights[slot]) * share.lr)
         client = int(lane.clients[slot])
         draw = int(lane.draws[slot])
-        self.record.sent(share.model.cpu(), correction[0].cpu(), share.work.t, client, draw, steps)
+        t = share.work.t
+        self.record.sent(
+            Sent(t, client, draw, share.model.cpu(), correction[0].cpu().double(), steps)
+        )
 
 
 class StepCoordinator(Coordinator):
@@ -185,11 +198,13 @@ class StepCoordinator(Coordinator):
         super().__init__(plan, out, 0)
         self.seen = StepRecord(plan, canaries)
 
-    def start(self) -> None:
-        super().start()
+    def start(self) -> tuple[int, list[str]]:
+        started = super().start()
+        assert isinstance(self.pool, Inline)
         self.pool.client = StepClient(self.plan, self.seen)
+        return started
 
-    def collect(self, t: int, cohort: Cohort):
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
         self.seen.rounds.append(t)
         return super().collect(t, cohort)
 
@@ -197,11 +212,21 @@ class StepCoordinator(Coordinator):
         return []
 
 
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """What a client with canaries has sent."""
+
+    t: int
+    client: int
+    draw: int
+    parameters: torch.Tensor  # float32 [d]: the model that the round starts from
+    correction: torch.Tensor  # float64 [d]: what is added to every gradient
+    steps: torch.Tensor  # float64 [d]: the (weighted) sum of its gradients, corrections among them
+
+
 @dataclass
 class StepRecord:
-    """What an observer of every update has, in units of the noise that the accountants were told
-    of.
-    """
+    """What an observer of every update has, in units of the noise accounted for."""
 
     plan: Plan
     canaries: SampleCanaries
@@ -216,134 +241,116 @@ class StepRecord:
     def __post_init__(self) -> None:
         e = self.plan.experiment
         shards = Shards.open(self.plan.shards)
-        self.product, self.power = (
-            np.zeros(len(self.canaries.inside)),
-            np.zeros(len(self.canaries.inside)),
-        )
+        self.product = np.zeros(len(self.canaries.inside))
+        self.power = np.zeros(len(self.canaries.inside))
         self.shape = shards.shape
         self.classes = shards.classes
-        self.gradients = Gradients(
-            models.build(e.model, shards.shape, shards.classes, e.seed), e.bounding.sample_bound
-        )
-        # How often the gradient of each step is in the sum of all steps: 1, or more with momentum.
-        self.linear = e.local.linear()
-        if self.linear is None:
+        module = models.build(e.model, shards.shape, shards.classes, e.seed)
+        self.gradients = Gradients(module, _sample_bound(self.plan))
+        linear = e.local.linear()
+        if linear is None:
             accepted = "a rule that is linear (raydpfl.local.Local.linear), to audit local steps"
             raise ConfigError("local.kind", e.local.kind, accepted)
-        beta = self.linear.momentum
+        self.linear = linear
+        # How often the gradient of each step is in the sum of all steps: 1, or more with momentum.
+        beta = linear.momentum
         self.weights = np.array(
             [sum(beta**j for j in range(e.local.steps - q)) for q in range(e.local.steps)]
         )
 
-    def sent(
-        self,
-        parameters: torch.Tensor,
-        correction: torch.Tensor,
-        t: int,
-        client: int,
-        draw: int,
-        steps: torch.Tensor,
-    ) -> None:
-        """A client with canaries has sent `steps` float64 [d], the (weighted) sum of its steps'
-        gradients, corrections among them.
-        """
-        part = self.canaries.part(client)
-        steps_mechanism = self.plan.mechanism
-        n = int(self.plan.population.sizes[client])
-        std = float(steps_mechanism.stds[client])
-        self.participations.append((t, client))
-        first, second = self.canaries.pair(client, self.shape, self.classes)
+    def sent(self, sent: Sent) -> None:
+        """Takes up the evidence of an update on its client's canaries."""
+        part = self.canaries.part(sent.client)
+        n = int(self.plan.population.sizes[sent.client])
+        std = float(_steps(self.plan).stds[sent.client])
+        self.participations.append((sent.t, sent.client))
+        pair = self.canaries.pair(sent.client, self.shape, self.classes)
         total = float(self.weights.sum())
         energy = float(np.linalg.norm(self.weights))
-        seen = (steps - total * correction.double()).float()
+        seen = (sent.steps - total * sent.correction).float()
         halves = np.zeros(n)
         products = np.zeros(n)
         middle = torch.zeros(self.plan.d, dtype=torch.float64)
         width = self.gradients.width
         pieces = [slice(start, min(start + width, n)) for start in range(0, n, width)]
-
-        def both(piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            one, other = (
-                self.gradients(parameters, torch.from_numpy(x[piece]), torch.from_numpy(y[piece]))
-                for x, y in (first, second)
-            )
-            return (one - other) / 2, (one + other) / 2
-
         for piece in pieces:
-            middle += both(piece)[1].sum(0, dtype=torch.float64)
+            one, other = self._both(sent.parameters, pair, piece)
+            middle += ((one + other) / 2).sum(0, dtype=torch.float64)
         # what is known of the gradients, whatever the coins were
         seen -= (total / n * middle).float()
         length = float(torch.linalg.vector_norm(seen, dtype=torch.float64))
         for piece in pieces:
-            half, _ = both(piece)
+            one, other = self._both(sent.parameters, pair, piece)
+            half = (one - other) / 2
             halves[piece] = torch.linalg.vector_norm(half, dim=1).numpy()
             products[piece] = (half @ seen).double().numpy()
         amplitudes = total / energy * halves / (n * std)
         scores = math.sqrt(self.plan.d) * products / (np.maximum(halves, 1e-30) * length)
         self.product[part] += amplitudes * scores
         self.power[part] += amplitudes**2
-        if len(self.replayed) < REPLAYS and client not in {done for _, done, _ in self.replayed}:
-            again = self._replay(parameters, correction, t, client, draw, std)
-            self.replayed.append(
-                (
-                    t,
-                    client,
-                    float(
-                        torch.linalg.vector_norm(again - steps) / torch.linalg.vector_norm(again)
-                    ),
-                )
-            )
+        done = {client for _, client, _ in self.replayed}
+        if len(self.replayed) < REPLAYS and sent.client not in done:
+            again = self._replay(sent, std)
+            off = torch.linalg.vector_norm(again - sent.steps) / torch.linalg.vector_norm(again)
+            self.replayed.append((sent.t, sent.client, float(off)))
 
-    def _replay(
-        self,
-        parameters: torch.Tensor,
-        correction: torch.Tensor,
-        t: int,
-        client: int,
-        draw: int,
-        std: float,
-    ) -> torch.Tensor:
+    def _both(
+        self, parameters: torch.Tensor, pair: Pair, piece: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The clipped gradients of both samples of some of a client's canaries."""
+        (x, y), (other, target) = pair
+        return (
+            self.gradients(parameters, torch.from_numpy(x[piece]), torch.from_numpy(y[piece])),
+            self.gradients(
+                parameters, torch.from_numpy(other[piece]), torch.from_numpy(target[piece])
+            ),
+        )
+
+    def _replay(self, sent: Sent, std: float) -> torch.Tensor:
         """The sum of the steps' gradients, float64 [d], by the definition of a local step
         (`raydpfl.local`).
         """
         e = self.plan.experiment
-        n = int(self.plan.population.sizes[client])
-        local = e.local
-        lr = e.local.learning_rate(t)
-        x, y = (
-            torch.from_numpy(each) for each in self.canaries.rows(client, self.shape, self.classes)
-        )
-        index, sizes = batches(e.seed, t, [client], [draw], [n], local)
-        start = parameters.double()
+        n = int(self.plan.population.sizes[sent.client])
+        lr = e.local.learning_rate(sent.t)
+        samples, labels = self.canaries.rows(sent.client, self.shape, self.classes)
+        x = torch.from_numpy(samples)
+        y = torch.from_numpy(labels)
+        index, sizes = batches(e.seed, sent.t, [sent.client], [sent.draw], [n], e.local)
+        start = sent.parameters.double()
         model = start.clone()
         velocity = torch.zeros_like(start)
         total = torch.zeros_like(start)
-        for step in range(local.steps):
-            rows = index[0, step, : sizes[0]]
-            parts = torch.from_numpy(rows).split(self.gradients.width)
-            gradient = sum(
-                self.gradients(model.float(), x[part], y[part]).sum(0, dtype=torch.float64)
-                for part in parts
-            ) / len(rows)
-            noise = normals(
-                self.plan.noise_seed,
-                Purpose.STEP_NOISE,
-                self.plan.d,
-                t=t,
-                client=client,
-                draw=draw,
-                step=step,
-            )
+        for step in range(e.local.steps):
+            rows = torch.from_numpy(index[0, step, : sizes[0]])
+            gradient = torch.zeros_like(start)
+            for part in rows.split(self.gradients.width):
+                gradient += self.gradients(model.float(), x[part], y[part]).sum(
+                    0, dtype=torch.float64
+                )
+            gradient /= len(rows)
             gradient += (
-                std * noise.double()
+                std * self._noise(sent, step)
                 + self.linear.decay * model
                 + self.linear.proximal * (model - start)
-                + correction.double()
+                + sent.correction
             )
             velocity = self.linear.momentum * velocity + gradient
             total += velocity
             model -= lr * velocity
         return total
+
+    def _noise(self, sent: Sent, step: int) -> torch.Tensor:
+        """The standard normals of one local step, float64 [d]."""
+        return normals(
+            self.plan.noise_seed,
+            Purpose.STEP_NOISE,
+            self.plan.d,
+            t=sent.t,
+            client=sent.client,
+            draw=sent.draw,
+            step=step,
+        ).double()
 
     def view(self, delta: float, confidence: float) -> views.View:
         """The finding. The claim is that of the canary client that may have spent most, by
@@ -351,7 +358,7 @@ class StepRecord:
         """
         claims, names = _claims(self.plan, delta)
         worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
-        steps = self.plan.mechanism
+        steps = _steps(self.plan)
         counts = _counts(self.plan)
         n = int(steps.samples[worst])
         by = names[worst]
@@ -374,13 +381,8 @@ class StepRecord:
             self.product, exposures, out=np.zeros_like(exposures), where=exposures > 0
         )
         scores = views.Scores(self.canaries.inside, 2 * self.product, statistics, exposures)
-        most = (
-            self.weights.sum()
-            / np.linalg.norm(self.weights)
-            * steps.bound
-            / (n * steps.stds[worst])
-            * math.sqrt(counts[worst])
-        )
+        momentum = self.weights.sum() / np.linalg.norm(self.weights)
+        most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(counts[worst])
         return views.view(scores, imagined, claimed, float(most), True, confidence)
 
     def checks(self, ledger: list[dict]) -> list[Check]:
@@ -390,24 +392,34 @@ class StepRecord:
         e = self.plan.experiment
         missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
         finding = f"all {len(self.rounds)} released rounds are recorded, with what they spend"
+        short = ""
         if missing:
-            finding = f"round {missing[0]} was released and is not in the ledger"
+            short = f"round {missing[0]} was released and is not in the ledger"
         else:
-            for name in e.privacy.accountants:
-                truth = float(
-                    self.plan.mechanism.curves([name], self.plan.draws(len(self.rounds)))[name][-1]
-                )
-                if float(ledger[-1]["epsilon"][name]) < truth * (1 - 1e-6):
-                    missing = [len(self.rounds) - 1]
-                    finding = f"epsilon {float(ledger[-1]['epsilon'][name]):.6g} is recorded ({name}) where {len(self.rounds)} rounds spend {truth:.6g}"
+            short = self._underspent(ledger[-1]["epsilon"], e.privacy.accountants)
         t, client, far = max(self.replayed, key=lambda each: each[2])
         same = far <= AGREES
-        done_again = f"{len(self.replayed)} updates done again with the accounted noise differ by {far:.1e} of their norm at most"
-        wrong = f"the update of client {client} in round {t} differs by {far:.2g} of its norm from what its steps and their accounted noise give"
+        replayed = f"{len(self.replayed)} updates done again with the accounted noise differ by "
+        replayed += f"{far:.1e} of their norm at most"
+        if not same:
+            replayed = f"the update of client {client} in round {t} differs by {far:.2g} of its "
+            replayed += "norm from what its steps and their accounted noise give"
         return [
-            Check("ledger", not missing, finding, 0.0),
-            Check("steps", same, done_again if same else wrong, 0.0),
+            Check("ledger", not short, short or finding, 0.0),
+            Check("steps", same, replayed, 0.0),
         ]
+
+    def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
+        """Which accountant's epsilon is `recorded` too small, and by how much; empty for none."""
+        rounds = len(self.rounds)
+        curves = _steps(self.plan).curves(accountants, self.plan.draws(rounds))
+        for name in accountants:
+            truth = float(curves[name][-1])
+            epsilon = float(recorded[name])
+            if epsilon < truth * (1 - 1e-6):
+                spent = f"{rounds} rounds spend {truth:.6g}"
+                return f"epsilon {epsilon:.6g} is recorded ({name}) where {spent}"
+        return ""
 
 
 class Gradients:
@@ -454,42 +466,58 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
     claims, _ = _claims(plan, delta)
     counts = _counts(plan)
     sizes = plan.population.sizes
-    usable = np.flatnonzero(
-        (counts > 0) & np.isfinite(claims) & (claims > 0) & (plan.mechanism.stds > 0)
-    )
+    noised = _steps(plan).stds > 0
+    usable = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & noised)
     order = usable[np.lexsort((-counts[usable], -claims[usable]))]
     taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), canaries)) + 1]
     if sizes[taken].sum() < 10:
-        raise ConfigError(
-            "rounds",
-            plan.experiment.rounds,
-            "more: hardly any client with a budget takes part in them",
-        )
-    shards = Shards.open(plan.shards)
-    e = plan.experiment
-    module = models.build(e.model, shards.shape, shards.classes, e.seed)
-    gradients = Gradients(module, e.bounding.sample_bound)
-    flat = models.flatten(module)
-    reached = {}
-    for relabel in (False, True)[: 1 + (shards.classes > 1)]:
-        for scale in SCALES.tolist():
-            tried = SampleCanaries(plan, np.sort(taken), scale, relabel)
-            pair = tried.pair(int(taken[0]), shards.shape, shards.classes)
-            one, other = (
-                gradients(flat, torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair
-            )
-            reached[tried] = float(torch.linalg.vector_norm(one - other, dim=1).median()) / (
-                2 * e.bounding.sample_bound
-            )
+        accepted = "more: hardly any client with a budget takes part in them"
+        raise ConfigError("rounds", plan.experiment.rounds, accepted)
+    reached = _reached(plan, taken)
     best = max(reached.values())
     if not best >= WEAKEST:
         accepted = "one whose gradients random samples can pull about; or a smaller bounding.bound"
         raise ConfigError(
             "model.kind",
-            e.model.kind,
+            plan.experiment.model.kind,
             f"{accepted}: those of a canary's two samples come to {best:.2g} of the bound apart",
         )
     return next(tried for tried, found in reached.items() if found >= 0.9 * best)
+
+
+def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
+    """Half the distance of the two gradients of a canary of the first of `clients`, in clip bounds,
+    for each kind of sample that is tried.
+    """
+    shards = Shards.open(plan.shards)
+    e = plan.experiment
+    module = models.build(e.model, shards.shape, shards.classes, e.seed)
+    bound = _sample_bound(plan)
+    gradients = Gradients(module, bound)
+    flat = models.flatten(module)
+    reached = {}
+    for relabel in (False, True)[: 1 + (shards.classes > 1)]:
+        for scale in SCALES.tolist():
+            tried = SampleCanaries(plan, np.sort(clients), scale, relabel)
+            pair = tried.pair(int(clients[0]), shards.shape, shards.classes)
+            one, other = (
+                gradients(flat, torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair
+            )
+            distance = float(torch.linalg.vector_norm(one - other, dim=1).median())
+            reached[tried] = distance / (2 * bound)
+    return reached
+
+
+def _steps(plan: Plan) -> LocalSteps:
+    """The mechanism of a plan whose noise is at local steps."""
+    assert isinstance(plan.mechanism, LocalSteps)
+    return plan.mechanism
+
+
+def _sample_bound(plan: Plan) -> float:
+    bound = plan.experiment.bounding.sample_bound
+    assert bound is not None  # noise at local steps needs one
+    return bound
 
 
 def _counts(plan: Plan) -> np.ndarray:
@@ -504,7 +532,7 @@ def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
     """The least epsilon float64 [N] at `delta` that a rigorous accountant of the run gives each
     client's samples, and which one.
     """
-    steps = replace(plan.mechanism, delta=delta)
+    steps = replace(_steps(plan), delta=delta)
     counts = _counts(plan)
     names = rigorous(plan.experiment.privacy.accountants)
     spent = np.stack([steps.epsilons(name, counts) for name in names])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
-from raydpfl.audit.canaries import Record
+from raydpfl.audit.canaries import Record, on_sums
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
@@ -99,7 +99,7 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
     rounds = max(int(record.plan.exposures[-1]) for record in records)
     most = max((times for record in records for times in record.counts.values()), default=0)
     found = []
-    for seen in observers(plan.mechanism, e.relation, rounds, most):
+    for seen in observers(on_sums(plan), e.relation, rounds, most):
         claimed = _claimed(seen, names, delta)
         if claimed is None:
             continue
@@ -264,10 +264,10 @@ def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
     those after it.
     """
     rounds = pattern.shape[1]
-    return sum(
-        c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
-        for j, c in enumerate(record.plan.experiment.noise.carried())
-    )
+    total = np.zeros_like(pattern)
+    for j, c in enumerate(record.plan.experiment.noise.carried()):
+        total = total + c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
+    return total
 
 
 def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
@@ -275,7 +275,7 @@ def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
     round.
     """
     rounds = scores.shape[1]
-    return sum(
-        c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
-        for j, c in enumerate(record.plan.experiment.noise.carried())
-    )
+    total = np.zeros_like(scores)
+    for j, c in enumerate(record.plan.experiment.noise.carried()):
+        total = total + c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
+    return total
