@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -326,6 +327,38 @@ def audit(
         console.print(f"Audit directory: {out}", markup=False)
     if not found.passed:
         raise RunError(f"the run is not as private as it claims; see {out / 'audit.json'}")
+
+
+CHECKED = (
+    "A class by import path (mine:Tanh), or a member that comes with the project (bounding:clip). "
+    "An import path is code that runs."
+)
+AROUND = "Fields of the small experiment around it, or of the member's own section."
+
+
+@app.command()
+def check(
+    member: Annotated[str, typer.Argument(help=CHECKED, metavar="MEMBER")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help=AROUND, metavar="[section.key=value ...]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Whether a member keeps the promises of its family, with each of its examples. Exit code 1:
+    one is broken.
+    """
+    from raydpfl import check as contract
+
+    found = contract.check(member, overrides or ())
+    if as_json:
+        print(json.dumps([asdict(promise) for promise in found], indent=2))
+    else:
+        print(contract.render(found))
+    broken = [promise for promise in found if not promise.kept]
+    if broken:
+        first = broken[0]
+        where = f" ({first.example})" if first.example else ""
+        raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
 
 
 @contextmanager

@@ -152,6 +152,16 @@ def _name_of(cls: type, field: str) -> str:
     return fields[field].default if field in fields else getattr(cls, field, "")
 
 
+def home(cls: object, bases: Mapping[str, type]) -> str | None:
+    """The family that a class belongs to, the first of these whose base it is derived from, and is
+    not itself; None: of none.
+    """
+    if not isinstance(cls, type):
+        return None
+    found = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
+    return next(found, None)
+
+
 def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     """`cls(**values)`, with pydantic's first complaint as a `ConfigError` on `section.key`."""
     if not isinstance(values, Mapping):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -21,9 +20,8 @@ import yaml
 from conftest import experiment
 
 from raydpfl import run
-from raydpfl.client import ClientActor
+from raydpfl.check.runs import Dealt
 from raydpfl.coordinator import Coordinator
-from raydpfl.placement import Inline, shares, singles
 from raydpfl.plan import Plan
 
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
@@ -189,45 +187,6 @@ METHODS = {
 
 def sha(of, out, **options) -> str:
     return run(of, out, **options).summary["model_sha256"]
-
-
-class Dealt(Inline):
-    """Several client actors in this process, or one per client; all that passes between them and
-    the coordinator is pickled, and comes last first.
-    """
-
-    def __init__(self, experiment, shards: str, actors: int):
-        super().__init__(experiment, shards)
-        self.per_client = actors == 0
-        self.clients = [
-            ClientActor(experiment, shards) for _ in range(actors or experiment.data.clients)
-        ]
-
-    def shares(self, cut):
-        return singles(cut) if self.per_client else shares(cut, len(self.clients))
-
-    def run(self, model, work, shares):
-        for index in reversed(range(len(shares))):
-            actor = self.clients[
-                int(shares[index][0].clients[shares[index][0].slot]) if self.per_client else index
-            ]
-            yield (
-                index,
-                pickle.loads(
-                    pickle.dumps(
-                        actor.train(*pickle.loads(pickle.dumps((model, work, shares[index]))))
-                    )
-                ),
-            )
-
-    def losses(self, model, t, clients, noise_seed):
-        parts = np.array_split(clients, len(self.clients))
-        return np.concatenate(
-            [
-                actor.losses(model, t, part.tolist(), noise_seed)
-                for actor, part in zip(self.clients, parts, strict=True)
-            ]
-        )
 
 
 def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from pydantic import Field
 
@@ -26,6 +28,11 @@ class Sgd(Local):
     mu of FedProx (Li et al. 2020, Alg. 2), where a client minimises its loss + mu/2 ||x - x_t||^2.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"steps": 4, "batch": 5},
+        {"steps": 2, "batch": "full", "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1},
+        {"steps": 4, "batch": 5, "sampling": "epochs", "schedule": "inverse_sqrt"},
+    )
     kind: str = "sgd"
     weight_decay: float = Field(default=0.0, ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)

@@ -31,7 +31,10 @@ class BandedGaussian(Gaussian):
     """
 
     accounted_with: ClassVar[tuple[str, ...]] = ("server",)  # its coefficients are fitted to it
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bands": 1, "multiplier": 1.0},)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bands": 1, "multiplier": 1.0},
+        {"bands": 3, "multiplier": 1.0, "coefficients": [1.0, 0.5, 0.25]},
+    )
     kind: str = "banded_gaussian"
     placement: Literal["server"] = "server"
     bands: int = Field(ge=1)

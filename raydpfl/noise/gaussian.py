@@ -50,6 +50,9 @@ class Gaussian(Noise):
         {"std": 0.05},
         {"multiplier": 1.0, "placement": "server"},
         {"multiplier": 1.0, "common": True},
+        {"multiplier": 1.0, "virtual_cohort": 18},
+        {"multiplier": 1.0, "placement": "step"},
+        {"epsilon": {"kind": "uniform", "low": 1.0, "high": 20.0}, "placement": "step"},
     )
     kind: str = "gaussian"
     # auto: step with per_sample_clip, server with Poisson cohorts, else client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,11 @@ class Law:
     """
 
     kind: ClassVar[str] = ""
+    # numbers of a `Sampling` that `raydpfl check` asks the law about
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"population": 100, "cohort": 10},
+        {"population": 20, "cohort": 9},
+    )
 
     def check(self, sampling: Sampling) -> None:
         """Raises `ConfigError` for numbers that the law cannot have."""

@@ -10,6 +10,7 @@ class Full(Law):
     """The cohort is the population."""
 
     kind = "full"
+    examples = ({"population": 20, "cohort": 20},)
 
     def check(self, sampling):
         if sampling.cohort != sampling.population:

@@ -1,0 +1,235 @@
+"""Does a member keep the promises of its family? The contract of every member, built in or one's
+own.
+
+`raydpfl check mine:Tanh` runs every example of a class through the promises of its family: bound
+and sensitivity for hostile vectors, the same bits however a run is carried out, noise and draws by
+the laws that are declared, an epsilon that is that of what is released, config and checkpoint round
+trips. The same is, for the members that come with the project, a suite of tests.
+
+>>> found = check("bounding:clip")
+>>> all(promise.kept for promise in found)
+True
+>>> [promise.name for promise in found][:4]
+['example', 'fits', 'config round trip', 'refusals']
+>>> check("nothing")
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: member = 'nothing': a class by import path (package.module:Name), or a \
+member as in bounding:clip
+
+Promises are functions of a case, in a file a family. What statistics decide raises a false alarm in
+at most one check of a million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raydpfl import own
+from raydpfl.check import (
+    accountants,
+    bounding,
+    laws,
+    local,
+    measure,
+    members,
+    noise,
+    rounds,
+    selection,
+    server,
+    weights,
+)
+from raydpfl.check.cases import AROUND, AROUNDS, SECTIONS, Case, examples_of
+from raydpfl.check.promise import Look, Promise, looked_at
+from raydpfl.config import Experiment, overridden
+from raydpfl.errors import ConfigError
+from raydpfl.member import home, load, own_class
+from raydpfl.privacy import Sampling
+from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
+from raydpfl.privacy.laws import LAWS, Law
+
+__all__ = ["PROMISES", "Promise", "check", "members_of", "render"]
+
+# What each family promises besides what all do that take part in a round.
+PROMISES: dict[str, tuple[Look, ...]] = {
+    "bounding": bounding.PROMISES,
+    "local": local.PROMISES,
+    "noise": noise.PROMISES,
+    "weights": weights.PROMISES,
+    "server": server.PROMISES,
+    "selection": selection.PROMISES,
+    "measure": measure.PROMISES,
+    "data": (),
+    "model": (),
+}
+BUILT_IN: dict[str, Mapping[str, Any]] = {
+    **{section: family for section, (family, _) in SECTIONS.items()},
+    "law": {name: type(each) for name, each in LAWS.items()},
+    "formula": {name: type(each) for name, each in FORMULAS.items()},
+    "accountant": {name: type(each) for name, each in ACCOUNTANTS.items() if name not in FORMULAS},
+}
+BASES: dict[str, type] = {
+    **{section: base for section, (_, base) in SECTIONS.items()},
+    "law": Law,
+    "formula": Formula,
+    "accountant": Accountant,
+}
+ACCEPTED = "a class by import path (package.module:Name), or a member as in bounding:clip"
+
+
+def check(
+    target: str | type,
+    overrides: Sequence[str] = (),
+    on_promise: Callable[[Promise], object] = lambda promise: None,
+) -> list[Promise]:
+    """What came of every promise, for every example of a member.
+
+    Args:
+        target: the import path of a class of one's own (`mine:Tanh`), a member that comes with the
+            project (`bounding:clip`, or `clip`), or a class.
+        overrides: fields of the small experiment around it, `section.key=value`. Those of the
+            member's own section change its examples.
+        on_promise: is given each as soon as it is known.
+
+    Raises:
+        ConfigError: it is no member of any family, or has no valid examples.
+    """
+    section, cls, path = resolved(target)
+    found: list[Promise] = []
+    nowhere: list[Any] = []  # cases that no experiment takes, of which no more is to be said
+    for promise, case, example in _looks(section, cls, path, tuple(overrides)):
+        if case in nowhere:
+            continue
+        done = looked_at(promise, case, example)
+        found.append(done)
+        if promise is members.fits and not done.kept:
+            nowhere.append(case)
+        on_promise(done)
+    return found
+
+
+def members_of() -> Iterator[str]:
+    """All members that come with the project, as `check` takes them."""
+    for section, family in BUILT_IN.items():
+        for kind in family:
+            yield f"{section}:{kind}"
+
+
+def resolved(target: str | type) -> tuple[str, type, str]:
+    """The family of a member, its class, and what a config names it by. Raises `ConfigError`."""
+    cls = target
+    path = ""
+    if isinstance(target, str):
+        built_in = _built_in(target)
+        if built_in:
+            return built_in
+        if ":" not in target and "." not in target:
+            raise ConfigError("member", target, ACCEPTED)
+        path = target
+        cls = load(target, "member")
+    section = home(cls, BASES)
+    if section is None:
+        bases = ", ".join(
+            f"{base.__module__.removesuffix('.base')}.{base.__name__}" for base in BASES.values()
+        )
+        raise ConfigError("member", path or repr(cls), f"a class derived from one of {bases}")
+    assert isinstance(cls, type)
+    for kind, other in BUILT_IN[section].items():
+        if other is cls:
+            return section, cls, kind
+    path = path or f"{cls.__module__}:{cls.__qualname__}"
+    if section in SECTIONS:
+        own.complete(own_class(path, section, BASES[section]), section, path)
+    return section, cls, path
+
+
+def _built_in(name: str) -> tuple[str, type, str] | None:
+    """A member by `family:kind`, or by its kind alone. Raises `ConfigError` for one of several."""
+    section, colon, kind = name.partition(":")
+    if colon:
+        cls = BUILT_IN.get(section, {}).get(kind)
+        return None if cls is None else (section, cls, kind)
+    found = [(each, family[name], name) for each, family in BUILT_IN.items() if name in family]
+    if len(found) > 1:
+        several = " or ".join(f"{each}:{name}" for each, _, _ in found)
+        raise ConfigError("member", name, several)
+    return found[0] if found else None
+
+
+def _looks(
+    section: str, cls: type, path: str, overrides: tuple[str, ...]
+) -> Iterator[tuple[Look, Any, str]]:
+    """Every promise, the case that it is looked at in, and the case in words."""
+    if section in SECTIONS:
+        yield from _of_members(section, cls, path, overrides)
+        return
+    if overrides:
+        accepted = f"none: no experiment is around {path}"
+        raise ConfigError("overrides", list(overrides), accepted)
+    if section == "law":
+        for numbers in cls.examples:  # type: ignore[attr-defined]
+            case = laws.LawCase(Sampling(cls(), **numbers))
+            yield from ((promise, case, _shown(numbers)) for promise in laws.PROMISES)
+        return
+    promises = accountants.FORMULA if section == "formula" else accountants.PROMISES
+    yield from ((promise, cls(), "") for promise in promises)
+
+
+def _of_members(
+    section: str, cls: type, path: str, overrides: tuple[str, ...]
+) -> Iterator[tuple[Look, Any, str]]:
+    mine = tuple(text for text in overrides if text.startswith(f"{section}."))
+    around = tuple(text for text in overrides if text not in mine)
+    _possible(around)
+    cases = []
+    for example in examples_of(cls, section, path):
+        case = Case(section, overridden({section: example}, mine)[section], around)
+        _valid(case, section, path)
+        cases.append(case)
+    for case in cases:
+        shown = _shown({name: value for name, value in case.values.items() if name != "kind"})
+        promises = (*members.PROMISES, *PROMISES[section], *rounds.PROMISES)
+        yield from ((promise, case, shown) for promise in promises)
+
+
+def _valid(case: Case, section: str, path: str) -> None:
+    """Raises `ConfigError` for an example that is no setting of the member."""
+    try:
+        case.member  # noqa: B018 - made when asked for
+    except ConfigError as error:
+        accepted = f"settings of {path} in its class variable examples, each valid; {error}"
+        shown = {name: value for name, value in case.values.items() if name != "kind"}
+        raise ConfigError(f"{section}.examples", shown, accepted) from None
+
+
+def _possible(overrides: tuple[str, ...]) -> None:
+    """Raises `ConfigError` for overrides that no experiment takes."""
+    first = None
+    for around in AROUNDS:
+        try:
+            Experiment.from_dict(overridden({**AROUND, **around}, overrides))
+            return
+        except ConfigError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _shown(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def render(found: Sequence[Promise]) -> str:
+    """A table of the promises, one a line, under each example."""
+    width = max(len(promise.name) for promise in found)
+    lines = []
+    shown = None
+    for promise in found:
+        if promise.example != shown:
+            shown = promise.example
+            lines.append(f"{shown or 'no fields set'}:")
+        kept = "kept  " if promise.kept else "BROKEN"
+        lines.append(f"  {kept}  {promise.name:{width}}  {promise.finding}")
+    broken = [promise for promise in found if not promise.kept]
+    lines.append(f"{len(found) - len(broken)} of {len(found)} promises are kept")
+    return "\n".join(lines)

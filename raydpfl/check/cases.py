@@ -1,0 +1,161 @@
+"""A member as it is looked at: one of its examples, in a small experiment around it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl import data, measure, models
+from raydpfl.check.promise import Broken
+from raydpfl.check.runs import Watched, carried_out
+from raydpfl.config import FAMILIES, Experiment, overridden
+from raydpfl.errors import ConfigError
+from raydpfl.member import Member, choose
+from raydpfl.plan import Plan
+
+CLIENTS = 24
+ROUNDS = 4
+AROUND: dict[str, Any] = {
+    "seed": 5,
+    "rounds": ROUNDS,
+    "data": {
+        "kind": "synthetic",
+        "clients": CLIENTS,
+        "samples": 12,
+        "test_samples": 48,
+        "features": 8,
+        "classes": 3,
+        "sizes": {"kind": "spread"},
+    },
+    "model": {"kind": "softmax"},
+    "selection": {"kind": "uniform", "cohort": 9},
+    "local": {"kind": "sgd", "steps": 3, "batch": 4, "lr": 0.1},
+    "bounding": {"kind": "clip", "bound": 0.5},
+    "noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3},
+    "weights": {"kind": "uniform"},
+    "server": {"kind": "sgd"},
+    "privacy": {"accountants": ["pld", "rdp"]},
+    "client": {"actors": 0, "num_cpus": 0.01, "lane": 4},
+    "evaluate": {"every": 100},
+    "measure": [],
+}
+SAMPLES = {"kind": "per_sample_clip", "bound": 0.5}
+BUDGETS = {"kind": "gaussian", "placement": "step", "epsilon": 3.0, "delta": 1e-3}
+TURNS = {"kind": "cyclic", "period": 3}
+NONE = {"kind": "none"}
+# What is around a member, private ones first: the first that does not refuse it is taken.
+AROUNDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3, "placement": "server"}},
+    {"selection": TURNS},
+    {"bounding": SAMPLES},
+    {"bounding": SAMPLES, "noise": BUDGETS},
+    {"noise": NONE},
+    {"noise": NONE, "selection": {"kind": "full"}},
+    {"noise": NONE, "bounding": NONE},
+)
+# The sections of a config whose members are looked at, each with its family and its base.
+SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
+    **FAMILIES,
+    "measure": (measure.FAMILY, measure.Probe),
+    "data": (data.FAMILY, data.Data),
+    "model": (models.FAMILY, models.Model),
+}
+
+
+@dataclass(eq=False)
+class Case:
+    """An example of a member of the section, and the experiments that it is tried in."""
+
+    section: str
+    values: dict[str, Any]  # the section as a config has it
+    overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where its runs are written; gone with the case."""
+        self._holder = tempfile.TemporaryDirectory(prefix="raydpfl-check-")
+        return Path(self._holder.name)
+
+    @cached_property
+    def member(self) -> Any:
+        """The member alone. Raises `ConfigError`."""
+        family, base = SECTIONS[self.section]
+        return choose(self.section, self.values, family, base)
+
+    def tree(self, **around: Any) -> dict[str, Any]:
+        """A config with the member in it."""
+        mine = [self.values] if self.section == "measure" else self.values
+        return {**copy.deepcopy(AROUND), **copy.deepcopy(around), self.section: mine}
+
+    @cached_property
+    def _found(self) -> tuple[Plan, str]:
+        """The first plan that nobody refuses, and why there is none that is private, if so."""
+        refusals: list[str] = []
+        for around in AROUNDS:
+            tree = overridden(self.tree(**around), self._around())
+            try:
+                plan = Plan.make(Experiment.from_dict(tree))
+            except ConfigError as error:
+                refusals.append(str(error))
+                continue
+            return plan, refusals[0] if refusals else ""
+        raise Broken(f"no small experiment takes it; the first says: {refusals[0]}")
+
+    def _around(self) -> list[str]:
+        """The overrides that are not of the section itself, which the example has already."""
+        return [text for text in self.overrides if not text.startswith(f"{self.section}.")]
+
+    @property
+    def plan(self) -> Plan:
+        """Of a small experiment with the member in it, private where it can be."""
+        return self._found[0]
+
+    @property
+    def why(self) -> str:
+        """Why the experiment is no other, in words."""
+        return self._found[1]
+
+    @property
+    def d(self) -> int:
+        """Parameters of its model."""
+        return self.plan.d
+
+    def ran(self, name: str, **how: Any) -> Watched:
+        """A run of the experiment, in a directory of this name: see `carried_out`."""
+        return carried_out(self.plan, self.folder / name, **how)
+
+    @cached_property
+    def whole(self) -> Watched:
+        """The inline run, from the first round to the last."""
+        return self.ran("whole")
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Samples of each client, int64 [N]."""
+        return np.array(self.plan.population.sizes)
+
+
+def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, Any], ...]:
+    """The class's examples as sections of a config.
+
+    Raises:
+        ConfigError: it has none, or what it has is no tuple of mappings.
+    """
+    found = cls.examples
+    accepted = (
+        "a class variable examples, a tuple of mappings of fields, each a setting worth "
+        "running: examples: ClassVar = ({'bound': 1.0},)"
+    )
+    if not isinstance(found, (tuple, list)) or not found:
+        raise ConfigError(f"{section}.kind", path, f"a class with {accepted}")
+    if not all(isinstance(each, Mapping) for each in found):
+        raise ConfigError(f"{section}.examples", found, accepted)
+    return tuple({"kind": path, **each} for each in found)

@@ -1,0 +1,130 @@
+"""What local training promises: see `raydpfl.local`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.local.base import Step
+from raydpfl.local.checks import check_rule
+from raydpfl.local.trial import mismatch
+from raydpfl.local.ways import REFERENCE, WAYS, able
+from raydpfl.rounds import Facts, View
+
+K = 5
+FEATURES = 6
+
+
+def rule(case: Case) -> str:
+    """A step for several clients is that for each of them, and changes nothing that it is given."""
+    check_rule(case.member)
+    return "clients together as each alone"
+
+
+def no_hidden_state(case: Case) -> str:
+    """Its step keeps nothing but its state: made again, it is the same to the last bit."""
+    member = case.member
+    x = tensor(K, 7).float()
+    gradient = tensor(K, 7, step=1).float()
+    at = Step(0, member.learning_rate(0), x[0])
+    found = []
+    for _ in range(2):
+        moved, state = member.step(x.clone(), gradient.clone(), member.fresh(x.clone()), at)
+        found.append(moved)
+        member.step(moved, -2 * gradient, state, Step(1, at.lr, x[0]))
+    hold(torch.equal(*found), "asked again, it gives something else")
+    hold(torch.isfinite(found[0]).all(), "a step from finite numbers is not finite")
+    return "the same step again"
+
+
+def every_way(case: Case) -> str:
+    """Every way of training that can carry out its rule takes the same first steps."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+    done = []
+    for clip in (None, 1.0):
+        for way, kind in WAYS.items():
+            if way in (REFERENCE, "noop") or not able(kind, case.member, clip):
+                continue
+            wrong = mismatch(module, case.member, (FEATURES,), way, clip, regression=False)
+            clipped = " with clipping of each sample" if clip else ""
+            hold(wrong is None, f"{way}{clipped}: {wrong}")
+            done.append(way)
+    return f"{', '.join(dict.fromkeys(done))} as the loop"
+
+
+def numbers(case: Case) -> str:
+    """Learning rates are positive numbers, and a client trains on rows that it has."""
+    member = case.member
+    for t in (0, 1, 50):
+        rate = member.learning_rate(t)
+        hold(np.isfinite(rate) and rate > 0, f"the learning rate of round {t} is {rate}")
+    sizes = np.array([1, 2, 7, 100, 5000])
+    used = np.asarray(member.rows_used(sizes))
+    hold(used.shape == sizes.shape and used.dtype.kind == "i", "rows_used gives no int64 [C]")
+    hold(((used >= 0) & (used <= sizes)).all(), "rows_used gives more rows than there are")
+    for rows in sizes.tolist():
+        batch = member.batch_size(rows)
+        hold(1 <= batch <= rows, f"a client of {rows} rows has batches of {batch}")
+    return f"learning rate {member.learning_rate(0):g} in round 0"
+
+
+def _view(case: Case, k: int) -> View:
+    member = case.member
+    told = {name: torch.tensor(each) for name, each in member.tells(member.start(case.d)).items()}
+    own = tensor(K, case.d, step=1).float()[:k]
+    return View(1, member.learning_rate(1), 1.0, tensor(case.d).float(), told, lambda: own)
+
+
+def memory(case: Case) -> str:
+    """What corrects gradients and what clients remember is a vector for each, of that client
+    alone.
+    """
+    member = case.member
+    view = _view(case, K)
+    moved = tensor(K, case.d, step=2)
+    idle = member.idle(_view(case, 1))
+    hold(idle.shape == (case.d,), f"idle gives {list(idle.shape)}")
+    for name, found, first in (
+        ("correction", member.correction(view), member.correction(_view(case, 1))),
+        (
+            "remember",
+            member.remember(moved.clone(), view),
+            member.remember(moved[:1].clone(), _view(case, 1)),
+        ),
+    ):
+        if found is None:
+            continue
+        hold(found.shape == (K, case.d), f"{name} gives {list(found.shape)} for {K} clients")
+        hold(torch.isfinite(found).all(), f"{name} is not finite")
+        hold(close(first[0], found[0], 1e-6), f"{name} of a client depends on the others")
+    correction = member.correction(view)
+    if correction is not None:
+        hold(correction.dtype == torch.float32, f"correction is {correction.dtype}")
+    return "clients remember" if member.remembers else "clients remember nothing"
+
+
+def receive(case: Case) -> str:
+    """The server's part follows from the mean update and its own state alone."""
+    member = case.member
+    start = member.start(case.d)
+    mean = made_up(case.d)
+    model = made_up(case.d, step=1).astype(np.float32)
+    facts = Facts(1, member.learning_rate(1), model, divisor=9.0, cohort=9, population=24)
+    found = []
+    for _ in range(2):
+        state = copied(start)
+        given = mean.copy()
+        member.receive(given, state, facts)
+        hold(np.array_equal(given, mean), "the mean update is changed in place")
+        same_shapes(start, state, "the state")
+        found.append(state)
+        member.receive(-2 * mean, copied(start), facts)
+    for name in start:
+        hold(np.array_equal(found[0][name], found[1][name]), f"asked again, {name} is another")
+    return f"keeps {', '.join(start) or 'nothing'}"
+
+
+PROMISES: tuple[Look, ...] = (rule, no_hidden_state, every_way, numbers, memory, receive)

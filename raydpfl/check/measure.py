@@ -1,0 +1,50 @@
+"""What a measurement promises: see `raydpfl.measure`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, hold
+from raydpfl.check.runs import carried_out
+
+
+def no_bit_changed(case: Case) -> str:
+    """Measuring changes no bit of the model."""
+    from dataclasses import replace
+
+    plan = case.plan
+    bare = replace(plan, experiment=plan.experiment.model_copy(update={"measure": ()}))
+    without = carried_out(bare, case.folder / "without").parameters()
+    hold(np.array_equal(case.whole.parameters(), without), "the model is another")
+    return "the model is that without it"
+
+
+def columns(case: Case) -> str:
+    """Of each client it gives the columns that it declares, a number each."""
+    plan = case.plan
+    noised = plan.client_std(plan.experiment.bounding.initial_bound) > 0
+    declared = set(case.member.columns(noised))
+    known = {"client", "norm", "factor", "clipped", "train_loss"}
+    for seen in case.whole.columns:
+        given = seen.keys() - known
+        hold(given == declared, f"it declares {sorted(declared)} and gives {sorted(given)}")
+        for name in given:
+            hold(seen[name].shape == seen["client"].shape, f"{name} is not one number a client")
+    return ", ".join(sorted(declared)) or "none"
+
+
+def values(case: Case) -> str:
+    """Of each round it gives the values that it declares."""
+    rows = pq.read_table(case.whole.out / "rounds.parquet")
+    declared = case.member.values()
+    missing = [name for name in declared if name not in rows.column_names]
+    hold(not missing, f"the rounds table has no {missing}")
+    tables = case.member.tables(["client"])
+    for name in tables:
+        hold((case.whole.out / f"{name}.parquet").exists(), f"it writes no {name}.parquet")
+    return ", ".join([*declared, *(f"{name}.parquet" for name in tables)]) or "none"
+
+
+PROMISES: tuple[Look, ...] = (no_bit_changed, columns, values)

@@ -1,0 +1,76 @@
+"""What a member of any family promises of its section in a config."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, hold
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError
+
+STRANGE = "no_such_key"
+
+
+def example(case: Case) -> str:
+    """Its example is a valid setting."""
+    given = case.member.model_dump(mode="json")
+    return f"{len(given) - 1} fields"
+
+
+def fits(case: Case) -> str:
+    """A small experiment takes it: see `raydpfl.check.cases.AROUNDS`."""
+    experiment = case.plan.experiment
+    if experiment.private:
+        return f"private, with selection {experiment.selection.kind}"
+    return f"not private: {case.why}" if case.why else "not private: without noise"
+
+
+def config_round_trip(case: Case) -> str:
+    """A config that is written and read again has the same member."""
+    experiment = case.plan.experiment
+    tree = experiment.to_dict()
+    hold(Experiment.from_dict(tree).to_dict() == tree, "from_dict(to_dict()) is another")
+    hold(json.loads(json.dumps(tree)) == tree, "JSON changes it")
+    text = experiment.to_yaml()
+    path = case.folder / "config.yaml"
+    path.write_text(text)
+    again = Experiment.from_yaml(path)
+    hold(again.to_yaml() == text, "its YAML, read again, is another")
+    hold(
+        getattr(again, case.section) == getattr(experiment, case.section),
+        "the member read again is not equal to what was written",
+    )
+    return "as it was, through YAML"
+
+
+def refusals(case: Case) -> str:
+    """What is wrong with a setting is refused in one line that names the field."""
+    wrong: list[dict[str, Any]] = [{STRANGE: 1}]
+    for name, field in type(case.member).model_fields.items():
+        if name != "kind" and field.annotation in (int, float):
+            wrong.append({name: "no number"})
+    for more in wrong:
+        name = next(iter(more))
+        try:
+            Case(case.section, {**case.values, **more}).member  # noqa: B018 - made when asked for
+        except ConfigError as error:
+            hold("\n" not in str(error), f"{name}: more than one line")
+            hold(name in error.field, f"{name}: the message names {error.field}")
+        else:
+            hold(False, f"{more} is taken")
+    return f"{len(wrong)} wrong settings"
+
+
+def pickles(case: Case) -> str:
+    """A member is its settings: pickled and hashed, it is the same."""
+    member = case.member
+    again = pickle.loads(pickle.dumps(member))
+    hold(again == member, "unpickled, it is not equal")
+    hold(hash(again) == hash(member), "unpickled, it has another hash")
+    return "equal, with the same hash"
+
+
+PROMISES: tuple[Look, ...] = (example, fits, config_round_trip, refusals, pickles)

@@ -1,0 +1,165 @@
+"""What noise promises: see `raydpfl.noise`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.special import ndtri
+from scipy.stats import chi2, kstest
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import FALSE_ALARM, Look, hold
+
+D = 2000
+ROUNDS = 5
+WHO = np.array([0, 3, 4, 11, 700_000])
+STD = 1.7
+
+
+def _of_clients(case: Case, t: int = 0, seed: int = 3, std: float = STD) -> np.ndarray | None:
+    return case.plan.experiment.noise.on_clients(seed, t, WHO, np.zeros_like(WHO), std, D)
+
+
+def _on_sums(case: Case, seed: int = 3, std: float = STD) -> list[np.ndarray]:
+    """The server's noise of the first rounds, of which the part that later ones take back is left
+    out, float64 [d] each; empty where it draws none.
+    """
+    noise = case.plan.experiment.noise
+    source = noise.source(seed, D)
+    whiten = noise.whitening()
+    found = [source.on_sum(t, std) for t in range(ROUNDS)]
+    return [whiten(each) for each in found if each is not None]
+
+
+def on_clients(case: Case) -> str:
+    """What a client draws is a function of its own key: the same alone and among others."""
+    noise = case.plan.experiment.noise
+    together = _of_clients(case)
+    if together is None:
+        return "clients draw none on what they send"
+    hold(together.shape == (len(WHO), D), f"{len(WHO)} clients draw {list(together.shape)}")
+    hold(together.dtype == np.float64, f"it is {together.dtype}, not float64")
+    for place, client in enumerate(WHO.tolist()):
+        alone = noise.on_clients(3, 0, np.array([client]), np.array([0]), STD, D)
+        assert alone is not None
+        hold(np.array_equal(alone[0], together[place]), f"client {client} alone draws another")
+    twice = noise.on_clients(3, 0, np.array([7, 7]), np.array([0, 1]), STD, D)
+    assert twice is not None
+    hold(not np.array_equal(twice[0], twice[1]), "a client's second draw is its first")
+    return "the same alone and together"
+
+
+def on_sums(case: Case) -> str:
+    """The server's noise is a function of the seed and the round: a fresh source gives the same."""
+    noise = case.plan.experiment.noise
+    source = noise.source(3, D)
+    for t in range(ROUNDS):
+        mine = source.on_sum(t, STD)
+        fresh = noise.source(3, D).on_sum(t, STD)
+        if mine is None:
+            hold(fresh is None, f"a fresh source draws in round {t}")
+            return "the server draws none"
+        assert fresh is not None
+        hold(mine.shape == (D,) and mine.dtype == np.float64, f"it is {mine.dtype} {mine.shape}")
+        hold(np.array_equal(mine, fresh), f"a fresh source gives other noise in round {t}")
+        again = source.on_sum(t, STD)
+        assert again is not None
+        hold(np.array_equal(again, mine), f"asked again for round {t}, another")
+    return f"the same from a fresh source, {ROUNDS} rounds"
+
+
+def _drawn(case: Case) -> list[np.ndarray]:
+    """All noise of some clients and rounds, in stds, float64 [d] each."""
+    found = [each / STD for each in _on_sums(case)]
+    for t in range(ROUNDS):
+        clients = _of_clients(case, t)
+        found += [] if clients is None else [each / STD for each in clients]
+    return found
+
+
+def std(case: Case) -> str:
+    """Noise has the std that it is told to have."""
+    drawn = _drawn(case)
+    if not drawn:
+        return "none is drawn on sums or on what clients send"
+    squares = np.array([float(each @ each) for each in drawn])
+    tails = np.minimum(chi2.cdf(squares, D), chi2.sf(squares, D))
+    overall = math.sqrt(squares.mean() / D)
+    wrong = f"it has {overall:.4g} of its std, over all"
+    hold(tails.min() * 2 * len(tails) >= FALSE_ALARM, wrong)
+    return f"{overall:.4f} of it, over {len(drawn)} vectors"
+
+
+def gaussian(case: Case) -> str:
+    """Noise that is accounted for as Gaussian is Gaussian."""
+    drawn = _drawn(case)
+    if not drawn:
+        return "none is drawn on sums or on what clients send"
+    found = kstest(np.concatenate(drawn), "norm")
+    hold(found.pvalue >= FALSE_ALARM, f"p = {found.pvalue:.2g} by Kolmogorov and Smirnov")
+    return f"p = {found.pvalue:.2g} by Kolmogorov and Smirnov"
+
+
+def independent(case: Case) -> str:
+    """No noise is drawn twice: that of clients, of rounds and of runs is independent."""
+    drawn = _drawn(case)
+    other = _of_clients(case, seed=4)
+    drawn += [each / STD for each in _on_sums(case, seed=4)]
+    drawn += [] if other is None else [each / STD for each in other]
+    if not drawn:
+        return "none is drawn on sums or on what clients send"
+    rows = np.stack(drawn)
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    pairs = np.triu_indices(len(rows), 1)
+    worst = float(np.abs((rows @ rows.T)[pairs]).max()) * math.sqrt(D)
+    limit = -float(ndtri(FALSE_ALARM / (2 * len(pairs[0]))))
+    hold(worst <= limit, f"two vectors are correlated by {worst:.1f} standard errors")
+    return f"the largest of {len(pairs[0]):,} correlations is {worst:.1f} standard errors"
+
+
+def as_accounted(case: Case) -> str:
+    """The sum of a round carries as much noise as the accountants are told."""
+    plan = case.plan
+    noise = plan.experiment.noise
+    total = plan.sum_std(plan.experiment.bounding.initial_bound)
+    if not total:
+        return "none is accounted for on sums"
+    least = plan.survivors
+    drawn = 0.0
+    if _of_clients(case) is not None:
+        hold(noise.least(least) >= least, "fewer clients than it needs may be left")
+        drawn += least * noise.client_std(total, least) ** 2
+    if _on_sums(case):
+        drawn += total**2
+    share = math.sqrt(drawn) / total
+    hold(share >= 1 - 1e-9, f"the sum of {least} clients carries {share:.4g} of its std")
+    return f"{share:.4g} of it, with {least} clients"
+
+
+def on_queries(case: Case) -> str:
+    """The noise on side queries has the std that it is told to have."""
+    plan = case.plan
+    noise = plan.experiment.noise
+    if plan.mechanism is None or not plan.ratio:
+        return "none is accounted for"
+    who = np.arange(plan.survivors)
+    draws = np.zeros_like(who)
+    found = [noise.on_query(3, t, STD, who, draws, len(who)) for t in range(D)]
+    again = noise.on_query(3, 0, STD, who, draws, len(who))
+    hold(again == found[0], "asked again, it is another")
+    square = float(np.sum(np.square(found))) / STD**2
+    tail = 2 * min(chi2.cdf(square, D), chi2.sf(square, D))
+    hold(tail >= FALSE_ALARM, f"it has {math.sqrt(square / D):.4g} of its std")
+    return f"{math.sqrt(square / D):.4f} of it"
+
+
+PROMISES: tuple[Look, ...] = (
+    on_clients,
+    on_sums,
+    std,
+    gaussian,
+    independent,
+    as_accounted,
+    on_queries,
+)

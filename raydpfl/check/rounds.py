@@ -1,0 +1,137 @@
+"""What every member that takes part in a round promises of a run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.stats import chi2
+
+from raydpfl import privacy
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import FALSE_ALARM, Look, equal, hold
+from raydpfl.check.runs import Watched
+from raydpfl.privacy import Mechanism, Query
+
+
+def runs(case: Case) -> str:
+    """A small run goes through all its rounds, and its model is finite."""
+    model = case.whole.parameters()
+    hold(np.isfinite(model).all(), "the model is not finite")
+    return f"{case.whole.position()} rounds, {case.d} parameters"
+
+
+def same_bits_again(case: Case) -> str:
+    """A second run in the same process gives the same bits."""
+    return _same(case, case.ran("again"))
+
+
+def same_bits_pooled(case: Case) -> str:
+    """Clients dealt to three actors, whose results come last first, give the same bits."""
+    return _same(case, case.ran("pooled", actors=3))
+
+
+def same_bits_per_client(case: Case) -> str:
+    """An actor per client gives the same bits."""
+    if case.plan.experiment.data.clients is None:
+        return "the data do not say how many clients there are"
+    return _same(case, case.ran("per client", actors=0))
+
+
+def same_bits_resumed(case: Case) -> str:
+    """A run that is taken up from a checkpoint gives the same bits, and finds in it all that it
+    kept.
+    """
+    paused = case.ran("resumed", until=case.plan.experiment.rounds // 2)
+    resumed = Watched(paused.plan, str(case.folder / "resumed"), resume=True)
+    resumed.start()
+    for name, state in paused.at.states.items():
+        hold(equal(state, resumed.at.states[name]), f"the state of {name} is another")
+    before = paused.at.memory.arrays()
+    after = resumed.at.memory.arrays()
+    hold(all(map(equal, before, after)), "what clients remember is something else")
+    hold(paused.at.bound == resumed.at.bound, "the bound is another")
+    return _same(case, case.ran("resumed", resume=True))
+
+
+def _same(case: Case, other: Watched) -> str:
+    """Raises `Broken` where the model, or what is known of the clients, differs."""
+    whole = case.whole
+    off = np.abs(whole.parameters() - other.parameters()).max()
+    hold(
+        np.array_equal(whole.parameters(), other.parameters()),
+        f"the model differs by {off:g} from that of the inline run",
+    )
+    for mine, theirs in zip(reversed(whole.columns), reversed(other.columns), strict=False):
+        hold(equal(mine, theirs), "what is known of the clients differs from the inline run")
+    hold(whole.at.bound == other.at.bound, "the bound differs from that of the inline run")
+    return "as inline, to the last bit"
+
+
+def bound_held(case: Case) -> str:
+    """In a run no client sends more than the bound in force."""
+    if case.whole.bounds[0] is None:
+        return "nothing that is sent is bounded"
+    worst = 0.0
+    for columns, bound in zip(case.whole.columns, case.whole.bounds, strict=True):
+        assert bound is not None
+        sent = columns["norm"] * columns["factor"] / bound
+        worst = max(worst, float(np.nanmax(sent, initial=0.0)))
+    hold(worst <= 1 + 1e-9, f"a client sends {worst:.6g} times the bound")
+    return f"at most {worst:.4g} of it"
+
+
+def epsilon(case: Case) -> str:
+    """A run with noise is private, and its epsilon is that of what it releases."""
+    plan = case.plan
+    mechanism = plan.mechanism
+    if mechanism is None:
+        return "not private"
+    spent = case.whole.accounts.spent(plan.experiment.rounds - 1)
+    least = min((spent[name] for name in plan.rigorous), default=math.inf)
+    hold(math.isfinite(least), f"no rigorous accountant covers {mechanism.cohorts}")
+    told = mechanism.cohorts
+    if mechanism.by_draws or told is None:
+        hold(least > 0, "it spends nothing")
+        return f"{least:.4g} for one sample"
+    share = plan.cohort / told.cohort
+    released = [Query("updates", 1.0, plan.ratio / share)]
+    for query in plan.experiment.bounding.queries():
+        std = plan.side_stds[query.name] / share
+        released.append(Query(query.name, query.bound, std))
+    asked = plan.experiment.selection.loss_query
+    held = Mechanism(told, (*released, *([asked] if asked else [])), plan.experiment.rounds)
+    terms = plan.terms
+    composed = int(plan.exposures[-1])
+    for name in plan.rigorous:
+        true = privacy.epsilon(held, terms.relation, terms.delta, composed, name)
+        says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
+        hold(math.isclose(spent[name], true, rel_tol=1e-6), says)
+    return f"{least:.4g} at delta {terms.delta:g}, {told}"
+
+
+def noise_on_sums(case: Case) -> str:
+    """The noise that the server adds in a run has the std that was accounted for."""
+    plan = case.plan
+    whiten = plan.experiment.noise.whitening()
+    tails = []
+    for added, bound in zip(case.whole.added, case.whole.bounds, strict=True):
+        if added is None:
+            return "the server draws none"
+        square = float(np.sum((whiten(added / plan.sum_std(bound))) ** 2))
+        tails.append(min(chi2.cdf(square, plan.d), chi2.sf(square, plan.d)))
+    worst = min(tails) * 2 * len(tails)
+    hold(worst >= FALSE_ALARM, f"its size has a chance of {worst:.2g} by chi-squared")
+    return f"chi-squared p = {min(1.0, worst):.2g}"
+
+
+PROMISES: tuple[Look, ...] = (
+    runs,
+    same_bits_again,
+    same_bits_pooled,
+    same_bits_per_client,
+    same_bits_resumed,
+    bound_held,
+    epsilon,
+    noise_on_sums,
+)

@@ -1,0 +1,109 @@
+"""Small runs of one plan, in every way that a run is carried out, without Ray."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl.client import ClientActor
+from raydpfl.config import Experiment
+from raydpfl.coordinator import Coordinator
+from raydpfl.placement import Inline, shares, singles
+from raydpfl.plan import Plan
+from raydpfl.record import joined
+from raydpfl.rounds import Broadcast, Columns, Lane, LaneResult, Work
+from raydpfl.selection import Cohort
+
+
+class Dealt(Inline):
+    """Several client actors in this process, or one per client (`actors` 0); all that passes
+    between them and the coordinator is pickled, and comes last first.
+    """
+
+    def __init__(self, experiment: Experiment, shards: str, actors: int):
+        super().__init__(experiment, shards)
+        self.per_client = actors == 0
+        count = actors or experiment.data.clients or 1
+        self.clients = [ClientActor(experiment, shards) for _ in range(count)]
+
+    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+        """See `Inline.shares`."""
+        return singles(lanes) if self.per_client else shares(lanes, len(self.clients))
+
+    def run(
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, LaneResult]]:
+        """See `Inline.run`."""
+        for index in reversed(range(len(shares))):
+            given = pickle.loads(pickle.dumps((broadcast, work, shares[index])))
+            result = self._actor(index, shares[index][0]).train(*given)
+            yield index, pickle.loads(pickle.dumps(result))
+
+    def _actor(self, index: int, lane: Lane) -> ClientActor:
+        if lane.slot is not None and self.per_client:
+            return self.clients[int(lane.clients[lane.slot])]
+        return self.clients[index]
+
+    def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
+        """See `Inline.losses`."""
+        parts = np.array_split(clients, len(self.clients))
+        asked = zip(self.clients, parts, strict=True)
+        found = [actor.losses(model, t, part.tolist(), noise_seed) for actor, part in asked]
+        return np.concatenate(found)
+
+
+class Watched(Coordinator):
+    """A coordinator that keeps what its clients have sent."""
+
+    def __init__(self, plan: Plan, out: str, **options: Any):
+        super().__init__(plan, out, 0, **options)
+        self.totals: list[np.ndarray] = []  # of each round, float64 [d]
+        self.columns: list[Columns] = []
+        self.bounds: list[float | None] = []
+        self.added: list[np.ndarray | None] = []
+
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+        """See `Coordinator.collect`."""
+        total, results = super().collect(t, cohort)
+        self.totals.append(total)
+        self.columns.append(joined(results))
+        self.bounds.append(self.at.bound)
+        return total, results
+
+    def release(self, t: int, total: np.ndarray) -> np.ndarray:
+        """See `Coordinator.release`."""
+        released = super().release(t, total)
+        self.added.append(self._added)
+        return released
+
+
+def carried_out(
+    plan: Plan,
+    out: Path,
+    actors: int | None = None,
+    until: int | None = None,
+    resume: bool = False,
+) -> Watched:
+    """A run of a plan in the directory `out`, saved after its last round.
+
+    Args:
+        plan: of the run.
+        out: made if it is not there.
+        actors: to how many client actors its lanes are dealt; 0: one per client, None: inline.
+        until: rounds after which it pauses; None: all.
+        resume: it goes on from the checkpoint in `out`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    coordinator = Watched(plan, str(out), resume=resume)
+    coordinator.start()
+    if actors is not None:
+        coordinator.pool = Dealt(plan.experiment, str(plan.shards), actors)
+    last = plan.experiment.rounds if until is None else until
+    while coordinator.position() < last:
+        coordinator.round()
+    coordinator.save()
+    return coordinator

@@ -1,0 +1,72 @@
+"""What the server's step promises: see `raydpfl.server`."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, copied, equal, hold, made_up, same_shapes
+
+D = 50
+SIZES = (0.0, 1e-300, 1e-12, 1.0, 1e6)  # of updates; a model is float32
+
+
+def finite(case: Case) -> str:
+    """The next model is finite for every finite update, float32 [d]."""
+    for size in SIZES:
+        state = case.member.start(D)
+        model = made_up(D)
+        for t in range(3):
+            following = case.member.step(model, made_up(D, step=t + 1) * size, state, t)
+            hold(following.shape == (D,), f"it has shape {list(following.shape)}")
+            hold(following.dtype == np.float32, f"it is {following.dtype}, not float32")
+            hold(np.isfinite(following).all(), f"updates of size {size:g} make it infinite")
+            model = following.astype(np.float64)
+    return "updates of sizes 0 to 1e6"
+
+
+def state(case: Case) -> str:
+    """Its state keeps its names, shapes and dtypes, float64."""
+    start = case.member.start(D)
+    for name, array in start.items():
+        hold(isinstance(array, np.ndarray), f"{name} is no array")
+        hold(array.dtype == np.float64, f"{name} is {array.dtype}, not float64")
+    now = copied(start)
+    for t in range(4):
+        case.member.step(made_up(D), made_up(D, step=t + 1), now, t)
+        same_shapes(start, now, "the state")
+    return ", ".join(f"{name} {list(each.shape)}" for name, each in start.items()) or "none"
+
+
+def no_hidden_state(case: Case) -> str:
+    """A step is a function of model, update, state and round alone."""
+    member = case.member
+    model = made_up(D)
+    before = member.start(D)
+    member.step(model, made_up(D, step=9), before, 0)
+    found = []
+    for each in (member, member, pickle.loads(pickle.dumps(member))):
+        now = copied(before)
+        update = made_up(D, step=1)
+        x = model.copy()
+        following = each.step(x, update, now, 3)
+        hold(np.array_equal(update, made_up(D, step=1)), "the update is changed in place")
+        hold(np.array_equal(x, model), "the model is changed in place")
+        found.append((following, now))
+        each.step(-model, made_up(D, step=5) * 7, copied(before), 4)
+    for following, now in found[1:]:
+        hold(np.array_equal(following, found[0][0]), "asked again, it gives another model")
+        hold(equal(now, found[0][1]), "asked again, it leaves another state")
+    return "the same step again"
+
+
+def persistence(case: Case) -> str:
+    """What it says of momentum is a number from 0 to below 1."""
+    found = case.member.persistence()
+    hold(0 <= found < 1, f"it says {found}")
+    return f"{found:g}"
+
+
+PROMISES: tuple[Look, ...] = (finite, state, no_hidden_state, persistence)

@@ -1,0 +1,60 @@
+"""What weights promise: see `raydpfl.weights`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, hold
+
+POPULATIONS = (
+    np.array([1]),
+    np.array([10, 20, 60]),
+    np.arange(1, 60),
+    np.array([1] * 30 + [5000]),
+)
+
+
+def _of(case: Case, sizes: np.ndarray) -> np.ndarray:
+    given = sizes.astype(np.int64)
+    kept = given.copy()
+    found = np.asarray(case.member.of(given, int(given.sum()), len(given)))
+    hold(np.array_equal(kept, given), "the clients' sizes are changed in place")
+    return found
+
+
+def numbers(case: Case) -> str:
+    """There is one finite number for each client."""
+    for sizes in POPULATIONS:
+        found = _of(case, sizes)
+        hold(found.shape == sizes.shape, f"{len(sizes)} clients get {list(found.shape)} weights")
+        hold(np.isfinite(found).all(), f"a weight of {len(sizes)} clients is not finite")
+    return f"{len(POPULATIONS)} populations"
+
+
+def mean(case: Case) -> str:
+    """The weights have mean 1 over the population."""
+    for sizes in POPULATIONS:
+        found = float(_of(case, sizes).mean())
+        hold(abs(found - 1) <= 1e-9, f"the mean over {len(sizes)} clients is {found:.6g}")
+        hold(not case.member.plain() or (_of(case, sizes) == 1).all(), "plain weights are not 1")
+    return "1, over every population"
+
+
+def no_hidden_state(case: Case) -> str:
+    """They are a function of the sizes alone."""
+    first = [_of(case, sizes) for sizes in POPULATIONS]
+    again = [_of(case, sizes) for sizes in reversed(POPULATIONS)][::-1]
+    hold(all(map(np.array_equal, first, again)), "asked again, they are others")
+    return "the same again"
+
+
+def largest(case: Case) -> str:
+    """The largest weight is what the accountants are told."""
+    found = float(np.abs(_of(case, case.sizes)).max())
+    told = case.plan.weight
+    hold(found <= told * (1 + 1e-12), f"a client counts {found:g}, and {told:g} is accounted for")
+    return f"{told:.4g}"
+
+
+PROMISES: tuple[Look, ...] = (numbers, mean, no_hidden_state, largest)

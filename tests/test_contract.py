@@ -1,0 +1,249 @@
+"""The contract of every member: those that come with the project keep it, and a member that lies is
+caught by the promise that is for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from raydpfl.bounding import FAMILY as BOUNDINGS
+from raydpfl.bounding import Clip, Query
+from raydpfl.check import check, members_of, render
+from raydpfl.local import Local
+from raydpfl.measure import Probe
+from raydpfl.noise import Gaussian
+from raydpfl.privacy import Sampling, pld
+from raydpfl.privacy.laws import LAWS
+from raydpfl.selection import Cohort, Uniform
+from raydpfl.server import Server
+from raydpfl.weights import Weights
+
+FETCHED = ("data", "model")  # many of them need files, or minutes; tests of their own
+QUICK = ("bounding:clip", "server:sgd", "weights:uniform", "law:full", "accountant:rdp")
+MEMBERS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in members_of()
+    if name.partition(":")[0] not in FETCHED
+]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_member_keeps_the_promises_of_its_family(name):
+    found = check(name)
+    assert found
+    assert all(promise.kept for promise in found), render(found)
+
+
+# --- members that lie: each keeps all promises but those it is caught by ---
+
+
+class Leaky(Clip):
+    """Lets long vectors pass a little beyond the bound."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+
+    def factor(self, norm: float, bound: float) -> float:
+        return 1.0 if norm <= 1.4 * bound else bound / norm
+
+
+class Endless(Clip):
+    """Divides by a norm of 0."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+
+    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+        return bound / norms
+
+
+class Among(Clip):
+    """Bounds a client by what the others of its block have."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+
+    def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
+        return bound / torch.clamp(norms.max(), min=bound).expand_as(norms)
+
+
+class OneWay(Clip):
+    """Sends something that its inverse does not know of."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+
+    def send(self, updates: torch.Tensor, view: Any) -> torch.Tensor:
+        return updates * 2
+
+
+class Talkative(Clip):
+    """Answers with more than its query's bound."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+
+    def queries(self) -> tuple[Query, ...]:
+        return (Query("norms", bound=1.0, share=0.1),)
+
+    def answers(self, columns: Any, bound: float) -> dict[str, np.ndarray]:
+        return {"norms": columns["norm"]}
+
+
+class Collapsing(BOUNDINGS["quantile_clip"]):
+    """A bound that can become negative."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+
+    def adapt(self, bound: float, sums: Any, clients: float) -> float:
+        return bound - self.lr * sums["count"]
+
+
+SEEN: list[float] = []
+
+
+class Remembering(Server):
+    """Keeps a momentum where no checkpoint finds it."""
+
+    def direction(self, update: np.ndarray, state: Any) -> np.ndarray:
+        SEEN.append(float(update.mean()))
+        return update + np.mean(SEEN)
+
+
+class Growing(Server):
+    """A state whose shape changes."""
+
+    def start(self, d: int) -> dict[str, np.ndarray]:
+        return {"past": np.zeros(1)}
+
+    def direction(self, update: np.ndarray, state: Any) -> np.ndarray:
+        state["past"] = np.append(state["past"], update.mean())
+        return update
+
+
+class Mixing(Local):
+    """A step along the mean over all clients of a lane."""
+
+    def step(self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Any) -> Any:
+        return x - at.lr * gradient.mean(0, keepdim=True).expand_as(gradient), state
+
+
+class Half(Gaussian):
+    """Draws half the noise that it is told to."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
+
+    def on_clients(self, seed, t, clients, draws, std, d):
+        drawn = super().on_clients(seed, t, clients, draws, std, d)
+        return None if drawn is None else drawn / 2
+
+
+class Shared(Gaussian):
+    """All clients draw the same noise."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
+
+    def on_clients(self, seed, t, clients, draws, std, d):
+        return super().on_clients(seed, t, np.zeros_like(clients), draws, std, d)
+
+
+class Stinting(Gaussian):
+    """Has each client draw as if twice as many did."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
+
+    def client_std(self, std: float, survivors: int) -> float:
+        return super().client_std(std, 2 * survivors)
+
+
+class Uneven(Weights):
+    """Weights that add up to more."""
+
+    def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
+        return sizes / sizes.max()
+
+
+class Favouring(Uniform):
+    """Client 0 is drawn twice as often as its law says."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+
+    def select(self, seed, t, population, ask):
+        clients = super().select(seed, t, population, ask).clients
+        if 0 not in clients and t % 3 == 0:
+            clients = np.append(clients[1:], 0)
+        return Cohort.of(clients)
+
+
+DRAWN: list[int] = []
+
+
+class Unrepeatable(Uniform):
+    """Draws what nobody can draw again."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+
+    def select(self, seed, t, population, ask):
+        DRAWN.append(t)
+        return super().select(seed, len(DRAWN), population, ask)
+
+
+class Boasting(type(LAWS["poisson"])):
+    """Claims the amplification of half the chance."""
+
+    def losses(self, sampling: Sampling, mu: float) -> Any:
+        return pld.poisson(sampling.q / 2, mu)
+
+    def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
+        return super().renyi(sampling, mu) / 4
+
+
+class Boasted(Uniform):
+    """Is drawn by a law that boasts."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+
+    def sampling(self, population: Any) -> Sampling:
+        return Sampling(Bragging(), len(population), self.cohort)
+
+
+class Bragging(type(LAWS["fixed"])):
+    """Fixed size, with the losses of half the size."""
+
+    def losses(self, sampling: Sampling, mu: float) -> Any:
+        return (pld.fixed_size(sampling.q / 2, mu),)
+
+
+class Undeclared(Probe):
+    """Gives a column that it does not declare."""
+
+    def lane(self, sent: Any) -> dict[str, np.ndarray]:
+        return {"first": sent.vectors[:, 0].numpy().copy()}
+
+
+LIARS = {
+    Leaky: "bound",
+    Endless: "bound",
+    Among: "each alone",
+    OneWay: "inverse",
+    Talkative: "answers",
+    Collapsing: "adapt",
+    Remembering: "no hidden state",
+    Growing: "state",
+    Mixing: "rule",
+    Half: "std",
+    Shared: "independent",
+    Stinting: "as accounted",
+    Uneven: "mean",
+    Favouring: "law",
+    Unrepeatable: "cohorts",
+    Boasting: "no more private than a lone client",
+    Boasted: "accounted",
+    Undeclared: "columns",
+}
+
+
+@pytest.mark.parametrize("liar", LIARS, ids=lambda cls: cls.__name__)
+def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
+    found = check(liar)
+    broken = {promise.name: promise.finding for promise in found if not promise.kept}
+    assert LIARS[liar] in broken, render(found)
