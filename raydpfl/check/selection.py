@@ -11,7 +11,7 @@ from scipy.stats import binom
 from raydpfl.check import laws
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import FALSE_ALARM, Look, hold, made_up
-from raydpfl.plan import composed
+from raydpfl.parts import composed
 from raydpfl.selection import Cohort, Population, Selection
 from raydpfl.selection.witness import Witness
 

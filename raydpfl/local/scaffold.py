@@ -16,7 +16,7 @@ array([3.5])
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,6 +56,10 @@ class Scaffold(Sgd):
     `learning_rate` of the round that was trained.
     """
 
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"steps": 4, "batch": 5},
+        {"steps": 4, "batch": 5, "weight_decay": 0.01},
+    )
     kind: str = "scaffold"
 
     def check(self, experiment: Experiment) -> None:
