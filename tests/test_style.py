@@ -21,8 +21,6 @@ BUILTINS = {name for name in dir(builtins) if not name.startswith("_")} - {
 
 # Files that are not clean yet: they must become fewer.
 OPEN: set[str] = {
-    "raydpfl/privacy/personal.py",
-    "raydpfl/privacy/pld.py",
     "tests/test_cluster.py",
     "tests/test_ledger_fire.py",
     "tests/test_local.py",

@@ -151,7 +151,7 @@ def guarantees(
 
 
 def _rigorous(view: View, delta: float, name: str) -> Guarantee:
-    reason = NOISELESS
+    reason: str | None = NOISELESS
     if view.mechanism.private:
         reason = covers(name, view.mechanism, view.relation)
     if reason:

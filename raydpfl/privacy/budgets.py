@@ -180,17 +180,7 @@ class Column(Law):
             first += f"which asks for {found[rows[0]]:g}"
             log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
         if self.client is not None:
-            ids, first, number = np.unique(
-                columns["client"], return_index=True, return_inverse=True
-            )
-            rows = np.flatnonzero(found != found[first][number])
-            if len(rows):
-                raise ConfigError(
-                    f"{FIELD}.column",
-                    self.column,
-                    f"one budget for each client; client {ids[number[rows[0]]]} has several",
-                )
-            found = found[first]
+            found = self._of_clients(found, columns["client"])
         if len(found) != clients:
             raise ConfigError(
                 f"{FIELD}.path",
@@ -198,6 +188,16 @@ class Column(Law):
                 f"a budget for each of the {clients} clients; it has {len(found)}",
             )
         return found
+
+    def _of_clients(self, found: np.ndarray, client: np.ndarray) -> np.ndarray:
+        """One budget for each client, float64 [clients], from those of its rows."""
+        ids, first, number = np.unique(client, return_index=True, return_inverse=True)
+        rows = np.flatnonzero(found != found[first][number])
+        if len(rows):
+            several = f"client {ids[number[rows[0]]]} has several"
+            accepted = f"one budget for each client; {several}"
+            raise ConfigError(f"{FIELD}.column", self.column, accepted)
+        return found[first]
 
 
 FAMILY: dict[str, type[Law]] = {

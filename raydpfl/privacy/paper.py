@@ -239,7 +239,7 @@ def budget_variance(
     _delta(delta)
     _check_client(batch, samples)
     if np.any(np.asarray(batch) > np.asarray(samples)):
-        raise ConfigError("batch", batch, f"at most the client's samples ({samples})")
+        raise ConfigError("batch", batch, f"at most the client's samples ({samples!s})")
     inner = unamplified_budget(epsilon, batch=batch, samples=samples)
     r = np.asarray(batch, float) / np.asarray(samples, float)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):

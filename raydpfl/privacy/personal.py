@@ -39,7 +39,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -97,7 +97,7 @@ class LocalSteps(Release):
     calibration: Calibration | None = None
     exclusions: tuple[str, ...] = ()
     beside: Query | None = None
-    unit: ClassVar[Unit] = "sample"
+    unit: Unit = field(default="sample", init=False, repr=False)
     _spent: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -141,25 +141,17 @@ class LocalSteps(Release):
         `beside` included, by `accountant` (pld or rdp). `paper`: sigma_k of 003 eq. 6. `tcdp`: the
         usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it
         fails. No noise for public clients and for those that never take part. Raises `ConfigError`,
-        too where what is released `beside` leaves the steps of some client less than a hundredth of
-        its budget.
+        too where `beside` leaves some client's steps less than a hundredth of its budget.
         """
         one_of("calibration", calibration, Calibration)
+        sizes = np.asarray(samples, np.int64)
+        claims = _budgets(budgets, len(sizes))
         silent = cls(
-            np.asarray(samples),
-            batch,
-            steps,
-            bound,
-            delta,
-            np.zeros(len(samples)),
-            sampling,
-            budgets,
-            calibration,
-            tuple(exclusions),
-            beside,
+            sizes, batch, steps, bound, delta, np.zeros(len(sizes)), sampling, claims, calibration
         )
+        silent = replace(silent, exclusions=tuple(exclusions), beside=beside)
         counts = silent._counts(participations)
-        needy = np.flatnonzero((counts > 0) & (silent.samples > 0) & np.isfinite(silent.claims))
+        needy = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(claims))
         stds = np.zeros(len(counts))
         if calibration == "rigorous":
             stds[needy] = silent._rigorous_stds(needy, counts, accountant)
@@ -237,7 +229,7 @@ class LocalSteps(Release):
 
     def digest(self) -> str:
         """SHA-256 of all fields: the name of this mechanism in the ledger."""
-        plain = [
+        plain: list[Any] = [
             self.batch,
             self.steps,
             self.bound,
@@ -402,7 +394,7 @@ class LocalSteps(Release):
         spent = {name: self.epsilons(name, counts) for name in names}
         rows = []
         for k in np.flatnonzero(counts).tolist():
-            row = {
+            row: dict[str, Any] = {
                 "client": k,
                 "samples": int(self.samples[k]),
                 "batch": int(self.batches[k]),
@@ -611,7 +603,7 @@ class LocalSteps(Release):
         question = ["local steps", kinds.tolist(), self.delta, accountant]
         z = cached(
             question,
-            lambda: _noise_multipliers(samplings, *kinds.T, self.delta, accountant).tolist(),
+            lambda: _noise_multipliers(samplings, kinds, self.delta, accountant).tolist(),
             len(kinds),
         )
         return np.array(z)[member.reshape(-1)] * self.bound / b
@@ -647,6 +639,7 @@ class LocalSteps(Release):
             ]
         )
         budgets = kinds[:, 3]
+        assert self.beside is not None
         if (alone > _MOST_BESIDE * budgets).any():
             worst = int(np.argmax(alone / budgets))
             k = clients[worst]
@@ -674,18 +667,15 @@ def _formula(calibration: str) -> Formula:
 
 
 def _noise_multipliers(
-    samplings: Sequence[Sampling],
-    q: np.ndarray,
-    each: np.ndarray,
-    counts: np.ndarray,
-    targets: np.ndarray,
-    beside: np.ndarray,
-    delta: float,
-    accountant: str,
+    samplings: Sequence[Sampling], kinds: np.ndarray, delta: float, accountant: str
 ) -> np.ndarray:
-    """z float64 [k]: std of the sum / bound with which `counts` times `each` Gaussians at fraction
-    q, and one of mu `beside`, spend at most `targets`; 1e-3 above the least, at most.
+    """z float64 [k]: std of the sum / bound with which clients spend at most their targets; 1e-3
+    above the least, at most.
+
+    `kinds` float64 [k, 5]: the fraction q of a batch, how many Gaussians each participation
+    composes, participations, targets, and mu of the one released besides in each of them.
     """
+    q, each, counts, targets, beside = kinds.T
     by = _rigorous(accountant)
     times = each * counts
     others = beside * np.sqrt(counts)

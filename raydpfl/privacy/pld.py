@@ -31,8 +31,8 @@ accounting of subsampled mechanisms under composition. 2024.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -129,12 +129,13 @@ class LossDistribution:
         losses = self.step * (np.arange(len(self.masses)) - len(self.masses) // 2)
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
-    def _tails(self, first: int, last: int, every: int = 1, beside: LossDistribution | None = None):
+    def _tails(
+        self, first: int, last: int, every: int, beside: LossDistribution | None
+    ) -> Iterator[np.ndarray]:
         """For each number of rounds: delta at epsilon = 0, step, 2*step, ... up to where only the
         infinite mass is left.
         """
-        from scipy.fft import irfft, next_fast_len, rfft
-        from scipy.signal import lfilter
+        from scipy.fft import irfft, next_fast_len
 
         other = beside or LossDistribution(self.step, np.ones(1), 0.0)
         half = len(self.masses) // 2
@@ -142,43 +143,26 @@ class LossDistribution:
         rounds = np.arange(first, last + 1, every)
         times = rounds // every if beside else 0 * rounds
         upper, lower = self._window(rounds, other, times)
-        size = next_fast_len(
-            int(max((upper - lower).max() + 1, len(self.masses), len(other.masses))), real=True
-        )
-        transform = rfft(self.masses, size)
-        modulus = np.minimum(np.abs(transform), 1.0)
-        power = transform ** int(first)
-        fading = modulus ** (first - 1)
-        hop, fade = (
-            (transform, modulus) if every == 1 else (transform ** int(every), modulus**every)
-        )
+        longest = max((upper - lower).max() + 1, len(self.masses), len(other.masses))
+        powers = _Powers.of(self, int(first), int(every), next_fast_len(int(longest), real=True))
         if beside:
-            transform = rfft(other.masses, size)
-            modulus = np.minimum(np.abs(transform), 1.0)
-            power = power * transform ** int(times[0])
-            fading = fading * modulus ** (times[0] - 1)
-            hop = hop * transform
-            fade = fade * modulus
+            powers = powers.times(beside, int(times[0]))
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
-            composed = np.roll(irfft(power, size), -half * t - other_half * c)
-            masses = composed[top::-1].clip(min=0.0)
-            above = np.concatenate([[0.0], masses[:-1].cumsum()])
-            # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to
-            # overflow.
-            finite = lfilter([-math.expm1(-self.step)], [1.0, -math.exp(-self.step)], above)[::-1]
-            # Each coefficient of a transform is off by a few ulp, of its t-th power by t times
-            # that; by Parseval and
-            # Cauchy-Schwarz the entries of `composed`, however many are added, are off by no more
-            # than this in sum.
-            rounding = 4 * np.finfo(float).eps * (t + c + 1) * math.sqrt(2 * (fading @ fading))
-            yield finite + (
-                _WINDOW
-                + rounding
-                - math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
-            )
-            power = power * hop
-            fading = fading * fade
+            composed = np.roll(irfft(powers.power, powers.size), -half * t - other_half * c)
+            lost = math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
+            yield self._finite(composed, top) + (_WINDOW + powers.rounding(int(t + c)) - lost)
+            powers = powers.hopped()
+
+    def _finite(self, composed: np.ndarray, top: int) -> np.ndarray:
+        """Delta at each grid point from 0, of the finite losses up to `top`."""
+        from scipy.signal import lfilter
+
+        masses = composed[top::-1].clip(min=0.0)
+        above = np.concatenate([[0.0], masses[:-1].cumsum()])
+        # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to
+        # overflow.
+        return lfilter([-math.expm1(-self.step)], [1.0, -math.exp(-self.step)], above)[::-1]
 
     def _window(
         self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
@@ -214,6 +198,64 @@ class LossDistribution:
             upper = np.minimum(upper, np.ceil((up + surprise) / order))
             lower = np.maximum(lower, -np.ceil((down + surprise) / order))
         return np.maximum(upper, 1).astype(int), np.minimum(lower, 0).astype(int)
+
+
+@dataclass(frozen=True, eq=False)
+class _Powers:
+    """Fourier transforms of length `size` of composed losses: `power` of so many rounds and the
+    moduli `fading` of one less; `hop` and `fade` are what the next number of rounds multiplies
+    them by.
+    """
+
+    size: int
+    power: np.ndarray
+    fading: np.ndarray
+    hop: np.ndarray
+    fade: np.ndarray
+
+    @classmethod
+    def of(cls, loss: LossDistribution, first: int, every: int, size: int) -> _Powers:
+        """Of `first` rounds of a loss, then of `every` more each time."""
+        transform, modulus = _transform(loss, size)
+        hop = transform
+        fade = modulus
+        if every != 1:
+            hop = transform**every
+            fade = modulus**every
+        return cls(size, transform**first, modulus ** (first - 1), hop, fade)
+
+    def times(self, loss: LossDistribution, count: int) -> _Powers:
+        """Together with `count` rounds of another loss, then one more each time."""
+        transform, modulus = _transform(loss, self.size)
+        return replace(
+            self,
+            power=self.power * transform**count,
+            fading=self.fading * modulus ** (count - 1),
+            hop=self.hop * transform,
+            fade=self.fade * modulus,
+        )
+
+    def hopped(self) -> _Powers:
+        """Of the next number of rounds."""
+        return replace(self, power=self.power * self.hop, fading=self.fading * self.fade)
+
+    def rounding(self, count: int) -> float:
+        """How far rounding can have moved any sum of entries of the inverse of `power`, that of
+        `count` losses.
+
+        Each coefficient of a transform is off by a few ulp, of its t-th power by t times that; by
+        Parseval and Cauchy-Schwarz the entries, however many are added, are off by no more than
+        this in sum.
+        """
+        return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (self.fading @ self.fading))
+
+
+def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The Fourier transform of a loss, complex128 [size // 2 + 1], and its modulus, at most 1."""
+    from scipy.fft import rfft
+
+    transform = rfft(loss.masses, size)
+    return transform, np.minimum(np.abs(transform), 1.0)
 
 
 def _log_sum(logs: np.ndarray) -> float:
@@ -370,29 +412,32 @@ def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
     because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. A dominating pair with this very curve therefore
     exists.
     """
-    from scipy.special import bdtrc, gammaln
-
-    if p_max >= 1:
-        chance = 1.0
-        times = np.array([draws])
-        chances = np.array([1.0])
-        rest = 0.0
-    else:
-        chance = -math.expm1(draws * math.log1p(-p_max))
-        counts = np.arange(1, draws + 1)
-        most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p_max) < _TAIL, True))) + 1
-        times = counts[:most]
-        ways = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
-        chances = np.exp(ways + times * math.log(p_max) + (draws - times) * math.log1p(-p_max))
-        rest = float(bdtrc(most, draws, p_max)) if most < draws else 0.0
+    chance, times, chances, rest = _draws_of_one(p_max, draws)
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         inner = _unsampled(epsilon, chance)
-        return (
-            sum(
-                each * gaussian_delta(inner, k * mu) for k, each in zip(times, chances, strict=True)
-            )
-            + rest
-        )
+        drawn = zip(times, chances, strict=True)
+        return sum(each * gaussian_delta(inner, k * mu) for k, each in drawn) + rest
 
     return discretise(curve, curve)
+
+
+def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, float]:
+    """How often `draws` draws with replacement are of a client of probability `p`.
+
+    Returns:
+        The chance that any is; counts from 1, int64 [k]; their chances, float64 [k]; and the chance
+        of more than that, at most 1e-17.
+    """
+    from scipy.special import bdtrc, gammaln
+
+    if p >= 1:
+        return 1.0, np.array([draws]), np.array([1.0]), 0.0
+    chance = -math.expm1(draws * math.log1p(-p))
+    counts = np.arange(1, draws + 1)
+    most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p) < _TAIL, True))) + 1
+    times = counts[:most]
+    ways = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
+    chances = np.exp(ways + times * math.log(p) + (draws - times) * math.log1p(-p))
+    rest = float(bdtrc(most, draws, p)) if most < draws else 0.0
+    return chance, times, chances, rest

@@ -37,11 +37,7 @@ class Accountant:
         refused = law.refuses(relation)
         if refused or not sampling.hidden or law.gives(self.needs):
             return refused
-        others = [
-            other
-            for other in type(self).__mro__[1].members()
-            if other.needs and law.gives(other.needs)
-        ]
+        others = [each for each in self.members() if each.needs and law.gives(each.needs)]
         nearest = f"; nearest: {others[0].name}" if others else ""
         return f"{law.plural()} are not covered by {self.name}{nearest}"
 
