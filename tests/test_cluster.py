@@ -366,17 +366,14 @@ def test_the_slurm_script_is_sound():
     assert subprocess.run([shellcheck, script], capture_output=True, text=True).stdout == ""
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_the_slurm_script_runs_the_config_over_all_nodes_and_goes_on_with_a_run_that_was_cut_off(
-    resume, tmp_path
-):
+def slurm(tmp_path: Path) -> list[str]:
+    """What slurm.sh says in a job of 3 nodes, where srun prints how Ray's token is told, and its
+    arguments.
+    """
     (tmp_path / "srun").write_text(
         '#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH" | wc -c)" "$@"\n'
     )
     (tmp_path / "srun").chmod(0o755)
-    (tmp_path / "out").mkdir()
-    if resume:
-        (tmp_path / "out" / "config.yaml").touch()
     path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
         **os.environ,
@@ -392,16 +389,22 @@ def test_the_slurm_script_runs_the_config_over_all_nodes_and_goes_on_with_a_run_
         text=True,
     )
     assert called.returncode == 0, called.stderr
-    mode, length, *words = called.stdout.splitlines()
-    assert (
-        mode == "token"
-        and int(length) == 65
-        and (tmp_path / ".cache" / "ray_token").stat().st_mode & 0o077 == 0
-    )
-    assert (
-        words[words.index("--min-nodes") + 1] == "3"
-        and words[words.index("--num-cpus") + 1] == "16"
-    )
+    return called.stdout.splitlines()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_slurm_script_runs_the_config_over_all_nodes_and_goes_on_with_a_run_that_was_cut_off(
+    resume, tmp_path
+):
+    (tmp_path / "out").mkdir()
+    if resume:
+        (tmp_path / "out" / "config.yaml").touch()
+    mode, length, *words = slurm(tmp_path)
+    assert mode == "token"
+    assert int(length) == 65
+    assert (tmp_path / ".cache" / "ray_token").stat().st_mode & 0o077 == 0
+    assert words[words.index("--min-nodes") + 1] == "3"
+    assert words[words.index("--num-cpus") + 1] == "16"
     assert words[words.index("--") + 1 :] == [
         "raydpfl",
         "run",

@@ -140,15 +140,40 @@ def check_after_a_kill(folder: Path, reference: Path) -> int:
     return spent.rounds
 
 
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def check_finished(folder: Path, reference: Path) -> None:
+    """A run that came through has the reference's ledger, config, model and guarantees."""
+    for name in ("ledger.jsonl", "config.yaml"):
+        assert (folder / name).read_bytes() == (reference / name).read_bytes()
+    for name in ("model_sha256", "guarantees"):
+        assert summary(folder)[name] == summary(reference)[name]
+
+
+def clear_if_no_run(folder: Path) -> None:
+    """Removes what an attempt left that died before it was a run."""
+    if not (folder / "config.yaml").exists():
+        assert not released(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def releases(folders: list[Path], reference: Path) -> int:
+    """How many releases there were; a round done again releases the same."""
+    truth = dict(released(reference))
+    made = [pair for folder in folders for pair in released(folder)]
+    other = [t for t, digest in made if truth[t] != digest]
+    assert not other, f"rounds {other}, done again, released something else"
+    return len(made)
+
+
 def fire(base: Path) -> None:
-    """Kills attempts at the same run until `KILLS` have hit, starting over where one comes through,
-    and prints what happened as JSON.
-    """
+    """Kills attempts at a run, starting over where one comes through; prints a report as JSON."""
     reference = base / "reference"
     # here, so that no attempt has to import anything
     runner.run(Experiment.from_dict(EXPERIMENT), base / "first")
     assert not spawned(reference, False, None, None)
-    truth = dict(released(reference))
     chance = random.Random(3)
     began = time.monotonic()
     assert not spawned(base / "timed", False, None, None)
@@ -161,45 +186,26 @@ def fire(base: Path) -> None:
     while len(hits) < KILLS:
         turn += 1
         by_time = turn % 2 == 0
-        resume = (folder / "config.yaml").exists()
         before = len(released(folder))
-        mine, seconds = (
-            (None, chance.random() * span) if by_time else (chance.randrange(1, 40), None)
-        )
-        killed = spawned(folder, resume, mine, seconds)
+        mine = None if by_time else chance.randrange(1, 40)
+        seconds = chance.random() * span if by_time else None
+        killed = spawned(folder, (folder / "config.yaml").exists(), mine, seconds)
         if by_time:  # how fast the machine is just now
             span *= 0.7 if not killed else 1.3 if len(released(folder)) == before else 1.0
         if killed:
             hits.append("time" if by_time else "write")
             seen.append(check_after_a_kill(folder, reference))
-            if not (folder / "config.yaml").exists():  # it died before it was a run
-                assert not released(folder)
-                shutil.rmtree(folder, ignore_errors=True)
+            clear_if_no_run(folder)
             continue
-        for name in ("ledger.jsonl", "config.yaml"):
-            assert (folder / name).read_bytes() == (reference / name).read_bytes()
-        summaries = [
-            json.loads((each / "summary.json").read_text()) for each in (folder, reference)
-        ]
-        assert summaries[0]["model_sha256"] == summaries[1]["model_sha256"]
-        assert summaries[0]["guarantees"] == summaries[1]["guarantees"]
+        check_finished(folder, reference)
         finished += 1
         folder = base / f"run-{finished}"
     # the last one comes through too
     assert not spawned(folder, (folder / "config.yaml").exists(), None, None)
-    assert (
-        json.loads((folder / "summary.json").read_text())["model_sha256"]
-        == summaries[1]["model_sha256"]
-    )
-    again = [pair for k in range(finished + 1) for pair in released(base / f"run-{k}")]
-    assert all(truth[t] == digest for t, digest in again), (
-        "a round done again released something else"
-    )
-    print(
-        json.dumps(
-            {"hits": hits, "finished": finished + 1, "recorded": seen, "releases": len(again)}
-        )
-    )
+    assert summary(folder)["model_sha256"] == summary(reference)["model_sha256"]
+    count = releases([base / f"run-{k}" for k in range(finished + 1)], reference)
+    report = {"hits": hits, "finished": finished + 1, "recorded": seen, "releases": count}
+    print(json.dumps(report))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

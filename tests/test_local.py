@@ -293,48 +293,38 @@ def test_every_way_that_takes_corrections_adds_them_to_every_gradient(way, name,
     )
 
 
+def put(rows, into, slot):
+    """A copy of the rows and labels `into`, with those of `rows` at a slot."""
+    placed = [part.clone() for part in into]
+    for part, source in zip(placed, rows, strict=True):
+        part[slot] = source[slot]
+    return placed
+
+
 def check_bits_in_and_out_of_company(way, module, local, corrects=False, regression=False):
     x, y = rows(regression=regression)
     d = models.parameter_count(module)
     corrections = corrected(SIZES, d) if corrects else None
     together = train(way, module, local, x, y, corrections=corrections)
     again = train(way, module, local, x, y, corrections=corrections)
+    zeros = torch.zeros_like(x), torch.zeros_like(y)
+    others = rows(sizes=[13] * 5, seed=9, regression=regression)
     for slot, (delta, loss) in together.items():
         assert torch.equal(delta, again[slot][0])
-        alone_x = torch.zeros_like(x)
-        alone_y = torch.zeros_like(y)
-        alone_c = torch.zeros(5, d)
-        others_x, others_y = rows(sizes=[13] * 5, seed=9, regression=regression)
-        others_c = corrected([13] * 5, d, seed=9)
-        for into, source in ((alone_x, x), (alone_y, y), (others_x, x), (others_y, y)):
-            into[slot] = source[slot]
-        if corrects:
-            alone_c[slot] = corrections[slot]
-            others_c[slot] = corrections[slot]
-        alone_c, others_c = (alone_c, others_c) if corrects else (None, None)
         keep = np.arange(5) == slot
-        alone = train(
-            way,
-            module,
-            local,
-            alone_x,
-            alone_y,
-            np.where(keep, SIZES, 0),
-            np.where(keep, CLIENTS, -1),
-            corrections=alone_c,
-        )
+        if corrects:
+            kept = torch.from_numpy(keep)[:, None]
+            none = {"corrections": torch.where(kept, corrections, 0.0)}
+            theirs = {"corrections": torch.where(kept, corrections, corrected([13] * 5, d, seed=9))}
+        else:
+            none = theirs = {}
+        sizes = np.where(keep, SIZES, 0)
+        members = np.where(keep, CLIENTS, -1)
+        alone = train(way, module, local, *put((x, y), zeros, slot), sizes, members, **none)
+        sizes = np.where(keep, SIZES, 13)
         members = np.where(keep, CLIENTS, np.arange(40, 45))
-        among = train(
-            way,
-            module,
-            local,
-            others_x,
-            others_y,
-            np.where(keep, SIZES, 13),
-            members,
-            DRAWS,
-            corrections=others_c,
-        )
+        lane = put((x, y), others, slot)
+        among = train(way, module, local, *lane, sizes, members, DRAWS, **theirs)
         assert list(alone) == [slot]
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
@@ -461,12 +451,11 @@ MERGED = {
 @pytest.mark.parametrize("way,name", [(way, name) for way in MERGED for name in MERGED[way]])
 def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
     more = {}
-    clip = None
+    clip = 0.5 if method == "clipped" and way != "sample_space" else None
     local = LOCALS["plain" if method == "plain" else "both"]
     if way != "sample_space" and method == "corrected":
         local = CORRECTED["all"]
-    elif way != "sample_space" and method == "clipped":
-        clip = 0.5
+    if clip is not None:
         more["stds"] = np.linspace(0.0, 0.1, 12)
     module = made(name)
     d = models.parameter_count(module)

@@ -136,6 +136,40 @@ def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(t
     assert all(row["snr"] == pytest.approx(1 / (2 * math.sqrt(7850)), rel=0.05) for row in rows)
 
 
+def softmax_loss(w: np.ndarray, shards: Shards, clients: list[int]) -> tuple[float, np.ndarray]:
+    """The plain formula, in numpy, and its gradient: softmax regression of 60 features and 10
+    classes with an L2 term of 0.01, weighted by rows.
+    """
+    weight = w[: 60 * 10].reshape(10, 60)
+    bias = w[600:]
+    total = 0.005 * w @ w
+    gradient = 0.01 * w
+    rows = sum(int(shards.sizes[i]) for i in clients)
+    for i in clients:
+        x, y, n = shards.lane([i], int(shards.sizes[i]))
+        x = x[0].astype(float)
+        y = y[0]
+        z = x @ weight.T + bias
+        z -= z.max(1, keepdims=True)
+        log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+        total += -log_p[np.arange(n[0]), y].sum() / rows
+        g = (np.exp(log_p) - np.eye(10)[y]) / rows
+        gradient = gradient + np.concatenate([(g.T @ x).ravel(), g.sum(0)])
+    return total, gradient
+
+
+def softmax_minimum(shards: Shards, clients: list[int]) -> float:
+    found = minimize(
+        softmax_loss,
+        np.zeros(610),
+        args=(shards, clients),
+        jac=True,
+        method="L-BFGS-B",
+        options={"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000},
+    )
+    return found.fun
+
+
 def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     data = {
         "kind": "synthetic",
@@ -151,53 +185,22 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     model = models.flatten(module).numpy()
     found = of_clients(module, shards, model, weight_decay=0.01)
 
-    def value(w: np.ndarray, clients: list[int]) -> tuple[float, np.ndarray]:
-        """The plain formula, in numpy: softmax regression with an L2 term, weighted by rows."""
-        weight = w[: 60 * 10].reshape(10, 60)
-        bias = w[600:]
-        total = 0.005 * w @ w
-        gradient = 0.01 * w
-        rows = sum(int(shards.sizes[i]) for i in clients)
-        for i in clients:
-            x, y, n = shards.lane([i], int(shards.sizes[i]))
-            x = x[0].astype(float)
-            y = y[0]
-            z = x @ weight.T + bias
-            z -= z.max(1, keepdims=True)
-            log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
-            total += -log_p[np.arange(n[0]), y].sum() / rows
-            g = (np.exp(log_p) - np.eye(10)[y]) / rows
-            gradient = gradient + np.concatenate([(g.T @ x).ravel(), g.sum(0)])
-        return total, gradient
-
     everyone = list(range(6))
-    options = {
-        "jac": True,
-        "method": "L-BFGS-B",
-        "options": {"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000},
-    }
     shares = np.asarray(shards.sizes) / shards.sizes.sum()
-    best = minimize(value, np.zeros(610), args=(everyone,), **options).fun
-    alone = [minimize(value, np.zeros(610), args=([i],), **options).fun for i in everyone]
+    best = softmax_minimum(shards, everyone)
+    alone = [softmax_minimum(shards, [i]) for i in everyone]
     assert found["optimum"] == pytest.approx(best, abs=1e-6)
     assert found["gamma_s"] == pytest.approx(best - shares @ alone, abs=1e-5)
-    gradients = [value(model.astype(float), [i])[1] for i in everyone]
-    mean = value(model.astype(float), everyone)[1]
-    assert found["gamma_n"] == pytest.approx(
-        math.sqrt(sum(p * np.sum((g - mean) ** 2) for p, g in zip(shares, gradients, strict=True))),
-        rel=1e-5,
-    )
+    gradients = [softmax_loss(model.astype(float), shards, [i])[1] for i in everyone]
+    mean = softmax_loss(model.astype(float), shards, everyone)[1]
+    gaps = [np.linalg.norm(g - mean) for g in gradients]
+    assert found["gamma_n"] == pytest.approx(math.sqrt(shares @ np.square(gaps)), rel=1e-5)
     rows = found["clients"]
-    assert [row["client"] for row in rows] == everyone and [
-        row["optimum"] for row in rows
-    ] == pytest.approx(alone, abs=1e-5)
-    assert [row["gradient_gap"] for row in rows] == pytest.approx(
-        [np.linalg.norm(g - mean) for g in gradients], rel=1e-5
-    )
-    assert (
-        shares @ [row["gap"] for row in rows] == pytest.approx(found["gamma_s"])
-        and max(row["gap"] for row in rows) == found["gap"]["max"]
-    )
+    assert [row["client"] for row in rows] == everyone
+    assert [row["optimum"] for row in rows] == pytest.approx(alone, abs=1e-5)
+    assert [row["gradient_gap"] for row in rows] == pytest.approx(gaps, rel=1e-5)
+    assert shares @ [row["gap"] for row in rows] == pytest.approx(found["gamma_s"])
+    assert max(row["gap"] for row in rows) == found["gap"]["max"]
 
 
 @pytest.mark.slow

@@ -147,6 +147,30 @@ def test_addpnfl_without_noise_or_clipping_is_fedadam(tmp_path):
     assert np.linalg.norm(flat(private)) > 0.5
 
 
+def dpnfl_client(plan: Plan, shards: Shards, client: int, bound: float, std: float) -> torch.Tensor:
+    """The local steps of a client in round 0, float32 [d], sample by sample."""
+    e = plan.experiment
+    n = int(shards.sizes[client])
+    x, y, _ = shards.lane([client], n)
+    x = torch.from_numpy(x[0])
+    y = torch.from_numpy(y[0])
+    index, _ = local.batches(e.seed, 0, [client], [0], [n], e.local)
+    module = models.build(e.model, shards.shape, shards.classes, e.seed)
+    flat = models.flatten(module)
+    for step, batch in enumerate(index[0].tolist()):
+        total = torch.zeros_like(flat)
+        for row in batch:
+            loss = torch.nn.functional.cross_entropy(module(x[row : row + 1]), y[row : row + 1])
+            parts = torch.autograd.grad(loss, list(module.parameters()))
+            gradient = torch.cat([part.flatten() for part in parts])
+            total += gradient * min(1.0, bound / float(gradient.norm()))
+        key = {"t": 0, "client": client, "draw": 0, "step": step}
+        noise = normals(plan.noise_seed, Purpose.STEP_NOISE, len(flat), **key)
+        flat = flat - e.local.lr * (total / len(batch) + std * noise)
+        models.load(module, flat)
+    return flat
+
+
 def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_path):
     """002 Alg. 1: x + sum over the cohort of (N/r) p_i Delta_i, every sample's gradient clipped,
     the keyed noise on each step's mean.
@@ -171,37 +195,8 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
     start = models.flatten(models.build(plain.model, shards.shape, shards.classes, plain.seed))
     expected = start.double()
     for client in cohort.clients.tolist():
-        n = int(sizes[client])
-        x, y, _ = shards.lane([client], n)
-        x = torch.from_numpy(x[0])
-        y = torch.from_numpy(y[0])
-        index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
-        module = models.build(plain.model, shards.shape, shards.classes, plain.seed)
-        for step, batch in enumerate(index[0].tolist()):
-            total = torch.zeros_like(start)
-            for row in batch:
-                loss = torch.nn.functional.cross_entropy(module(x[row : row + 1]), y[row : row + 1])
-                gradient = torch.cat(
-                    [
-                        each.flatten()
-                        for each in torch.autograd.grad(loss, list(module.parameters()))
-                    ]
-                )
-                total += gradient * min(1.0, 0.5 / float(gradient.norm()))
-            noise = normals(
-                plan.noise_seed,
-                Purpose.STEP_NOISE,
-                len(start),
-                t=0,
-                client=client,
-                draw=0,
-                step=step,
-            )
-            models.load(
-                module,
-                models.flatten(module) - plain.local.lr * (total / len(batch) + 0.02 * noise),
-            )
-        expected += (models.flatten(module) - start).double() * (300 / 5) * n / sizes.sum()
+        moved = (dpnfl_client(plan, shards, client, 0.5, 0.02) - start).double()
+        expected += moved * (300 / 5) * int(sizes[client]) / sizes.sum()
     np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
@@ -380,9 +375,9 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
     most = max(plan.participations(4).values())
     result = run(chosen, tmp_path / "out")
     mu = math.sqrt(most) * math.hypot(2 / z, 3.0 / 4.0)
-    assert 8.99 < result.guarantees[0].epsilon <= 9.0 and result.guarantees[
-        0
-    ].epsilon == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
+    spent = result.guarantees[0].epsilon
+    assert 8.99 < spent <= 9.0
+    assert spent == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
     assert plan.sum_std(1.0) == pytest.approx(z)
     exact = Plan.make(experiment(**{**chosen.to_dict(), "selection": {**NOISED, "loss_std": 0.0}}))
     assert z > 1.02 * exact.mechanism.noise_multiplier
@@ -394,18 +389,14 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
             privacy.gaussian_epsilon(alone, 1e-5), rel=1e-6
         )
     for each in result.guarantees:
-        assert not any(
-            "losses" in exclusion and "local" in exclusion for exclusion in each.exclusions
-        ) and "losses of 20 candidates, noised" in str(each.sampling)
-        assert any(
-            "the losses of clients" in condition for condition in each.conditions_failed
-        ) == (each.kind == "paper")
-    ledger = [
-        json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
-    ]
-    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.digest()} and {
-        entry["loss_std"] for entry in ledger
-    } == {4.0}
+        assert not any("losses" in left and "local" in left for left in each.exclusions)
+        assert "losses of 20 candidates, noised" in str(each.sampling)
+        failed = any("the losses of clients" in condition for condition in each.conditions_failed)
+        assert failed == (each.kind == "paper")
+    lines = (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
+    ledger = [json.loads(line) for line in lines]
+    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.digest()}
+    assert {entry["loss_std"] for entry in ledger} == {4.0}
     for name in accountants["accountants"]:
         assert ledger[-1]["epsilon"][name] == pytest.approx(by[name, "every aggregate"].epsilon)
 
@@ -423,32 +414,20 @@ def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_c
     plan = Plan.make(chosen)
     result = run(chosen, tmp_path / "out")
     counts = plan.participations(4)
-    quiet = Plan.make(
-        experiment(
-            **{**given, "selection": {**given["selection"], "loss_std": 0.0}},
-            privacy={"accountants": ["pld", "rdp"]},
-        )
-    )
+    exact = {**given, "selection": {**given["selection"], "loss_std": 0.0}}
+    quiet = Plan.make(experiment(**exact, privacy={"accountants": ["pld", "rdp"]}))
     assert plan.mechanism.beside.std == 0.05 and quiet.mechanism.beside is None
     for row in pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist():
         k = row["client"]
-        assert (
-            row["participations"] == counts[k]
-            and row["epsilon_claimed"] * 0.995
-            < row["epsilon_pld"]
-            <= row["epsilon_claimed"]
-            < row["epsilon_rdp"]
-        )
+        claimed = row["epsilon_claimed"]
+        assert row["participations"] == counts[k]
+        assert claimed * 0.995 < row["epsilon_pld"] <= claimed < row["epsilon_rdp"]
         assert plan.mechanism.stds[k] > quiet.mechanism.stds[k]
-        beside = privacy.gaussian_epsilon(
-            3.0 / (row["samples"] * 0.05) * math.sqrt(counts[k]), 1e-5
-        )
-        assert 0 < beside < row["epsilon_pld"]
-    assert all(
-        "losses released at each" in str(each.sampling)
-        and "local losses" not in str(each.exclusions)
-        for each in result.guarantees
-    )
+        mu = 3.0 / (row["samples"] * 0.05) * math.sqrt(counts[k])
+        assert 0 < privacy.gaussian_epsilon(mu, 1e-5) < row["epsilon_pld"]
+    for each in result.guarantees:
+        assert "losses released at each" in str(each.sampling)
+        assert "local losses" not in str(each.exclusions)
     assert "local losses" in str(quiet.guarantees(4, counts)[0].exclusions)
     entry = json.loads((tmp_path / "out" / "ledger.jsonl").read_text().splitlines()[-1])
     assert entry["epsilon"]["pld"] == result.guarantees[0].epsilon and entry["loss_std"] == 0.05

@@ -615,33 +615,17 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
         for rows_x, rows_y in ((alone_x, alone_y), (others_x, others_y)):
             rows_x[slot] = x[slot]
             rows_y[slot] = y[slot]
-        alone = train(
-            way,
-            module,
-            local,
-            clip,
-            alone_x,
-            alone_y,
-            np.where(keep, SIZES, 0),
-            np.where(keep, CLIENTS, -1),
-            stds=stds,
-            corrections=corrections,
-        )
-        others = dict(
-            stds=np.where(keep, stds, 3.0),
-            corrections=torch.where(torch.from_numpy(keep)[:, None], corrections, 1.0),
-        )
-        among = train(
-            way,
-            module,
-            local,
-            clip,
-            others_x,
-            others_y,
-            np.where(keep, SIZES, 7),
-            np.where(keep, CLIENTS, np.arange(40, 45)),
-            **others,
-        )
+        sizes = np.where(keep, SIZES, 0)
+        members = np.where(keep, CLIENTS, -1)
+        added = {"stds": stds, "corrections": corrections}
+        alone = train(way, module, local, clip, alone_x, alone_y, sizes, members, **added)
+        sizes = np.where(keep, SIZES, 7)
+        members = np.where(keep, CLIENTS, np.arange(40, 45))
+        added = {
+            "stds": np.where(keep, stds, 3.0),
+            "corrections": torch.where(torch.from_numpy(keep)[:, None], corrections, 1.0),
+        }
+        among = train(way, module, local, clip, others_x, others_y, sizes, members, **added)
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
 

@@ -324,37 +324,24 @@ def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) ->
     mu = 2 * mechanism.bound / (b * mechanism.stds[k])
     other = 5.0 / (n * 3.0)
     if accountant == "rdp":
-        one = (
-            dp_event.SampledWithoutReplacementDpEvent(n, b, dp_event.GaussianDpEvent(1 / mu))
-            if q < 1
-            else dp_event.GaussianDpEvent(1 / mu)
-        )
+        one = dp_event.GaussianDpEvent(1 / mu)
+        if q < 1:
+            one = dp_event.SampledWithoutReplacementDpEvent(n, b, one)
         library = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-        return (
-            library.compose(one, steps)
-            .compose(dp_event.GaussianDpEvent(1 / other), count)
-            .get_epsilon(mechanism.delta)
-        )
+        library.compose(one, steps).compose(dp_event.GaussianDpEvent(1 / other), count)
+        return library.get_epsilon(mechanism.delta)
     step = 8 * mu / 4000
-    points = np.arange(-4000, 4001)
-    inner = q * gaussian_delta(np.log1p(np.expm1(step * np.arange(4001)) / q), mu)
-    deltas = np.concatenate(
-        [
-            (1 - np.exp(-step * np.arange(4001)) + np.exp(-step * np.arange(4001)) * inner)[:0:-1],
-            inner,
-        ]
-    )
+    grid = step * np.arange(4001)
+    inner = q * gaussian_delta(np.log1p(np.expm1(grid) / q), mu)
+    deltas = np.concatenate([(1 - np.exp(-grid) + np.exp(-grid) * inner)[:0:-1], inner])
     one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1)
+        step, -4000, 4000, np.clip(deltas, 0, 1)
     )
     beside = privacy_loss_distribution.from_gaussian_mechanism(
         1 / other, value_discretization_interval=step
     ).self_compose(count)
-    return (
-        one.self_compose(steps)
-        .compose(beside._pmf_remove.to_dense_pmf())
-        .get_epsilon_for_delta(mechanism.delta)
-    )
+    both = one.self_compose(steps).compose(beside._pmf_remove.to_dense_pmf())
+    return both.get_epsilon_for_delta(mechanism.delta)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])

@@ -488,32 +488,22 @@ def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, mo
     )
 
     def library(spread: float, accountant) -> float:
-        for query in (
-            dp_event.GaussianDpEvent(spread / moves),
-            dp_event.GaussianDpEvent(std / (moves * bound)),
-        ):
-            accountant.compose(query, rounds)
+        accountant.compose(dp_event.GaussianDpEvent(spread / moves), rounds)
+        accountant.compose(dp_event.GaussianDpEvent(std / (moves * bound)), rounds)
         return accountant.get_epsilon(1e-5)
 
     for name, make in (
         ("pld", lambda: PLDAccountant(value_discretization_interval=1e-3)),
         ("rdp", RdpAccountant),
     ):
-        for found, spread in zip(
-            guarantees(both, relation, 1e-5, accountants=[name]),
-            (z, z / math.sqrt(r)),
-            strict=False,
-        ):
+        claims = guarantees(both, relation, 1e-5, accountants=[name])
+        for found, spread in zip(claims, (z, z / math.sqrt(r)), strict=False):
             assert found.epsilon == pytest.approx(library(spread, make()), rel=2e-3)
-    assert delta(both, relation, 5.0) == pytest.approx(
-        float(gaussian_delta(5.0, moves * math.hypot(1 / z, bound / std) * math.sqrt(rounds)))
-    )
+    mu = moves * math.hypot(1 / z, bound / std) * math.sqrt(rounds)
+    assert delta(both, relation, 5.0) == pytest.approx(float(gaussian_delta(5.0, mu)))
     found = noise_for(20.0, both, relation, 1e-5)
-    assert (
-        epsilon(both.with_noise(found), relation, 1e-5)
-        <= 20.0
-        < epsilon(both.with_noise(found * (1 - 2e-4)), relation, 1e-5)
-    )
+    less = both.with_noise(found * (1 - 2e-4))
+    assert epsilon(both.with_noise(found), relation, 1e-5) <= 20.0 < epsilon(less, relation, 1e-5)
     alone = float(gaussian_epsilon(moves * bound / std * math.sqrt(rounds), 1e-5))
     with pytest.raises(
         ConfigError,

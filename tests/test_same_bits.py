@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -349,6 +350,18 @@ def kill_tree(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def wait_until_resumable(process: subprocess.Popen, out: Path) -> None:
+    """Until the run has a checkpoint, and 20 rounds."""
+    deadline = time.monotonic() + 120
+    ledger = out / "ledger.jsonl"
+    while time.monotonic() < deadline and process.poll() is None:
+        saved = list((out / "checkpoints").glob("round-*.npz"))
+        if saved and ledger.exists() and len(ledger.read_text().splitlines()) > 20:
+            break
+        time.sleep(0.02)
+    assert process.poll() is None, process.stdout.read().decode()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("actors", [0, 2])
 def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_one(actors, tmp_path):
@@ -367,18 +380,7 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
 
     out = tmp_path / "killed"
     process = start(config, out)
-    deadline = time.monotonic() + 120
-    # until it has a checkpoint and is some rounds further
-    while time.monotonic() < deadline and process.poll() is None:
-        ledger = out / "ledger.jsonl"
-        if (
-            list((out / "checkpoints").glob("round-*.npz"))
-            and ledger.exists()
-            and len(ledger.read_text().splitlines()) > 20
-        ):
-            break
-        time.sleep(0.02)
-    assert process.poll() is None, process.stdout.read().decode()
+    wait_until_resumable(process, out)
     kill_tree(process)
     recorded = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     assert len(recorded) < 300
