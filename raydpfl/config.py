@@ -41,7 +41,7 @@ from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
 from raydpfl.privacy import Relation, Terms, budgets
-from raydpfl.privacy.accountants import ASKED
+from raydpfl.privacy.accountants import ASKED, standing
 
 
 class Section(BaseModel):
@@ -294,6 +294,13 @@ class Experiment(Section):
         one does.
         """
         return next((member for member in (self.local, self.bounding) if member.remembers), None)
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """Those that are asked for; where samples are protected the papers' formulas for theirs
+        stand for `paper`.
+        """
+        return standing(self.privacy.accountants, self.noise.protects())
 
     @property
     def terms(self) -> Terms:

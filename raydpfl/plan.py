@@ -250,7 +250,7 @@ class Plan:
         """The accountants that guarantees are given by: those asked for, and where none of them is
         rigorous, a rigorous one that covers the mechanism, since a formula never stands by itself.
         """
-        asked = self.experiment.privacy.accountants
+        asked = self.experiment.accountants
         if not asked or privacy.rigorous(asked):
             return asked
         covering = [name for name in privacy.STANDBY if not self._uncovered(name)]

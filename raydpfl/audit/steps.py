@@ -396,7 +396,7 @@ class StepRecord:
         if missing:
             short = f"round {missing[0]} was released and is not in the ledger"
         else:
-            short = self._underspent(ledger[-1]["epsilon"], e.privacy.accountants)
+            short = self._underspent(ledger[-1]["epsilon"], e.accountants)
         t, client, far = max(self.replayed, key=lambda each: each[2])
         same = far <= AGREES
         replayed = f"{len(self.replayed)} updates done again with the accounted noise differ by "

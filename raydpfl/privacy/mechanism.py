@@ -234,7 +234,7 @@ class Release:
         client, or of the sample that has spent most.
 
         Args:
-            accountants: whose curves are wanted.
+            accountants: whose curves are wanted; each has the name that `guarantees` gives it.
             draws: the clients of every release, one drawn twice standing twice; only read where
                 `by_draws`.
             exposures: int64 [rounds], how many releases a guarantee composes over by each round.

@@ -46,7 +46,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.privacy import pld
-from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, at_local_steps
+from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, standing
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
 from raydpfl.privacy.facts import Terms, Unit, one_of
@@ -273,13 +273,12 @@ class LocalSteps(Release):
         exposures: np.ndarray | None = None,
         terms: Terms | None = None,
     ) -> dict[str, np.ndarray]:
-        """The largest epsilon of any client's samples after each round, float64 [rounds], by pld,
-        rdp or paper; public clients left out.
+        """The largest epsilon of any client's samples after each round, float64 [rounds], by every
+        accountant that `guarantees` names; public clients left out.
 
         `draws`: the clients of each release, one drawn twice standing twice; the last
         len(`exposures`) of them are the rounds that count, all where that is None. `terms` are
-        this object's own. `paper` is the formula that the noise was calibrated by, else 003's. The
-        last value is the largest of `epsilons` to the bit.
+        this object's own. The last value is the largest of `epsilons` to the bit.
         """
         assert draws is not None
         rounds = [np.unique(np.asarray(drawn, np.int64), return_counts=True) for drawn in draws]
@@ -287,10 +286,9 @@ class LocalSteps(Release):
         for clients, times in rounds:
             finals[clients] += times
         found = {}
-        for accountant in accountants:
-            name = accountant if ACCOUNTANTS[accountant].rigorous else self.formula
+        for name in standing(accountants, self.unit):
             curve = self._worst(name, rounds, finals)
-            found[accountant] = curve if exposures is None else curve[-len(exposures) :]
+            found[name] = curve if exposures is None else curve[-len(exposures) :]
         return found
 
     def _worst(
@@ -337,7 +335,9 @@ class LocalSteps(Release):
         counts = self._counts(participations)
         who = np.flatnonzero((counts > 0) & (self.samples > 0))
         kept = who[~self.public[who]]
-        return [self._guarantee(name, counts, who, kept) for name in _expanded(accountants)]
+        return [
+            self._guarantee(name, counts, who, kept) for name in standing(accountants, self.unit)
+        ]
 
     def _guarantee(
         self, name: str, counts: np.ndarray, who: np.ndarray, kept: np.ndarray
@@ -390,7 +390,7 @@ class LocalSteps(Release):
         was promised, `conditions_failed` a list of "formula: condition". Floats may be infinite.
         """
         counts = self._counts(participations)
-        names = _expanded(accountants)
+        names = standing(accountants, self.unit)
         spent = {name: self.epsilons(name, counts) for name in names}
         rows = []
         for k in np.flatnonzero(counts).tolist():
@@ -771,10 +771,6 @@ def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
             f"positive numbers, infinity for a public client; this is client {bad}'s",
         )
     return budgets
-
-
-def _expanded(accountants: Sequence[str]) -> list[str]:
-    return [each for name in accountants for each in at_local_steps(name)]
 
 
 def _some(clients: Iterable[int]) -> str:

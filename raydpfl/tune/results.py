@@ -253,7 +253,7 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Ta
 def _spent(rows: Sequence[dict[str, Any]], sweep: Sweep) -> dict[str, pa.DataType]:
     """The columns of epsilons: of every accountant that the config asks for, and of those that a
     run has besides, such as a rigorous one beside the paper's."""
-    asked = [e.privacy.accountants for e in sweep.probes if e.private]
+    asked = [e.accountants for e in sweep.probes if e.private]
     names = [column(name) for name in dict.fromkeys(itertools.chain(*asked))]
     found = [name for row in rows for name in row if name.startswith("epsilon_")]
     return dict.fromkeys([*names, *found], pa.float64())

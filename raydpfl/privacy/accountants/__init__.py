@@ -13,10 +13,13 @@ formulas are some too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from raydpfl.member import family
 from raydpfl.privacy.accountants.base import Accountant, Formula
+from raydpfl.privacy.facts import Unit
 
-__all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "at_local_steps"]
+__all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "standing"]
 
 
 def _listed() -> dict[str, Accountant]:
@@ -30,7 +33,7 @@ ACCOUNTANTS: dict[str, Accountant] = _listed()
 FORMULAS: dict[str, Formula] = {
     name: member for name, member in ACCOUNTANTS.items() if isinstance(member, Formula)
 }
-# Those that a config may ask for: at local steps `paper` stands for the papers' formulas.
+# Those that a config may ask for: where samples are protected the formulas stand for `paper`.
 ASKED: tuple[str, ...] = tuple(name for name in ACCOUNTANTS if name not in FORMULAS)
 
 
@@ -38,8 +41,12 @@ ASKED: tuple[str, ...] = tuple(name for name in ACCOUNTANTS if name not in FORMU
 STANDBY = ("rdp", "pld")
 
 
-def at_local_steps(name: str) -> tuple[str, ...]:
-    """The accountants that stand for one asked for, where noise is drawn at local steps: the
-    papers' formulas for `paper`.
+def standing(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
+    """The accountants that stand for those asked for, where such a unit is protected.
+
+    >>> standing(("pld", "paper"), "client")
+    ('pld', 'paper')
+    >>> standing(("pld", "paper"), "sample")
+    ('pld', 'paper 002 tCDP', 'paper 002 Theorem 5', 'paper 003')
     """
-    return (name,) if ACCOUNTANTS[name].rigorous or name in FORMULAS else tuple(FORMULAS)
+    return tuple(each for name in asked for each in ACCOUNTANTS[name].of(unit))

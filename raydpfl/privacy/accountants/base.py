@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from raydpfl.privacy.facts import Relation
+    from raydpfl.privacy.facts import Relation, Unit
     from raydpfl.privacy.mechanism import Event, Mechanism
     from raydpfl.privacy.paper import Printed
 
@@ -24,6 +24,10 @@ class Accountant:
     label: ClassVar[str] = ""  # what tables head its column; empty: its name
     rigorous: ClassVar[bool] = True
     needs: ClassVar[str] = ""
+
+    def of(self, unit: Unit) -> tuple[str, ...]:
+        """The accountants that stand for it where such a unit is protected."""
+        return (self.name,)
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
         """None if it covers the mechanism under the relation, else the reason and the nearest

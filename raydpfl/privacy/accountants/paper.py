@@ -17,6 +17,12 @@ class Paper(Accountant):
     label = "paper 000, 001"
     rigorous = False
 
+    def of(self, unit):
+        """At local steps the formulas of 002 and 003 stand for it."""
+        from raydpfl.privacy.accountants import FORMULAS
+
+        return tuple(FORMULAS) if unit == "sample" else (self.name,)
+
     def covers(self, mechanism, relation):
         """None: a formula can always be printed; the conditions that fail are listed beside it."""
 
