@@ -225,6 +225,7 @@ class ClientActor(Process):
         vectors, norms, lengths = self._sent(share, lane, block, view)
         factors = self._factors(share, lane, slots, lengths)
         weights = torch.from_numpy(lane.weights[slots]).to(self.device)
+        unbounded = vectors.clone() if bounding.remembers else vectors
         vectors *= (factors * weights)[:, None]
         samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
         known = {
@@ -237,7 +238,7 @@ class ClientActor(Process):
         known["train_loss"] = block.losses
         noise = self._noise(share, lane, slots)
         known |= self._measured(share, lane, block, vectors, noise)
-        share.keep("bounding", bounding.remember(vectors, view))
+        share.keep("bounding", bounding.remember(unbounded, vectors, view))
         if noise is not None:
             vectors += torch.from_numpy(noise).to(self.device)
         local = self.experiment.local

@@ -38,7 +38,9 @@ class AlphaNormEC(SmoothNormalize):
     def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
         return super().invert(vectors + view.own, view)
 
-    def remember(self, sent: torch.Tensor, view: View) -> torch.Tensor | None:
+    def remember(
+        self, vectors: torch.Tensor, sent: torch.Tensor, view: View
+    ) -> torch.Tensor | None:
         return view.own + self.beta * sent
 
     def start(self, d: int) -> State:

@@ -139,10 +139,14 @@ class Bounding(Member):
         """
         return (factors < 1.0).astype(np.float64)
 
-    def remember(self, sent: torch.Tensor, view: View) -> torch.Tensor | None:
+    def remember(
+        self, vectors: torch.Tensor, sent: torch.Tensor, view: View
+    ) -> torch.Tensor | None:
         """What clients that sent this keep for their next round, [k, d]; they had `view.own`.
 
-        `sent` float64 [k, d] is bounded and weighted, and still without noise.
+        `vectors` float64 [k, d] are those that `send` made, `sent` float64 [k, d] is the same
+        bounded and weighted, and still without noise. What bounding has left out is their
+        difference (error feedback).
         """
         return None
 

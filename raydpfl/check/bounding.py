@@ -78,13 +78,14 @@ def each_alone(case: Case) -> str:
     updates = tensor(TOGETHER, case.d)
     together = case.member.send(updates.clone(), view)
     hold(together.shape == updates.shape, f"send gives {list(together.shape)}")
-    kept = case.member.remember(together.clone(), view)
+    kept = case.member.remember(together.clone(), together * 0.5, view)
     for place in (0, 7, TOGETHER - 1):
         alone = _alone(view, place)
         sent = case.member.send(updates[place : place + 1].clone(), alone)
         hold(close(sent[0], together[place]), f"client {place} alone sends something else")
         if kept is not None:
-            mine = case.member.remember(together[place : place + 1].clone(), alone)
+            one = together[place : place + 1]
+            mine = case.member.remember(one.clone(), one * 0.5, alone)
             hold(close(mine[0], kept[place]), f"client {place} alone remembers something else")
     for most in _bounds(case):
         given = norms(most)
@@ -128,7 +129,7 @@ def memory(case: Case) -> str:
     """What clients remember is a vector for each, and finite."""
     view = _view(case)
     sent = tensor(TOGETHER, case.d) * 0.1
-    kept = case.member.remember(sent.clone(), view)
+    kept = case.member.remember(3 * sent, sent.clone(), view)
     if kept is None:
         return "clients remember nothing"
     hold(kept.shape == sent.shape, f"remember gives {list(kept.shape)}, for {list(sent.shape)}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from raydpfl import data, measure, models
-from raydpfl.check.promise import Broken
+from raydpfl.check.promise import Untaken
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config import FAMILIES, Experiment, overridden
 from raydpfl.errors import ConfigError
@@ -96,7 +96,7 @@ class Case:
         return {**copy.deepcopy(AROUND), **copy.deepcopy(around), self.section: mine}
 
     @cached_property
-    def _found(self) -> tuple[Plan, str]:
+    def _found(self) -> tuple[Plan | None, str]:
         """The first plan that nobody refuses, and why there is none that is private, if so."""
         refusals: list[str] = []
         for around in AROUNDS:
@@ -107,7 +107,7 @@ class Case:
                 refusals.append(str(error))
                 continue
             return plan, refusals[0] if refusals else ""
-        raise Broken(f"no small experiment takes it; the first says: {refusals[0]}")
+        return None, refusals[0]
 
     def _around(self) -> list[str]:
         """The overrides that are not of the section itself, which the example has already."""
@@ -115,8 +115,13 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        """Of a small experiment with the member in it, private where it can be."""
-        return self._found[0]
+        """Of a small experiment with the member in it, private where it can be. Raises `Untaken`
+        where none takes it.
+        """
+        plan, why = self._found
+        if plan is None:
+            raise Untaken(why)
+        return plan
 
     @property
     def why(self) -> str:

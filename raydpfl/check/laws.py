@@ -52,6 +52,7 @@ def words(case: LawCase) -> str:
     """It says in words what it is, and which relation no accountant covers."""
     law = case.sampling.law
     said = law.words(case.sampling)
+    hold(isinstance(law.kind, str) and law.kind, "it has no kind, its name in the ledger")
     hold(isinstance(said, str) and said, f"words gives {said!r}")
     for relation in RELATIONS:
         refused = law.refuses(relation)

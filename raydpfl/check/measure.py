@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import Look, hold
 from raydpfl.check.runs import carried_out
+from raydpfl.record import KNOWN
 
 
 def no_bit_changed(case: Case) -> str:
@@ -26,7 +27,7 @@ def columns(case: Case) -> str:
     plan = case.plan
     noised = plan.client_std(plan.experiment.bounding.initial_bound) > 0
     declared = set(case.member.columns(noised))
-    known = {"client", "norm", "factor", "clipped", "train_loss"}
+    known = set(KNOWN)
     for seen in case.whole.columns:
         given = seen.keys() - known
         hold(given == declared, f"it declares {sorted(declared)} and gives {sorted(given)}")

@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, hold
+from raydpfl.check.promise import Broken, Look, Untaken, hold
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 
@@ -22,7 +22,10 @@ def example(case: Case) -> str:
 
 def fits(case: Case) -> str:
     """A small experiment takes it: see `raydpfl.check.cases.AROUNDS`."""
-    experiment = case.plan.experiment
+    try:
+        experiment = case.plan.experiment
+    except Untaken as error:
+        raise Broken(f"the first that is tried says {error}") from None
     if experiment.private:
         return f"private, with selection {experiment.selection.kind}"
     return f"not private: {case.why}" if case.why else "not private: without noise"

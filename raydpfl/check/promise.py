@@ -47,6 +47,10 @@ class Broken(Exception):
     """A promise is not kept: what breaks it, in words."""
 
 
+class Untaken(Exception):
+    """No small experiment takes the member, so that the promise cannot be looked at."""
+
+
 Look: TypeAlias = Callable[[Any], str]
 
 
@@ -56,12 +60,16 @@ def hold(condition: object, otherwise: str) -> None:
         raise Broken(otherwise)
 
 
-def looked_at(promise: Look, case: Any, example: str = "") -> Promise:
-    """Whether a case keeps a promise. Whatever else the member's code raises breaks it too."""
+def looked_at(promise: Look, case: Any, example: str = "") -> Promise | None:
+    """Whether a case keeps a promise; None where that cannot be looked at. Whatever else the
+    member's code raises breaks it too.
+    """
     name = promise.__name__.replace("_", " ")
     try:
         with keyed_globals(SEED):
             return Promise(name, True, promise(case), example)
+    except Untaken:
+        return None
     except Broken as error:
         reason = str(error)
     except RAISED as error:  # a user's code may raise anything

@@ -24,6 +24,7 @@ from typing import Any
 
 from raydpfl.errors import ConfigError
 from raydpfl.files import cache_root, check, keep_json, read_json
+from raydpfl.own import is_own
 from raydpfl.privacy.accounting import UNREACHED, epsilon
 from raydpfl.privacy.facts import Relation
 from raydpfl.privacy.mechanism import Mechanism
@@ -48,16 +49,19 @@ def noise_for(
 
     At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only
     how its queries share it; that of queries `apart` stays, and z is what the rest needs beside
-    them. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl.
+    them. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but
+    for sampling laws of a user's own.
+
     Raises `ConfigError` for a target that is not positive and finite, for a combination the
     accountant does not cover, and where no noise is enough or any is.
     """
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
+    asked = (target, mechanism, relation, delta, accountant, rounds, v)
+    if is_own(type(mechanism.sampling.law)):  # whose name does not say what its code computes
+        return _search(*asked)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
-    return cached(
-        question, lambda: _search(target, mechanism, relation, delta, accountant, rounds, v)
-    )
+    return cached(question, lambda: _search(*asked))
 
 
 def rounds_for(

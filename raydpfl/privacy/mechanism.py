@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
+from raydpfl.own import is_own
 from raydpfl.privacy import accounting, memory
 from raydpfl.privacy.facts import Placement, Relation, Terms, Unit, one_of
 from raydpfl.privacy.guarantee import Guarantee
@@ -485,9 +486,13 @@ class Mechanism(Release):
         """SHA-256 of the canonical JSON of all fields: its name in the ledger and the cache.
 
         `p_max`, `rule`, `apart`, `memory` and `remembers_noise` are left out where there are none.
+        A sampling law of a user's own stands there by its words too.
         """
         tree = asdict(self)
-        tree["sampling"]["kind"] = self.sampling.law.kind
+        law = self.sampling.law
+        tree["sampling"]["kind"] = law.kind
+        if is_own(type(law)):
+            tree["sampling"]["law"] = law.words(self.sampling)
         if not self.memory:
             del tree["memory"]
         if not self.remembers_noise:

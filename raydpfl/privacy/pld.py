@@ -347,7 +347,7 @@ def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
     return forward, _on_grid(added, removed, forward.step, len(forward.masses) // 2)
 
 
-def _fixed_size_curve(q: float, mu: float) -> Curve:
+def fixed_size_curve(q: float, mu: float) -> Curve:
     return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
 
 
@@ -360,7 +360,7 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
     in e^eps, hence are the curve of some pair that dominates the round, and domination survives
     adaptive composition [4].
     """
-    curve = _fixed_size_curve(q, mu)
+    curve = fixed_size_curve(q, mu)
     return discretise(curve, curve)
 
 
@@ -387,7 +387,7 @@ def fixed_size_and_gaussian(
     )
     step = max(loss.step, suits, reach / _MOST_POINTS)
     if step > loss.step:
-        curve = _fixed_size_curve(q, mu)
+        curve = fixed_size_curve(q, mu)
         loss = _on_grid(curve, curve, step, math.ceil(_reach(curve) / step))
     return loss, _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
 

@@ -9,8 +9,28 @@ the checks of a run's draws and the audit are told. They ask the law, and never 
 >>> [Sampling(law, population=1000, cohort=10).hidden for law in ("poisson", "public")]
 [True, False]
 
-A law of one's own is an object of a class derived from `Law`, given in the place of the name:
-`Sampling(MyLaw(), 1000, 10)`.
+A law of one's own is an object of a class derived from `Law`, given in the place of the name. It is
+what a selection of one's own says of its draws. Losses come from curves delta(epsilon) of one round
+(`raydpfl.privacy.pld`): those at hand, or any other by `pld.discretise`. A cohort of 10 or 20 of
+1000, whichever a public coin says, costs the mean of both:
+
+>>> from raydpfl.privacy import Mechanism, Query, epsilon, pld
+>>> class Coin(Law):
+...     kind = "coin"
+...     def size(self, sampling):
+...         return None  # it varies
+...     def words(self, sampling):
+...         return f"{sampling.cohort - 5} or {sampling.cohort + 5} of {sampling.population}"
+...     def refuses(self, relation):
+...         return None if relation == "replace_one" else "replace_one is covered alone"
+...     def losses(self, sampling, mu):
+...         sizes = (sampling.cohort - 5, sampling.cohort + 5)
+...         curves = [pld.fixed_size_curve(size / sampling.population, mu) for size in sizes]
+...         curve = lambda epsilon: (curves[0](epsilon) + curves[1](epsilon)) / 2
+...         return (pld.discretise(curve, curve),)
+>>> sampling = Sampling(Coin(), population=1000, cohort=15)
+>>> round(epsilon(Mechanism(sampling, (Query("update", 1.0, 1.0),), 50), "replace_one", 1e-5), 2)
+7.21
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Five methods that nobody here has named, each a file outside the package (tests/strangers): they
+keep the contract, and run privately with the epsilon of what they release.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import experiment
+
+from raydpfl import privacy, run
+from raydpfl.check import check, render
+from raydpfl.privacy import Mechanism, Query, Sampling
+
+HERE = Path(__file__).parent / "strangers"
+STRANGERS = {
+    "lion:Lion": "local",
+    "feedback:Feedback": "bounding",
+    "length:Length": "bounding",
+    "amsgrad:AmsGrad": "server",
+    "varying:Varying": "selection",
+}
+SETTINGS = {"local": {"lr": 0.01}, "bounding": {"bound": 0.2}, "selection": {"cohort": 10}}
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch):
+    """As where the command is run."""
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def around(name: str) -> dict:
+    """The small experiment with this member in it."""
+    section = STRANGERS[name]
+    mine = {section: {"kind": name, **SETTINGS.get(section, {})}}
+    # a noise of the server needs no number of clients that are left
+    return {"noise": {"placement": "server"}, "privacy": {"accountants": ["pld"]}} | mine
+
+
+def law(name: str) -> Sampling:
+    """That of the cohorts, by hand."""
+    if name != "varying:Varying":
+        return Sampling("fixed", 50, 20)
+    import varying
+
+    return Sampling(varying.Spread(), 50, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*STRANGERS, "varying:Spread"])
+def test_a_method_of_a_stranger_keeps_the_contract(name):
+    found = check(name)
+    assert all(promise.kept for promise in found), render(found)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_method_of_a_stranger_runs_privately_with_the_right_epsilon(name, tmp_path):
+    result = run(experiment(**around(name)), tmp_path / "run")
+    mechanism = Mechanism(law(name), (Query("updates", 1.0, 1.0),), rounds=4)
+    expected = privacy.epsilon(mechanism, "replace_one", 1e-5)
+    held = min(each.epsilon for each in result.guarantees)
+    assert held == pytest.approx(expected, rel=1e-9)
+
+
+def test_noise_for_a_law_of_ones_own_is_not_that_of_another_of_its_name(tmp_path, monkeypatch):
+    """A cache that knew a law by its kind alone would give both the same noise."""
+    import varying
+
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+    asked = [Sampling(varying.Spread(spread), 50, 10) for spread in (0, 8)]
+    mechanisms = [Mechanism(each, (Query("updates", 1.0, 1.0),), rounds=4) for each in asked]
+    assert mechanisms[0].digest() != mechanisms[1].digest()
+    few, many = (privacy.noise_for(2.0, each, "replace_one", 1e-5) for each in mechanisms)
+    fixed = Mechanism(Sampling("fixed", 50, 10), (Query("updates", 1.0, 1.0),), rounds=4)
+    assert few == pytest.approx(privacy.noise_for(2.0, fixed, "replace_one", 1e-5), rel=2e-4)
+    assert many > few
+
+
+COMMAND = [sys.executable, "-c", "from raydpfl.cli import main; main()", "check"]
+
+
+def said(*arguments: str) -> tuple[int, str, str]:
+    """Exit code and what `raydpfl check` prints."""
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=HERE)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_says_what_is_broken(tmp_path):
+    code, table, errors = said("amsgrad:AmsGrad", "rounds=2", "server.lr=0.02")
+    assert code == 0 and not errors
+    assert "kept    no hidden state" in table and "lr=0.02" in table
+    code, table, errors = said("liar:Loud")
+    assert code == 1 and len(errors.splitlines()) == 1
+    assert "BROKEN  bound" in table
+    assert "Nothing that a client sends is longer than the bound" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments,told",
+    [
+        (["liar:Nobody"], "liar:Nobody"),
+        (["liar:Bare"], "bounding.examples = {}"),
+        (["math:pi"], "a class derived from one of"),
+        (["none"], "bounding:none or noise:none"),
+        (["clip", "nonsense"], "section.key=value"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_in_one_line(arguments, told):
+    code, table, errors = said(*arguments)
+    assert code == 2 and not table
+    assert told in errors and len(errors.splitlines()) == 1
