@@ -205,7 +205,11 @@ def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:
     return coordinator.parameters()
 
 
-@pytest.mark.parametrize("method", METHODS)
+QUICK = ("clip", "DPFedAvg", "alpha-NormEC")
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
+
+
+@pytest.mark.parametrize("method", EVERY)
 def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method, tmp_path):
     plan = Plan.make(experiment(**METHODS[method]))
     inline = parameters_of(plan, tmp_path / "inline", None)
@@ -235,7 +239,7 @@ def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(
     assert len(bits) == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_through(
     method, tmp_path
 ):
