@@ -242,7 +242,14 @@ LIARS = {
 }
 
 
-@pytest.mark.parametrize("liar", LIARS, ids=lambda cls: cls.__name__)
+FIRST = (Leaky, Remembering, Half)
+
+
+@pytest.mark.parametrize(
+    "liar",
+    [pytest.param(cls, marks=() if cls in FIRST else pytest.mark.slow) for cls in LIARS],
+    ids=lambda cls: cls.__name__,
+)
 def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
     found = check(liar)
     broken = {promise.name: promise.finding for promise in found if not promise.kept}
