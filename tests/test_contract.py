@@ -22,12 +22,9 @@ from raydpfl.selection import Cohort, Uniform
 from raydpfl.server import Server
 from raydpfl.weights import Weights
 
-FETCHED = ("data", "model")  # many of them need files, or minutes; tests of their own
 QUICK = ("bounding:clip", "server:sgd", "weights:uniform", "law:full", "accountant:rdp")
 MEMBERS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in members_of()
-    if name.partition(":")[0] not in FETCHED
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in members_of()
 ]
 
 

@@ -59,8 +59,6 @@ PROMISES: dict[str, tuple[Look, ...]] = {
     "server": server.PROMISES,
     "selection": selection.PROMISES,
     "measure": measure.PROMISES,
-    "data": (),
-    "model": (),
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: family for section, (family, _) in SECTIONS.items()},

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import data, measure, models
+from raydpfl import measure
 from raydpfl.check.promise import Untaken
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config import FAMILIES, Experiment, overridden
@@ -65,8 +65,6 @@ AROUNDS: tuple[dict[str, Any], ...] = (
 SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
     **FAMILIES,
     "measure": (measure.FAMILY, measure.Probe),
-    "data": (data.FAMILY, data.Data),
-    "model": (models.FAMILY, models.Model),
 }
 
 
