@@ -38,7 +38,7 @@ from raydpfl.sums import snap
 
 
 @dataclass
-class Share:
+class Tally:
     """An actor's share of a round, in the making."""
 
     work: Work
@@ -118,16 +118,16 @@ class ClientActor(Process):
         began = time.perf_counter()
         self.trainer.seed = work.seed
         self.trainer.noise_seed = work.noise_seed
-        share = self._share(broadcast, work)
-        total = np.zeros(len(share.model))
+        tally = self._tally(broadcast, work)
+        total = np.zeros(len(tally.model))
         members = np.concatenate([lane.members for lane in lanes])
         self.shards.prefetch(members, max(lane.rows for lane in lanes))
         for lane in self._joined(lanes):
-            total += self._sum(share, lane)
+            total += self._sum(tally, lane)
         if self.own:
-            self._watch(share)
+            self._watch(tally)
         self.shards.release()
-        return share.result(total, time.perf_counter() - began)
+        return tally.result(total, time.perf_counter() - began)
 
     @contained()
     def losses(
@@ -152,7 +152,7 @@ class ClientActor(Process):
 
     # --- the sum of a lane ---
 
-    def _share(self, broadcast: Broadcast, work: Work) -> Share:
+    def _tally(self, broadcast: Broadcast, work: Work) -> Tally:
         def here(array: np.ndarray) -> torch.Tensor:
             return torch.tensor(array, device=self.device)  # a copy: what Ray hands out is its own
 
@@ -161,7 +161,7 @@ class ClientActor(Process):
             for member, state in broadcast.told.items()
         }
         lr = self.experiment.local.learning_rate(work.t)
-        return Share(work, lr, here(broadcast.model), told)
+        return Tally(work, lr, here(broadcast.model), told)
 
     def _joined(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
         """The lanes, those of as many rows joined that the trainer takes at once."""
@@ -174,24 +174,24 @@ class ClientActor(Process):
             for start in range(0, len(same), most):
                 yield Lane.joined(same[start : start + most])
 
-    def _sum(self, share: Share, lane: Lane) -> np.ndarray:
+    def _sum(self, tally: Tally, lane: Lane) -> np.ndarray:
         """The sum of what the clients of a lane send, or of several, float64 [d].
 
         A lane's sum is taken in client order, and is put on the grid where it is the whole lane's.
         """
-        found = np.zeros(len(share.model))
-        total = torch.zeros(len(share.model), dtype=torch.float64, device=self.device)
+        found = np.zeros(len(tally.model))
+        total = torch.zeros(len(tally.model), dtype=torch.float64, device=self.device)
         place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
         apart = self.experiment.bounding.is_own
-        for trained in self._trained(share, lane):
+        for trained in self._trained(tally, lane):
             if int(trained.slots[0]) // lane.width > place:  # the first clients of the next lane
-                found += self._whole(total, lane, share.work.grid)
+                found += self._whole(total, lane, tally.work.grid)
                 total.zero_()
                 place = int(trained.slots[0]) // lane.width
             for block in trained.apart() if apart else (trained,):
-                self._reduce(total, self._contribute(share, lane, block))
-        return found + self._whole(total, lane, share.work.grid)
+                self._reduce(total, self._contribute(tally, lane, block))
+        return found + self._whole(total, lane, tally.work.grid)
 
     @staticmethod
     def _whole(total: torch.Tensor, lane: Lane, grid: float) -> np.ndarray:
@@ -216,14 +216,14 @@ class ClientActor(Process):
             self._buffer = torch.zeros(k + 1, d, dtype=torch.float64)
         return self._buffer[: k + 1]
 
-    def _contribute(self, share: Share, lane: Lane, block: Block) -> torch.Tensor:
+    def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
         """What a block's clients send: weighted, bounded and noised vectors, float64 [k, d]."""
         slots = block.slots
         bounding = self.experiment.bounding
         clients = lane.clients[slots]
-        view = self._view(share, lane, "bounding", slots)
-        vectors, norms, lengths = self._sent(share, lane, block, view)
-        factors = self._factors(share, lane, slots, lengths)
+        view = self._view(tally, lane, "bounding", slots)
+        vectors, norms, lengths = self._sent(tally, lane, block, view)
+        factors = self._factors(tally, lane, slots, lengths)
         weights = torch.from_numpy(lane.weights[slots]).to(self.device)
         unbounded = vectors.clone() if bounding.remembers else vectors
         vectors *= (factors * weights)[:, None]
@@ -236,20 +236,20 @@ class ClientActor(Process):
         }
         known["clipped"] = bounding.clipped(known["factor"], samples)
         known["train_loss"] = block.losses
-        noise = self._noise(share, lane, slots)
-        known |= self._measured(share, lane, block, vectors, noise)
-        share.keep("bounding", bounding.remember(unbounded, vectors, view))
+        noise = self._noise(tally, lane, slots)
+        known |= self._measured(tally, lane, block, vectors, noise)
+        tally.keep("bounding", bounding.remember(unbounded, vectors, view))
         if noise is not None:
             vectors += torch.from_numpy(noise).to(self.device)
         local = self.experiment.local
         if local.remembers:
             moved = bounding.moved(vectors, view)
-            share.keep("local", local.remember(moved, self._view(share, lane, "local", slots)))
-        share.add(known)
+            tally.keep("local", local.remember(moved, self._view(tally, lane, "local", slots)))
+        tally.add(known)
         return vectors
 
     def _sent(
-        self, share: Share, lane: Lane, block: Block, view: View
+        self, tally: Tally, lane: Lane, block: Block, view: View
     ) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
         """What a block's clients would send unbounded, float64 [k, d], and its norms twice, [k].
 
@@ -261,22 +261,22 @@ class ClientActor(Process):
         lengths = torch.linalg.vector_norm(vectors, dim=1)
         norms = lengths.cpu().numpy().copy()
         for place in np.flatnonzero(~np.isfinite(norms)):
-            self._fault(share, lane, int(block.slots[place]), float(norms[place]))
+            self._fault(tally, lane, int(block.slots[place]), float(norms[place]))
             slot = block.slots[place : place + 1]
-            idle = self._idle(share, lane, slot)[None]
-            alone = self._view(share, lane, "bounding", slot)
+            idle = self._idle(tally, lane, slot)[None]
+            alone = self._view(tally, lane, "bounding", slot)
             vectors[place] = bounding.send(idle.double(), alone)[0]
             lengths[place] = torch.linalg.vector_norm(vectors[place])
             norms[place] = math.nan
         return vectors, norms, lengths
 
-    def _noise(self, share: Share, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
+    def _noise(self, tally: Tally, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
         """What the clients draw on what they send, float64 [k, d]; None: nothing."""
-        work = share.work
+        work = tally.work
         if work.client_std == 0:
             return None
         who = (lane.clients[slots], lane.draws[slots])
-        d = len(share.model)
+        d = len(tally.model)
         return self.experiment.noise.on_clients(work.noise_seed, work.t, *who, work.client_std, d)
 
     def _double(self, updates: torch.Tensor) -> torch.Tensor:
@@ -286,12 +286,12 @@ class ClientActor(Process):
         return rows.copy_(updates)
 
     def _factors(
-        self, share: Share, lane: Lane, slots: np.ndarray, lengths: torch.Tensor
+        self, tally: Tally, lane: Lane, slots: np.ndarray, lengths: torch.Tensor
     ) -> torch.Tensor:
         """What bounding multiplies vectors of these norms by, float64 [k]. Raises `RunError` where
         that leaves more than the bound.
         """
-        work = share.work
+        work = tally.work
         bounding = self.experiment.bounding
         key = {
             "t": work.t,
@@ -311,29 +311,29 @@ class ClientActor(Process):
                 )
         return factors
 
-    def _view(self, share: Share, lane: Lane, member: str, slots: np.ndarray) -> View:
+    def _view(self, tally: Tally, lane: Lane, member: str, slots: np.ndarray) -> View:
         """What the clients at these slots know of the round, for the hooks of a member."""
 
         def remembered() -> torch.Tensor:
-            own = torch.zeros(len(slots), len(share.model), device=self.device)
+            own = torch.zeros(len(slots), len(tally.model), device=self.device)
             stored = lane.memory.get(member, {})
             for place, slot in enumerate(slots.tolist()):
                 if slot in stored:
                     own[place] = torch.tensor(stored[slot], device=self.device)
             return own
 
-        told = share.told.get(member, {})
-        return View(share.work.t, share.lr, share.work.bound, share.model, told, remembered)
+        told = tally.told.get(member, {})
+        return View(tally.work.t, tally.lr, tally.work.bound, tally.model, told, remembered)
 
-    def _idle(self, share: Share, lane: Lane, slots: np.ndarray) -> torch.Tensor:
+    def _idle(self, tally: Tally, lane: Lane, slots: np.ndarray) -> torch.Tensor:
         """The update of a client that has not trained, float32 [d]."""
-        return self.experiment.local.idle(self._view(share, lane, "local", slots))
+        return self.experiment.local.idle(self._view(tally, lane, "local", slots))
 
     # --- what is measured on the side ---
 
     def _measured(
         self,
-        share: Share,
+        tally: Tally,
         lane: Lane,
         block: Block,
         vectors: torch.Tensor,
@@ -342,31 +342,31 @@ class ClientActor(Process):
         """What the probes find of a block's clients, float64 [k] each."""
         found: dict[str, np.ndarray] = {}
         for probe in self.experiment.measure:
-            told = share.told.get(f"measure.{probe.kind}", {})
-            again = partial(self._again, share, lane, block.slots)
+            told = tally.told.get(f"measure.{probe.kind}", {})
+            again = partial(self._again, tally, lane, block.slots)
             found |= probe.lane(Sent(block.updates, vectors, noise, told, again))
         return found
 
     def _again(
-        self, share: Share, lane: Lane, slots: np.ndarray, times: int
+        self, tally: Tally, lane: Lane, slots: np.ndarray, times: int
     ) -> tuple[torch.Tensor, np.ndarray]:
         """See `raydpfl.measure.Sent.again`. The lane is trained again once for all its blocks."""
-        if share.again is None or share.again[0] is not lane:
-            share.again = lane, *self._repeated(share, lane, times)
-        _, sums, squares = share.again
+        if tally.again is None or tally.again[0] is not lane:
+            tally.again = lane, *self._repeated(tally, lane, times)
+        _, sums, squares = tally.again
         return sums[slots], squares[slots]
 
-    def _repeated(self, share: Share, lane: Lane, times: int) -> tuple[torch.Tensor, np.ndarray]:
+    def _repeated(self, tally: Tally, lane: Lane, times: int) -> tuple[torch.Tensor, np.ndarray]:
         width = len(lane.clients)
-        sums = torch.zeros(width, len(share.model), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(width, len(tally.model), dtype=torch.float64, device=self.device)
         squares = np.zeros(width)
         clipped = self.clipped
         self.clipped = clipped.copy()
         for k in range(1, times + 1):
             again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
             try:
-                for block in self._train(share, again, lane.members, again=True):
-                    view = self._view(share, lane, "bounding", block.slots)
+                for block in self._train(tally, again, lane.members, again=True):
+                    view = self._view(tally, lane, "bounding", block.slots)
                     sent = self.experiment.bounding.send(block.updates.double(), view)
                     sums[block.slots] += sent
                     squares[block.slots] += (sent * sent).sum(1).cpu().numpy()
@@ -378,7 +378,7 @@ class ClientActor(Process):
 
     # --- training ---
 
-    def _trained(self, share: Share, lane: Lane) -> Iterator[Block]:
+    def _trained(self, tally: Tally, lane: Lane) -> Iterator[Block]:
         """The updates of the lane's clients, in client order. A client that raises is found by
         training each alone; its update is NaN.
         """
@@ -386,41 +386,41 @@ class ClientActor(Process):
         self.clipped = np.full(len(members), np.nan)
         done = 0
         try:
-            for block in self._train(share, lane, members):
+            for block in self._train(tally, lane, members):
                 yield self._sampled(lane, block)
                 done = int(block.slots[-1]) + 1
             return
         except RAISED:
-            failures = self._failures(share, lane, members)
+            failures = self._failures(tally, lane, members)
             if not failures:
                 raise
         for slot, detail in failures.items():
-            share.failed.add((int(members[slot]), int(lane.draws[slot])))
-            self._drop(share, int(members[slot]), detail)
+            tally.failed.add((int(members[slot]), int(lane.draws[slot])))
+            self._drop(tally, int(members[slot]), detail)
         survivors = members.copy()
         survivors[list(failures)] = -1
-        pending = self._one_by_one(share, lane, survivors)
+        pending = self._one_by_one(tally, lane, survivors)
         for slot in np.flatnonzero(members >= 0).tolist():
-            block = self._none(share, slot) if slot in failures else next(pending)
+            block = self._none(tally, slot) if slot in failures else next(pending)
             if slot >= done:
                 yield block
 
-    def _one_by_one(self, share: Share, lane: Lane, members: np.ndarray) -> Iterator[Block]:
-        for block in self._train(share, lane, members):
+    def _one_by_one(self, tally: Tally, lane: Lane, members: np.ndarray) -> Iterator[Block]:
+        for block in self._train(tally, lane, members):
             yield from block.apart()
 
-    def _none(self, share: Share, slot: int) -> Block:
+    def _none(self, tally: Tally, slot: int) -> Block:
         """In the place of a client that has failed."""
-        updates = torch.full_like(share.model, math.nan)[None]
+        updates = torch.full_like(tally.model, math.nan)[None]
         return Block(np.array([slot]), updates, np.full(1, math.nan))
 
     def _train(
-        self, share: Share, lane: Lane, members: np.ndarray, again: bool = False
+        self, tally: Tally, lane: Lane, members: np.ndarray, again: bool = False
     ) -> Iterator[Block]:
         """The updates of `members` (int64 [C], -1 for all others), in blocks. `again`: while the
         lane is in training already.
         """
-        work = share.work
+        work = tally.work
         local = self.experiment.local
         sizes = np.where(members < 0, 0, self.shards.sizes[members])
         index, batch_sizes = batches(
@@ -429,11 +429,11 @@ class ClientActor(Process):
         rows, index = picked(index, batch_sizes, sizes, local)
         x, y, sizes = self.shards.lane(members, lane.rows, rows, None if again else self._room)
         slots = np.arange(len(members))
-        corrections = local.correction(self._view(share, lane, "local", slots))
+        corrections = local.correction(self._view(tally, lane, "local", slots))
         present = np.flatnonzero(members >= 0)
         self.progress.at(members[present[0]] if len(present) else -1)
         trained = self.trainer.lane(
-            share.model,
+            tally.model,
             x,
             y,
             sizes,
@@ -450,21 +450,21 @@ class ClientActor(Process):
             following = present[np.searchsorted(present, block.slots[-1]) + 1 :]
             self.progress.at(members[following[0]] if len(following) else -1)
             for place in np.flatnonzero(sizes[block.slots] == 0).tolist():
-                block.updates[place] = self._idle(share, lane, block.slots[place : place + 1])
+                block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
             yield block
 
-    def _failures(self, share: Share, lane: Lane, members: np.ndarray) -> dict[int, str]:
+    def _failures(self, tally: Tally, lane: Lane, members: np.ndarray) -> dict[int, str]:
         """What goes wrong where each member is trained alone, by slot."""
         found = {}
         for slot in np.flatnonzero(members >= 0).tolist():
-            detail = self._fails_alone(share, replace(lane, slot=slot))
+            detail = self._fails_alone(tally, replace(lane, slot=slot))
             if detail is not None:
                 found[slot] = detail
         return found
 
-    def _fails_alone(self, share: Share, alone: Lane) -> str | None:
+    def _fails_alone(self, tally: Tally, alone: Lane) -> str | None:
         try:
-            for _ in self._train(share, alone, alone.members):
+            for _ in self._train(tally, alone, alone.members):
                 pass
         except SystemExit as error:
             return f"its training {exited(error)}"
@@ -472,18 +472,18 @@ class ClientActor(Process):
             return f"its training raised {told(error)}"
         return None
 
-    def _drop(self, share: Share, client: int, detail: str) -> None:
+    def _drop(self, tally: Tally, client: int, detail: str) -> None:
         if self.experiment.client.on_error == "fail":
             raise ClientError(client, detail)
-        share.dropped.append((client, detail))
+        tally.dropped.append((client, detail))
 
-    def _fault(self, share: Share, lane: Lane, slot: int, norm: float) -> None:
+    def _fault(self, tally: Tally, lane: Lane, slot: int, norm: float) -> None:
         """An update is not finite: that of a client that has raised, or the client's own error."""
         client = int(lane.clients[slot])
-        if (client, int(lane.draws[slot])) not in share.failed:
+        if (client, int(lane.draws[slot])) not in tally.failed:
             advice = "lower local.lr, or look at its data"
             self._drop(
-                share, client, f"its update has norm {norm} in round {share.work.t}; {advice}"
+                tally, client, f"its update has norm {norm} in round {tally.work.t}; {advice}"
             )
 
     # --- code of the user's own must keep nothing ---
@@ -498,7 +498,7 @@ class ClientActor(Process):
         things = [self.trainer.module, self.experiment.local, self.experiment.bounding]
         return kept(*(each for each in things if each is not None)) if self.own else {}
 
-    def _watch(self, share: Share) -> None:
+    def _watch(self, tally: Tally) -> None:
         """After 1, 2, 4, 8, ... shares the first client of the share is trained again, and must
         give the same bits.
 
@@ -514,7 +514,7 @@ class ClientActor(Process):
         self._state = self._kept()
         names = ", ".join(changed(state, self._state)[:5])
         if not names and sample:
-            names = self._differs(share, *sample)
+            names = self._differs(tally, *sample)
         if names:
             raise RunError(
                 f"model.kind {self.experiment.model.kind} keeps something from one client to the "
@@ -522,9 +522,9 @@ class ClientActor(Process):
                 "use its parameters, its buffers and its input alone"
             )
 
-    def _differs(self, share: Share, lane: Lane, slot: int, update: torch.Tensor) -> str:
+    def _differs(self, tally: Tally, lane: Lane, slot: int, update: torch.Tensor) -> str:
         alone = replace(lane, slot=slot)
-        for block in self._train(share, alone, alone.members):
+        for block in self._train(tally, alone, alone.members):
             again = block.updates[0].cpu().numpy()
             if not np.array_equal(again, update.cpu().numpy(), equal_nan=True):
                 return f"client {lane.clients[slot]}, trained again, gives another update"

@@ -310,10 +310,10 @@ def half_the_servers_noise(patch):
 def one_clip_skipped(patch):
     contribute = ClientActor._contribute
 
-    def unbounded(self, share, lane, block):
-        work = share.work
+    def unbounded(self, tally, lane, block):
+        work = tally.work
         work = replace(work, bound=1e9) if 7 in lane.clients else work
-        return contribute(self, replace(share, work=work), lane, block)
+        return contribute(self, replace(tally, work=work), lane, block)
 
     patch.setattr(ClientActor, "_contribute", unbounded)
 
@@ -322,8 +322,8 @@ def one_clip_skipped_slightly(patch):
     """By so little that the norm of the sum does not show it."""
     contribute = ClientActor._contribute
 
-    def longer(self, share, lane, block):
-        vectors = contribute(self, share, lane, block)
+    def longer(self, tally, lane, block):
+        vectors = contribute(self, tally, lane, block)
         vectors[lane.clients[block.slots] == 7] *= 1.5
         return vectors
 
@@ -551,10 +551,10 @@ def half_the_noise_of_steps(patch):
 def one_rounds_samples_unclipped(patch):
     train = ClientActor._train
 
-    def careless(self, share, lane, members):
+    def careless(self, tally, lane, members):
         clip = self.trainer.clip
-        self.trainer.clip = self.trainer.clip if share.work.t else 1e9
-        yield from train(self, share, lane, members)
+        self.trainer.clip = self.trainer.clip if tally.work.t else 1e9
+        yield from train(self, tally, lane, members)
         self.trainer.clip = clip
 
     patch.setattr(ClientActor, "_train", careless)

@@ -212,12 +212,9 @@ def test_the_member_resolves_to_the_best_coefficients_or_to_its_own_scaled_to_no
     own = choose("noise", section | {"coefficients": [2, 1, 0, 2]}, noise.FAMILY, noise.Noise)
     assert own.fitted(20).coefficients == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
     for bands in range(1, 21):  # as written into a run's config and read again, to the last bit
-        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).fitted(
-            20
-        )
+        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).fitted(20)
         assert (
-            choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).fitted(20)
-            == resolved
+            choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).fitted(20) == resolved
         )
 
 

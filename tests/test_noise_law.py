@@ -117,9 +117,9 @@ def test_noise_that_leaves_clients(tmp_path):
         draws = np.append(np.zeros(30, int), 1)
         lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
         work = Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9)
-        share = actor._share(Broadcast(np.zeros(plan.d, np.float32)), work)
-        for block in actor._trained(share, lane):
-            rows += [*actor._contribute(share, lane, block).numpy() / std]
+        tally = actor._tally(Broadcast(np.zeros(plan.d, np.float32)), work)
+        for block in actor._trained(tally, lane):
+            rows += [*actor._contribute(tally, lane, block).numpy() / std]
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_law(np.stack(rows))
 

@@ -55,7 +55,7 @@ from raydpfl.tracking import make_folder, replace_file, write_json, writing
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
-FEW = 1000  # canaries for a bound worth having
+WORTH_HAVING = 1000  # canaries for a bound worth having
 # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
 CROWD = 0.1
 
@@ -296,8 +296,8 @@ def _of_samples(
 
 def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
     notes = []
-    if found[0].canaries < FEW:
-        notes.append(f"{found[0].canaries} canaries prove little; {FEW} are worth having")
+    if found[0].canaries < WORTH_HAVING:
+        notes.append(f"{found[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")
     crowd = max((share for record in records for share in record.crowds), default=0.0)
     if crowd > CROWD:
         notes.append(

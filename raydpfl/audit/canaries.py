@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from raydpfl.client import ClientActor, Share
+from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.way import Block
@@ -99,17 +99,17 @@ class PlantedClient(ClientActor):
         self.record = record
 
     def _train(
-        self, share: Share, lane: Lane, members: np.ndarray, again: bool = False
+        self, tally: Tally, lane: Lane, members: np.ndarray, again: bool = False
     ) -> Iterator[Block]:
         places = self.record.canaries.places
         planted = [client in places for client in members.tolist()]
         others = np.where(planted, -1, members)
-        blocks = super()._train(share, lane, others) if (others >= 0).any() else ()
+        blocks = super()._train(tally, lane, others) if (others >= 0).any() else ()
         trained = (each for block in blocks for each in block.apart())
         for slot in np.flatnonzero(members >= 0).tolist():
-            yield self._planted(share, lane, slot) if planted[slot] else next(trained)
+            yield self._planted(tally, lane, slot) if planted[slot] else next(trained)
 
-    def _planted(self, share: Share, lane: Lane, slot: int) -> Block:
+    def _planted(self, tally: Tally, lane: Lane, slot: int) -> Block:
         """The update of a canary, such that the vector to be bounded is its direction."""
         bounding = self.experiment.bounding
         canaries = self.record.canaries
@@ -117,10 +117,10 @@ class PlantedClient(ClientActor):
         far = FAR * self.record.reach + bounding.far
         vector = canaries.direction(place).to(self.device) * (canaries.sign(place) * far)
         alone = np.array([slot])
-        view = self._view(share, lane, "bounding", alone)
+        view = self._view(tally, lane, "bounding", alone)
         return Block(alone, bounding.invert(vector[None], view).float(), NO_LOSS)
 
-    def _contribute(self, share: Share, lane: Lane, block: Block) -> torch.Tensor:
+    def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
         """As the client's; with a record of what each client has to contribute if all that follows
         is right.
         """
@@ -128,12 +128,12 @@ class PlantedClient(ClientActor):
         expected = []
         for place, slot in enumerate(block.slots.tolist()):
             alone = Block(block.slots[place : place + 1], block.updates[place][None], NO_LOSS)
-            view = self._view(share, lane, "bounding", alone.slots)
+            view = self._view(tally, lane, "bounding", alone.slots)
             sent = bounding.send(alone.updates.double(), view)[0]
             norm = float(torch.linalg.vector_norm(sent))
             factor = bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
             expected.append((sent * (factor * float(lane.weights[slot]))).cpu().numpy())
-        vectors = super()._contribute(share, lane, block)
+        vectors = super()._contribute(tally, lane, block)
         for place, client in enumerate(lane.clients[block.slots].tolist()):
             self.record.sent(client, expected[place], vectors[place].cpu().numpy())
         return vectors

@@ -31,7 +31,7 @@ from torch.func import functional_call, grad, vmap
 from raydpfl import models
 from raydpfl.audit import views
 from raydpfl.audit.checks import Check
-from raydpfl.client import ClientActor, Share
+from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
@@ -161,31 +161,31 @@ class StepClient(ClientActor):
         self.shards = cast(Shards, PlantedShards(self.shards, record.canaries))
         self.record = record
 
-    def _contribute(self, share: Share, lane: Lane, block: Block) -> torch.Tensor:
-        vectors = super()._contribute(share, lane, block)
+    def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
+        vectors = super()._contribute(tally, lane, block)
         for place, slot in enumerate(block.slots.tolist()):
             client = int(lane.clients[slot])
             if self.record.canaries.part(client) is not None:
                 alone = block.slots[place : place + 1]
-                self._note(share, lane, alone, vectors[place : place + 1])
+                self._note(tally, lane, alone, vectors[place : place + 1])
         return vectors
 
-    def _note(self, share: Share, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
+    def _note(self, tally: Tally, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
         """Has the record take up what the client at a slot, int64 [1], has sent, float64 [1, d]."""
         slot = int(alone[0])
         local = self.experiment.local
-        correction = local.correction(self._view(share, lane, "local", alone))
+        correction = local.correction(self._view(tally, lane, "local", alone))
         if correction is None:
-            correction = torch.zeros_like(share.model)[None]
-        view = self._view(share, lane, "bounding", alone)
+            correction = torch.zeros_like(tally.model)[None]
+        view = self._view(tally, lane, "bounding", alone)
         moved = self.experiment.bounding.moved(sent, view)[0]
         # In units of a gradient: minus the sum of the steps' gradients.
-        steps = -moved.cpu() / (float(lane.weights[slot]) * share.lr)
+        steps = -moved.cpu() / (float(lane.weights[slot]) * tally.lr)
         client = int(lane.clients[slot])
         draw = int(lane.draws[slot])
-        t = share.work.t
+        t = tally.work.t
         self.record.sent(
-            Sent(t, client, draw, share.model.cpu(), correction[0].cpu().double(), steps)
+            Sent(t, client, draw, tally.model.cpu(), correction[0].cpu().double(), steps)
         )
 
 

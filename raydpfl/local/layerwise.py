@@ -55,7 +55,7 @@ from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
 GHOST = 32
 # numbers in a patch: up to so many, a product of patches takes less than a convolution of as many
 # groups as samples
-FEW = 32
+SMALL_FILTER = 32
 SLACK = 2.0**-22  # four roundings of float32
 # bytes that one pass should keep at most, about; a batch that needs more is cut into several
 LIMIT = 1 << 29
@@ -196,7 +196,7 @@ def _convolution(
     if _ghostly(layer, name, g.shape):
         patches = _patches(layer, x, padding, g.shape[2:])
         return _ghost(patches.mT, g.flatten(2).mT), lambda s: backward(x, _scaled(g, s), 1)
-    if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= FEW:
+    if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= SMALL_FILTER:
         patches = _patches(layer, x, padding, g.shape[2:])
         return _formed(torch.bmm(patches, g.flatten(2).mT).mT.reshape(len(g), *shape))
     # each sample in channels of its own

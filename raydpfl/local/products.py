@@ -4,7 +4,7 @@ MKL keeps processors of other makers than Intel from their AVX-512 units; oneDNN
 in for its convolutions, does not. On such a processor the CNN of `experiments/benchmarks/engine.py
 --only cnn` went from 1.5 to 1.7 times the plain loop. torch reaches oneDNN's product of float32
 matrices by one operator alone, which its compiler uses and which has no public name; where it is
-missing, and below `FEW`, the products are torch's.
+missing, and below `CALL_COST`, the products are torch's.
 
 >>> layer = nn.Linear(1568, 512)
 >>> x = torch.ones(128, 1568)
@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-FEW = 1 << 22  # multiplications: up to so many, what calling the operator costs is not won back
+CALL_COST = (
+    1 << 22
+)  # multiplications: up to so many, what calling the operator costs is not won back
 _dnnl = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.mkldnn.is_available()
@@ -71,7 +73,7 @@ def _pays(a: torch.Tensor, outputs: int) -> bool:
         _dnnl is not None
         and a.device.type == "cpu"
         and a.dtype == torch.float32
-        and a.numel() * outputs > FEW
+        and a.numel() * outputs > CALL_COST
     )
 
 
