@@ -443,7 +443,7 @@ def test_regression_is_clipped_too(way):
 )
 def test_gradients_that_are_formed_and_those_that_are_not_agree(name, ghost, few, monkeypatch):
     monkeypatch.setattr(layerwise, "GHOST", ghost)
-    monkeypatch.setattr(layerwise, "FEW", few)
+    monkeypatch.setattr(layerwise, "SMALL_FILTER", few)
     module = made(name)
     stds, corrections = noise_and_corrections(module)
     got = train(
