@@ -24,6 +24,8 @@ class Query:
     The noised sum of the answers is released too. `bound` is the largest size of one answer,
     `share` (between 0 and 1) how much of the round's squared sensitivity-to-noise ratio is spent on
     it: with z the noise multiplier of the round the sum has noise of std z bound / sqrt(share).
+    `bound` is the same in every round: an answer that grows with the bound in force is given as a
+    share of it. One from 0 to 1 is given less 1/2, with a bound of 1/2.
     """
 
     name: str

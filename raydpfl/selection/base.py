@@ -133,6 +133,8 @@ class Selection(Member):
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         """Who trains in round t: a function of (seed, t) and of what is public of the population.
 
+        A draw is from `stream(seed, Purpose.COHORT, t=t)` of `raydpfl.keys`, a numpy generator.
+
         Args:
             seed: the seed of the run's cohorts.
             t: the round, counted from 0.

@@ -24,7 +24,11 @@ class Law:
 
     What a member must give: `kind`, `words`; where a cohort is a secret, `refuses`, and `losses` or
     `renyi`, whichever accountant is to cover it. The facts below have the answers of a cohort of
-    fixed size without replacement.
+    fixed size without replacement, `as_in_the_papers` that of equally likely subsets.
+
+    A run holds how many clients a cohort has in common with the one before against independent
+    uniform draws of their sizes, whatever the law, unless `Sampling.rule` says what is public of
+    it. So clients that are drawn in fixed groups need a `rule` that says so.
     """
 
     kind: ClassVar[str] = ""
