@@ -24,7 +24,7 @@ def next_bound(
     following = bounding.adapt(bound, _answers(plan, bound, t, cohort, columns), clients)
     if not 0 < following <= 1e15:
         left = f"the adaptive bound left its range ({following:g} after round {t})"
-        raise RunError(f"{left}; lower bounding.lr")
+        raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")
     return following
 
 
@@ -36,6 +36,11 @@ def _answers(
     given = bounding.answers(columns, bound)
     sums = {}
     for query in bounding.queries():
+        if query.name not in given:
+            raise RunError(
+                f"bounding.kind {bounding.kind} gives no answers to its query {query.name}; "
+                f"it answers {', '.join(given) or 'nothing'}"
+            )
         answers = np.nan_to_num(given[query.name])
         if not (np.abs(answers) <= query.bound).all():
             worst = float(np.abs(answers).max())

@@ -58,10 +58,18 @@ class Tally:
         for name, values in columns.items():
             self.columns.setdefault(name, []).append(values)
 
-    def keep(self, member: str, vectors: torch.Tensor | None) -> None:
-        """What the next clients remember by this member, [k, d]; None: nothing."""
-        if vectors is not None:
-            self.memory.setdefault(member, []).append(vectors.float().cpu().numpy())
+    def keep(self, member: str, vectors: torch.Tensor | None, k: int) -> None:
+        """What the next k clients remember by this member, [k, d]; None: nothing.
+
+        Raises `RunError` for vectors of another shape.
+        """
+        if vectors is None:
+            return
+        d = len(self.model)
+        if vectors.shape != (k, d):
+            shape = list(vectors.shape)
+            raise RunError(f"{member} remembers {shape} for {k} clients, not [{k}, {d}]")
+        self.memory.setdefault(member, []).append(vectors.float().cpu().numpy())
 
     def result(self, total: np.ndarray, seconds: float) -> LaneResult:
         """What goes back, in client order, in which joined lanes need not be trained."""
@@ -238,13 +246,14 @@ class ClientActor(Process):
         known["train_loss"] = block.losses
         noise = self._noise(tally, lane, slots)
         known |= self._measured(tally, lane, block, vectors, noise)
-        tally.keep("bounding", bounding.remember(unbounded, vectors, view))
+        tally.keep("bounding", bounding.remember(unbounded, vectors, view), len(slots))
         if noise is not None:
             vectors += torch.from_numpy(noise).to(self.device)
         local = self.experiment.local
         if local.remembers:
             moved = bounding.moved(vectors, view)
-            tally.keep("local", local.remember(moved, self._view(tally, lane, "local", slots)))
+            own = local.remember(moved, self._view(tally, lane, "local", slots))
+            tally.keep("local", own, len(slots))
         tally.add(known)
         return vectors
 
@@ -517,10 +526,17 @@ class ClientActor(Process):
             names = self._differs(tally, *sample)
         if names:
             raise RunError(
-                f"model.kind {self.experiment.model.kind} keeps something from one client to the "
-                f"next ({names}), so that the bits would depend on who trains whom; a model may "
-                "use its parameters, its buffers and its input alone"
+                f"{self._whose()} keeps something from one client to the next ({names}), so that "
+                "the bits would depend on who trains whom; a model may use its parameters, its "
+                "buffers and its input alone, another member what it is given"
             )
+
+    def _whose(self) -> str:
+        """The members of the user's own that take part in what a client does."""
+        e = self.experiment
+        members = {"model": e.model, "local": e.local, "bounding": e.bounding}
+        own = [f"{name}.kind {each.kind}" for name, each in members.items() if each.is_own]
+        return " or ".join(own)
 
     def _differs(self, tally: Tally, lane: Lane, slot: int, update: torch.Tensor) -> str:
         alone = replace(lane, slot=slot)

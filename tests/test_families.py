@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from raydpfl import bounding, keys, server, sums, weights
@@ -177,3 +178,19 @@ def test_client_noise_has_its_law_and_is_independent_over_clients_and_rounds():
     once, again, next_draw = (drawn.client_noise(0, 3, [4], [draw], 2.0, 500) for draw in (0, 0, 1))
     assert np.array_equal(once, again)
     assert not np.array_equal(once, next_draw)
+
+
+class Halves(bounding.Bounding):
+    """Gives `factors` alone."""
+
+    bound: float = 1.0
+
+    def factors(self, norms, bound):
+        return torch.clamp(bound / (2 * norms), max=0.5)
+
+
+def test_a_bounding_gives_the_factor_of_one_norm_or_those_of_many():
+    member = Halves()
+    assert member.factor(4.0, 1.0) == 0.125 and member.factor(0.5, 1.0) == 0.5
+    many = member.factors(torch.tensor([4.0]), 1.0)
+    assert many.tolist() == [0.125]

@@ -747,3 +747,40 @@ def test_what_was_dropped_is_written_down(tmp_path):
     ]
     assert {(each["round"], each["client"]) for each in dropped} == {(0, 2), (0, 4), (1, 2), (1, 4)}
     assert any("this row is cursed" in each["detail"] for each in dropped)
+
+
+class Shapeless(bounding.Clip):
+    """Remembers a number where a vector is due."""
+
+    kind: str = "shapeless"
+
+    def remember(self, vectors, sent, view):
+        return sent[:, :1]
+
+
+class Misnamed(bounding.Clip):
+    """Asks for one thing and answers another."""
+
+    kind: str = "misnamed"
+
+    def queries(self):
+        return (bounding.Query("size", bound=1.0, share=0.1),)
+
+    def answers(self, columns, bound):
+        return {"sizes": np.ones(len(columns["norm"]))}
+
+    def adapt(self, bound, sums, clients):
+        return bound
+
+
+@pytest.mark.parametrize(
+    "name,said",
+    [
+        ("Shapeless", r"bounding remembers \[\d+, 1\] for \d+ clients, not \[\d+, 7850\]"),
+        ("Misnamed", r"gives no answers to its query size; it answers sizes"),
+    ],
+)
+def test_a_bounding_that_answers_amiss_ends_the_run_by_name(name, said, tmp_path):
+    own = {"kind": f"{__name__}:{name}", "bound": 1.0}
+    with pytest.raises(RunError, match=said):
+        run(experiment(bounding=own), tmp_path / "out")

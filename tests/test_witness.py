@@ -17,6 +17,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, stream
 from raydpfl.plan import Plan
 from raydpfl.privacy import Sampling
+from raydpfl.privacy.laws import Law
 from raydpfl.selection import Cohort, Population, Selection
 from raydpfl.selection.poisson import Poisson
 from raydpfl.selection.power_of_choice import PowerOfChoice
@@ -457,3 +458,35 @@ def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):
     )
     run(experiment(), tmp_path / "run")
     assert seen == [0, 1, 2, 3] and Plan.make(experiment()).mechanism.sampling.hidden
+
+
+class GroupsLaw(Law):
+    kind = "groups"
+
+    def as_in_the_papers(self, sampling):
+        return False
+
+    def words(self, sampling):
+        return f"one of {sampling.population // sampling.cohort} groups"
+
+
+class OneGroup(Selection):
+    """A uniformly drawn group of clients takes part, the same groups in every round."""
+
+    def select(self, seed, t, population, ask):
+        group = int(np.random.default_rng([seed, t]).integers(10))
+        return Cohort.of(np.arange(group, len(population), 10))
+
+    def sampling(self, population):
+        return Sampling(GroupsLaw(), len(population), len(population) // 10)
+
+
+def test_a_law_of_ones_own_may_draw_clients_in_groups():
+    population = Population.balanced(300)
+    selection = OneGroup()
+    seen = Counter()
+    witness = Witness(selection, population, np.arange(1, 201), 0, True, 1, None)
+    for t in range(200):
+        cohort = selection.select(3, t, population, None)
+        witness.see(t, cohort, seen)
+        seen.update(cohort.clients.tolist())

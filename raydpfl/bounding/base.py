@@ -59,6 +59,8 @@ class Bounding(Member):
         super().__pydantic_init_subclass__(**options)
         if "factor" in vars(cls) and "factors" not in vars(cls):
             cls.factors = Bounding.factors  # type: ignore[method-assign]
+        if "factors" in vars(cls) and "factor" not in vars(cls):
+            cls.factor = _of_one  # type: ignore[method-assign]
 
     @property
     def initial_bound(self) -> float | None:
@@ -191,3 +193,7 @@ class Bounding(Member):
     def adapt(self, bound: float, sums: Mapping[str, float], clients: float) -> float:
         """The bound of the next round, from the noised sums of the answers of so many clients."""
         return bound
+
+
+def _of_one(self: Bounding, norm: float, bound: float) -> float:
+    return float(self.factors(torch.tensor([norm], dtype=torch.float64), bound)[0])

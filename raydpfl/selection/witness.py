@@ -250,7 +250,7 @@ class Witness:
         law = self._law
         before = self._before
         self._before = clients
-        if before is None or law.repeats or law.rule:
+        if before is None or law.repeats or law.rule or not law.law.any_subset(law):
             return
         self._common += _shared(clients, before)
         self._trials += len(clients)

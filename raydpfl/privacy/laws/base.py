@@ -27,8 +27,8 @@ class Law:
     fixed size without replacement, `as_in_the_papers` that of equally likely subsets.
 
     A run holds how many clients a cohort has in common with the one before against independent
-    uniform draws of their sizes, whatever the law, unless `Sampling.rule` says what is public of
-    it. So clients that are drawn in fixed groups need a `rule` that says so.
+    uniform draws of their sizes where a law says that it draws `any_subset`. A law by which clients
+    come in groups says no to that and to `as_in_the_papers`.
     """
 
     kind: ClassVar[str] = ""
@@ -65,6 +65,12 @@ class Law:
     def repeats(self) -> bool:
         """Whether a client may stand in a cohort more than once."""
         return False
+
+    def any_subset(self, sampling: Sampling) -> bool:
+        """Whether, given its size, a cohort is any subset with the same chance, whatever the others
+        were. Where it is, what cohorts have in common is held against that while a run goes on.
+        """
+        return self.as_in_the_papers(sampling)
 
     def as_in_the_papers(self, sampling: Sampling) -> bool:
         """Whether all subsets of one size are equally likely, as for the papers' formulas."""

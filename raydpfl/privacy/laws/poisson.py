@@ -28,6 +28,9 @@ class Poisson(Law):
     def as_in_the_papers(self, sampling):
         return False
 
+    def any_subset(self, sampling):
+        return True
+
     def words(self, sampling):
         return f"Poisson, {sampling.cohort} of {sampling.population} expected"
 
