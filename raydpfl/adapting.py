@@ -6,14 +6,15 @@ import numpy as np
 
 from raydpfl.errors import RunError
 from raydpfl.plan import Plan
-from raydpfl.rounds import Columns
+from raydpfl.rounds import Columns, State
 from raydpfl.selection import Cohort
 
 
 def next_bound(
-    plan: Plan, bound: float | None, t: int, cohort: Cohort, columns: Columns
+    plan: Plan, bound: float | None, state: State, t: int, cohort: Cohort, columns: Columns
 ) -> float | None:
-    """The bound of round t + 1, from that of round t, `bound`.
+    """The bound of round t + 1, from that of round t, `bound`. `state` is the bounding's own, which
+    it may change.
 
     Raises `RunError` for one out of range, or an answer beyond its own bound.
     """
@@ -21,7 +22,8 @@ def next_bound(
     clients = plan.experiment.selection.counted(cohort, plan.population)
     if bound is None or not bounding.adapts or not clients:
         return bound
-    following = bounding.adapt(bound, _answers(plan, bound, t, cohort, columns), clients)
+    sums = _answers(plan, bound, t, cohort, columns)
+    following = bounding.adapt(bound, sums, clients, state)
     if not 0 < following <= 1e15:
         left = f"the adaptive bound left its range ({following:g} after round {t})"
         raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")

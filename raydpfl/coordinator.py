@@ -99,7 +99,8 @@ class Coordinator:
         seen = Round(t, at.bound, columns, total, self._added, update)
         row = self.record.row(seen, results, self.accounts.spent(t), at)
         row["lost"] = cohort.lost
-        at.bound = adapting.next_bound(self.plan, at.bound, t, cohort, columns)
+        state = at.states["bounding"]
+        at.bound = adapting.next_bound(self.plan, at.bound, state, t, cohort, columns)
         at.participations.update(cohort.clients.tolist())
         at.t = t + 1
         return self.record.take(row, clock, at)

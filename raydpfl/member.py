@@ -54,8 +54,6 @@ class Member(BaseModel):
     accounted_with: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
-    # flag -> what a class that sets it must give, and no other may
-    needs: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     kind: str = ""
 

@@ -2,6 +2,13 @@
 
 It is kept by the coordinator, as any actor may run any lane and a lost one must not take it along,
 and travels with the lane.
+
+>>> memory = Memory({}, {})
+>>> sent = {"local": np.ones((2, 3), np.float32)}
+>>> memory.keep([LaneResult(np.zeros(3), {"client": np.array([4, 9])}, sent)])
+>>> lane = Lane(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
+>>> memory.given(lane).memory["local"]
+{0: array([1., 1., 1.], dtype=float32)}
 """
 
 from __future__ import annotations

@@ -283,9 +283,8 @@ def _code(member: Any) -> bytes:
             found.append(f"{each.__qualname__}{each.__defaults__!r}{each.__kwdefaults__!r}")
             for code in _parts(each.__code__):
                 constants = [value for value in code.co_consts if not inspect.iscode(value)]
-                found.append(
-                    f"{code.co_code.hex()}{constants!r}{code.co_names}{code.co_varnames}{code.co_freevars}"
-                )
+                names = f"{code.co_names}{code.co_varnames}{code.co_freevars}"
+                found.append(f"{code.co_code.hex()}{constants!r}{names}")
                 used = [(name, each.__globals__.get(name)) for name in code.co_names]
                 found += [f"{name}={value!r}" for name, value in used if isinstance(value, PLAIN)]
                 waiting += [

@@ -47,7 +47,7 @@ DECORATED = (  # what pydantic calls by itself
     "field_serializers", "model_serializers", "computed_fields",
 )  # fmt: skip
 # of a base, which no own class has to give
-INNER = {"accounted_with", "files", "named", "needs", "unread"}
+INNER = {"accounted_with", "files", "named", "unread"}
 MOST = 2000  # functions that are looked at, of code that calls much else
 Code = list[
     tuple[str, set[str], set[str]]
@@ -72,7 +72,7 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
     theirs = [each for each in cls.__mro__ if not is_own(each)]
     code = _code(own)
     hooks = {name: value for each in reversed(theirs) for name, value in _public(each).items()}
-    known = hooks.keys() | {name for each in theirs for name in _fields(each)} | _flagged(cls)
+    known = hooks.keys() | {name for each in theirs for name in _fields(each)}
     for each in own:
         for name, value in _public(each).items():
             if name in hooks:
@@ -105,26 +105,6 @@ def complete(cls: type, section: str, kind: str) -> None:
                 kind,
                 f"a class with a method {name}{_named(inspect.signature(found))}",
             )
-    for name in sorted(_flagged(cls)):
-        if not hasattr(cls, name) and name not in _fields(cls):
-            flags = [flag for flag, names in _needs(cls).items() if name in names]
-            raise ConfigError(
-                f"{section}.kind", kind, f"a class with {name}, as its {flags[0]} says"
-            )
-
-
-def _flagged(cls: type) -> set[str]:
-    """What a class must give because of a flag that it sets, such as `adaptive`."""
-    return {
-        name
-        for flag, names in _needs(cls).items()
-        if getattr(cls, flag, False) is True
-        for name in names
-    }
-
-
-def _needs(cls: type) -> dict[str, tuple[str, ...]]:
-    return getattr(cls, "needs", {})
 
 
 def _fields(cls: type) -> list[str]:

@@ -1,4 +1,8 @@
-"""Where a run stands, and whether it may go on from there."""
+"""Where a run stands, and whether it may go on from there.
+
+`take_up` is what the coordinator begins with: it finds the newest checkpoint that this run can go
+on from, and refuses one that another run has written or that the ledger contradicts.
+"""
 
 from __future__ import annotations
 

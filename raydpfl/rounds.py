@@ -81,7 +81,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Work:
-    """What all clients of a round must know beside the model."""
+    """What all clients of a round must know besides the model."""
 
     t: int
     seed: int  # of batches, and of randomness inside modules

@@ -91,7 +91,7 @@ class Collapsing(BOUNDINGS["quantile_clip"]):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
-    def adapt(self, bound: float, sums: Any, clients: float) -> float:
+    def adapt(self, bound: float, sums: Any, clients: float, state: Any) -> float:
         return bound - self.lr * sums["count"]
 
 

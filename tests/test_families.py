@@ -37,15 +37,15 @@ def test_clipping_leaves_short_updates_alone_and_normalising_does_not():
 
 def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
     member = bounding.FAMILY["quantile_clip"](bound=1.0, quantile=0.5, lr=0.2)
-    assert member.adapt(1.0, {"count": 0.0}, 10) == 1.0
-    assert member.adapt(1.0, {"count": 5.0}, 10) == pytest.approx(math.exp(-0.1))
-    assert member.adapt(1.0, {"count": -5.0}, 10) == pytest.approx(math.exp(0.1))
-    assert member.adapt(1.0, {"count": 40.0}, 10) == pytest.approx(math.exp(-0.1))
+    assert member.adapt(1.0, {"count": 0.0}, 10, {}) == 1.0
+    assert member.adapt(1.0, {"count": 5.0}, 10, {}) == pytest.approx(math.exp(-0.1))
+    assert member.adapt(1.0, {"count": -5.0}, 10, {}) == pytest.approx(math.exp(0.1))
+    assert member.adapt(1.0, {"count": 40.0}, 10, {}) == pytest.approx(math.exp(-0.1))
     norms = np.random.default_rng(0).lognormal(size=2000)
     bound = 10.0
     for _ in range(300):
         answers = member.answers({"norm": norms}, bound)
-        bound = member.adapt(bound, {"count": float(answers["count"].sum())}, len(norms))
+        bound = member.adapt(bound, {"count": float(answers["count"].sum())}, len(norms), {})
     assert bound == pytest.approx(np.median(norms), rel=0.02)
 
 

@@ -291,7 +291,7 @@ class Own(Selection):
         "bounding",
         "from raydpfl.bounding import Clip\nclass Own(Clip):\n"
         "    share: float = 0.1\n"
-        "    def adapt(self, bound, sums, clients): return bound * (1.0 - self.share)",
+        "    def adapt(self, bound, sums, clients, state): return bound * (1.0 - self.share)",
         {"bound": 1.0},
     ),
 }
@@ -554,3 +554,13 @@ def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monk
         Plan.make(experiment(selection={"cohort": 51}))
     with pytest.raises(ConfigError, match=r"privacy.relation = 'add_remove'"):
         Plan.make(experiment(privacy={"relation": "add_remove"}))
+
+
+def test_queries_whose_answers_nothing_takes_up_are_refused(mine):
+    mine(
+        "from raydpfl.bounding import Clip, Query\nclass Own(Clip):\n"
+        "    def queries(self): return (Query('count', 0.5, 0.1),)\n"
+        "    def answers(self, columns, bound): return {'count': columns['norm'] * 0}"
+    )
+    with pytest.raises(ConfigError, match=r"bounding\.kind = 'mine:Own': a class with adapt"):
+        experiment(bounding={"kind": "mine:Own", "bound": 1.0})

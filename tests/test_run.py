@@ -769,7 +769,7 @@ class Misnamed(bounding.Clip):
     def answers(self, columns, bound):
         return {"sizes": np.ones(len(columns["norm"]))}
 
-    def adapt(self, bound, sums, clients):
+    def adapt(self, bound, sums, clients, state):
         return bound
 
 

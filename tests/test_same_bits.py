@@ -21,6 +21,7 @@ import yaml
 from conftest import experiment
 
 from raydpfl import run
+from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import Dealt
 from raydpfl.coordinator import Coordinator
 from raydpfl.plan import Plan
@@ -186,6 +187,25 @@ METHODS = {
 }
 
 
+class Patient(FAMILY["quantile_clip"]):
+    """An adaptive bound that keeps a state: it moves by the mean of the counts so far."""
+
+    def start(self, d):
+        return {"sum": np.zeros(1), "rounds": np.zeros(1)}
+
+    def adapt(self, bound, sums, clients, state):
+        state["sum"] += sums["count"]
+        state["rounds"] += 1
+        mean = float((state["sum"] / state["rounds"])[0])
+        return super().adapt(bound, {"count": mean}, clients, state)
+
+
+METHODS["an own bound with a state"] = {
+    "bounding": {"kind": f"{__name__}:Patient", "bound": 0.1},
+    "noise": {"kind": "gaussian", "multiplier": 0.3},
+}
+
+
 def sha(of, out, **options) -> str:
     return run(of, out, **options).summary["model_sha256"]
 
@@ -255,6 +275,29 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
             coordinator.save()
         models.append(coordinator.parameters())
     assert np.array_equal(*models)
+
+
+def test_what_is_known_of_clients_is_the_same_however_lanes_are_dealt_and_after_a_resume(tmp_path):
+    """The last global update, which angles are taken to, is a state of the measure."""
+    measured = ["clients", {"kind": "bounding", "repeats": 2}]
+    plan = Plan.make(experiment(measure=measured, local={"steps": 3, "batch": 4}))
+    parameters_of(plan, tmp_path / "inline", None)
+    for actors in (0, 3):
+        parameters_of(plan, tmp_path / str(actors), actors)
+    (tmp_path / "resumed").mkdir()
+    for rounds in (2, plan.experiment.rounds):
+        coordinator = Coordinator(plan, str(tmp_path / "resumed"), 0, resume=rounds > 2)
+        coordinator.start()
+        while coordinator.position() < rounds:
+            coordinator.round()
+        coordinator.save()
+    expected = pq.read_table(tmp_path / "inline" / "clients.parquet")
+    assert np.isfinite(expected["angle"].to_numpy()[20:]).all()
+    for name in ("0", "3", "resumed"):
+        found = pq.read_table(tmp_path / name / "clients.parquet")
+        assert found.column_names == expected.column_names
+        for column in expected.column_names:
+            np.testing.assert_array_equal(found[column].to_numpy(), expected[column].to_numpy())
 
 
 @pytest.mark.slow

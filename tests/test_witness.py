@@ -427,9 +427,9 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
     shares = []
     following = QuantileClip.adapt
 
-    def adapt(self, bound, sums, clients):
+    def adapt(self, bound, sums, clients, state):
         shares.append(min(sums["count"] / clients + 0.5, 1.0))
-        return following(self, bound, sums, clients)
+        return following(self, bound, sums, clients, state)
 
     monkeypatch.setattr(QuantileClip, "adapt", adapt)
     asked = {"accountants": ["pld"], "relation": "add_remove"}

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -44,8 +45,7 @@ NO_LOSS = np.full(1, math.nan)
 
 def on_sums(plan: Plan) -> Mechanism:
     """The mechanism of a plan whose noise is on sums or single updates, not on local steps."""
-    assert isinstance(plan.mechanism, Mechanism)
-    return plan.mechanism
+    return cast(Mechanism, plan.mechanism)
 
 
 @dataclass(frozen=True)

@@ -510,8 +510,7 @@ def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
 
 def _steps(plan: Plan) -> LocalSteps:
     """The mechanism of a plan whose noise is at local steps."""
-    assert isinstance(plan.mechanism, LocalSteps)
-    return plan.mechanism
+    return cast(LocalSteps, plan.mechanism)
 
 
 def _sample_bound(plan: Plan) -> float:

@@ -76,10 +76,15 @@ class Bounding(Member):
         return None
 
     def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` where the mean over clients would not be what the server needs."""
+        """Raises `ConfigError` where the mean over clients would not be what the server needs, and
+        for queries whose answers nothing takes up.
+        """
         if self.sends_model() and not experiment.weights.plain():
             accepted = f"uniform with {self.kind}: the new model is the mean of those sent"
             raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+        if self.queries() and not self.adapts:
+            accepted = "a class with adapt, which takes up the answers to its queries"
+            raise ConfigError("bounding.kind", self.kind, accepted)
         if not self.remembers:
             return
         if experiment.local.remembers:
@@ -190,8 +195,18 @@ class Bounding(Member):
         """
         return {}
 
-    def adapt(self, bound: float, sums: Mapping[str, float], clients: float) -> float:
-        """The bound of the next round, from the noised sums of the answers of so many clients."""
+    def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
+        """The bound of the next round.
+
+        Args:
+            bound: that of this round.
+            sums: by query, the noised sum of the answers.
+            clients: how many answered; the expected number where that is a secret.
+            state: the member's own, as `start` made it, to be changed in place.
+
+        Returns:
+            A positive number, which may depend on nothing that has not been released.
+        """
         return bound
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from raydpfl.bounding.base import Query
 from raydpfl.bounding.clip import Clip
-from raydpfl.rounds import Columns
+from raydpfl.rounds import Columns, State
 
 
 class QuantileClip(Clip):
@@ -43,6 +43,6 @@ class QuantileClip(Clip):
         below = np.where(norms <= bound, 0.5, -0.5)
         return {"count": np.where(np.isfinite(norms), below, 0.0)}
 
-    def adapt(self, bound: float, sums: Mapping[str, float], clients: float) -> float:
+    def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
         below = min(max(sums["count"] / clients + 0.5, 0.0), 1.0)
         return bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))

@@ -206,11 +206,13 @@ def adapt(case: Case) -> str:
     for most in _bounds(case):
         for size in (0.0, 0.3, -0.3, 1.0, -1.0, 40.0, -40.0):
             sums = {query.name: size * query.bound * 9 for query in queries}
-            following = case.member.adapt(most, dict(sums), 9)
+            following = case.member.adapt(most, dict(sums), 9, case.member.start(case.d))
             says = f"from a bound of {most:g} and sums {sums} it becomes {following}"
             hold(np.isfinite(following) and 0 < following <= 1e15, says)
-            case.member.adapt(3 * most, {name: -2 * each for name, each in sums.items()}, 5)
-            hold(case.member.adapt(most, sums, 9) == following, "asked again, it is another")
+            other = {name: -2 * each for name, each in sums.items()}
+            case.member.adapt(3 * most, other, 5, case.member.start(case.d))
+            again = case.member.adapt(most, sums, 9, case.member.start(case.d))
+            hold(again == following, "asked again, it is another")
     return "from noised sums alone"
 
 

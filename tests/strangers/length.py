@@ -29,6 +29,6 @@ class Length(Bounding):
     def answers(self, columns, bound):
         return {"length": np.minimum(columns["norm"] / (2 * bound), 1.0) - 0.5}
 
-    def adapt(self, bound, sums, clients):
+    def adapt(self, bound, sums, clients, state):
         mean = min(max(sums["length"] / clients + 0.5, 0.05), 1.0)
         return min(max(bound * math.pow(2 * mean, self.rate), 1e-12), 1e12)
