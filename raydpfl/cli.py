@@ -84,7 +84,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Run one experiment."""
-    from raydpfl import report, runner
+    from raydpfl import runner, shown
 
     experiment, folder = _read(config, overrides)
     if resume and out is None:
@@ -94,7 +94,7 @@ def run(
         out = folder
     out = out or _new_folder(config)
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    with report.Display(console, experiment.rounds) as display:
+    with shown.Display(console, experiment.rounds) as display:
         result = runner.run(
             experiment,
             out,
@@ -106,7 +106,7 @@ def run(
             on_rows=display.rows,
             on_measure=display.measure,
         )
-    report.report(console, result)
+    shown.report(console, result)
 
 
 @app.command()

@@ -17,7 +17,7 @@ ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
 # where the later names the earlier.
 ORDER = [
-    "__main__", "cli", "budget", "audit", "check", "submit", "staging", "archive", "tune", "report",
+    "__main__", "cli", "budget", "audit", "check", "submit", "staging", "archive", "tune", "shown",
     "runner", "coordinator", "record", "witnessing", "adapting", "position", "account", "memory",
     "placement", "client", "evaluator", "process", "cluster",
     # no Ray from here on
@@ -33,7 +33,7 @@ KNOW_RAY = {
     "tune",
     "submit",
     "cli",
-    "report",
+    "shown",
 }
 
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, bounding, cli, privacy, report, run
+from raydpfl import Experiment, bounding, cli, privacy, run, shown
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.files import LOCK
@@ -645,10 +645,10 @@ def test_diverging_training_ends_in_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")]
+    ("value", "said"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")]
 )
-def test_slow_clients_are_not_shown_as_none_per_second(value, shown):
-    assert report.rate({"clients_per_second": value}) == f"{shown} clients/s"
+def test_slow_clients_are_not_shown_as_none_per_second(value, said):
+    assert shown.rate({"clients_per_second": value}) == f"{said} clients/s"
 
 
 HOLDER = """
