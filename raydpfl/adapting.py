@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from raydpfl.errors import RunError
+from raydpfl.noise import SideQuery
 from raydpfl.plan import Plan
 from raydpfl.rounds import Columns, State
 from raydpfl.selection import Cohort
@@ -51,7 +52,9 @@ def _answers(
                 f"above its bound of {query.bound:g}"
             )
         std = plan.side_stds.get(query.name, 0.0)
-        drawn = (plan.noise_seed, t, std, cohort.clients, cohort.draws, plan.survivors)
-        noise = plan.experiment.noise.on_query(*drawn, query.name)
-        sums[query.name] = float(answers.sum()) + noise
+        clients = cohort.clients
+        asked = SideQuery(
+            query.name, plan.noise_seed, t, std, clients, cohort.draws, plan.survivors
+        )
+        sums[query.name] = float(answers.sum()) + plan.experiment.noise.on_query(asked)
     return sums

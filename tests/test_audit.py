@@ -34,7 +34,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
 from raydpfl.keys import clients_normals, normals
 from raydpfl.local import engine
-from raydpfl.noise import places
+from raydpfl.noise import drawn_by
 from raydpfl.noise.drawn import client_noise, server_noise
 from raydpfl.plan import Plan
 from raydpfl.privacy import Ledger, gaussian_epsilon
@@ -300,11 +300,11 @@ def halved(draw):
 
 
 def half_the_clients_noise(patch):
-    patch.setattr(places, "client_noise", halved(client_noise))
+    patch.setattr(drawn_by, "client_noise", halved(client_noise))
 
 
 def half_the_servers_noise(patch):
-    patch.setattr(places, "server_noise", halved(server_noise))
+    patch.setattr(drawn_by, "server_noise", halved(server_noise))
 
 
 def one_clip_skipped(patch):
@@ -352,19 +352,19 @@ def one_round_behind(patch):
 
 def a_servers_key_used_twice(patch):
     patch.setattr(
-        places,
+        drawn_by,
         "server_noise",
         lambda seed, t, std, d: server_noise(seed, 2 if t == 4 else t, std, d),
     )
 
 
 def a_clients_key_used_in_every_round(patch):
-    patch.setattr(places, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest))
+    patch.setattr(drawn_by, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest))
 
 
 def one_key_for_two_clients(patch):
     patch.setattr(
-        places,
+        drawn_by,
         "client_noise",
         lambda seed, t, clients, *rest: client_noise(seed, t, np.maximum(clients, 2), *rest),
     )
@@ -396,7 +396,7 @@ def noise_that_is_not_gaussian(patch):
         gaussian = server_noise(seed, t, 1.0, d)
         return std * math.sqrt(12) * (norm.cdf(gaussian) - 0.5)
 
-    patch.setattr(places, "server_noise", uniform)
+    patch.setattr(drawn_by, "server_noise", uniform)
 
 
 def a_client_always_taken(patch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from scipy.special import ndtri
@@ -10,6 +11,7 @@ from scipy.stats import chi2, kstest
 
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import FALSE_ALARM, Look, hold
+from raydpfl.noise import SideQuery
 
 D = 2000
 ROUNDS = 5
@@ -145,8 +147,9 @@ def on_queries(case: Case) -> str:
         return "none is accounted for"
     who = np.arange(plan.survivors)
     draws = np.zeros_like(who)
-    found = [noise.on_query(3, t, STD, who, draws, len(who)) for t in range(D)]
-    again = noise.on_query(3, 0, STD, who, draws, len(who))
+    asked = SideQuery("count", 3, 0, STD, who, draws, len(who))
+    found = [noise.on_query(replace(asked, t=t)) for t in range(D)]
+    again = noise.on_query(asked)
     hold(again == found[0], "asked again, it is another")
     square = float(np.sum(np.square(found))) / STD**2
     tail = 2 * min(chi2.cdf(square, D), chi2.sf(square, D))

@@ -37,9 +37,9 @@ It is simulation-grade: floating-point Gaussians from a non-cryptographic genera
 from __future__ import annotations
 
 from raydpfl.member import family
-from raydpfl.noise.base import Noise, Source
+from raydpfl.noise.base import Noise, SideQuery, Source
 from raydpfl.noise.gaussian import Gaussian
 
-__all__ = ["FAMILY", "Gaussian", "Noise", "Source"]
+__all__ = ["FAMILY", "Gaussian", "Noise", "SideQuery", "Source"]
 
 FAMILY: dict[str, type[Noise]] = family(__name__, Noise, first=("none", "gaussian"))

@@ -34,6 +34,21 @@ class Facts:
     data_root: Path | None = None
 
 
+@dataclass(frozen=True)
+class SideQuery:
+    """A side query of one round (such as the count of an adaptive bound), as noise is drawn on its
+    sum.
+    """
+
+    name: str
+    seed: int  # the run's seed of noise
+    t: int  # the round
+    std: float  # of the noise on the sum of the answers
+    clients: np.ndarray  # int64 [r], the cohort
+    draws: np.ndarray  # int64 [r], the index of each draw among its client's draws, from 0
+    survivors: int  # the fewest clients that any round keeps
+
+
 class Source:
     """The server's noise in one run. It may keep what later rounds need of earlier ones, so long as
     a round's noise is a function of the run's seed and the round alone: after a resume a new source
@@ -106,26 +121,12 @@ class Noise(Member):
         """The server's noise of a run, for a model of `d` parameters."""
         return Source()
 
-    def on_query(
-        self,
-        seed: int,
-        t: int,
-        std: float,
-        clients: np.ndarray,
-        draws: np.ndarray,
-        survivors: int,
-        query: str = "count",
-    ) -> float:
-        """The noise on the sum of the answers to a side query, from whoever draws noise on updates.
+    def on_query(self, query: SideQuery) -> float:
+        """The noise on the sum of the answers to a side query, drawn by whoever draws the noise on
+        updates.
 
-        Args:
-            seed: the run's seed of noise.
-            t: the round.
-            std: of the sum.
-            clients: int64 [r], the cohort.
-            draws: int64 [r].
-            survivors: the fewest clients that any round keeps.
-            query: the name of the query.
+        Returns:
+            One draw, of std `query.std` on the sum; 0: none is drawn.
         """
         return 0.0
 

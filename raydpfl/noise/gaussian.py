@@ -13,8 +13,8 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.noise import sums
-from raydpfl.noise.base import Asked, Facts, Noise, Source
-from raydpfl.noise.places import Place, place_of, settled
+from raydpfl.noise.base import Asked, Facts, Noise, SideQuery, Source
+from raydpfl.noise.drawn_by import DrawnBy, settled, who_draws
 from raydpfl.privacy import Mechanism, Release, Sampling, Terms, budgets
 from raydpfl.privacy.facts import Placement, Relation, Unit
 
@@ -102,11 +102,11 @@ class Gaussian(Noise):
             )
         return self
 
-    # --- what it draws: see `raydpfl.noise.places` ---
+    # --- what it draws: see `raydpfl.noise.drawn_by` ---
 
     @property
-    def _place(self) -> Place:
-        return place_of(self.placement)  # auto is settled when the config is read
+    def _by(self) -> DrawnBy:
+        return who_draws(self.placement)  # auto is settled when the config is read
 
     @property
     def of_seed(self) -> bool:
@@ -118,42 +118,33 @@ class Gaussian(Noise):
     def on_clients(
         self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
     ) -> np.ndarray | None:
-        return self._place.on_clients(seed, t, clients, draws, std, d)
+        return self._by.on_clients(seed, t, clients, draws, std, d)
 
     def client_std(self, std: float, survivors: int) -> float:
-        return self._place.client_std(std, survivors)
+        return self._by.client_std(std, survivors)
 
     def least(self, survivors: int) -> int:
-        return self._place.least(survivors)
+        return self._by.least(survivors)
 
     def unseen(self) -> bool:
-        return self._place.unseen
+        return self._by.unseen
 
     def source(self, seed: int, d: int) -> Source:
-        return self._place.source(seed, d)
+        return self._by.source(seed, d)
 
-    def on_query(
-        self,
-        seed: int,
-        t: int,
-        std: float,
-        clients: np.ndarray,
-        draws: np.ndarray,
-        survivors: int,
-        query: str = "count",
-    ) -> float:
-        return self._place.on_query(seed, t, std, clients, draws, survivors, query)
+    def on_query(self, query: SideQuery) -> float:
+        return self._by.on_query(query)
 
     # --- what accountants are told ---
 
     def drawn_by(self) -> Placement:
-        return self._place.name
+        return self._by.name
 
     def protects(self) -> Unit:
-        return self._place.protects
+        return self._by.protects
 
     def terms(self, asked: Asked, natural: Relation) -> Terms:
-        return Terms(self._place.relation(asked, natural), self.delta, self.v)
+        return Terms(self._by.relation(asked, natural), self.delta, self.v)
 
     def target(self) -> float | None:
         return self.epsilon if isinstance(self.epsilon, int | float) else None
@@ -170,15 +161,15 @@ class Gaussian(Noise):
             self._check_virtual(found, experiment.selection.kind)
             return found
 
-        return self._place.outline(self, experiment, law)
+        return self._by.outline(self, experiment, law)
 
     def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
-        return self._place.noised(self, outline, facts)
+        return self._by.noised(self, outline, facts)
 
     def variances(
         self, experiment: Experiment, sizes: np.ndarray, root: Path | None
     ) -> np.ndarray | None:
-        return self._place.variances(self, experiment, sizes, root)
+        return self._by.variances(self, experiment, sizes, root)
 
     def size(self, outline: Mechanism, facts: Facts) -> float:
         if self.multiplier is not None:
@@ -186,7 +177,7 @@ class Gaussian(Noise):
         if self.std is not None:
             bound = facts.experiment.bounding.initial_bound
             assert bound is not None
-            return self._place.total(self.std, facts) / (bound * facts.weight)
+            return self._by.total(self.std, facts) / (bound * facts.weight)
         return self._calibrated(outline, facts)
 
     def _calibrated(self, outline: Mechanism, facts: Facts) -> float:
@@ -268,7 +259,7 @@ class Gaussian(Noise):
         if bounding.initial_bound is None and bounding.sample_bound is None:
             accepted = "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound"
             raise ConfigError("noise.kind", self.kind, accepted)
-        self._place.check(self, experiment)
+        self._by.check(self, experiment)
         accountants = experiment.privacy.accountants
         if self.epsilon is not None and not accountants:
             accepted = "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp"

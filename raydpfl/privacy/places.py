@@ -108,11 +108,11 @@ class Place:
         yield from ()
 
 
-class AtServer(Place):
+class CentralNoise(Place):
     """The server, once on the sum: nobody sees a single update with noise."""
 
 
-class AtClients(Place):
+class DistributedNoise(Place):
     """Each client of a cohort on what it sends, so that the sum carries sqrt(r) times the std."""
 
     one = "one_client"
@@ -142,7 +142,7 @@ class AtClients(Place):
         yield replace(view, mechanism=replace(seen, remembers_noise=False))
 
 
-class AtSteps(Place):
+class LocalStepNoise(Place):
     """A client at each of its local steps, once on the sum over a batch. Every update is seen."""
 
     one = "the_mean_gradient"
@@ -160,7 +160,11 @@ class AtSteps(Place):
         yield View(Observer.UPDATES, Batches(mechanism.sampling), mechanism, relation, rounds)
 
 
-_PLACES: dict[str, Place] = {"client": AtClients(), "server": AtServer(), "step": AtSteps()}
+_PLACES: dict[str, Place] = {
+    "client": DistributedNoise(),
+    "server": CentralNoise(),
+    "step": LocalStepNoise(),
+}
 
 
 def place_of(name: str) -> Place:

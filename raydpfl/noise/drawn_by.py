@@ -14,7 +14,7 @@ import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.noise import steps, sums
-from raydpfl.noise.base import Asked, Facts, Source
+from raydpfl.noise.base import Asked, Facts, SideQuery, Source
 from raydpfl.noise.drawn import client_noise, query_noise, server_noise
 from raydpfl.privacy import Mechanism, Release, Sampling
 from raydpfl.privacy.facts import Placement, Relation, Unit
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from raydpfl.noise.gaussian import Gaussian
 
 
-class Place(ABC):
-    """What follows from who draws. The methods named like those of `Noise` are these."""
+class DrawnBy(ABC):
+    """What follows from who draws. A method named like one of `Noise` answers for it."""
 
     name: ClassVar[Placement]
     protects: ClassVar[Unit] = "client"
@@ -49,16 +49,7 @@ class Place(ABC):
         """See `Noise.source`."""
         return Source()
 
-    def on_query(
-        self,
-        seed: int,
-        t: int,
-        std: float,
-        clients: np.ndarray,
-        draws: np.ndarray,
-        survivors: int,
-        query: str,
-    ) -> float:
+    def on_query(self, query: SideQuery) -> float:
         """See `Noise.on_query`."""
         return 0.0
 
@@ -91,9 +82,9 @@ class Place(ABC):
         return None
 
 
-class AtSteps(Place):
-    """Each client at each of its local steps, which is part of its training: nothing is drawn on
-    what it sends, and samples are protected.
+class DuringSteps(DrawnBy):
+    """Each client at each of its local steps, as part of its training: nothing is drawn on what it
+    sends, and samples are protected.
     """
 
     name = "step"
@@ -122,7 +113,7 @@ class AtSteps(Place):
         return steps.variances(noise, experiment, sizes, root)
 
 
-class OnSums(Place):
+class OnSums(DrawnBy):
     """On what leaves the clients, so that clients are protected."""
 
     def check(self, noise: Gaussian, experiment: Experiment) -> None:
@@ -141,7 +132,7 @@ class OnSums(Place):
         return sums.at_multiplier(outline, facts.experiment, z, facts.rounds)
 
 
-class AtServer(OnSums):
+class ByServer(OnSums):
     """The server, once on the sum."""
 
     name = "server"
@@ -150,21 +141,14 @@ class AtServer(OnSums):
     def source(self, seed: int, d: int) -> Source:
         return Independent(seed, d)
 
-    def on_query(
-        self,
-        seed: int,
-        t: int,
-        std: float,
-        clients: np.ndarray,
-        draws: np.ndarray,
-        survivors: int,
-        query: str,
-    ) -> float:
-        return query_noise(seed, t, std, query=query)
+    def on_query(self, query: SideQuery) -> float:
+        return query_noise(query.seed, query.t, query.std, query=query.name)
 
 
-class AtClients(OnSums):
-    """Each client on what it sends. All draw as much as the round with fewest clients needs."""
+class ByClients(OnSums):
+    """Each client on what it sends: everyone draws as much as the round with the fewest clients
+    needs.
+    """
 
     name = "client"
 
@@ -179,20 +163,14 @@ class AtClients(OnSums):
     def least(self, survivors: int) -> int:
         return survivors
 
-    def on_query(
-        self,
-        seed: int,
-        t: int,
-        std: float,
-        clients: np.ndarray,
-        draws: np.ndarray,
-        survivors: int,
-        query: str,
-    ) -> float:
-        own = std / math.sqrt(survivors)
-        drawn = zip(clients.tolist(), draws.tolist(), strict=True)
+    def on_query(self, query: SideQuery) -> float:
+        own = self.client_std(query.std, query.survivors)
+        drawn = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
         # in client order, whoever trained them
-        return sum(query_noise(seed, t, own, client, draw, query) for client, draw in drawn)
+        return sum(
+            query_noise(query.seed, query.t, own, client, draw, query.name)
+            for client, draw in drawn
+        )
 
     def total(self, std: float, facts: Facts) -> float:
         return std * math.sqrt(facts.survivors)
@@ -216,20 +194,22 @@ class Independent(Source):
         return server_noise(self._seed, t, std, self._d)
 
 
-PLACES: dict[str, Place] = {place.name: place for place in (AtClients(), AtServer(), AtSteps())}
+DRAWN_BY: dict[str, DrawnBy] = {
+    each.name: each for each in (ByClients(), ByServer(), DuringSteps())
+}
 
 
-def place_of(name: str) -> Place:
-    """The place of that name."""
-    return PLACES[name]
+def who_draws(placement: str) -> DrawnBy:
+    """Whoever draws the noise of a settled placement."""
+    return DRAWN_BY[placement]
 
 
 def settled(name: str, experiment: Experiment) -> str:
-    """The place that a config names. Where it leaves that open: at steps if samples' gradients are
-    bounded, by the server if the size of a cohort is a secret, else by the clients.
+    """The placement that a config names. `auto` means at local steps if samples' gradients are
+    bounded, by the server if the size of a cohort is a secret, and by the clients otherwise.
     """
-    if name in PLACES:
+    if name in DRAWN_BY:
         return name
     if experiment.bounding.sample_bound is not None:
-        return AtSteps.name
-    return AtServer.name if experiment.selection.hides_size() else AtClients.name
+        return DuringSteps.name
+    return ByServer.name if experiment.selection.hides_size() else ByClients.name
