@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from raydpfl.account import Account
 from raydpfl.errors import RunError
@@ -58,7 +60,8 @@ class Record:
         """Those of the rounds table."""
         names = ["round", "cohort", "train_loss", *TESTED]
         names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
-        names += ["bound", "noise_std", "clipped", "norm_p10", "norm_p50", "norm_p90"]
+        names += ["bound", "noise_std", "clipped"]
+        names += ["norm_mean", "norm_p10", "norm_p50", "norm_p90"]
         names += ["update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"]
         names += [name for probe in self.probes for name in probe.values()]
         return [*names, *(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
@@ -97,6 +100,7 @@ class Record:
         row["bound"] = e.bounding.sample_bound or seen.bound
         row["noise_std"] = self.plan.released_std(seen.bound)
         row["clipped"] = _mean(columns["clipped"])
+        row["norm_mean"] = _mean(columns["norm"])
         finite = columns["norm"][np.isfinite(columns["norm"])]
         for q in (10, 50, 90):
             row[f"norm_p{q}"] = float(np.quantile(finite, q / 100)) if len(finite) else None
@@ -193,6 +197,7 @@ class Record:
         return found | {
             "rounds": at.t,
             **{name: last[0][name] if last else None for name in TESTED},
+            "norm_mean": _norm_mean(rows),
             "model_sha256": hashlib.sha256(at.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,
             "population": len(self.plan.population),
@@ -207,6 +212,16 @@ class Record:
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
             "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
         }
+
+
+def _norm_mean(rows: pa.Table) -> float | None:
+    """The mean norm of what clients would have sent unbounded, over all clients of all rounds (000
+    sec. 4, where half of it is the bound); None where nobody sent anything.
+    """
+    sent = pc.subtract(rows["cohort"], rows["dropped"]).to_numpy().astype(np.float64)
+    means = rows["norm_mean"].to_numpy()
+    some = sent > 0
+    return float(np.average(means[some], weights=sent[some])) if some.any() else None
 
 
 def _mean(values: np.ndarray) -> float | None:

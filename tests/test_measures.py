@@ -90,6 +90,49 @@ def test_angles_are_to_the_last_global_update(tmp_path):
     assert np.allclose(angles, np.degrees(np.arccos(cosines)), atol=0.02)
 
 
+def test_the_mean_norm_is_over_all_clients_of_all_rounds_and_the_mean_update_has_its_own_angle(
+    tmp_path,
+):
+    """000 Figs 1, 2, 5-11 (the black dot) and sec. 4 (half the mean norm is the bound)."""
+    sections = {
+        "selection": {"kind": "poisson", "cohort": 6},
+        "bounding": {"kind": "none"},
+        "noise": {"kind": "none"},
+        "server": {"kind": "sgd"},
+        "measure": ["bounding", "clients", "trajectory"],
+    }
+    result = run(experiment(**sections), tmp_path / "out")
+    clients = pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas()
+    sizes = clients.groupby("round").size()
+    assert sizes.nunique() > 1  # so that a mean of means would be another number
+    assert result.summary["norm_mean"] == pytest.approx(clients["norm"].mean(), rel=1e-12)
+    by_round = clients.groupby("round")["norm"].mean().to_numpy()
+    assert np.allclose(result.rounds["norm_mean"].to_numpy(), by_round, rtol=1e-12)
+    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float)
+    updates = np.diff(path, axis=0)
+    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
+    angles = result.rounds["update_angle"].to_pylist()
+    assert angles[0] is None
+    assert np.allclose(angles[1:], np.degrees(np.arccos(cosines)), atol=0.02)
+
+
+def test_a_client_that_is_dropped_has_no_part_in_the_mean_norm(tmp_path):
+    sections = {
+        "data": {"kind": "scalar_quadratics", "a": (1, 2, 1e18), "b": (4, 1, -1), "clients": None},
+        "model": {"kind": "linear"},
+        "client": {"on_error": "drop"},
+        "bounding": {"kind": "none"},
+        "noise": {"kind": "none"},
+        "selection": {"kind": "full"},
+        "measure": ["clients"],
+    }
+    result = run(experiment(**sections), tmp_path / "out")
+    assert result.rounds["dropped"].to_pylist() == [1] * 4
+    norms = pq.read_table(tmp_path / "out" / "clients.parquet")["norm"].to_numpy()
+    assert np.isnan(norms).any()
+    assert result.summary["norm_mean"] == pytest.approx(np.nanmean(norms), rel=1e-12)
+
+
 def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_no_bias_within(
     tmp_path,
 ):

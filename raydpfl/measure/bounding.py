@@ -18,6 +18,7 @@ reported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -39,6 +40,10 @@ class BoundingProbe(Probe):
     `noise_norm`, that of its noise; `angle`, that of its update to the last global one, in degrees;
     with `repeats`, `expected_norm`, the norm of the expectation of what it would send unbounded
     (||E Delta_i|| for an update; 000 Theorem 3.1), from so many more trainings per client.
+
+    Of a round: `snr`, quantiles of the angles, `update_angle`, that of the mean update, as it is
+    released, to the one before (with the rounds table's `update_norm` the black dot of 000 Figs 1,
+    2, 5-11), and the sums of clipping's bias.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"repeats": 2})
@@ -75,12 +80,15 @@ class BoundingProbe(Probe):
         return state
 
     def values(self) -> tuple[str, ...]:
-        return ("snr", *ANGLES, *BIAS)
+        return ("snr", "update_angle", *ANGLES, *BIAS)
 
     def round(self, seen: Round, state: State) -> Mapping[str, float | None]:
         row = of_bounding(seen.columns, seen.bound)
         if seen.noise is not None:
             row["snr"] = float(np.linalg.norm(seen.total) / np.linalg.norm(seen.noise))
+        row["update_angle"] = None
+        if "previous" in state:
+            row["update_angle"] = _angle(seen.update, state["previous"])
         state["previous"] = seen.update.astype(np.float32)
         return row
 
@@ -98,6 +106,15 @@ def _angles(sent: Sent) -> np.ndarray:
     lengths = torch.linalg.vector_norm(updates, dim=1) * torch.linalg.vector_norm(last)
     cosines = ((updates * last).sum(1) / lengths).cpu().numpy()
     return np.degrees(np.arccos(np.clip(cosines, -1.0, 1.0)))
+
+
+def _angle(update: np.ndarray, previous: np.ndarray) -> float | None:
+    """Of two global updates, [d] each, in degrees; None where one of them is 0."""
+    last = previous.astype(np.float64)
+    length = float(np.linalg.norm(update) * np.linalg.norm(last))
+    if not length:
+        return None
+    return math.degrees(math.acos(min(max(float(update @ last) / length, -1.0), 1.0)))
 
 
 def of_bounding(columns: Columns, bound: float | None) -> dict[str, float | None]:
