@@ -54,6 +54,8 @@ class Member(BaseModel):
     accounted_with: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
+    # fields that there were not always: see `meaning`
+    newer: ClassVar[frozenset[str]] = frozenset()
 
     kind: str = ""
 
@@ -78,6 +80,22 @@ class Member(BaseModel):
         """The files that this member names, by field."""
         given = {name: getattr(self, name) for name in sorted(self.named)}
         return {name: value for name, value in given.items() if isinstance(value, str)}
+
+    def meaning(self) -> dict[str, Any]:
+        """Its section of the config in JSON types, of which the keys of noise and of prepared data
+        are made.
+
+        A field that is `newer` is left out at its default, which does what was done before there
+        was such a field: so a config that does not use it keeps its bits.
+        """
+        found = self.model_dump(mode="json")
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name in self.newer and value == field.get_default(call_default_factory=True):
+                del found[name]
+            elif isinstance(value, Member):
+                found[name] = value.meaning()
+        return found
 
     @classmethod
     def unread(cls) -> bool:

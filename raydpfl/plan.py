@@ -185,15 +185,16 @@ class Plan:
 
     def _kept(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
-        tree = self.experiment.to_dict()
-        kept = {
-            name: tree[name]
-            for name in ("model", "selection", "local", "bounding", "weights", "server")
-        }
+        e = self.experiment
+        members = (e.model, e.selection, e.local, e.bounding, e.weights, e.server)
+        names = ("model", "selection", "local", "bounding", "weights", "server")
+        kept = {name: each.meaning() for name, each in zip(names, members, strict=True)}
         for name in self.experiment.selection.named:  # the file is among the clients' facts
             kept["selection"].pop(name)
         kept["client"] = {
-            name: value for name, value in tree["client"].items() if name not in FREE["client"]
+            name: value
+            for name, value in e.client.model_dump(mode="json").items()
+            if name not in FREE["client"]
         }
         kept["noise"] = self.experiment.noise.release()
         return kept

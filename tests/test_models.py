@@ -8,11 +8,13 @@ import types
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import models
 from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, keyed_globals, torch_stream
 
 GREY = (1, 28, 28)
 COLOUR = (3, 32, 32)
@@ -112,11 +114,94 @@ def user_module(monkeypatch):
         ("alexnet", COLOUR, 3_349_066),
         ("mobilenet_v2", GREY, 2_236_106),
         ("resnet18", COLOUR, 11_173_962),
+        ("cnn width=0.25", COLOUR, 67_898),
+        ("dp_cnn width=0.25", COLOUR, 34_930),
+        ("alexnet width=0.25", COLOUR, 211_738),
+        ("mobilenet_v2 width=0.25", COLOUR, 250_922),
+        ("resnet18 width=0.25", COLOUR, 701_466),
     ],
 )
 def test_parameter_counts_are_those_in_the_table(kind, shape, count):
-    module = build(shape, kind=kind)
+    kind, _, width = kind.partition(" width=")
+    module = build(shape, kind=kind, **({"width": float(width)} if width else {}))
     assert models.parameter_count(module) == len(models.flatten(module)) == count
+
+
+NETS = ["cnn", "dp_cnn", "alexnet", "mobilenet_v2", "resnet18"]
+
+
+def channels(module):
+    """What each convolution and linear layer gives."""
+    return [
+        layer.weight.shape[0]
+        for layer in module.modules()
+        if isinstance(layer, (nn.Conv2d, nn.Linear))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cnn", "dp_cnn", "alexnet", "resnet18"])
+def test_a_narrow_net_has_its_share_of_every_hidden_layer(kind):
+    full = channels(build(COLOUR, kind=kind))
+    quarter = channels(build(COLOUR, kind=kind, width=0.25))
+    assert quarter == [*(each // 4 for each in full[:-1]), 10]
+    double = models.parameter_count(build(COLOUR, kind=kind, width=0.5))
+    # weights between hidden layers are as the square of the width
+    assert 3.9 < models.parameter_count(build(COLOUR, kind=kind)) / double < 4
+
+
+@pytest.mark.parametrize("width", [0.25, 0.5, 1, 1.4])
+def test_mobilenet_is_as_wide_as_torchvisions_of_that_width(width):
+    theirs = torchvision.models.mobilenet_v2(num_classes=7, width_mult=width)
+    ours = build(COLOUR, 7, kind="mobilenet_v2", width=width)
+    assert channels(ours) == channels(theirs)
+    assert models.parameter_count(ours) == models.parameter_count(theirs)
+
+
+def test_resnet18_is_torchvisions_but_for_the_first_convolution():
+    with keyed_globals(5):
+        torch.set_rng_state(torch_stream(5, Purpose.MODEL).get_state())
+        theirs = torchvision.models.resnet18(num_classes=10)
+    ours = build(COLOUR, kind="resnet18", seed=5)
+    assert models.parameter_count(ours) == (
+        models.parameter_count(theirs) - 64 * 3 * 7 * 7 + 64 * 3 * 3 * 3
+    )
+    same = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert name == "conv1.weight" or torch.equal(parameter, same[name])
+
+
+def test_a_narrow_resnet_is_drawn_as_torchvision_draws_it():
+    for name, part in build(COLOUR, kind="resnet18", width=0.5).named_modules():
+        if isinstance(part, nn.Conv2d):
+            fan = part.out_channels * part.kernel_size[0] * part.kernel_size[1]
+            # at least 864 draws: std of the ratio below 0.025
+            assert part.weight.std().item() == pytest.approx((2 / fan) ** 0.5, rel=0.15), name
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_a_narrow_net_gives_finite_scores_that_depend_on_the_image(kind):
+    module = build(GREY, kind=kind, width=0.125)
+    scores = module(torch.rand(3, *GREY))
+    assert scores.isfinite().all() and not torch.allclose(scores[0], scores[1])
+
+
+def test_a_narrow_resnet_has_as_many_channels_to_a_group():
+    found = [
+        [
+            part.num_channels // part.num_groups
+            for part in build(COLOUR, kind="resnet18", width=width).modules()
+            if isinstance(part, nn.GroupNorm)
+        ]
+        for width in (1, 0.5, 0.125)
+    ]
+    assert found[0] == found[1] == found[2] and {2, 4, 8, 16} == set(found[0])
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_width_1_is_what_was_before_there_was_a_width(kind):
+    plain = models.parse({"kind": kind})
+    assert plain == models.parse({"kind": kind, "width": 1}) and "width" not in plain.meaning()
+    assert models.parse({"kind": kind, "width": 0.5}).meaning()["width"] == 0.5
 
 
 @pytest.mark.parametrize("kind", ["softmax", "mlp", "cnn", "dp_cnn", "alexnet", "mobilenet_v2"])

@@ -1,0 +1,60 @@
+"""The base of the family, what gives nets a width, and stacks of dense layers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from raydpfl.errors import ConfigError
+from raydpfl.member import Member
+
+Shape = tuple[int, ...]
+
+
+class Model(Member):
+    """Base of the family: `module` gives a fresh module that takes [batch, *shape] and returns
+    [batch, outputs]: a score for each class, or the one number of a regression.
+
+    It draws its initial parameters from torch's default generator, which `raydpfl.models.build`
+    sets.
+    """
+
+    regression: ClassVar[bool] = True  # whether it takes regression data too
+
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
+        raise NotImplementedError
+
+    def image(self, shape: Shape, least: int) -> Shape:
+        """`shape` if it is (channels, height, width) with height and width at least `least`; else
+        raises `ConfigError`.
+        """
+        if len(shape) != 3 or min(shape[1:]) < least:
+            images = f"images (channels, height, width), {least} x {least} or more"
+            accepted = f"a model for samples of shape {shape}; this one takes {images}"
+            raise ConfigError("model.kind", self.kind, accepted)
+        return shape
+
+
+class Net(Model):
+    """Base of the structured nets, each hidden layer of which may be narrower, or wider."""
+
+    newer: ClassVar[frozenset[str]] = frozenset({"width"})
+
+    # every hidden layer has so many times the channels or units that it has in the paper
+    width: float = Field(default=1.0, gt=0, le=16)
+
+    def units(self, full: int) -> int:
+        """The channels or units, at least 1, of a hidden layer that has `full` at width 1.
+
+        >>> Net(width=0.25).units(32), Net(width=0.01).units(32)
+        (8, 1)
+        """
+        return max(1, round(self.width * full))
+
+
+def dense(widths: list[int], activation: type[nn.Module]) -> list[nn.Module]:
+    """Linear layers from one of these widths to the next, each with an activation behind it."""
+    return [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), activation())]
