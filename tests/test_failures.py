@@ -188,6 +188,7 @@ def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
         "bundles": [],
     }
     told |= {
+        "mark": str(tmp_path / "out" / "sweep.yaml"),
         "metric": "test_loss",
         "data_root": None,
         "pause": False,

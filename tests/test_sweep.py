@@ -26,11 +26,12 @@ from raydpfl import Experiment, cli
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
 from raydpfl.tune import Sweep, run, watch
+from raydpfl.tune.course import scheduler
 from raydpfl.tune.display import table
-from raydpfl.tune.driver import scheduler
-from raydpfl.tune.proposals import guided
+from raydpfl.tune.folder import identity
+from raydpfl.tune.guided import guided
 from raydpfl.tune.results import statement
-from raydpfl.tune.sweep import Trial, identity
+from raydpfl.tune.source import Trial
 
 WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
 
@@ -550,7 +551,7 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
     def add(values):
         setting = sweep.setting(values)
         setting.trials.append(
-            Trial(setting, 3, setting.experiment, Path("nowhere"), status="running")
+            Trial(setting.named(), setting.experiment, Path("nowhere"), status="running")
         )
         return setting
 
@@ -562,8 +563,9 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
             pending.append(setting)
             if len(pending) < 4:
                 continue
-        trial = pending.pop(order % len(pending)).trials[0]
-        rate = trial.setting.values["local.lr"]
+        told = pending.pop(order % len(pending))
+        trial = told.trials[0]
+        rate = told.values["local.lr"]
         trial.status = "completed" if rate < failing else "failed"
         trial.summary = {"test_accuracy": -((math.log10(rate) + 2) ** 2)}
     return rates

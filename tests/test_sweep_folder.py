@@ -20,7 +20,8 @@ from raydpfl import cli
 from raydpfl import run as run_one
 from raydpfl.bounding import Bounding
 from raydpfl.errors import ConfigError, FileError
-from raydpfl.tune import Sweep, driver, folder, results, run
+from raydpfl.tune import Sweep, course, folder, results, run
+from raydpfl.tune.directory import Directory
 from raydpfl.tune.limits import Limits
 from raydpfl.tune.spaces import parse
 
@@ -282,10 +283,11 @@ def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_p
     (tmp_path / ".tune-1").mkdir()
     (tmp_path / ".tune-1" / "state").touch()
     gone = tmp_path / ".summary.json.1"
-    found = driver._left_over(tmp_path)
-    monkeypatch.setattr(driver, "_left_over", lambda folder: [gone, *found])
+    place = Directory(tmp_path, "sweep", course.OUTPUTS)
+    found = place.left_over()
+    monkeypatch.setattr(Directory, "left_over", lambda self: [gone, *found])
     monkeypatch.setattr("os.rmdir", lambda *args, **more: os.listdir("/nowhere"))  # written to
-    driver._tidy(tmp_path)
+    place.tidy()
     assert not (tmp_path / ".tune-1" / "state").exists()
 
 
@@ -307,7 +309,7 @@ def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, 
     def full(path, write):
         raise FileError(f"{path.name} cannot be written (No space left on device)")
 
-    monkeypatch.setattr(driver, "replace_file", full)
+    monkeypatch.setattr(course, "replace_file", full)
     said = complain([str(out), "--resume"], monkeypatch, capsys)
     assert said.endswith(
         ": a directory that can be written to (sweep.yaml cannot be written "

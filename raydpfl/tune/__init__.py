@@ -24,8 +24,8 @@ trials `asha` and `median` stop early depends on the order in which results arri
 have it.
 """
 
+from raydpfl.tune.course import run
 from raydpfl.tune.display import Display
-from raydpfl.tune.driver import run
 from raydpfl.tune.results import Result
 from raydpfl.tune.sweep import Setting, Sweep, Trial
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from raydpfl.privacy import column, rigorous
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.tune.results import Result, epsilons, failures, score
-from raydpfl.tune.sweep import Setting, Sweep, Trial, short
+from raydpfl.tune.source import Trial
+from raydpfl.tune.sweep import Setting, Sweep, short
 
 RIGOROUS = {column(name) for name in rigorous(ACCOUNTANTS)}
 OVER = ("completed", "budget", "stopped", "failed")
@@ -146,7 +147,7 @@ def _line(trial: Trial, sweep: Sweep) -> str:
     metric = sweep.search.metric
     value = trial.value(metric)
     kind = _told([trial])
-    parts = [trial.setting.named(), f"seed={trial.seed}"]
+    parts = [trial.label, f"seed={trial.seed}"]
     if value is not None:
         parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")
     if kind:

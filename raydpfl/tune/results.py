@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 from raydpfl.privacy import column
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
+from raydpfl.tune.source import Trial
 from raydpfl.tune.spaces import Interval, Space
-from raydpfl.tune.sweep import Setting, Sweep, Trial
+from raydpfl.tune.sweep import Setting, Sweep
 
 _SHOWN = ("completed", "budget", "stopped", "failed")
 # What a row of results.parquet has of the trial's summary, before and after the epsilons.

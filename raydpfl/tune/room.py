@@ -1,4 +1,4 @@
-"""The Ray that the trials of a sweep run on, and what a trial takes of it."""
+"""The Ray that trials run on, and what a trial takes of it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.placement import capacity, cores
-from raydpfl.tune.sweep import Sweep
 
 
 class Room:
     """The Ray that the trials run on: started here, joined by `address`, or found running in this
-    process. `root` is where data sets lie.
+    process. `cpus` are of a trial's own process (default: 1 inline, 0 beside client actors); `root`
+    is where data sets lie.
     """
 
-    def __init__(self, sweep: Sweep, root: Path | None, address: str | None):
-        self._cpus = sweep.search.cpus
-        self._root = root
+    def __init__(self, cpus: float | None, root: Path | None, address: str | None):
+        self._cpus = cpus
+        self.root = root
         self._address = address
         self._session: Session | None = None
 
@@ -73,7 +73,7 @@ class Room:
             return int(experiment.client.actors)
         if experiment.data.clients:
             return experiment.data.clients
-        return len(Shards.open(data.prepare(experiment.data, experiment.seed, self._root)).sizes)
+        return len(Shards.open(data.prepare(experiment.data, experiment.seed, self.root)).sizes)
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial that the cluster could never hold."""

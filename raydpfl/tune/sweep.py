@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,14 +26,14 @@ from pydantic import Field
 
 from raydpfl.config import Experiment, Section, dump, overridden, read
 from raydpfl.errors import ConfigError
-from raydpfl.files import read_text
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import validate
-from raydpfl.tune.folder import FREE_KEYS, check, flat, identity, meaning, name_of, summary_of
+from raydpfl.tune.directory import difference, stored
+from raydpfl.tune.folder import FREE_KEYS, flat, identity, meaning, name_of
+from raydpfl.tune.source import Trial
 from raydpfl.tune.spaces import Space, find, put
 
 BETTER = {"test_accuracy": 1, "test_loss": -1}  # the sign that makes more of it better
-FINISHED = ("completed", "budget", "stopped")  # a trial that is not run again
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")
 CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
@@ -46,7 +45,6 @@ _ONLY_WITH = {
     "grace": ("scheduler", ("asha", "median")),
     "reduction": ("scheduler", ("asha",)),
 }
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # the colours of Ray's messages
 
 
 class Search(Section):
@@ -71,48 +69,6 @@ class Search(Section):
 
 
 @dataclass(eq=False)
-class Trial:
-    """One run: a setting with one seed, in a directory of its own."""
-
-    setting: Setting
-    seed: int
-    experiment: Experiment  # `client.actors` is a number or per-client
-    folder: Path
-    status: str = "waiting"
-    report: dict[str, Any] = field(default_factory=dict)  # the latest evaluated row
-    summary: dict[str, Any] | None = None
-    reason: str | None = None
-    before: bool = False  # it had finished before this sweep began or was resumed
-
-    def look(self) -> None:
-        """Takes up what the directory says."""
-        summary = summary_of(self.folder)
-        if summary:
-            self.summary = summary
-            self.status = summary["status"]
-            self.reason = summary.get("reason")
-
-    @property
-    def finished(self) -> bool:
-        return self.status in FINISHED
-
-    def named(self) -> str:
-        return f"{self.setting.named()} seed={self.seed}".strip()
-
-    def failure(self) -> str:
-        """Why it failed: the first line of the reason."""
-        plain = _ESCAPES.sub("", self.reason or "").strip()
-        return plain.splitlines()[0][:300] if plain else "no reason is known"
-
-    def value(self, metric: str) -> float | None:
-        """The metric at the last evaluation, of a trial that has not failed."""
-        found = (self.summary or self.report).get(metric)
-        if self.status == "failed" or found is None or not math.isfinite(found):
-            return None
-        return found
-
-
-@dataclass(eq=False)
 class Setting:
     """One choice of all searched values, and its trials."""
 
@@ -122,7 +78,7 @@ class Setting:
 
     @property
     def done(self) -> bool:
-        return all(trial.finished or trial.status == "failed" for trial in self.trials)
+        return all(trial.done for trial in self.trials)
 
     @property
     def whole(self) -> bool:
@@ -187,18 +143,7 @@ class Sweep:
     @classmethod
     def stored(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
         """The sweep of this directory. Raises `ConfigError` unless its sweep.yaml is whole."""
-        path = folder / "sweep.yaml"
-        tree = read(path)
-        why = None
-        if not isinstance(tree, Mapping):
-            why = f"it is a {type(tree).__name__}"
-        elif not tree:
-            why = "it is empty"
-        elif not read_text(path).endswith("\n...\n"):
-            why = "it is cut, as its last line is not '...'"
-        if why:
-            raise ConfigError("--resume", str(path), f"the sweep.yaml of a sweep; {why}")
-        return cls.from_dict(tree, overrides)
+        return cls.from_dict(stored(folder, "sweep"), overrides)
 
     def to_yaml(self) -> str:
         """The config with its spaces; `from_yaml` of it is this sweep.
@@ -247,14 +192,8 @@ class Sweep:
         """
         for seed in range(self.seed, self.seed + self.search.repeats):
             experiment = inline(setting.experiment).model_copy(update={"seed": seed})
-            trial = Trial(setting, seed, experiment, folder / name_of(experiment, self.spaces))
-            check(trial.folder, experiment, self.spaces, trial.named())
-            trial.look()
-            trial.before = trial.finished
-            if not trial.before:  # it goes on, or is tried again
-                trial.status = "waiting"
-                trial.summary = None
-                trial.reason = None
+            place = folder / name_of(experiment, self.spaces)
+            trial = Trial.found(setting.named(), experiment, place, self.spaces)
             setting.trials.append(trial)
 
     def differs(self, other: Sweep) -> tuple[str, Any, Any] | None:
@@ -364,14 +303,7 @@ def inline(experiment: Experiment) -> Experiment:
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """(key, here, there) of the first difference that a resumed sweep may not have.
-
-    A value is None where its key is missing.
-    """
-    for key in dict.fromkeys([*here, *there]):
-        if here.get(key) != there.get(key) and key not in CHANGEABLE:
-            return key, here.get(key), there.get(key)
-    return None
+    return difference(here, there, CHANGEABLE)
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:

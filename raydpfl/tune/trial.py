@@ -27,25 +27,26 @@ from raydpfl.errors import ConfigError, RunError, told
 from raydpfl.files import LOCK
 from raydpfl.tables import read_log
 from raydpfl.tune.folder import settled
-from raydpfl.tune.sweep import FINISHED, Trial
+from raydpfl.tune.source import FINISHED, Source, Trial
 
 ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
-SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where the sweep was started"
+SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where it was started from"
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
 
 
 def work(
-    trial: Trial, bundles: list[dict[str, float]], metric: str, data_root: Path | None, pause: bool
+    trial: Trial, source: Source, bundles: list[dict[str, float]], data_root: Path | None
 ) -> dict[str, Any]:
-    """What `TrialActor` is told. `pause`: at every evaluation it waits until it may go on."""
+    """What `TrialActor` is told of a trial of `source`."""
     return {
         "experiment": trial.experiment.to_dict(),
         "folder": str(trial.folder),
         "status": trial.status,
         "bundles": bundles,
-        "metric": metric,
+        "mark": str(trial.folder.parent.parent / source.mark),
+        "metric": source.metric,
         "data_root": str(data_root) if data_root else None,
-        "pause": pause,
+        "pause": source.pauses,
         "home": os.getcwd(),
         "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else None,
         "path": [os.path.abspath(entry) for entry in sys.path],
@@ -109,17 +110,17 @@ class TrialActor(tune.Trainable):
         self._reports.put({**self._report, **end})
 
     def _away(self) -> bool:
-        """Whether the sweep was started on another node."""
+        """Whether the driver is on another node."""
         return (
             ray.is_initialized() and ray.get_runtime_context().get_node_id() != self._work["node"]
         )
 
     def _arrive(self) -> None:
-        """Takes up the place that the sweep was started from. Raises `ConfigError` naming a node
+        """Takes up the place that the driver was started from. Raises `ConfigError` naming a node
         that has no such place.
         """
         home = self._work["home"]
-        sweep = Path(self._work["folder"]).parent.parent
+        mark = Path(self._work["mark"])
         every = "a directory that all nodes of the cluster see; on node"
         try:
             os.chdir(home)
@@ -128,11 +129,11 @@ class TrialActor(tune.Trainable):
                 "working directory", home, f"{every} {place()}: {error.strerror}"
             ) from None
         sys.path.extend(entry for entry in self._work["path"] if entry not in sys.path)
-        if not (sweep / "sweep.yaml").exists():
+        if not mark.exists():
             raise ConfigError(
                 "--out",
-                str(sweep),
-                f"{every} {place()} it is not what it is where the sweep was started",
+                str(mark.parent),
+                f"{every} {place()} it is not what it is where it was started from",
             )
 
     def _carry_out(self, folder: Path) -> None:

@@ -1,11 +1,10 @@
-"""What a sweep does while Ray Tune runs its trials: it takes up what they report, ends those that
-hang, and gives up where the cluster has become too small.
+"""What happens while Ray Tune runs trials: what they report is taken up, those that hang are ended,
+and where the cluster has become too small all is given up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -13,37 +12,29 @@ from ray import tune
 
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.tune.limits import Limits
-from raydpfl.tune.proposals import Proposals, Stop
+from raydpfl.tune.proposals import Proposals
 from raydpfl.tune.room import Room, fits
-from raydpfl.tune.sweep import Trial
+from raydpfl.tune.source import Source, Stop, Trial
 
 RETRIES = 2  # of a trial whose process died; it goes on from its checkpoint
 SHOW = 0.25  # seconds between showings of what has changed
 EVERY = 5.0  # seconds between looks at the cluster, and between writings of the results so far
-# seconds that a cluster may be too small for every waiting trial, before the sweep gives up
+# seconds that a cluster may be too small for every waiting trial, before all is given up
 LOST = 60.0
 LOOK = 1.0  # seconds between looks for trials that hang
 
 
 class Watch(tune.Callback):
-    """Takes up what the trials report, and ends those that hang.
+    """Takes up what the trials of `source` report, and ends those that hang.
 
-    `show` is called when something has changed, `write` more rarely.
+    The source is asked to show what has changed, and more rarely to save it.
     """
 
-    def __init__(
-        self,
-        proposals: Proposals,
-        room: Room,
-        limits: Limits[Trial],
-        show: Callable[[], object],
-        write: Callable[[], object],
-    ):
+    def __init__(self, source: Source, proposals: Proposals, room: Room, limits: Limits[Trial]):
+        self._source = source
         self._trials = proposals.running
         self._room = room
         self._limits = limits
-        self._show = show
-        self._write = write
         self._changed = False
         self._shown = self._written = self._looked = self._fitted = time.monotonic()
         self._measured = self._shown
@@ -64,7 +55,8 @@ class Watch(tune.Callback):
     ) -> None:
         ours = self._trials[trial.trial_id]
         if "refused" in result:
-            raise Stop(ConfigError(*result["refused"]))
+            self._refuse(ours, ConfigError(*result["refused"]))
+            return
         self.processes.add((result["hostname"], result["pid"]))
         ours.report = {
             name: value
@@ -78,6 +70,13 @@ class Watch(tune.Callback):
                 ours.reason = result["failed"]
             self._limits.end(ours, ours.finished)
         self._changed = True
+
+    def _refuse(self, ours: Trial, error: ConfigError) -> None:
+        ours.status = "failed"
+        ours.reason = str(error)
+        self._limits.end(ours, False)
+        self._changed = True
+        self._source.refused(ours, error)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
@@ -102,9 +101,9 @@ class Watch(tune.Callback):
         if self._changed and now - self._shown > SHOW:
             self._changed = False
             self._shown = now
-            self._show()
+            self._source.show()
             if now - self._written > EVERY:
-                self._write()
+                self._source.save()
                 self._written = time.monotonic()
         if now - self._measured > LOOK:
             self._measured = now

@@ -1,0 +1,211 @@
+"""Carrying out a sweep: `run(sweep, out)`, and the sweep as a source of trials.
+
+Everything that can be refused is refused first: a config that is no experiment, data that are not
+there, a trial that no node of the cluster could ever hold. Then Ray Tune runs the trials.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    TrialScheduler,
+)
+
+from raydpfl import interrupts
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError, FileError
+from raydpfl.plan import Plan
+from raydpfl.runner import alone
+from raydpfl.tracking import make_folder, replace_file
+from raydpfl.tune.directory import Directory, said
+from raydpfl.tune.driver import drive, proposed
+from raydpfl.tune.guided import guided, optuna
+from raydpfl.tune.proposals import Proposals
+from raydpfl.tune.results import Result, gather, remove, write
+from raydpfl.tune.room import Room
+from raydpfl.tune.source import Source, Trial
+from raydpfl.tune.sweep import Setting, Sweep
+
+BUSY = 10.0  # seconds that what another sweep has started may take to let go of its directory
+OUTPUTS = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
+
+
+def run(
+    sweep: Sweep,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    data_root: str | Path | None = None,
+    address: str | None = None,
+    on_change: Callable[[Sequence[Setting]], None] = lambda settings: None,
+) -> Result:
+    """Runs all trials of `sweep` into the directory `out` (default: a new one under `runs/`).
+
+    `resume` goes on with the sweep in `out`, from nothing if it had not begun: finished trials are
+    not run again, the others go on from their checkpoints. `data_root` is where data sets lie
+    (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose nodes must
+    all see `out`. `on_change` is called, now and then, with all settings so far.
+
+    The result's `problem` says what went wrong, such as trials that failed; such a sweep goes on
+    with `resume`. Raises `ConfigError` before anything is started or written when the sweep cannot
+    be run, `RunError` when it was cut off. A Ray that this process had started is used, and left.
+    """
+    folder = Path(out) if out is not None else Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
+    directory = Directory(folder.absolute(), "sweep", OUTPUTS)
+    root = Path(data_root).absolute() if data_root else None
+    cpus = sweep.search.cpus
+    with directory.writable():
+        directory.check(resume)
+        if resume:
+            _same_sweep(sweep, directory)
+    if sweep.search.search == "optuna":
+        optuna()
+    with interrupts.handled(), Room(cpus, root, address) as room, ExitStack() as stack:
+        for experiment in sweep.probes:
+            room.check(experiment)
+        _check_metric(sweep, Plan.make(sweep.probes[0], root))
+        make_folder(directory.folder)
+        course = Course(sweep, directory, on_change)
+        with directory.writable():
+            stack.enter_context(alone(directory.folder, BUSY))
+            proposals = course.prepare(room)
+        return course.carry_out(proposals, room)
+
+
+class Course(Source):
+    """One carrying out of a sweep, from what lies in its directory to its result."""
+
+    mark = "sweep.yaml"
+
+    def __init__(self, sweep: Sweep, directory: Directory, on_change: Callable):
+        self.sweep = sweep
+        self.directory = directory
+        self.folder = directory.folder
+        self.on_change = on_change
+        self.metric = sweep.search.metric
+        self.concurrent = sweep.search.concurrent
+        self.timeout = sweep.search.timeout
+        self.pauses = sweep.search.scheduler != "none"
+        self.settings: list[Setting] = []
+        self.began = time.monotonic()
+
+    def prepare(self, room: Room) -> Proposals:
+        """Takes up what the directory holds, and writes what the sweep is; the trials to run.
+
+        Raises `ConfigError`, OSError, `FileError`.
+        """
+        sweep = self.sweep
+        self.directory.tidy()
+        self._source: Iterable[Setting | None] = (
+            guided(sweep, self._add)
+            if sweep.search.search == "optuna"
+            else [self._add(values) for values in sweep.listed()]
+        )
+        replace_file(self.folder / self.mark, lambda file: file.write(sweep.to_yaml().encode()))
+        proposals = proposed(self, room)
+        if proposals.waiting():  # what an earlier result says holds no more
+            write(self.gather(False), sweep)
+        return proposals
+
+    def carry_out(self, proposals: Proposals, room: Room) -> Result:
+        """All trials, and what they leave behind. Raises `ConfigError`, `RunError`."""
+        processes = drive(self, proposals, room)
+        seconds = time.monotonic() - self.began
+        return self._leave(self.gather(True, seconds=seconds, processes=processes))
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [trial for setting in self.settings for trial in setting.trials]
+
+    def proposals(self) -> Iterator[Trial | None]:
+        """All trials of a setting before the next."""
+        trials = self.trials
+        over = bool(trials) and all(trial.finished for trial in trials)
+        # As long as any trial runs, a scheduler must hear of the finished ones too.
+        skipping = over or not self.pauses
+        for setting in self._source:
+            if setting is None:
+                yield None
+                continue
+            for trial in setting.trials:
+                if not (trial.finished and skipping):
+                    yield trial
+
+    def scheduler(self) -> TrialScheduler:
+        return scheduler(self.sweep)
+
+    def show(self) -> None:
+        self.on_change(self.settings)
+
+    def save(self) -> None:
+        with suppress(OSError, FileError):  # the last writing says so, if it fails too
+            write(self.gather(False), self.sweep)
+
+    def gather(self, over: bool, **more: Any) -> Result:
+        return gather(self.folder, self.settings, self.sweep, over, more)
+
+    def _add(self, values: dict[str, Any]) -> Setting:
+        setting = self.sweep.setting(values)
+        self.sweep.add_trials(setting, self.folder / "trials")
+        self.settings.append(setting)
+        return setting
+
+    def _leave(self, result: Result) -> Result:
+        """Writes the result; one that could not be written is no result."""
+        try:
+            write(result, self.sweep)
+        except (OSError, FileError) as error:
+            problem = f"the results could not be written ({said(error)}); go on with --resume"
+            problem = f"{result.problem}; {problem}" if result.problem else problem
+            result = dataclasses.replace(result, best=None, problem=problem)
+            with suppress(OSError):
+                for name in ("best.yaml", "summary.json"):  # of before a resume
+                    remove(self.folder / name)
+                self.directory.tidy()
+        return result
+
+
+def _check_metric(sweep: Sweep, plan: Plan) -> None:
+    if sweep.search.metric == "test_accuracy" and Shards.open(plan.shards).classes == 0:
+        raise ConfigError(
+            "sweep.metric", sweep.search.metric, "test_loss; a regression has no accuracy"
+        )
+
+
+def _same_sweep(sweep: Sweep, directory: Directory) -> None:
+    """Raises `ConfigError` when the directory holds another sweep."""
+    stored = directory.begun(Sweep.stored)
+    difference = sweep.differs(stored) if stored else None
+    if difference:
+        field, here, there = difference
+        raise ConfigError(field, here, f"{there!r}, as in the sweep to be resumed")
+
+
+def scheduler(sweep: Sweep) -> TrialScheduler:
+    """Ray Tune's, comparing trials at the same number of rounds."""
+    search = sweep.search
+    compared: dict[str, Any] = {
+        "time_attr": "round",
+        "metric": search.metric,
+        "mode": "max" if sweep.sign > 0 else "min",
+        "grace_period": search.grace,
+    }
+    if search.scheduler == "asha":
+        rounds = max(experiment.rounds for experiment in sweep.probes)
+        return AsyncHyperBandScheduler(
+            **compared, max_t=rounds, reduction_factor=search.reduction, stop_last_trials=False
+        )
+    if search.scheduler == "median":
+        never: Any = math.inf  # is a trial paused; Ray Tune compares it with a float
+        return MedianStoppingRule(**compared, min_time_slice=never)
+    return FIFOScheduler()
