@@ -398,7 +398,9 @@ def data_describe(config: Config, overrides: Overrides = None, data_root: DataRo
     from raydpfl import data
 
     experiment = _read(config, overrides, imports=("data",))[0]
-    for name, value in data.describe(experiment.data, experiment.seed, data_root).items():
+    apart = experiment.evaluate.validation
+    found = data.describe(experiment.data, experiment.seed, data_root, apart)
+    for name, value in found.items():
         print(f"{name}: {value}")
 
 

@@ -35,7 +35,7 @@ from pydantic import (
     field_validator,
 )
 
-from raydpfl import bounding, data, local, models, noise, own, selection, server, weights
+from raydpfl import bounding, data, local, models, noise, own, scores, selection, server, weights
 from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
@@ -111,8 +111,36 @@ class Client(Section):
 
 
 class Evaluate(Section):
+    """When the model is evaluated, and on what."""
+
     every: int = Field(default=10, ge=1)  # rounds; the last round always counts
     batch: int = Field(default=1000, ge=1)
+    test: bool = True  # false: the test set is not looked at
+    # share of each client's rows that is held out of training and evaluated on
+    validation: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The columns of the rounds table that an evaluation fills; those of the test set are there
+        in any case.
+        """
+        return scores.columns(self.validation > 0)
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.test or self.validation > 0
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """What of it no accountant counts, in words."""
+        if not self.validation:
+            return ()
+        return (
+            "the validation scores (evaluate.validation) are exact answers to queries on rows of "
+            "the clients, which were held out of training; no epsilon covers them, nor what is "
+            "chosen by them",
+        )
 
 
 # Where a run's values of the parameters of `raydpfl.privacy` come from.

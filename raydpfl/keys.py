@@ -60,6 +60,7 @@ class Purpose(IntEnum):
     CANARY = 14  # audit
     SWEEP = 15  # values that a sweep tries
     GLOBAL = 16  # what a user's own code draws from the generators of the process
+    VALIDATION = 17  # rows that are held out of training
 
 
 class _Key(ISeedSequence):

@@ -47,7 +47,8 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     Raises:
         ConfigError: for what the data cannot give.
     """
-    shards = data.prepare(experiment.data, experiment.seed, data_root)
+    apart = experiment.evaluate.validation
+    shards = data.prepare(experiment.data, experiment.seed, data_root, validation=apart)
     opened = Shards.open(shards)
     sizes = np.array(opened.sizes)
     selection = experiment.selection

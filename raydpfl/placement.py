@@ -157,7 +157,7 @@ class Inline:
         with self._limited("the evaluation of the model"):
             return self.evaluator.evaluate(model)
 
-    def evaluation(self, pending: Any) -> tuple[float, float]:
+    def evaluation(self, pending: Any) -> dict[str, float | None]:
         return pending
 
     def close(self) -> None:
@@ -453,7 +453,7 @@ class Actors:
     def evaluate(self, model: np.ndarray) -> Any:
         return model, self._evaluator.evaluate.remote(model), time.monotonic()
 
-    def evaluation(self, pending: Any) -> tuple[float, float | None]:
+    def evaluation(self, pending: Any) -> dict[str, float | None]:
         model, call, began = pending
         patience = self._patience["evaluate"]
         late = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raydpfl import scores
 from raydpfl.account import Account
 from raydpfl.errors import RunError
 from raydpfl.measure import Afterwards, Finished, Round
@@ -29,7 +29,6 @@ from raydpfl.tracking import Clock, Dropped, Pace, save
 # What is known of every client, measured or not.
 KNOWN = ("client", "norm", "factor", "clipped", "train_loss")
 NOBODY: Columns = {"client": np.empty(0, np.int64), **{name: np.empty(0) for name in KNOWN[1:]}}
-TESTED = ("test_loss", "test_accuracy")
 PHASES = ("account", "select", "collect", "server", "record", "evaluate")
 
 
@@ -58,7 +57,7 @@ class Record:
 
     def _columns(self) -> list[str]:
         """Those of the rounds table."""
-        names = ["round", "cohort", "train_loss", *TESTED]
+        names = ["round", "cohort", "train_loss", *self.plan.experiment.evaluate.scores]
         names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
         names += ["bound", "noise_std", "clipped"]
         names += ["norm_mean", "norm_p10", "norm_p50", "norm_p90"]
@@ -95,8 +94,9 @@ class Record:
         e = self.plan.experiment
         columns = seen.columns
         row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
-        row |= {"train_loss": _mean(columns["train_loss"]), "test_loss": None}
-        row |= {"test_accuracy": None, **{column(name): spent[name] for name in spent}}
+        row |= {"train_loss": _mean(columns["train_loss"])}
+        row |= dict.fromkeys(e.evaluate.scores)
+        row |= {column(name): spent[name] for name in spent}
         row["bound"] = e.bounding.sample_bound or seen.bound
         row["noise_std"] = self.plan.released_std(seen.bound)
         row["clipped"] = _mean(columns["clipped"])
@@ -126,7 +126,8 @@ class Record:
         clock.lap("record")
         complete = self._settle()
         last = at.t == self.plan.experiment.rounds
-        if last or at.t % self.plan.experiment.evaluate.every == 0:
+        evaluate = self.plan.experiment.evaluate
+        if evaluate.asked and (last or at.t % evaluate.every == 0):
             self._pending = row, self.pool.evaluate(at.model)
         clock.lap("evaluate")
         row |= clock.seconds
@@ -147,10 +148,11 @@ class Record:
             return []
         row, handle = self._pending
         self._pending = None
-        row["test_loss"], row["test_accuracy"] = self.pool.evaluation(handle)
-        if not math.isfinite(row["test_loss"]):
-            what = f"the test loss is {row['test_loss']} after round {row['round']}"
-            raise RunError(f"{what}; lower server.lr or local.lr")
+        found = self.pool.evaluation(handle)
+        row |= found
+        what = scores.diverged(found)
+        if what:
+            raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
         return [self._keep(row)]
 
     def save(self, at: Position, copies: bool = True) -> list[dict]:
@@ -187,8 +189,8 @@ class Record:
     def summary(self, at: Position, account: Account) -> dict[str, Any]:
         """What is known of the run as it stands, for its summary."""
         rows = self.rounds.arrow()
-        evaluated = rows.filter(rows["test_loss"].is_valid())
-        last = evaluated.slice(max(0, len(evaluated) - 1)).to_pylist()
+        names = self.plan.experiment.evaluate.scores
+        evaluated = rows.select(["round", *names]).to_pylist()
         clients = sum(rows["cohort"].to_pylist())
         training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
         quantiles = account.per_client(self.out, at.t, at.participations)
@@ -196,7 +198,8 @@ class Record:
         guarantees = account.guarantees(at.t, at.participations)
         return found | {
             "rounds": at.t,
-            **{name: last[0][name] if last else None for name in TESTED},
+            **scores.last(evaluated, names),
+            **scores.best(evaluated, names),
             "norm_mean": _norm_mean(rows),
             "model_sha256": hashlib.sha256(at.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from raydpfl import scores
 from raydpfl.plan import Plan
 from raydpfl.privacy import column, sentences
 from raydpfl.runner import Result
@@ -62,10 +63,8 @@ class Display:
             spent = [row[name] for name in self._accountants if name in row]
             epsilon = f"epsilon {min(spent):.3g}" if spent else ""
             speed = rate(row)
-            if row["test_loss"] is not None:
-                self._score = f"loss {row['test_loss']:.4g}"
-                if row["test_accuracy"] is not None:
-                    self._score = f"accuracy {row['test_accuracy']:.2%}"
+            if scores.evaluated(row):
+                self._score = scores.words(row)
                 if not self._console.is_terminal:
                     place = f"round {row['round'] + 1}/{self._rounds}"
                     self._console.print(f"{place}  {self._score}  {epsilon}  {speed}")
@@ -89,16 +88,14 @@ def rate(row: dict[str, Any]) -> str:
 
 
 def report(console: Console, result: Result) -> None:
-    """Says what came of a run: its test scores, and every guarantee in words."""
+    """Says what came of a run: its scores, and every guarantee in words."""
     summary = result.summary
     if summary["status"] == "budget":
         console.print(f"[yellow]Stopped:[/] {summary['reason']}")
-    if summary["test_loss"] is not None:
-        score = f"loss {summary['test_loss']:.4g}"
-        if summary["test_accuracy"] is not None:
-            score = f"accuracy {summary['test_accuracy']:.2%}, {score}"
+    said = scores.told(summary)
+    if said:
         time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
-        console.print(f"Test {score}, after {time}")
+        console.print(f"{said}, after {time}")
     _guarantees(console, result)
     console.print(f"Run directory: {result.out}", markup=False)
 

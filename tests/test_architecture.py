@@ -21,7 +21,7 @@ ORDER = [
     "runner", "coordinator", "record", "witnessing", "adapting", "position", "account", "memory",
     "placement", "client", "evaluator", "process", "cluster",
     # no Ray from here on
-    "plan", "parts", "origin", "config", "measure", "tables", "tracking", "heterogeneity",
+    "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
     "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy", "models",
     "data", "member", "own", "rounds", "files", "keys", "errors", "interrupts", "reaper",
 ]  # fmt: skip

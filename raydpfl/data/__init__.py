@@ -9,7 +9,8 @@
 ({'min': 30, 'median': 30.0, 'max': 30}, {'min': 2, 'median': 4.0, 'max': 5})
 
 A source (`sources`, `table`, `synthetic`, `quadratics`) gives samples, a front end may make columns
-of them (`features`), a partition (`partitions`) says whose they are, `prepare` writes them once in
+of them (`features`), a partition (`partitions`) says whose they are, some rows of each client may
+be held out of training (`heldout`), `prepare` writes them once in
 client order, and `Shards` reads them (`shards`). Public to the run: shapes, the numbers of clients,
 of samples per client and of classes. Everything random is keyed by (seed, PARTITION) or (seed,
 DATA, client).
@@ -105,8 +106,8 @@ def fetch(kind: str, root: Path | None = None) -> Path:
     return cls().ensure(root)
 
 
-def describe(data: Data, seed: int = 0, root: Path | None = None) -> dict:
+def describe(data: Data, seed: int = 0, root: Path | None = None, validation: float = 0.0) -> dict:
     """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See
-    `Shards.describe`.
+    `prepare` and `Shards.describe`.
     """
-    return Shards.open(prepare(data, seed, root)).describe()
+    return Shards.open(prepare(data, seed, root, validation=validation)).describe()

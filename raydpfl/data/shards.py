@@ -11,13 +11,14 @@ trains on this machine.
 (3, (60,), 10, (2, 5, 60), array([4, 0]))
 
 A prepared folder is named by a digest of (format, data config, seed, contents of the source files,
-code of the user's own members), wherever the files are, and never changes:
+code of the user's own members, share of rows held out), wherever the files are, and never changes:
 
 - `train.arrow`, a row per sample: x, uint8 or float32 [prod(shape)], and y, int64 (its class) or
   float32 (its target, for regression); in batches that end where a client ends.
 - `clients.arrow`, a row per client: first, int64, its first row in `train.arrow`, and size, int64,
   how many rows.
 - `test.arrow`, as `train.arrow`, in one batch.
+- `validation.arrow`, as `train.arrow`, where rows are held out of training (`data.heldout`).
 - `data.json`: shape, classes (0: regression), unseen, mean and std, and how it was dealt.
 - `digests.json`: size and digest of each; what does not agree with them is prepared again.
 
@@ -49,6 +50,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raydpfl.data.heldout import HeldOut, held_out
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import STILL, cache_root, put, whole
@@ -67,16 +69,29 @@ TARGETS = 1 << 23  # bytes of targets that a process holds beside the map
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
 
-def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None = None) -> Path:
+def prepare(
+    data: Data,
+    seed: int,
+    root: Path | None = None,
+    cache: Path | None = None,
+    validation: float = 0.0,
+) -> Path:
     """The folder that holds `data` dealt to clients, written now unless it is there already, whole
     and unchanged.
 
-    `root` is where the source files are (None: RAYDPFL_DATA), `cache` where folders are kept (None:
-    RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME or ~/.cache). Raises `ConfigError` before
-    anything is written for what the data cannot give.
+    Args:
+        data: where samples come from.
+        seed: of the experiment.
+        root: where the source files are (None: RAYDPFL_DATA).
+        cache: where folders are kept (None: RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME or
+            ~/.cache).
+        validation: the share of each client's rows that is held out of training, in [0, 1).
+
+    Raises:
+        ConfigError: before anything is written, for what the data cannot give.
     """
     with _blamed(data):
-        described = _described(data, seed, root)
+        described = _described(data, seed, root, validation)
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
     folder = (cache or cache_root()) / "data" / name
     if whole(folder):
@@ -84,10 +99,12 @@ def prepare(data: Data, seed: int, root: Path | None = None, cache: Path | None 
     with _blamed(data):
         split = data.split(seed, root)
     split = replace(split, rows=_blamed(data)(split.rows), test=_blamed(data)(split.test))
+    with _blamed(data):
+        apart = held_out(split, validation, seed, data.overlaps()) if validation else None
 
     def fill(scratch: Path) -> None:
-        _write(split, described["data"], scratch)
-        if _described(data, seed, root) != described:
+        _write(split, apart, described["data"], scratch)
+        if _described(data, seed, root, validation) != described:
             raise ConfigError("data.kind", data.kind, STILL)
 
     put(folder, fill)
@@ -111,41 +128,28 @@ def _blamed(data: Data) -> Iterator[None]:
         ) from None
 
 
-def _described(data: Data, seed: int, root: Path | None) -> dict[str, Any]:
+def _described(data: Data, seed: int, root: Path | None, validation: float) -> dict[str, Any]:
     """All that the prepared files are a function of, in JSON types."""
-    return {
+    found = {
         "format": FORMAT,
         "data": data.facts(),
         "seed": seed,
         "sources": data.identity(root),
         "code": own_code(data),
     }
+    return found | ({"validation": validation} if validation else {})
 
 
-def _write(split: Split, config: dict, folder: Path) -> None:
+def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> None:
     """Writes the files of a prepared folder but for its seal. Raises `ConfigError` for no room."""
     _check_room(split, folder)
-    found = _write_train(split, folder / "train.arrow")
-    first = np.cumsum(split.sizes) - split.sizes
+    found = _write_train(split, apart, folder)
+    sizes = apart.sizes if apart else split.sizes
     test = _batch(*split.test(), split.classes)
-    clients = pa.record_batch({"first": first, "size": split.sizes})
+    clients = pa.record_batch({"first": np.cumsum(sizes) - sizes, "size": sizes})
     for name, batch in (("test.arrow", test), ("clients.arrow", clients)):
         with pa.ipc.new_file(str(folder / name), batch.schema) as writer:
             writer.write_batch(batch)
-    description = {
-        "clients": len(split.sizes),
-        "samples": int(split.sizes.sum()),
-        "test_samples": test.num_rows,
-        "unused": split.unused,
-        "samples_per_client": _spread(split.sizes),
-    }
-    if split.classes:
-        has = split.sizes > 0
-        commonest = (found.most[has] / split.sizes[has]).round(4)
-        description["classes_per_client"] = _spread(found.held)
-        description["commonest_class_per_client"] = _spread(commonest)
-    if split.optimum is not None:
-        description["optimum"] = split.optimum
     about = {
         "shape": list(split.shape),
         "classes": split.classes,
@@ -153,9 +157,30 @@ def _write(split: Split, config: dict, folder: Path) -> None:
         "mean": list(split.mean),
         "std": list(split.std),
         "config": config,
-        "description": description,
+        "description": _description(split, sizes, found, test.num_rows),
     }
     (folder / "data.json").write_text(json.dumps(about, indent=1))
+
+
+def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -> dict[str, Any]:
+    """See `Shards.describe`."""
+    description = {
+        "clients": len(sizes),
+        "samples": int(sizes.sum()),
+        "test_samples": tested,
+        "unused": split.unused,
+        "samples_per_client": _spread(sizes),
+    }
+    if found.scored:
+        description["validation_samples"] = found.scored
+    if split.classes:
+        has = sizes > 0
+        commonest = (found.most[has] / sizes[has]).round(4)
+        description["classes_per_client"] = _spread(found.held)
+        description["commonest_class_per_client"] = _spread(commonest)
+    if split.optimum is not None:
+        description["optimum"] = split.optimum
+    return description
 
 
 def _check_room(split: Split, folder: Path) -> None:
@@ -173,44 +198,70 @@ def _row_bytes(split: Split) -> int:
 
 @dataclass
 class _Counts:
-    """How the classes are spread over the clients."""
+    """How the classes are spread over the clients, and how many rows are scored in validation."""
 
     held: np.ndarray  # int64 [clients]: classes of a client
     most: np.ndarray  # int64 [clients]: its samples of the commonest
     counted: np.ndarray  # int64 [classes]: training samples of each class
+    scored: int = 0
 
 
-def _write_train(split: Split, path: Path) -> _Counts:
-    """Writes the clients' rows, some clients at a time."""
+class _Rows:
+    """An Arrow IPC file of rows, written a batch at a time."""
+
+    def __init__(self, path: Path, classes: int, stack: ExitStack):
+        self._path = path
+        self._classes = classes
+        self._stack = stack
+        self._writer: Any = None
+
+    def write(self, x: np.ndarray, y: np.ndarray) -> None:
+        batch = _batch(x, y, self._classes)
+        if self._writer is None:
+            file = pa.ipc.new_file(str(self._path), batch.schema)
+            self._writer = self._stack.enter_context(file)
+        self._writer.write_batch(batch)
+
+
+def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
+    """Writes the clients' rows, some clients at a time, and those held out."""
     ends = np.cumsum(split.sizes)
     rows = BATCH_BYTES // _row_bytes(split)
     held = np.zeros(len(ends), np.int64)
     found = _Counts(held, np.zeros_like(held), np.zeros(split.classes, np.int64))
+    sizes = apart.sizes if apart else split.sizes
     with ExitStack() as stack:
-        writer = None
+        train = _Rows(folder / "train.arrow", split.classes, stack)
+        validation = _Rows(folder / "validation.arrow", split.classes, stack)
         first = 0
         while first < len(ends):
             start = ends[first] - split.sizes[first]
             last = max(first + 1, int(np.searchsorted(ends, start + rows, side="right")))
             x, y = split.rows(first, last)
-            batch = _batch(x, y, split.classes)
-            if writer is None:
-                writer = stack.enter_context(pa.ipc.new_file(str(path), batch.schema))
-            writer.write_batch(batch)
+            if apart:
+                out, scored = apart.rows(first, last)
+                if scored.any():
+                    validation.write(x[scored], y[scored])
+                    found.scored += int(scored.sum())
+                x = x[~out]
+                y = y[~out]
+            train.write(x, y)
             if split.classes:
-                _count(found, split, first, last, y)
+                _count(found, sizes[first:last], first, y)
             first = last
     return found
 
 
-def _count(found: _Counts, split: Split, first: int, last: int, y: np.ndarray) -> None:
-    """Takes the labels of the clients from `first` to `last` into account."""
-    owner = np.repeat(np.arange(last - first), split.sizes[first:last])
-    kinds, counts = np.unique(owner * split.classes + y, return_counts=True)
-    client = kinds // split.classes
-    found.held[first:last] = np.bincount(client, minlength=last - first)
+def _count(found: _Counts, sizes: np.ndarray, first: int, y: np.ndarray) -> None:
+    """Takes the labels of the clients from `first` on, of so many rows each, into account."""
+    classes = len(found.counted)
+    last = first + len(sizes)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    kinds, counts = np.unique(owner * classes + y, return_counts=True)
+    client = kinds // classes
+    found.held[first:last] = np.bincount(client, minlength=len(sizes))
     np.maximum.at(found.most, first + client, counts)
-    np.add.at(found.counted, kinds % split.classes, counts)
+    np.add.at(found.counted, kinds % classes, counts)
 
 
 def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
@@ -313,8 +364,9 @@ class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
 
     `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0:
-    regression); `unseen`: classes without a training sample; `test_size`. What `lane` and `test`
-    return is the caller's to write to. Where y is said to be int64, it is float32 for regression.
+    regression); `unseen`: classes without a training sample; `test_size`, `validation_size`. What
+    `lane`, `test` and `validation` return is the caller's to write to. Where y is said to be int64,
+    it is float32 for regression.
     """
 
     def __init__(self, folder: Path):
@@ -330,6 +382,8 @@ class Shards:
         ((self._first, self.sizes),) = self._clients.columns
         ((test_x, self._test_y),) = self._test.columns
         self._test_x = test_x.reshape(-1, *self.shape)
+        held_out = folder / "validation.arrow"
+        self._validation = _Mapped(held_out) if held_out.exists() else None
         # first row of each batch
         self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])
         # where x and y of each batch are in the file, int64 [batches, 2]
@@ -367,6 +421,13 @@ class Shards:
     @property
     def test_size(self) -> int:
         return len(self._test_y)
+
+    @property
+    def validation_size(self) -> int:
+        """How many rows are held out of training, to be scored."""
+        if self._validation is None:
+            return 0
+        return sum(len(y) for _, y in self._validation.columns)
 
     def lane(
         self,
@@ -492,14 +553,24 @@ class Shards:
         """The test samples in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<=
         batch].
         """
-        for start in range(0, self.test_size, batch):
-            stored = self._test_x[start : start + batch]
-            y = self._test_y[start : start + batch]
+        yield from self._several(self._test_x, self._test_y, batch)
+
+    def validation(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows held out of training in client order, as `test` gives those of the test set."""
+        for x, y in self._validation.columns if self._validation else ():
+            yield from self._several(x.reshape(-1, *self.shape), y, batch)
+
+    def _several(
+        self, x: np.ndarray, y: np.ndarray, batch: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Samples as they are stored, `batch` at a time, as they are trained on."""
+        for start in range(0, len(y), batch):
+            stored = x[start : start + batch]
             yield (
                 self._scaled(stored, np.empty(stored.shape, np.float32))
                 if stored.dtype == np.uint8
                 else stored.copy(),
-                y.copy(),
+                y[start : start + batch].copy(),
             )
 
     def _scale_lane(self, stored: np.ndarray, x: np.ndarray, n: np.ndarray) -> None:
@@ -524,13 +595,15 @@ class Shards:
         """Gives the mapped pages back, so that this process holds no more memory than it works
         with. They return when touched.
         """
-        for file in (self._train, self._clients, self._test):
+        for file in (self._train, self._clients, self._test, self._validation):
+            if file is None:
+                continue
             file.map.madvise(mmap.MADV_DONTNEED)
 
     def describe(self) -> dict:
-        """What the partition did: clients, samples, test samples, unused samples; and per client
-        (min, median, max) samples, classes, and the share of its samples that are of its commonest
-        class.
+        """What the partition did: clients, training samples, test samples, unused samples, samples
+        held out for validation if any; and per client (min, median, max) training samples, classes,
+        and the share of these samples that are of its commonest class.
 
         For regression no classes; and `optimum` where the least loss on the test set that a linear
         model can reach is known.

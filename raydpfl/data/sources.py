@@ -56,6 +56,8 @@ class Split:
     unused: int = 0  # training samples that no client holds
     # the least loss on the test set that any model of `kind: linear` can reach, where it is known
     optimum: float | None = None
+    # which sample each row is that `rows` gives, int64 [rows]; needed where clients share samples
+    samples: Callable[[int, int], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,11 @@ class Dealt(Sized):
         )
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
+        def samples(first: int, last: int) -> np.ndarray:
+            return order[ends[first] : ends[last]]
+
         def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            chosen = order[ends[first] : ends[last]]
+            chosen = samples(first, last)
             return x[chosen], found.y[chosen]
 
         classes = (
@@ -200,7 +205,15 @@ class Dealt(Sized):
         )
         unused = len(found.y) - len(np.unique(order))
         return Split(
-            sizes, x.shape[1:], classes, rows, lambda: (test_x, found.test_y), mean, std, unused
+            sizes=sizes,
+            shape=x.shape[1:],
+            classes=classes,
+            rows=rows,
+            test=lambda: (test_x, found.test_y),
+            mean=mean,
+            std=std,
+            unused=unused,
+            samples=samples,
         )
 
     def _deal(

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
-from raydpfl import measure
+from raydpfl import measure, scores
 from raydpfl.config import Experiment, read
 from raydpfl.errors import ConfigError
 from raydpfl.files import read_text
@@ -47,6 +47,8 @@ class _Summary(BaseModel):
     seed: int
     test_accuracy: float | None
     test_loss: float | None
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
     seconds: float
     model_sha256: str
     guarantees: list[_Guarantee]
@@ -184,14 +186,17 @@ def _contradiction(folder: Path, summary: _Summary) -> str | None:
     if summary.status in ("interrupted", "failed"):
         return None
     try:
-        rows = pq.read_table(folder / "rounds.parquet", columns=["round", "test_loss"]).to_pylist()
+        table = pq.read_table(folder / "rounds.parquet")
+        known = [name for name in table.column_names if name in scores.SIGNS]
+        rows = table.select(["round", *known]).to_pylist()
     except (OSError, pa.ArrowInvalid, pa.ArrowKeyError):
         return None
-    losses = [row["test_loss"] for row in rows if row["test_loss"] is not None]
     if len(rows) != summary.rounds:
         return f"it has {summary.rounds} rounds and rounds.parquet {len(rows)}"
-    if losses and losses[-1] != summary.test_loss:
-        return f"its test_loss is {summary.test_loss} and that of rounds.parquet {losses[-1]}"
+    for name, value in scores.last(rows, known).items():
+        if value is not None and getattr(summary, name) != value:
+            there = f"that of rounds.parquet {value}"
+            return f"its {name} is {getattr(summary, name)} and {there}"
     return None
 
 

@@ -73,7 +73,9 @@ class Room:
             return int(experiment.client.actors)
         if experiment.data.clients:
             return experiment.data.clients
-        return len(Shards.open(data.prepare(experiment.data, experiment.seed, self.root)).sizes)
+        apart = experiment.evaluate.validation
+        found = data.prepare(experiment.data, experiment.seed, self.root, validation=apart)
+        return len(Shards.open(found).sizes)
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial that the cluster could never hold."""

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import tune
 
-from raydpfl import runner
+from raydpfl import runner, scores
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError, told
@@ -162,12 +162,12 @@ class TrialActor(tune.Trainable):
         for row in rows:
             if self._stopping:
                 break
-            if row["test_loss"] is None or row["round"] < self._report["round"]:
+            if not scores.evaluated(row) or row["round"] < self._report["round"]:
                 continue
             kept = {
                 key: math.nan if value is None else value
                 for key, value in row.items()
-                if key.startswith(("test_", "epsilon_"))
+                if key in scores.SIGNS or key.startswith("epsilon_")
             }
             self._report = {**kept, "round": row["round"] + 1}
             self._reports.put(self._report)

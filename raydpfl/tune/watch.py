@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray import tune
 
+from raydpfl import scores
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.tune.limits import Limits
 from raydpfl.tune.proposals import Proposals
@@ -61,7 +62,7 @@ class Watch(tune.Callback):
         ours.report = {
             name: value
             for name, value in result.items()
-            if name == "round" or name.startswith(("test_", "epsilon_"))
+            if name in ("round", *scores.SIGNS) or name.startswith("epsilon_")
         }
         if result.get("over"):
             ours.look()
