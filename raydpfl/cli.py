@@ -66,6 +66,10 @@ Overrides = Annotated[
         metavar="[section.key=value ...]",
     ),
 ]
+Kinds = Annotated[
+    list[str] | None,
+    typer.Argument(help="Some of them, or import paths of your own classes.", metavar="[KIND ...]"),
+]
 DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
 Address = Annotated[str | None, _option(CLUSTER)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
@@ -376,11 +380,11 @@ app.add_typer(datasets, name="data")
 
 
 @datasets.command("list")
-def data_list(data_root: DataRoot = None) -> None:
-    """All kinds of data, and where each would be read from."""
+def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
+    """All kinds of data, and where each would be read from; with kinds, these alone."""
     from raydpfl import data
 
-    for row in data.catalogue(data_root):
+    for row in data.catalogue(data_root, kinds or ()):
         print(f"{row['kind']:20} {' '.join(row['summary'].split())}  [{row['where']}]")
 
 

@@ -12,8 +12,10 @@ import torch
 from torchvision.models import ResNet18_Weights, resnet18
 
 from raydpfl import data
-from raydpfl.data import features
-from raydpfl.data.features import Pca, ResNet18Features, principal_components
+from raydpfl.data.features import principal_components
+from raydpfl.data.features import resnet18 as resnet18_features
+from raydpfl.data.features.pca import Pca
+from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
 
 
@@ -195,8 +197,8 @@ def test_without_a_network_the_weights_of_imagenet_are_asked_for_as_a_file(tmp_p
 def test_a_long_extraction_says_how_long_it_takes(net, tmp_path, monkeypatch, caplog):
     torch.save(net.state_dict(), tmp_path / "net.pt")
     clock = iter([0.0, 20.0])
-    monkeypatch.setattr(features.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(features, "IMAGES", 2)
+    monkeypatch.setattr(resnet18_features.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(resnet18_features, "IMAGES", 2)
     with caplog.at_level(logging.WARNING, logger="raydpfl"):
         ResNet18Features(weights="net.pt", resize=32, crop=32)._extract(images(12), tmp_path)
     assert "extracting the features of 12 images takes about 2 minutes, once" in caplog.text

@@ -7,7 +7,9 @@ import pytest
 from scipy import stats
 
 from raydpfl import data
-from raydpfl.data.partitions import PARTITIONS, SIZES, Balanced, _fit
+from raydpfl.data import PARTITIONS, SIZES
+from raydpfl.data.partitions.mixture import fit
+from raydpfl.data.sizes import Balanced
 from raydpfl.errors import ConfigError
 
 EVEN = np.repeat(np.arange(10), 300)
@@ -155,7 +157,7 @@ def test_counts_stay_within_one_of_the_fitted_mixture():
     mixture = generator.dirichlet(np.ones(10), 50)
     rows = np.full(50, 60)
     columns = np.full(10, 300)
-    table = _fit(mixture, rows, columns)
+    table = fit(mixture, rows, columns)
     real = mixture.copy()
     for _ in range(2000):  # the slow reference: proportional fitting to the end
         real *= columns / real.sum(0)

@@ -17,7 +17,8 @@ from PIL import Image
 
 from raydpfl import data
 from raydpfl.data import embedded
-from raydpfl.data.sources import FashionMnist, Mnist
+from raydpfl.data.sources.fashion_mnist import FashionMnist
+from raydpfl.data.sources.mnist import Mnist
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 
@@ -109,6 +110,27 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
         and where["svhn"] == f"not under {tmp_path}; raydpfl data fetch svhn"
     )
     assert data.fetch("mnist", tmp_path) == tmp_path
+
+
+def test_a_class_of_ones_own_is_listed_and_has_nothing_to_fetch(tmp_path, monkeypatch):
+    (tmp_path / "faces.py").write_text(
+        "from raydpfl.data import Dealt\n"
+        "class Faces(Dealt):\n    'Faces, in grey.'\n"
+        "class Near(Faces):\n    'Near faces.'\n    @classmethod\n"
+        "    def located(cls, root):\n        return f'{root}/faces'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = data.catalogue(tmp_path, ["faces:Faces", "faces:Near", "synthetic"])
+    assert [(row["summary"], row["where"]) for row in rows[:2]] == [
+        ("Faces, in grey.", "given by its class"),
+        ("Near faces.", f"{tmp_path}/faces"),
+    ]
+    assert rows[2]["where"] == "generated"
+    for kind in ("faces:Faces", "synthetic", "table"):
+        with pytest.raises(ConfigError, match=f"data.kind = '{kind}': one that is downloaded"):
+            data.fetch(kind, tmp_path)
+    with pytest.raises(ConfigError, match=r"data.kind = 'faces': one of fashion_mnist_mini, mnist"):
+        data.catalogue(tmp_path, ["faces"])
 
 
 def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path):
@@ -661,7 +683,7 @@ def test_a_small_file_of_more_than_memory_holds_is_refused_before_it_is_read(
 
 
 def test_images_of_torchvisions_files_have_a_limit_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.sources, "LARGEST", 100)
+    monkeypatch.setattr(data.sources.base, "LARGEST", 100)
     folder = tmp_path / "MNIST" / "raw"
     for prefix in ("train", "t10k"):
         write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))

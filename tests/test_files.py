@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from raydpfl import data, files
-from raydpfl.data import Shards, features, prepare
-from raydpfl.data.features import ResNet18Features
+from raydpfl.data import Shards, prepare
+from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling, calibrate, noise_for
 
@@ -260,7 +260,7 @@ def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"data.features.weights = 'imagenet': .* as it was published"
     ):
-        features.ResNet18Features().columns(
+        ResNet18Features().columns(
             np.zeros((2, 1, 8, 8), np.uint8), np.zeros((2, 1, 8, 8), np.uint8), None
         )
 

@@ -38,7 +38,10 @@ FOLDERS = (
     "measure",
     "privacy/laws",
     "privacy/accountants",
-    "data",
+    "data/sources",
+    "data/partitions",
+    "data/sizes",
+    "data/features",
     "models",
 )
 # What reads, makes and checks members of every family, and so handles their root.

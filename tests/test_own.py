@@ -115,7 +115,7 @@ def test_a_subclass_of_a_built_in_computes_what_it_computes(tmp_path, mine):
 def test_a_subclass_counts_as_what_it_derives_from(mine):
     mine(
         "from raydpfl.selection import Poisson\nfrom raydpfl.noise.none import NoNoise\n"
-        "from raydpfl.data.partitions import Overlapping\n"
+        "from raydpfl.data.partitions.overlapping import Overlapping\n"
         "class Coins(Poisson):\n    pass\nclass Quiet(NoNoise):\n    pass\n"
         "class Shared(Overlapping):\n    pass"
     )

@@ -8,62 +8,35 @@
 >>> done["samples_per_client"], done["classes_per_client"]
 ({'min': 30, 'median': 30.0, 'max': 30}, {'min': 2, 'median': 4.0, 'max': 5})
 
-A source (`sources`, `table`, `synthetic`, `quadratics`) gives samples, a front end may make columns
-of them (`features`), a partition (`partitions`) says whose they are, some rows of each client may
-be held out of training (`heldout`), `prepare` writes them once in
-client order, and `Shards` reads them (`shards`). Public to the run: shapes, the numbers of clients,
-of samples per client and of classes. Everything random is keyed by (seed, PARTITION) or (seed,
-DATA, client).
+A source (`sources`) gives samples, a front end may make columns of them (`features`), a partition
+(`partitions`, with `sizes`) says whose they are, some rows of each client may be held out of
+training (`heldout`), `prepare` writes them once in client order, and `Shards` reads them
+(`shards`). Sources, features, partitions and sizes are families, a file a member. Public to the
+run: shapes, the numbers of clients, of samples per client and of classes. Everything random is
+keyed by (seed, PARTITION) or (seed, DATA, client).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.data.features import FEATURES
-from raydpfl.data.partitions import PARTITIONS, SIZES, Partition, Sizes
-from raydpfl.data.quadratics import Quadratics, ScalarQuadratics
+from raydpfl.data.features import FAMILY as FEATURES
+from raydpfl.data.partitions import FAMILY as PARTITIONS
+from raydpfl.data.partitions import Partition
 from raydpfl.data.shards import Room, Shards, prepare
-from raydpfl.data.sources import (
-    Cifar10,
-    Cifar100,
-    Data,
-    Dealt,
-    EmnistDigits,
-    FashionMnist,
-    FashionMnistMini,
-    Mnist,
-    Samples,
-    Split,
-    Svhn,
-    TorchvisionImages,
-)
-from raydpfl.data.synthetic import Synthetic
-from raydpfl.data.table import Table
+from raydpfl.data.sizes import FAMILY as SIZES
+from raydpfl.data.sizes import Sizes
+from raydpfl.data.sources import FAMILY, Data, Dealt, Samples, Split
 from raydpfl.errors import ConfigError
 from raydpfl.files import data_root
-from raydpfl.member import choose
+from raydpfl.member import choose, own_class
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples",
     "Shards", "Sizes", "Split", "catalogue", "describe", "fetch", "parse", "prepare",
 ]  # fmt: skip
-
-FAMILY: dict[str, type[Data]] = {
-    "fashion_mnist_mini": FashionMnistMini,
-    "mnist": Mnist,
-    "fashion_mnist": FashionMnist,
-    "emnist_digits": EmnistDigits,
-    "cifar10": Cifar10,
-    "cifar100": Cifar100,
-    "svhn": Svhn,
-    "table": Table,
-    "synthetic": Synthetic,
-    "quadratics": Quadratics,
-    "scalar_quadratics": ScalarQuadratics,
-}
 
 
 def parse(values: Mapping[str, Any]) -> Data:
@@ -71,25 +44,16 @@ def parse(values: Mapping[str, Any]) -> Data:
     return choose("data", values, FAMILY, Data)
 
 
-def catalogue(root: Path | None = None) -> list[dict[str, str]]:
-    """A row per kind: `kind`, `summary`, and `where` its samples are (`raydpfl data list`)."""
-    folder = data_root(root)
+def catalogue(root: Path | None = None, kinds: Sequence[str] = ()) -> list[dict[str, str]]:
+    """A row per kind, or import path of a class of one's own: `kind`, `summary`, and `where` its
+    samples are (`raydpfl data list`). Without `kinds`, all that come with the project. Raises
+    `ConfigError`.
+    """
     rows = []
-    for kind, cls in FAMILY.items():
-        where = (
-            "in the package"
-            if cls is FashionMnistMini
-            else "your own file"
-            if cls is Table
-            else "generated"
-        )
-        if issubclass(cls, TorchvisionImages):
-            where = (
-                str(folder)
-                if cls.present(folder)
-                else f"not under {folder}; raydpfl data fetch {kind}"
-            )
-        rows.append({"kind": kind, "summary": (cls.__doc__ or "").split("\n\n")[0], "where": where})
+    for kind in kinds or FAMILY:
+        cls = _class(kind)
+        summary = (cls.__doc__ or "").split("\n\n")[0]
+        rows.append({"kind": kind, "summary": summary, "where": cls.located(data_root(root))})
     return rows
 
 
@@ -97,13 +61,20 @@ def fetch(kind: str, root: Path | None = None) -> Path:
     """Downloads a data set unless it is there, and returns the root that holds it (`raydpfl data
     fetch`). Raises `ConfigError`.
     """
-    cls = FAMILY.get(kind)
-    if cls is None or not issubclass(cls, TorchvisionImages):
-        fetched = ", ".join(
-            name for name, member in FAMILY.items() if issubclass(member, TorchvisionImages)
-        )
-        raise ConfigError("data.kind", kind, f"one that can be fetched: {fetched}")
-    return cls().ensure(root)
+    found = _class(kind).fetch(data_root(root))
+    if found is None:
+        raise ConfigError("data.kind", kind, "one that is downloaded (see raydpfl data list)")
+    return found
+
+
+def _class(kind: str) -> type[Data]:
+    """The class that a `data.kind` names. Raises `ConfigError`."""
+    if kind in FAMILY:
+        return FAMILY[kind]
+    if ":" in kind or "." in kind:
+        return own_class(kind, "data", Data)
+    accepted = f"one of {', '.join(FAMILY)}, or the import path of your own class"
+    raise ConfigError("data.kind", kind, accepted)
 
 
 def describe(data: Data, seed: int = 0, root: Path | None = None, validation: float = 0.0) -> dict:

@@ -2,7 +2,7 @@
 trains on this machine.
 
 >>> import tempfile
->>> from raydpfl.data.synthetic import Synthetic
+>>> from raydpfl.data.sources.synthetic import Synthetic
 >>> data = Synthetic(clients=3, samples=4, sizes={"kind": "balanced"})
 >>> with tempfile.TemporaryDirectory() as cache:
 ...     shards = Shards.open(prepare(data, seed=0, cache=Path(cache)))

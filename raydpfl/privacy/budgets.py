@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raydpfl.data.table import clients_table, numbers
+from raydpfl.data.columns import clients_table, numbers
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member, choose

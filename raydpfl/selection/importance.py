@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import model_validator
 
-from raydpfl.data.table import clients_table, numbers
+from raydpfl.data.columns import clients_table, numbers
 from raydpfl.errors import ConfigError
 from raydpfl.selection.base import Population
 from raydpfl.selection.with_replacement import WithReplacement

@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from raydpfl.data.partitions import PowerLaw, Sizes
-from raydpfl.data.sources import Sized, Split
+from raydpfl.data.sizes import PowerLaw, Sizes
+from raydpfl.data.sources.base import Sized, Split
 from raydpfl.keys import Purpose, stream
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
@@ -52,6 +52,10 @@ class Synthetic(Sized):
     sizes: SerializeAsAny[Sizes] = PowerLaw()
     features: int = Field(default=60, ge=1)
     classes: int = Field(default=10, ge=2)
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        return "generated"
 
     def split(self, seed: int, root: Path | None) -> Split:
         sizes = self.sizes.counts(

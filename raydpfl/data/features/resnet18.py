@@ -1,36 +1,20 @@
-"""Fixed front ends: samples become a table of columns once, before they are dealt, and a small
-model is trained on top.
-
-A member promises columns float32 [rows, k] that are a function of (its fields, the rows, the files
-it reads) alone. Principal components learned from rows that lie about a circle in 3 dimensions need
-2 columns, centred at the rows' mean:
-
->>> angle = np.linspace(0, 2 * np.pi, 12, endpoint=False)
->>> x = np.stack([np.cos(angle), np.sin(angle), 5 + 0 * angle], 1).astype(np.float32)
->>> columns, _ = Pca(components=2).columns(x, x[:3], None)
->>> columns.shape, bool(np.allclose(np.linalg.norm(columns, axis=1), 1))
-((12, 2), True)
-
-What a front end learns from the training rows is a query of them that no accountant counts: it is
-listed among the exclusions of the run's guarantee. Components from a file and the weights of a
-pretrained net are taken to come from public data, and cost nothing.
-"""
+"""A frozen ResNet-18."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from raydpfl.data.features.base import Features
 from raydpfl.errors import ConfigError
 from raydpfl.files import STILL, cache_root, digest, file_identity, find_file, impatient, put, whole
-from raydpfl.member import Member
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,128 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("raydpfl")
 IMAGES = 64  # that go through a net at once
-
-
-class Features(Member):
-    """Base of the family."""
-
-    @property
-    def exclusions(self) -> tuple[str, ...]:
-        """Queries of the training data that no accountant counts, in words."""
-        return ()
-
-    def identity(self, root: Path | None) -> list:
-        """The contents of the files that the columns depend on, in JSON types."""
-        return []
-
-    def columns(
-        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The training and the test rows (uint8 or float32 [rows, *shape]) as float32 [rows, k].
-        Raises `ConfigError`.
-        """
-        raise NotImplementedError
-
-
-class Pca(Features):
-    """A projection of centred rows on `components` principal components (002 sec. VI: 60), images
-    being scaled to [0, 1] first.
-
-    Mean and components are those of the training rows; or public, from `file`: an NPZ with `mean`
-    [p] and `components` [k, p], k at least `components`, as `principal_components` gives them and
-    scikit-learn's PCA names them (p numbers to a sample).
-    """
-
-    named: ClassVar[frozenset[str]] = frozenset({"file"})
-
-    kind: str = "pca"
-    components: int = Field(default=60, ge=1)
-    file: str | None = None
-
-    @property
-    def exclusions(self) -> tuple[str, ...]:
-        return (
-            ()
-            if self.file
-            else ("the principal components are computed from the training data without noise",)
-        )
-
-    def identity(self, root: Path | None) -> list:
-        return [file_identity("data.features.file", self.file, root)] if self.file else []
-
-    def columns(
-        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        p = int(np.prod(x.shape[1:]))
-        if self.components > p:
-            raise ConfigError(
-                "data.features.components", self.components, f"at most the {p} numbers of a sample"
-            )
-        mean, axes = (
-            self._public(p, root) if self.file else principal_components(x, self.components)
-        )
-        empty = np.zeros((0, self.components))
-        projected, test_projected = (
-            np.concatenate([empty, *(part @ axes.T for part in _centred(rows, mean))])
-            for rows in (x, test_x)
-        )
-        return projected.astype(np.float32), test_projected.astype(np.float32)
-
-    def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
-        components = f"components [{self.components} or more, {p}]"
-        accepted = f"an NPZ file with mean [{p}] and {components}, finite numbers"
-        try:
-            path = find_file("data.features.file", self.file or "", root)
-            with np.load(path, allow_pickle=False) as arrays:
-                mean = arrays["mean"].astype(np.float64)
-                axes = arrays["components"].astype(np.float64)[: self.components]
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a broken file makes its reader raise
-            raise ConfigError(
-                "data.features.file", self.file, f"{accepted} ({type(error).__name__}: {error})"
-            ) from None
-        if (
-            mean.shape != (p,)
-            or axes.shape != (self.components, p)
-            or not (np.isfinite(mean).all() and np.isfinite(axes).all())
-        ):
-            raise ConfigError(
-                "data.features.file",
-                self.file,
-                f"{accepted}; this one has {mean.shape} and {axes.shape}",
-            )
-        return mean, axes
-
-
-def principal_components(x: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean [p] and principal components [components, p] of rows x [n, *shape], float64; uint8 is
-    scaled to [0, 1].
-
-    Of public rows, they are what `Pca.file` reads: `np.savez("public.npz", mean=mean,
-    components=axes)`.
-    """
-    mean = x.reshape(len(x), -1).mean(0, dtype=np.float64) / _levels(x)
-    axes = np.linalg.eigh(sum((part.T @ part).astype(np.float64) for part in _centred(x, mean)))[1][
-        :, ::-1
-    ][:, :components]
-    # eigenvectors have no sign of their own
-    axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])
-    return mean, axes.T
-
-
-def _levels(x: np.ndarray) -> float:
-    return 255.0 if x.dtype == np.uint8 else 1.0
-
-
-def _centred(x: np.ndarray, mean: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows less `mean` [p], float32 [<= 4096, p] at a time."""
-    flat = x.reshape(len(x), -1)
-    levels = _levels(x)
-    return (
-        (flat[at : at + 4096] / levels - mean).astype(np.float32)
-        for at in range(0, len(flat), 4096)
-    )
 
 
 class ResNet18Features(Features):
@@ -285,9 +147,6 @@ class ResNet18Features(Features):
                 if at == 0:
                     _announce((time.monotonic() - began) * (len(images) / IMAGES), len(images))
         return columns
-
-
-FEATURES: dict[str, type[Features]] = {"pca": Pca, "resnet18": ResNet18Features}
 
 
 def _announce(seconds: float, images: int) -> None:

@@ -1,0 +1,28 @@
+"""Fixed front ends: samples become a table of columns once, before they are dealt, and a small
+model is trained on top, `data.features`.
+
+A member promises columns float32 [rows, k] that are a function of (its fields, the rows, the files
+it reads) alone. Principal components learned from rows that lie about a circle in 3 dimensions need
+2 columns, centred at the rows' mean:
+
+>>> import numpy as np
+>>> angle = np.linspace(0, 2 * np.pi, 12, endpoint=False)
+>>> x = np.stack([np.cos(angle), np.sin(angle), 5 + 0 * angle], 1).astype(np.float32)
+>>> columns, _ = FAMILY["pca"](components=2).columns(x, x[:3], None)
+>>> columns.shape, bool(np.allclose(np.linalg.norm(columns, axis=1), 1))
+((12, 2), True)
+
+What a front end learns from the training rows is a query of them that no accountant counts: it is
+listed among the exclusions of the run's guarantee. Components from a file and the weights of a
+pretrained net are taken to come from public data, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from raydpfl.data.features.base import Features
+from raydpfl.data.features.pca import principal_components
+from raydpfl.member import family
+
+__all__ = ["FAMILY", "Features", "principal_components"]
+
+FAMILY: dict[str, type[Features]] = family(__name__, Features, ("pca", "resnet18"))

@@ -1,0 +1,86 @@
+"""The base of the family: which samples each client holds."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from raydpfl.data.sizes import Sizes
+from raydpfl.errors import ConfigError
+from raydpfl.member import Member
+
+
+class Partition(Member):
+    """Base of the family; `sized` says whether it follows `data.sizes`, `by` which column it deals
+    by: row, none but their number.
+    """
+
+    sized: ClassVar[bool] = True
+    by: ClassVar[Literal["label", "client", "row"]] = "label"
+
+    def deal(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which samples each client holds: rows of the data set in client order, int64 [samples],
+        and sizes, int64 [clients].
+
+        `labels` is the int64 column [n] that `by` names, or float32 targets for a partition by row.
+        Raises `ConfigError` naming the `data.partition` key, or `data.clients`, that the data
+        cannot give.
+        """
+        raise NotImplementedError
+
+    def overlaps(self) -> bool:
+        """Whether one sample may be held by several clients."""
+        return False
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raises `ConfigError` for sizes that it would not follow."""
+        if not self.sized and not sizes.even():
+            decides = f"partition {self.kind}, which itself decides the sizes"
+            raise ConfigError("data.sizes.kind", sizes.kind, f"balanced with {decides}")
+
+    def dealt(
+        self,
+        y: np.ndarray,
+        owners: np.ndarray | None,
+        clients: int | None,
+        sizes: Sizes,
+        generator: np.random.Generator,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`deal`, by the column that it goes by.
+
+        Args:
+            y: classes, int64 [n], or for regression targets, float32 [n].
+            owners: the client of each row, int64 [n], where the data tell.
+            clients: how many are asked for.
+            sizes: of the clients.
+            generator: keyed by the seed.
+
+        Returns:
+            What `deal` does.
+
+        Raises:
+            ConfigError: where there is no such column, or the clients do not agree with it.
+        """
+        if self.by == "client":
+            return self.deal(*self._owners(owners, clients), sizes, generator)
+        if clients is None:
+            accepted = "a number of clients (only partition natural finds it in the data)"
+            raise ConfigError("data.clients", None, accepted)
+        if self.by == "label" and y.dtype.kind == "f":
+            accepted = "iid or natural for regression, which has no classes to deal by"
+            raise ConfigError("data.partition.kind", self.kind, accepted)
+        return self.deal(y, clients, sizes, generator)
+
+    def _owners(self, owners: np.ndarray | None, clients: int | None) -> tuple[np.ndarray, int]:
+        """The client of each row, and how many there are."""
+        if owners is None:
+            accepted = "a table whose column of client ids data.client names"
+            raise ConfigError("data.partition.kind", self.kind, accepted)
+        present = int(owners.max()) + 1
+        if clients not in (None, present):
+            accepted = f"{present}, the number of clients in the data, or none"
+            raise ConfigError("data.clients", clients, accepted)
+        return owners, present

@@ -1,0 +1,20 @@
+"""How many samples each client holds: `data.sizes`.
+
+A member promises weights that are positive and a function of (its fields, the generator) alone;
+what they come to in whole samples, none without one, is the base's.
+
+>>> import numpy as np
+>>> FAMILY["balanced"]().counts(10, 4, np.random.default_rng(0))
+array([3, 3, 2, 2])
+"""
+
+from __future__ import annotations
+
+from raydpfl.data.sizes.balanced import Balanced
+from raydpfl.data.sizes.base import Sizes
+from raydpfl.data.sizes.power_law import PowerLaw
+from raydpfl.member import family
+
+__all__ = ["FAMILY", "Balanced", "PowerLaw", "Sizes"]
+
+FAMILY: dict[str, type[Sizes]] = family(__name__, Sizes, ("balanced", "power-law", "spread"))

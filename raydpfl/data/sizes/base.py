@@ -1,0 +1,37 @@
+"""The base of the family: how many samples each client holds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.data.apportion import apportion
+from raydpfl.errors import ConfigError
+from raydpfl.member import Member
+
+
+class Sizes(Member):
+    """Base of the family: how many samples each client holds."""
+
+    def weights(self, clients: int, generator: np.random.Generator) -> np.ndarray:
+        """Float64 [clients], positive: the sizes up to a common factor."""
+        raise NotImplementedError
+
+    def even(self) -> bool:
+        """Whether every client has the same, to within one sample: what all data have by default,
+        and so what a partition that decides the sizes itself takes for no wish."""
+        return False
+
+    def counts(self, total: int, clients: int, generator: np.random.Generator) -> np.ndarray:
+        """Int64 [clients] with sum `total`: in proportion to the weights, but never below 1. Raises
+        `ConfigError` if total < clients.
+        """
+        if clients > total:
+            raise ConfigError(
+                "data.clients",
+                clients,
+                f"at most the {total} training samples, so that each client has one",
+            )
+        weights = self.weights(clients, generator)
+        return 1 + apportion(
+            total - clients, np.maximum(weights * (total / weights.sum()) - 1, 1e-12)
+        )

@@ -1,0 +1,28 @@
+"""Where samples come from: the base of the family, what a member gives, and the data sets.
+
+A member promises a `Split` that is a function of (its fields, seed, the files it reads) alone, and
+checks all it can before the first byte is written. A named data set is read from torchvision's own
+layout under a root:
+
+>>> data = FAMILY["fashion_mnist_mini"](clients=300)
+>>> split = data.split(seed=0, root=None)
+>>> split.shape, split.classes, split.sizes[:3]
+((1, 28, 28), 10, array([30, 30, 30]))
+
+Public, because published: the normalisation constants. They belong to the published files, so
+`normalize` is refused for files whose own mean or standard deviation is off by more than 0.01: they
+are not the published ones.
+"""
+
+from __future__ import annotations
+
+from raydpfl.data.sources.base import Data, Dealt, Samples, Split
+from raydpfl.member import family
+
+__all__ = ["FAMILY", "Data", "Dealt", "Samples", "Split"]
+
+FIRST = (
+    "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn",
+    "table", "synthetic", "quadratics", "scalar_quadratics",
+)  # fmt: skip
+FAMILY: dict[str, type[Data]] = family(__name__, Data, FIRST)

@@ -1,0 +1,217 @@
+"""The base of the family, and what a member gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from raydpfl.data.features import FAMILY as FEATURES
+from raydpfl.data.features import Features
+from raydpfl.data.partitions import FAMILY as PARTITIONS
+from raydpfl.data.partitions import Iid, Partition
+from raydpfl.data.sizes import FAMILY as SIZES
+from raydpfl.data.sizes import Balanced, Sizes
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.member import Member, choose
+
+LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million pixels
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or
+    float32, y [rows]).
+
+    y is int64, the class from 0 to `classes` - 1; or for regression, where `classes` is 0, the
+    target in float32.
+    """
+
+    sizes: np.ndarray  # int64 [clients]
+    shape: tuple[int, ...]  # of one sample
+    classes: int
+    # training rows of clients first to last - 1, client after client
+    rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    test: Callable[[], tuple[np.ndarray, np.ndarray]]
+    mean: tuple[float, ...] = ()  # per channel, of samples scaled to [0, 1]; empty: not normalised
+    std: tuple[float, ...] = ()
+    unused: int = 0  # training samples that no client holds
+    # the least loss on the test set that any model of `kind: linear` can reach, where it is known
+    optimum: float | None = None
+    # which sample each row is that `rows` gives, int64 [rows]; needed where clients share samples
+    samples: Callable[[int, int], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y [rows] in int64
+    (classes) or float32 (regression), and int64 [rows] of clients if the rows tell.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+    client: np.ndarray | None = None
+
+
+class Data(Member):
+    """Base of the family; a user's own source derives from it, or from `Dealt`."""
+
+    clients: int | None = Field(default=None, ge=1, le=10**9)
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        """The samples and who holds them. Raises `ConfigError` for what the data cannot give;
+        writes nothing.
+        """
+        raise NotImplementedError
+
+    def identity(self, root: Path | None) -> list:
+        """The contents of the files that the samples depend on, in JSON types (see
+        `raydpfl.files.file_identity`).
+        """
+        return []
+
+    def facts(self) -> dict[str, Any]:
+        """The config of the data in JSON types, without names of files: `identity` has what is in
+        them.
+        """
+        return self.model_dump(mode="json", exclude=set(self.named))
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        """Where its samples would be read from, in words, with `root` for data (`raydpfl data
+        list`)."""
+        return "given by its class"
+
+    @classmethod
+    def fetch(cls, root: Path) -> Path | None:
+        """The root that holds its files, downloaded unless they are there (`raydpfl data fetch`);
+        None where there is nothing to download. Raises `ConfigError`."""
+        return None
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """Queries of the training data that no accountant counts, in words."""
+        return ()
+
+    def overlaps(self) -> bool:
+        """Whether one sample may be held by several clients."""
+        return False
+
+
+class Sized(Data):
+    """Data of which each client may hold another number of samples."""
+
+    sizes: SerializeAsAny[Sizes] = Balanced()
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _sizes(cls, value: Any) -> Sizes:
+        return choose("data.sizes", value, SIZES, Sizes)
+
+
+class Dealt(Sized):
+    """A data set in memory, its samples made columns by `features` if asked for, dealt to clients
+    by a partition.
+    """
+
+    partition: SerializeAsAny[Partition] = Iid()
+    features: SerializeAsAny[Features] | None = None
+
+    def overlaps(self) -> bool:
+        return self.partition.overlaps()
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _partition(cls, value: Any) -> Partition:
+        return choose("data.partition", value, PARTITIONS, Partition)
+
+    @field_validator("features", mode="before")
+    @classmethod
+    def _features(cls, value: Any) -> Features | None:
+        if value is None:
+            return None
+        return choose("data.features", value, FEATURES, Features)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Dealt:
+        self.partition.check_sizes(self.sizes)
+        if self.features and self.constants() != ((), ()):
+            constants = "constants to normalise pixels by (data.normalize, data.mean)"
+            accepted = f"none with {constants}: it scales them itself"
+            raise ConfigError("data.features.kind", self.features.kind, accepted)
+        return self
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        raise NotImplementedError
+
+    def sources(self, root: Path | None) -> list:
+        """What `samples` reads, as `identity` has it."""
+        return []
+
+    def identity(self, root: Path | None) -> list:
+        return [*self.sources(root), *(self.features.identity(root) if self.features else [])]
+
+    def facts(self) -> dict[str, Any]:
+        found = super().facts()
+        if self.features:
+            named = set(self.features.named)
+            found["features"] = self.features.model_dump(mode="json", exclude=named)
+        return found
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not
+        normalised.
+        """
+        return (), ()
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        return self.features.exclusions if self.features else ()
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        found = self.samples(seed, root)
+        if int(np.prod(found.x.shape[1:], dtype=object)) > LARGEST:
+            accepted = f"samples of at most {LARGEST:,} numbers, not {found.x.shape[1:]}"
+            raise ConfigError("data.kind", self.kind, accepted)
+        order, sizes = self.partition.dealt(
+            found.y, found.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
+        )
+        mean, std = self.constants()
+        x, test_x = (
+            self.features.columns(found.x, found.test_x, root)
+            if self.features
+            else (found.x, found.test_x)
+        )
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+
+        def samples(first: int, last: int) -> np.ndarray:
+            return order[ends[first] : ends[last]]
+
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            chosen = samples(first, last)
+            return x[chosen], found.y[chosen]
+
+        classes = (
+            0
+            if found.y.dtype.kind == "f"
+            else 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
+        )
+        unused = len(found.y) - len(np.unique(order))
+        return Split(
+            sizes=sizes,
+            shape=x.shape[1:],
+            classes=classes,
+            rows=rows,
+            test=lambda: (test_x, found.test_y),
+            mean=mean,
+            std=std,
+            unused=unused,
+            samples=samples,
+        )

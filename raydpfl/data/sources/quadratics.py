@@ -1,0 +1,85 @@
+"""Clients with quadratic objectives, as regression data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.data.sources.base import Data, Split
+from raydpfl.keys import Purpose, stream
+
+
+class Quadratics(Data):
+    """001 sec. 5.3: f_i(w) = 1/2 (w - w_i)^T A_i A_i^T (w - w_i), each client with its own A_i
+    [dimension, rank] and optimum w_i.
+
+    A_i has entries N(0, variance) (1/dimension unless given); w_i is `heterogeneity` times a draw
+    from N(0, I) or U(0,1)^d. The scalars of the paper are lost; all are parameters. A client's
+    `rank` rows are sqrt(rank) times the columns of A_i, so that its mean loss is f_i, and the test
+    set is all rows of all clients, so that the test loss is f(w), the mean of all f_i.
+
+    Coordinates are shifted: the origin is w*, the optimum of f (of the least norm in the
+    coordinates before, if there are several), and f_i is 0 at w_i - w*. Every method that looks at
+    gradients and updates alone does the same in both; clipping of the model itself and weight
+    decay, which pull towards the origin, do not. A start at a distance from the optimum is thus one
+    from 0: `model.spread` 0.2 and 1 are the starts w* + z/5 and w* + z, z ~ U(0,1)^d, of 001.
+    `describe` has f(w*) as `optimum`.
+    """
+
+    kind: str = "quadratics"
+    clients: int = Field(default=100, ge=1, le=10**9)
+    dimension: int = Field(default=200, ge=1)
+    rank: int = Field(default=20, ge=1)
+    variance: float | None = Field(default=None, gt=0)
+    optima: Literal["normal", "uniform"] = "normal"
+    heterogeneity: float = Field(default=1.0, ge=0)
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        return "generated"
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        d = self.dimension
+        rank = self.rank
+        scale = (rank * (self.variance or 1 / d)) ** 0.5
+        x = np.empty((self.clients, rank, d), np.float32)
+        y = np.empty((self.clients, rank))
+        hessian = np.zeros((d, d))
+        slope = np.zeros(d)
+        for client in range(self.clients):
+            generator = stream(seed, Purpose.DATA, client=client)
+            x[client] = scale * generator.standard_normal((rank, d))
+            own = self.heterogeneity * (
+                generator.standard_normal(d) if self.optima == "normal" else generator.random(d)
+            )
+            rows = x[client].astype(np.float64)
+            y[client] = rows @ own
+            hessian += rows.T @ rows
+            slope += rows.T @ y[client]
+        best = np.linalg.lstsq(hessian, slope, rcond=1e-12)[0]
+        y -= np.stack([rows.astype(np.float64) @ best for rows in x])
+        return regression_split(x, y, np.zeros(d))
+
+
+def regression_split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
+    """Clients with rows x float32 [clients, rows, d] and targets y [clients, rows]; `best` [d] is
+    where the mean loss is least.
+    """
+    y = y.astype(np.float32)
+    residuals = x.astype(np.float64) @ best - y
+
+    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        return x[first:last].reshape(-1, x.shape[2]), y[first:last].reshape(-1)
+
+    optimum = float(np.mean(residuals**2) / 2)
+    return Split(
+        np.full(len(x), x.shape[1]),
+        (x.shape[2],),
+        0,
+        rows,
+        lambda: rows(0, len(x)),
+        optimum=optimum,
+    )
