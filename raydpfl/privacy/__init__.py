@@ -20,13 +20,19 @@ epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another,
 against whoever sees every aggregate (fixed size 80 of 1920, cohort known,
 a client in at most 12 of 100 rounds): rigorous, by pld.
 
-One file, one concept: `mechanism` (what is released), `guarantee` (an epsilon with all it needs to
-mean something), `accountants` (a file an accountant), `laws` (a file a sampling law), `accounting`,
-`memory` (clients that remember), `pld` (privacy loss distributions), `renyi`, `calibrate`, `paper`
-(formulas as printed), `ledger` (spending on disk), `personal` (noise at local steps, client by
-client), `budgets` (laws of personal budgets; imported by that name, since it reads tables).
-References for the rigorous part stand in `pld`; the papers are 000 (Theorem 3.2), 001 (Theorem 1),
-002 (Theorem 5) and 003 (Section III-C3).
+Each file is one concept:
+
+- `mechanism`: what is released; `places`: who draws the noise; `laws`: a file a sampling law;
+- `accountants`: a file an accountant; `accounting`: what they say of a mechanism;
+- `guarantee`: an epsilon with everything that gives it a meaning;
+- `pld` and `renyi`: the mathematics of the rigorous accountants; `paper`: formulas as printed;
+- `calibrate`: noise for an epsilon; `roots`: searches that end on the safe side;
+- `ledger`: spending, on disk;
+- `personal`: noise at local steps, client by client; `budgets`: laws of personal budgets (imported
+  by that name, since it reads tables);
+- `memory`: clients that remember; `factorization`: noise that is correlated over the rounds.
+
+The papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and 003 (Section III-C3).
 """
 
 from raydpfl.privacy.accountants import STANDBY

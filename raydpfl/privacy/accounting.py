@@ -1,4 +1,4 @@
-"""What a mechanism costs, by each accountant, and what it guarantees whom.
+"""What a mechanism costs, by each accountant, and what it guarantees against whom.
 
 `pld` (privacy loss distributions) and `rdp` (Renyi, by dp-accounting) are rigorous; `paper` is
 Theorem 3.2 of 000 as printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else,
@@ -13,14 +13,15 @@ and refuses one that it does not cover.
 a cohort of fixed size is covered under replace_one only;
 nearest: selection poisson with add_remove
 
-Design note: what is secret. Sampling amplifies privacy only against someone who does not see who
-was sampled, so `guarantees` reports a hidden cohort and a known one apart. With the cohort known a
-client spends only in the rounds it takes part in, and they compose without amplification:
-`participations`, the realised most of any client, or every round when it is not given (a server
-that picks cohorts could pick one client always). Where a public rule names the cohorts there is
-nothing else: `rounds` then counts a client's participations. The expected number T r / N holds for
-no client in particular: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the cohort hidden, it
-would give 6.2 (and 124 when each update is seen), where all 100 rounds give 49.4 (and 2006).
+Design note: what is secret. Sampling amplifies privacy only against an observer who does not see
+who was sampled, so `guarantees` reports a hidden cohort and a known one separately. With the cohort
+known, a client spends only in the rounds that it takes part in, and these compose without
+amplification. Their number is `participations`, the largest of any client as it occurred; without
+it every round counts, since a server that picks cohorts could always pick the same client. Where a
+public rule names the cohorts there is nothing else, and `rounds` is a client's participations. The
+expected number T r / N bounds no client: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the
+cohort hidden, it would give 6.2 (and 124 when each update is seen), where all 100 rounds give 49.4
+(and 2006).
 """
 
 from __future__ import annotations
@@ -46,22 +47,27 @@ UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
-    """None if the accountant covers the mechanism under the relation, else the reason and the
-    nearest combination it does cover.
+    """Why an accountant does not cover a mechanism under a relation.
+
+    Returns:
+        The reason, with the nearest combination that is covered, in words; None: it covers it.
+
+    Raises:
+        ConfigError: there is no such accountant or relation.
     """
     one_of("relation", relation, Relation)
     return named(accountant).covers(mechanism, relation)
 
 
 def named(accountant: str) -> Accountant:
-    """The accountant of a name. Raises `ConfigError`."""
+    """The accountant of this name. Raises `ConfigError` for one that cannot be asked for."""
     if accountant not in ASKED:
         raise ConfigError("accountant", accountant, f"one of {', '.join(ASKED)}")
     return ACCOUNTANTS[accountant]
 
 
 def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
-    """Those whose epsilons are guarantees, in their order."""
+    """Those of these accountants whose epsilons are guarantees, in the same order."""
     return tuple(name for name in accountants if ACCOUNTANTS[name].rigorous)
 
 
@@ -73,11 +79,22 @@ def epsilon(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> float:
-    """Epsilon at `delta` after `rounds` rounds (all of the mechanism's when None); infinite without
-    noise.
+    """Epsilon of a mechanism after some rounds.
 
-    `v` is the constant of the paper formula. Raises `ConfigError` for a combination that the
-    accountant does not cover.
+    Args:
+        mechanism: what runs.
+        relation: the neighbouring relation: `add_remove`, `zero_out` or `replace_one`.
+        delta: between 0 and 1, both excluded.
+        rounds: how many, at least 1; None: the mechanism's own.
+        accountant: `pld`, `rdp` or `paper`.
+        v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
+
+    Returns:
+        Epsilon at `delta`; infinite without noise.
+
+    Raises:
+        ConfigError: the accountant does not cover the mechanism under this relation, or an argument
+            is out of range.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     return float(_epsilons(mechanism, relation, delta, rounds, rounds, accountant, v)[0])
@@ -91,11 +108,11 @@ def epsilon_curve(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> np.ndarray:
-    """Epsilon at `delta` after 1, 2, ..., `rounds` rounds, float64 [rounds]; arguments as for
-    `epsilon`.
+    """Epsilon at `delta` after 1, 2, ..., `rounds` rounds, float64 [rounds].
 
-    By the same composition as `epsilon`, on one grid, so the two agree to about 1e-9 and neither is
-    below the truth: pld pays one inverse FFT a round, rdp adds up one Renyi curve.
+    Arguments and errors are those of `epsilon`, and so is the composition: the two agree to about
+    1e-9, and neither is below the truth. pld pays one inverse FFT a round, rdp adds up one Renyi
+    curve.
     """
     return _epsilons(
         mechanism, relation, delta, 1, mechanism.rounds if rounds is None else rounds, accountant, v
@@ -110,8 +127,9 @@ def delta(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> float:
-    """Delta at `epsilon` after `rounds` rounds; arguments as for the function `epsilon`. 1 without
-    noise.
+    """Delta of a mechanism at `epsilon` (finite, at least 0) after some rounds; 1 without noise.
+
+    The other arguments, and the errors, are those of the function `epsilon`.
     """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a finite number, zero or above")
@@ -131,13 +149,22 @@ def guarantees(
     participations: int | None = None,
     v: float = 4.0,
 ) -> list[Guarantee]:
-    """What holds after `rounds` rounds, by every accountant asked, against each observer worth
-    telling apart.
+    """What holds after some rounds, by every accountant and against every observer that differs.
 
-    With the cohort hidden; with it known (see the module); and, where each client draws its own
-    noise, against one who sees every single update: std / sqrt(r), the client's own rounds alone.
-    `participations` is the largest number of times that any client was drawn. A mechanism that an
-    accountant does not cover gets an infinite epsilon and the reason, never a number.
+    The observers see every aggregate, with the cohort hidden or known (see the module). Where
+    clients draw the noise, one more sees every single update: std / sqrt(r), in the client's own
+    rounds. Where an accountant does not cover the mechanism, epsilon is infinite and the guarantee
+    says why.
+
+    Args:
+        mechanism: what ran.
+        relation: the neighbouring relation.
+        delta: the delta that epsilons are at.
+        rounds: how many; None: the mechanism's own.
+        accountants: their names.
+        participations: the largest number of times that any client was drawn; None: unknown, so
+            that every round counts against an observer who knows the cohorts.
+        v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     found = []

@@ -1,6 +1,6 @@
 """Laws of personal budgets: how much epsilon each client is willing to spend (003).
 
-A law gives every client its own; 003's experiments have U(0, 1) and mixtures of normals:
+A law gives every client a budget. 003's experiments have U(0, 1) and mixtures of normals:
 
 >>> Uniform(low=0, high=1).draw(seed=0, clients=4).round(3)
 array([0.252, 0.069, 0.331, 0.909])
@@ -13,9 +13,9 @@ array([0.437, 0.887])
 >>> parse(0.3).draw(seed=0, clients=2)
 array([0.3, 0.3])
 
-003 writes N(mean, variance), as in its N(0, sigma^2 I): its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs
-4, 5; Fig. 6 case 1) is the mixture above, std 0.2 and 1; 0.3 N(2, 0.04) + 0.7 N(8, 1) (Fig. 6 case
-2) likewise. Negative values are discarded and drawn again, component and all.
+003 writes N(mean, variance), as in its N(0, sigma^2 I). Its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs
+4 and 5, Fig. 6 case 1) is the mixture above, with std 0.2 and 1; likewise 0.3 N(2, 0.04) +
+0.7 N(8, 1) (Fig. 6 case 2). Where a value is negative, the component and the value are drawn again.
 
 Public: the law, and every budget drawn from it. Randomness: client k reads block k (four words) of
 the stream (seed, BUDGET), so a million clients take one pass over it.
@@ -42,16 +42,28 @@ FIELD = "noise.epsilon"
 
 
 class Law(Member):
-    """Base of the family: a member gives `budgets`. Lower ones are raised to `floor` (PRIVACY.md
-    sec. 5); a share `public` of the clients, drawn each on its own, has an infinite budget.
+    """Base of the family; a member gives `budgets`.
+
+    Budgets below `floor` are raised to it (PRIVACY.md sec. 5). Each client is public with
+    probability `public`: its budget is infinite.
     """
 
     floor: float = Field(default=FLOOR, gt=0)
     public: float = Field(default=0.0, ge=0, le=1)
 
     def draw(self, seed: int, clients: int, root: Path | None = None) -> np.ndarray:
-        """The budgets of clients 0, ..., clients - 1: epsilons float64 [clients], infinite for
-        public clients. `root`: of data sets.
+        """The budgets of all clients.
+
+        Args:
+            seed: of the run.
+            clients: their number.
+            root: the folder of data sets.
+
+        Returns:
+            Epsilons, float64 [clients]; infinite for public clients.
+
+        Raises:
+            ConfigError: the law gives no numbers, or a file lacks them.
         """
         words = (
             stream(seed, Purpose.BUDGET)
@@ -68,8 +80,14 @@ class Law(Member):
         return budgets
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
-        """Epsilons float64 [clients] made of two uniform numbers in (0, 1) for each client,
-        `uniform` float64 [clients, 2].
+        """Epsilons made of uniform random numbers.
+
+        Args:
+            uniform: float64 [clients, 2], two numbers in (0, 1) for each client.
+            root: the folder of data sets.
+
+        Returns:
+            float64 [clients].
         """
         raise NotImplementedError
 
@@ -116,8 +134,8 @@ class Uniform(Law):
 
 
 class Component(BaseModel):
-    """A normal law with `std`, not variance, and its weight in the mixture (weights count in
-    proportion).
+    """A normal law with a standard deviation, not a variance, and its weight in the mixture (only
+    the proportions of weights count).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -128,14 +146,14 @@ class Component(BaseModel):
 
 
 class NormalMixture(Law):
-    """A mixture of normals, negative values drawn again (003 sec. VI-C and VI-D2)."""
+    """A mixture of normals; negative values are drawn again (003 sec. VI-C and VI-D2)."""
 
     kind: str = "normal_mixture"
     components: tuple[Component, ...] = Field(min_length=1)
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
-        # Rejection leaves component i with a chance in proportion to w_i P[X_i > 0], and X_i with
-        # its law above 0.
+        # Rejection leaves component i with a probability proportional to w_i P[X_i > 0], and X_i
+        # with its law above 0.
         from scipy.special import log_ndtr, ndtri_exp
 
         weight, mean, std = np.array(
@@ -149,11 +167,11 @@ class NormalMixture(Law):
 
 
 class Column(Law):
-    """Budgets from a column of a CSV, Parquet, Arrow or NPZ file; a public client's is inf.
+    """Budgets from a column of a CSV, Parquet, Arrow or NPZ file; that of a public client is inf.
 
-    Row k is client k's; or `client` names a column of ids, which are numbered in sorted order as
-    partition `natural` numbers them, and all rows of a client must say the same. `path`: absolute,
-    or relative to the data root or the working folder.
+    Row k is client k's. Or `client` names a column of ids, numbered in sorted order as partition
+    `natural` numbers them; all rows of a client must then agree. `path` is absolute, or relative to
+    the data root or the working folder.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -190,7 +208,7 @@ class Column(Law):
         return found
 
     def _of_clients(self, found: np.ndarray, client: np.ndarray) -> np.ndarray:
-        """One budget for each client, float64 [clients], from those of its rows."""
+        """One budget for each client, float64 [clients], from the budgets of its rows."""
         ids, first, number = np.unique(client, return_index=True, return_inverse=True)
         rows = np.flatnonzero(found != found[first][number])
         if len(rows):
@@ -209,8 +227,8 @@ FAMILY: dict[str, type[Law]] = {
 
 
 def parse(values: Any) -> Law:
-    """A law from what noise.epsilon says: a number (the same for everyone, with no floor above it),
-    or a mapping with a kind.
+    """The law that `noise.epsilon` names: a number (the same for everyone; the floor is no higher),
+    or a mapping with a kind. Raises `ConfigError`.
     """
     if isinstance(values, int | float) and not isinstance(values, bool):
         if not 0 < values < math.inf:

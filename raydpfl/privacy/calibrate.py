@@ -9,9 +9,9 @@
 >>> rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
 100
 
-Results are always on the safe side: the epsilon of what is returned is at most the target. The
-search is a secant in (log z, log epsilon) between bounds, some ten evaluations; a bracket by the
-Renyi answer would cost more than the whole search by pld, whose price does not grow as the noise
+Results are on the safe side: the epsilon of what is returned is at most the target. The search is
+a secant in (log z, log epsilon) between bounds and takes about ten evaluations. A bracket by the
+Renyi answer would cost more than the whole search by pld, whose cost does not grow as the noise
 shrinks.
 """
 
@@ -44,16 +44,28 @@ def noise_for(
     rounds: int | None = None,
     v: float = 4.0,
 ) -> float:
-    """The noise multiplier z (std of the sum / bound, all queries of a round together) that spends
-    at most `target` epsilon.
+    """The noise multiplier that spends at most a given epsilon.
 
-    At most 1e-4 (relative) above the smallest such z. The noise that `mechanism` has now fixes only
-    how its queries share it; that of queries `apart` stays, and z is what the rest needs beside
-    them. Cached on disk in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but
-    for sampling laws of a user's own.
+    Answers are cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, those
+    for a sampling law of your own excepted.
 
-    Raises `ConfigError` for a target that is not positive and finite, for a combination the
-    accountant does not cover, and where no noise is enough or any is.
+    Args:
+        target: epsilon, positive and finite.
+        mechanism: what runs. Its noise says only how its queries share z. Queries `apart` keep
+            theirs, and z is what the others need in addition.
+        relation: the neighbouring relation.
+        delta: the delta that epsilon is at.
+        accountant: `pld`, `rdp` or `paper`.
+        rounds: how many; None: the mechanism's own.
+        v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
+
+    Returns:
+        z = std of the sum / bound, all queries of a round together: at most 1e-4 (relative) above
+        the smallest that is enough.
+
+    Raises:
+        ConfigError: the target is out of range, the accountant does not cover the mechanism, no
+            noise is enough, or any noise is.
     """
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
@@ -72,8 +84,10 @@ def rounds_for(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> int:
-    """The most rounds of `mechanism` that spend at most `target` epsilon; 0 if one is too many,
-    2^20 if that many are not.
+    """The largest number of rounds that spend at most `target` epsilon; 0 if one round spends more,
+    and 2^20 at most.
+
+    Arguments and errors are those of `noise_for`.
     """
     _check(target)
 
@@ -84,8 +98,12 @@ def rounds_for(
 
 
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
-    """`compute()`, one noise multiplier or a list of `length` of them: from the cache if `question`
-    (JSON values) was asked before.
+    """`compute()`, from the cache if the same question was asked before.
+
+    Args:
+        question: what the answer depends on, as JSON values.
+        compute: gives one noise multiplier, or a list of `length` of them.
+        length: None: one number.
     """
     question = [_VERSION, version("dp-accounting"), version("scipy"), version("numpy"), *question]
     path = cache_root() / f"noise-{check(question)}.json"
@@ -144,8 +162,8 @@ def _search(
 def _bracket(
     excess: Callable[[float], float], start: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(x, excess) on both sides of the root of a falling function, by ever longer steps from
-    `start`; both on one side where there is none.
+    """(x, excess) on both sides of the root of a falling function, found by growing steps from
+    `start`; both on one side if no root is found.
     """
     low = high = (start, excess(start))
     for step in (0.3, 0.6, 1.2, 2.4, 4.8, 9.6):

@@ -1,13 +1,15 @@
 """Correlated noise: banded Toeplitz factorisations, whose noise of one round takes back a part of
 the noise of the rounds before.
 
-What trains the model is the sum of the updates so far, A x, with x the rounds' sums (one row a
-round) and A the lower triangle of ones. With A = B C the server releases A x + B z = A (x + C^-1
-z): C x + z is one Gaussian mechanism, and round t shows x_t + y_t, y = C^-1 z. Here C is
+The model follows the sum of the updates so far, A x, with x the rounds' sums (a row each) and A the
+lower triangle of ones. With A = B C the server releases
+
+    A x + B z = A (x + C^-1 z).
+
+C x + z is one Gaussian mechanism, and round t shows x_t + y_t with y = C^-1 z. Here C is
 lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few
-of its own values (`raydpfl.noise.banded_gaussian.Correlated`), and c is chosen so that the noise in
-the sums so far
-is least:
+of its own values (`raydpfl.noise.banded_gaussian.Correlated`). c is chosen so that the noise in the
+sums so far is least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)
 >>> c.round(3)
@@ -20,44 +22,46 @@ x bound, without and with it:
 (22.37, 8.35)
 
 **Privacy.** A client that changes its updates (each of norm at most 1) moves C x by the sum of c's
-shifted copies at the rounds it takes part in, each times its update. Participations at least
-`bands` rounds apart make those columns orthogonal, so for k of them the norm is at most sqrt(k) |c|
-(`sensitivity`; twice that under replace_one), |c| being the norm of the first column and the
-others', cut off at the end, no larger. So with
-|c| = 1 and z of std sigma this costs exactly what k = ceil(rounds / separation) rounds of the plain
-Gaussian mechanism of std sigma cost:
-`Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k)`, updates chosen adaptively included
-[1, 2]. The bound may change from round to round, as y has the scale of the bound in force. The
-sampling may be
+shifted copies at the rounds that it takes part in, each times its update. Participations at least
+`bands` rounds apart make those columns orthogonal, so for k of them the norm is at most
 
-- full, or `public`: the clients are dealt into `separation` fixed groups that take turns, and all
-  of a group take part (whose turn it is may
-  be known, so any public rule will do that lets `separation` rounds pass; k is then the rounds a
-  client takes part in);
-- Poisson within the group whose turn it is, `population` being a group's size: the participation at
-  one turn decides about `bands` rows of C x alone,
-  which no other turn touches, so the k turns compose as k Poisson-sampled Gaussians ([3],
-  amplification by sampling from disjoint groups), under add_remove and zero_out. With groups of
-  unequal size the smallest is the one to account for;
-- anything with one band: that is independent noise.
+    sqrt(k) |c|
 
-Other cases are refused by `check`, above all selections that can draw a client again before `bands`
-rounds are over, where columns overlap.
+(`sensitivity`; twice that under replace_one). |c| is the norm of the first column; the others, cut
+off at the end, have no larger one. So with |c| = 1 and z of std sigma this costs exactly what
+k = ceil(rounds / separation) rounds of the plain Gaussian mechanism of std sigma cost,
 
-Design note. Optimal among Toeplitz matrices: for a single participation over 8 to 128 rounds their
-error is 3.3 to 3.8 % above that of the best lower-triangular matrix of any form, which has rounds^2
-/ 2 unknowns and no recurrence. jax_privacy optimises the same objective, but would bring JAX along;
-here the gradient is two linear filters, and L-BFGS needs a few dozen of them.
+    Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k),
 
-References: [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via
-optimal private linear operators on adaptive
-    streams. NeurIPS 2022. Theorem 2.1.
+updates chosen adaptively included [1, 2]. The bound may change from round to round, as y has the
+scale of the bound in force. The sampling may be
+
+- full, or `public`: the clients are dealt into `separation` fixed groups that take turns, and
+  everyone in a group takes part. Whose turn it is may be known, so any public rule will do that
+  lets `separation` rounds pass; k is then the number of rounds that a client takes part in.
+- Poisson within the group whose turn it is, `population` being the size of a group. The
+  participation at one turn decides about `bands` rows of C x alone, which no other turn touches, so
+  the k turns compose as k Poisson-sampled Gaussians ([3], amplification by sampling from disjoint
+  groups), under add_remove and zero_out. Of groups of unequal size, account for the smallest.
+- anything with one band, which is independent noise.
+
+Other cases are refused by `check`, above all selections that can draw a client again within `bands`
+rounds, where columns overlap.
+
+Design note. The matrices are optimal among Toeplitz ones: for a single participation over 8 to 128
+rounds their error is 3.3 to 3.8 % above that of the best lower-triangular matrix of any form, which
+has rounds^2 / 2 unknowns and no recurrence. jax_privacy optimises the same objective, but would
+bring JAX along; here the gradient is two linear filters, and L-BFGS needs a few dozen of them.
+
+References:
+[1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
+    private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
 [2] Choquette-Choo, McMahan, Rush, Thakurta. Multi-epoch matrix factorization mechanisms for private
-machine learning. ICML 2023. [3] Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta, Xu.
-(Amplified) banded matrix factorization: a unified approach to
-    private training. NeurIPS 2023.
+    machine learning. ICML 2023.
+[3] Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta, Xu. (Amplified) banded matrix
+    factorization: a unified approach to private training. NeurIPS 2023.
 [4] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
-private ML. 2024.
+    private ML. 2024.
 """
 
 from __future__ import annotations
@@ -73,8 +77,18 @@ from raydpfl.privacy.mechanism import Sampling
 
 
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The c, float64 [bands], of norm 1, of least `error` over `rounds` rounds. Raises
-    `ConfigError` for bands below 1 or above rounds.
+    """The coefficients c with the least `error`.
+
+    Args:
+        bands: diagonals of C, from 1 to `rounds`.
+        rounds: of the run.
+        momentum: of the server, from 0, below 1.
+
+    Returns:
+        float64 [bands], of norm 1.
+
+    Raises:
+        ConfigError: bands or momentum are out of range.
     """
     _check_shape(bands, rounds, momentum)
     return _optimum(bands, rounds, momentum).copy()
@@ -92,7 +106,7 @@ def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
     from scipy.optimize import minimize
 
     steps = np.arange(1, bands)
-    # of the square root of A: 1, 1/2, 3/8, ..., to start from
+    # to start from: the square root of A, 1, 1/2, 3/8, ...
     root = np.cumprod((2 * steps - 1) / (2 * steps))
     found = minimize(
         _log_error,
@@ -112,8 +126,8 @@ def _workload(rounds: int, momentum: float) -> np.ndarray:
 
 
 def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarray]:
-    """Log of (mean over the rounds of the squares in A C^-1, times |c|^2), with c = (1, tail), and
-    its gradient in tail.
+    """Logarithm of the mean over the rounds of the squares in A C^-1, times |c|^2, for
+    c = (1, tail); and its gradient in tail.
     """
     from scipy.signal import lfilter
 
@@ -132,12 +146,19 @@ def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarra
 
 
 def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -> float:
-    """Std of the noise on each coordinate of the sum so far, root mean square over the rounds, per
-    unit of noise multiplier x bound.
+    """Std of the noise on each coordinate of the sum so far.
 
-    `momentum`: of the server, when the sum so far is that of its velocities (v = momentum v + u).
-    The length of c does not matter, only its direction: the noise scales with the largest column of
-    C. Raises `ConfigError` for more bands than rounds.
+    Args:
+        c: [bands], the diagonals of C. Only its direction matters: the noise scales with the
+            largest column of C.
+        rounds: of the run.
+        momentum: of the server; the sum so far is that of its velocities, v = momentum v + u.
+
+    Returns:
+        The root mean square over the rounds, in units of noise multiplier x bound.
+
+    Raises:
+        ConfigError: there are more bands than rounds, or the momentum is out of range.
     """
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
@@ -145,12 +166,19 @@ def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -
 
 
 def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -> float:
-    """The most that one client's updates, of norm at most 1 and at least `separation` rounds apart,
-    can add to C x (L2 norm).
+    """The most that one client can add to C x, an L2 norm: sqrt(ceil(rounds / separation)) |c|.
 
-    Exact when `separation` divides `rounds` and is `len(c)`; else an upper bound, the last columns
-    being cut off. Raises `ConfigError` when participations may be nearer than the bands, where
-    columns overlap.
+    Exact if `separation` divides `rounds` and is `len(c)`; else an upper bound, as the last columns
+    are cut off.
+
+    Args:
+        c: [bands], the diagonals of C.
+        rounds: of the run.
+        separation: the fewest rounds from one participation of a client to its next; its updates
+            have norm at most 1.
+
+    Raises:
+        ConfigError: participations may be nearer than the bands, where columns overlap.
     """
     if separation < len(c):
         raise ConfigError(
@@ -164,9 +192,10 @@ def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -
 def check(bands: int, sampling: Sampling, separation: int) -> None:
     """Raises `ConfigError` unless noise of so many bands is covered (see Privacy above).
 
-    `sampling` is the law within the group whose turn it is (the whole population under selections
-    without turns), `separation` the number of rounds between two turns of a group (1 without
-    turns).
+    Args:
+        bands: diagonals of C.
+        sampling: the law within the group whose turn it is; without turns that of the population.
+        separation: rounds from one turn of a group to its next; 1 without turns.
     """
     if bands == 1:
         return

@@ -14,9 +14,13 @@ Unit = Literal["client", "sample"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a guarantee is asked for at.
+    """What guarantees are asked for.
 
-    `v` is the constant that the formula of 000 and 001 leaves open; no rigorous accountant has one.
+    Args:
+        relation: the neighbouring relation.
+        delta: the delta that epsilons are at.
+        v: the constant that 000 Theorem 3.2 and 001 Theorem 1 leave open; rigorous accountants have
+            none.
     """
 
     relation: Relation
@@ -25,6 +29,6 @@ class Terms:
 
 
 def one_of(field: str, value: object, choices: object) -> None:
-    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
+    """Raises `ConfigError` unless `value` is one of the strings of a `Literal`."""
     if value not in get_args(choices):
         raise ConfigError(field, value, f"one of {', '.join(get_args(choices))}")

@@ -1,4 +1,4 @@
-"""A guarantee: an epsilon together with everything without which it means nothing.
+"""A guarantee: an epsilon, with everything that gives it a meaning (PRIVACY.md sec. 1).
 
 >>> from raydpfl.privacy.mechanism import Sampling
 >>> seen = Cohorts(Sampling("fixed", population=1920, cohort=80))
@@ -13,8 +13,8 @@ against whoever sees every aggregate (fixed size 80 of 1920, cohort hidden): rig
 Traceback (most recent call last):
 TypeError: '<' not supported between instances of 'Guarantee' and 'Guarantee'
 
-A guarantee is made of facts. This module is the one place where they become words, and nothing
-reads the words: what is read back from a file (`Told`) has words alone.
+A guarantee is made of facts. They become words here alone, and nothing reads the words: what is
+read back from a file (`Told`) is words only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raydpfl.privacy.facts import Unit
 if TYPE_CHECKING:
     from raydpfl.privacy.mechanism import Sampling
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # at which quantiles over clients are reported
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # the quantiles over clients that are reported
 
 _RELATIONS = {
     "add_remove": "which may be there or not",
@@ -44,7 +44,7 @@ _KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven":
 
 
 class Observer(StrEnum):
-    """Against whom: all that it sees, besides what is public."""
+    """Against whom a guarantee holds: what the observer sees, besides what is public."""
 
     AGGREGATES = "every aggregate"
     UPDATES = "every single update"
@@ -52,11 +52,13 @@ class Observer(StrEnum):
 
 @dataclass(frozen=True)
 class Participations:
-    """What a client spends against one who knows the cohorts.
+    """What a client spends against an observer who knows the cohorts.
 
-    `most`: how often any client was drawn, at most. `gaussians`: how many Gaussians these compose.
-    `rounds`: out of how many rounds; None where only a client's own rounds are counted. `repeats`:
-    whether a client may be drawn several times in a round.
+    Args:
+        most: the largest number of times that any client was drawn.
+        gaussians: how many Gaussians that composes.
+        rounds: out of how many rounds; None where only a client's own rounds are counted.
+        repeats: whether a client may be drawn several times in a round.
     """
 
     most: int
@@ -72,14 +74,14 @@ class Participations:
 
 
 class Scope:
-    """What of the sampling a guarantee counts on: which law, what of it is a secret, what composes.
+    """What a guarantee relies on in the sampling: its law, its secret, and what composes.
 
-    Two of them are equal where they say the same.
+    Scopes are equal if they say the same.
     """
 
     @property
     def secret(self) -> str:
-        """What the observer does not know, in words; empty where it knows all."""
+        """What the observer does not know, in words; empty if it knows all."""
         return ""
 
     @property
@@ -89,7 +91,9 @@ class Scope:
 
     @property
     def participations(self) -> Participations | None:
-        """What a client spends against one who knows the cohorts; None where that is not asked."""
+        """What a client spends against an observer who knows the cohorts; None for other
+        observers.
+        """
         return None
 
     def __eq__(self, other: object) -> bool:
@@ -101,7 +105,7 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class Cohorts(Scope):
-    """Cohorts of clients drawn by `law`; with `known`, against one who knows them."""
+    """Cohorts of clients drawn by `law`; with `known`, against an observer who knows them."""
 
     law: Sampling
     known: Participations | None = None
@@ -138,7 +142,7 @@ class Batches(Scope):
 
     @property
     def hidden(self) -> bool:
-        """Whether who is in a batch is a secret."""
+        """Whether the samples of a batch are a secret."""
         return self.law.hidden
 
     @property
@@ -157,10 +161,17 @@ class Batches(Scope):
 class OneClient(Scope):
     """The batches of the client that has spent most.
 
-    `batch` of its `samples`, a secret subset where `hidden`, else all of them or shuffled epochs of
-    `gaussians` Gaussians in all; `steps` local steps in `times` participations. `besides`: what is
-    released in each participation in addition; empty for nothing. `spread`: the epsilons at
-    `SHARES` of the `among` clients that took part.
+    Args:
+        client: its id.
+        batch: samples in a batch.
+        samples: that it has.
+        hidden: whether a batch is a secret subset. Else it is all samples, or shuffled epochs.
+        gaussians: how many Gaussians are composed over the run.
+        steps: local steps over the run.
+        times: participations.
+        besides: what each participation releases in addition; empty: nothing.
+        spread: quantiles of the clients' epsilons, at `SHARES`.
+        among: how many clients took part.
     """
 
     client: int
@@ -203,7 +214,7 @@ class OneClient(Scope):
 
 @dataclass(frozen=True, eq=False)
 class Nobody(Scope):
-    """No client took part that noise protects; `public`: public clients did."""
+    """No protected client took part; `public`: public clients did."""
 
     public: bool
 
@@ -213,7 +224,7 @@ class Nobody(Scope):
 
 @dataclass(frozen=True, eq=False)
 class Told(Scope):
-    """What a file says of it."""
+    """A scope read back from a file, as it is worded there."""
 
     words: str
 
@@ -223,13 +234,20 @@ class Told(Scope):
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant
-    (PRIVACY.md sec. 1).
+    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant.
 
-    `kind`: `paper`, the formula as printed; `rigorous`, what holds for the mechanism that ran; or
-    `unproven`, computed as if it were rigorous for a mechanism for which no proof is known.
-    `sampling`: what of the sampling it counts on. `epsilon` is infinite when nothing is guaranteed;
-    `conditions_failed` then says why. `exclusions` lists in words what is not accounted for.
+    Args:
+        kind: `rigorous`, what holds for the mechanism that ran; `paper`, the formula as printed;
+            `unproven`, computed like a rigorous one, where no proof is known.
+        accountant: its name.
+        unit: whose data are protected, a client's or a sample.
+        relation: the neighbouring relation; `unstated` where a paper leaves it open.
+        observer: what the adversary sees.
+        sampling: what the guarantee relies on in the sampling.
+        epsilon: infinite where nothing is guaranteed; `conditions_failed` then says why.
+        delta: that epsilon is at.
+        exclusions: what is not accounted for, in words.
+        conditions_failed: conditions of the accountant that do not hold, in words.
     """
 
     kind: Literal["paper", "rigorous", "unproven"]
@@ -245,7 +263,7 @@ class Guarantee:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Guarantee:
-        """The guarantee that `to_dict` wrote; of its sampling only the words."""
+        """The guarantee that `to_dict` wrote, with its sampling in words only."""
         read = dict(values)
         read["observer"] = Observer(values["observer"])
         read["sampling"] = Told(values["sampling"])
@@ -257,13 +275,13 @@ class Guarantee:
     @property
     def meaning(self) -> tuple:
         """What two guarantees must have in common for their epsilons to be comparable."""
-        # of samples it names the worst client, by this accountant
+        # where samples are protected, the scope names the client that is worst by this accountant
         clients = self.sampling if self.unit == "client" else None
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them: facts as their words, tuples as lists, an infinite
-        epsilon as the string "infinity" (`float` reads it back).
+        """The fields for JSON: facts in words, tuples as lists, and an infinite epsilon as the
+        string "infinity", which `float` reads back.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["observer"] = self.observer.value
@@ -275,7 +293,7 @@ class Guarantee:
         return values
 
     def sentence(self) -> str:
-        """The whole guarantee in plain English, no part left out."""
+        """The whole guarantee in plain English; nothing is left out."""
         text = "No privacy is shown (epsilon infinite)"
         if math.isfinite(self.epsilon):
             text = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}"
@@ -290,7 +308,7 @@ class Guarantee:
 
 
 def quantiles(epsilons: np.ndarray) -> np.ndarray:
-    """Of epsilons float64 [n >= 1], those at `SHARES`, float64 [5]; each is one of them."""
+    """Quantiles at `SHARES` of epsilons float64 [n >= 1]: float64 [5], each one of the epsilons."""
     return np.quantile(epsilons, SHARES, method="inverted_cdf")
 
 
@@ -304,11 +322,10 @@ def column(accountant: str) -> str:
 
 
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
-    """Of the guarantees that say the same by several accountants, the one with the smallest
-    epsilon.
+    """The guarantees that hold: where several accountants make the same claim, the one with the
+    smallest epsilon, since each of them is valid.
 
-    Each of them is valid, so the smallest is what holds. Those of the papers' formulas and without
-    a proof are left out, and what is infinite.
+    Papers' formulas, guarantees without a proof and infinite epsilons are left out.
     """
     alike: dict[tuple, list[Guarantee]] = {}
     for one in guarantees:
@@ -319,8 +336,8 @@ def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
 
 
 def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
-    """Every guarantee in plain English; where several accountants say the same, the smallest is
-    said to be what holds.
+    """Every guarantee in plain English; the smallest of several accountants is marked as the one
+    that holds.
     """
     least = holding(guarantees)
     found = []
@@ -338,7 +355,7 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
 
 
 def loose(delta: float, size: int, unit: str) -> str | None:
-    """What is wrong with `delta` where `size` units are protected, in words; None: nothing.
+    """Why `delta` is too large where `size` units are protected, in words; None: it is not.
 
     >>> loose(1e-2, 600, "sample")
     "delta 0.01 is above 1/600: it would allow some sample's data to be published outright"

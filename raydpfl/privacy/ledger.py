@@ -9,10 +9,10 @@
 >>> Ledger(path, resume=True).spent()
 Spent(rounds=1, epsilon={'pld': 0.5})
 
-A round is recorded first and released second, so what a crash can leave is a round recorded and not
-released: the epsilon read back is never below what was released. The noise of a round comes from
-keyed generators, which makes a repeated round one release, not two; they are for simulation and not
-cryptographic.
+A round is recorded first and released second (PRIVACY.md sec. 8). A crash can only leave a round
+that is recorded and not released, so the epsilon read back is never below what was released. The
+noise of a round comes from keyed generators: a repeated round is one release, not two. They are for
+simulation and not cryptographic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raydpfl.errors import BudgetError, ConfigError, FileError, RunError
 
 @dataclass(frozen=True)
 class Spent:
-    """`rounds` recorded so far, and the epsilon after the last of them by every accountant."""
+    """The number of rounds recorded so far, and every accountant's epsilon after the last one."""
 
     rounds: int
     epsilon: dict[str, float] = field(default_factory=dict)
@@ -40,10 +40,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rounds `first` .. `end` - 1, released one after another under one key of the noise.
+    """Rounds `first` to `end` - 1, released one after another under one key of the noise.
 
-    `again` counts how often the run had been begun anew with fresh noise: 0 for the rounds it began
-    with.
+    `again`: how often the run had been restarted with fresh noise before; 0 for its first rounds.
     """
 
     again: int
@@ -55,19 +54,28 @@ class Segment:
 
 
 def segments(path: Path) -> tuple[Segment, ...]:
-    """The segments of the ledger at `path`, which is only read; none where there is no ledger.
+    """The segments of the ledger at `path`, which is only read; empty if there is none.
 
-    Raises `FileError` for a ledger that cannot be read, `RunError` for one that is damaged.
+    Raises:
+        FileError: it cannot be read.
+        RunError: it is damaged.
     """
     return _segments(_entries(path, _read(path))[0])
 
 
 class Ledger:
-    """The ledger at `path`, which a fresh run creates and a resumed one (`resume`) continues.
+    """What a run has spent, on disk: one line of JSON per round.
 
-    A last line torn by a kill is cut off: its round was never released. Raises `ConfigError` when a
-    fresh run finds entries there, `RunError` when a complete line is damaged or a round is missing,
-    and `FileError` when what is there is no file that can be read and written.
+    A last line torn by a kill is cut off: its round was never released.
+
+    Args:
+        path: of the file. A new run creates it.
+        resume: whether to go on with what is recorded there.
+
+    Raises:
+        ConfigError: a new run finds entries there.
+        RunError: a complete line is damaged, or a round is missing.
+        FileError: what is there is no file that can be read and written.
     """
 
     def __init__(self, path: str | Path, resume: bool = False):
@@ -93,21 +101,24 @@ class Ledger:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The rounds recorded, cut where the run was begun anew with fresh noise."""
+        """The recorded rounds, divided where the run was restarted with fresh noise."""
         return _segments(self._entries)
 
     def record(
         self, *, t: int, epsilon: Mapping[str, float], again: int = 0, **release: Any
     ) -> None:
-        """Writes one round: `epsilon` by accountant after it, and what its `release` was (mechanism
-        digest, bound, std, ...; JSON values).
+        """Writes a round to disk, before it is released; the same release again changes nothing.
 
-        `again` above that of the last line begins a new segment, at any round up to the one after
-        the last: rounds recorded before it then count as releases of their own.
+        Args:
+            t: the round, the one after the last.
+            epsilon: after it, by accountant.
+            again: above that of the last line begins a new segment, at any round up to the one
+                after the last. Rounds recorded before then count as releases of their own.
+            **release: what is released, as JSON values: digest of the mechanism, bound, std, ...
 
-        On return the line is on disk. Does nothing for a round recorded already with the same
-        release. Raises `RunError` if that release was another one (its noise key would be used
-        twice), or if `round` is not the one after the last.
+        Raises:
+            RunError: the round was recorded with another release (its noise key would be used
+                twice), or it does not follow the last one.
         """
         spent = {name: _to_json(value) for name, value in epsilon.items()}
         entry = {"round": t, **({"again": again} if again else {}), **release, "epsilon": spent}
@@ -128,7 +139,7 @@ class Ledger:
         self._entries.append(entry)
 
     def _recorded(self, t: int, again: int) -> dict[str, Any] | None:
-        """The line of a round in the last segment, if that is the one of `again`."""
+        """The line of a round, if it is in the last segment and that is the one of `again`."""
         if not self._entries or self._entries[-1].get("again", 0) != again:
             return None
         back = self._entries[-1]["round"] - t
@@ -136,7 +147,7 @@ class Ledger:
         return self._entries[-1 - back] if last.first <= t < last.end else None
 
     def spent(self) -> Spent:
-        """The rounds recorded and the epsilons after the last."""
+        """How many rounds are recorded, and the epsilons after the last one."""
         if not self._entries:
             return Spent(0)
         return Spent(
@@ -167,8 +178,8 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path, written: bool = False) -> bytes:
-    """What is in a ledger, which is to be `written` too; nothing where there is none. Raises
-    `FileError`.
+    """The bytes of a ledger, empty if there is none. Raises `FileError` if it cannot be read, or,
+    with `written`, cannot be written.
     """
     if not os.path.lexists(path):
         return b""
@@ -181,8 +192,12 @@ def _read(path: Path, written: bool = False) -> bytes:
 
 
 def check_budget(t: int, epsilon: Mapping[str, float], budget: Mapping[str, float]) -> None:
-    """Raises `BudgetError` if after `round` some accountant's `epsilon` would exceed its `budget`;
-    to be called before the round.
+    """Raises `BudgetError` if a round would overspend. To be called before the round.
+
+    Args:
+        t: the round.
+        epsilon: after that round, by accountant.
+        budget: the largest epsilon allowed, by accountant.
     """
     for name, most in budget.items():
         if epsilon[name] > most:
@@ -193,10 +208,10 @@ def check_budget(t: int, epsilon: Mapping[str, float], budget: Mapping[str, floa
 
 
 def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The lines of a ledger, and its last line again where a kill has torn that (one that lacks its
-    end alone is among the lines).
+    """The lines of a ledger, and the bytes after its last newline, which a kill has torn off. Bytes
+    that lack only the newline are among the lines too.
 
-    Raises `RunError` for a line that is damaged, or whose round does not follow that before it.
+    Raises `RunError` for a damaged line, or one whose round does not follow the line before.
     """
     entries: list[dict[str, Any]] = []
     *complete, torn = text.split(b"\n")
@@ -210,8 +225,8 @@ def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
-    """Whether `entry` may stand after `entries`: the next round, or any up to it where it begins a
-    new segment; round 0 first.
+    """Whether `entry` may follow `entries`: it is the next round, or begins a new segment at any
+    round up to that one; the first line is round 0.
     """
     if not entries:
         return entry["round"] == 0 and entry.get("again", 0) == 0

@@ -1,8 +1,8 @@
 """What a run releases, described once, for sampler, ledger and accountants alike.
 
-A `Release` is the description that plan, coordinator, budget and audit ask. Its members are
+A `Release` is the description that plan, coordinator, budget and audit ask. There are two:
 `Mechanism`, sums over cohorts, and `raydpfl.privacy.personal.LocalSteps`, sums over batches at
-clients' local steps. Accountants are handed an `Event`: what one unit's data meet in one round.
+clients' local steps. Accountants are given an `Event`: what one round releases about one unit.
 
 >>> query = Query("update", bound=0.5, std=2.0)
 >>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (query,), rounds=100)
@@ -18,8 +18,8 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: cohort = 11: an integer from 1 to the population of 10
 
 Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any
-one round: where a bound adapts, std adapts with it, so only their ratio counts and every round is
-the same event.
+round. Where a bound adapts, std adapts with it: only their ratio counts, and every round is the
+same event.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ from raydpfl.privacy.places import Place, place_of
 
 @dataclass(frozen=True)
 class Query:
-    """One Gaussian sum released in every round.
+    """One Gaussian sum that every round releases.
 
-    `bound`: the L2 norm that one client can contribute to the sum, its weight included. `std`: the
-    standard deviation of the Gaussian on each coordinate of the *sum*, in the same units; 0 means
-    no noise. A count of indicators is centred first (indicator - 1/2), so its bound is 1/2.
+    Args:
+        name: of the sum, in messages and in the ledger.
+        bound: the largest L2 norm that one client can add to the sum, its weight included. A count
+            of indicators is centred first (indicator - 1/2), so its bound is 1/2.
+        std: of the noise on each coordinate of the *sum*, in the units of `bound`; 0: no noise.
+        apart: whether each client's contribution is released by itself, with noise of this std.
+            `Mechanism.with_noise` leaves that std as it is, and an observer of single updates sees
+            the same noise.
 
-    `apart`: every client's contribution is released on its own with noise of that std, which is
-    given: `Mechanism.with_noise` leaves it as it is, and whoever sees single updates meets no less
-    of it.
+    Raises:
+        ConfigError: the bound is not positive and finite, or the std is negative or infinite.
     """
 
     name: str
@@ -70,16 +74,24 @@ class Query:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Who takes part in a round: `cohort` of `population` (the expected number under Poisson), by a
-    law of `raydpfl.privacy.laws`.
+    """Who takes part in a round.
 
-    `kind`: the name of a law, or one of one's own. `fixed`: a uniform subset of fixed size;
-    `poisson`: each independently with probability cohort / population; `full`: everyone;
-    `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max` at each;
-    `public`: cohorts that a public rule names whatever the data are, so that only the rounds a
-    client takes part in count, and `rounds` of the mechanism counts those. `rule`, in words, is
-    public too: whom the population consists of, or how a public cohort came about. Raises
-    `ConfigError` for numbers that the law cannot have.
+    Args:
+        kind: a sampling law (`raydpfl.privacy.laws`), by name, or an object of your own `Law`:
+
+            - `fixed`: a uniform subset of fixed size;
+            - `poisson`: each client independently, with probability cohort / population;
+            - `full`: everyone;
+            - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
+            - `public`: cohorts named by a public rule, whatever the data are. Only the rounds that
+              a client takes part in count, and the mechanism's `rounds` is their number.
+        population: clients (or samples) to draw from.
+        cohort: how many take part; the expected number under `poisson`.
+        p_max: the largest probability of any client at one draw; None: draws are uniform.
+        rule: in words, how the population or a public cohort came about. It is public too.
+
+    Raises:
+        ConfigError: the law cannot have these numbers.
     """
 
     kind: str | Law
@@ -109,20 +121,20 @@ class Sampling:
 
     @property
     def q(self) -> float:
-        """cohort / population; 1 for a public cohort, whose rounds are a client's own."""
+        """The probability that a client is in a cohort: cohort / population, and 1 for a public
+        cohort, where only the client's own rounds count.
+        """
         return self.law.q(self)
 
     @property
     def everyone(self) -> bool:
-        """True when every round takes everyone, whatever the scheme is called: there is nothing to
-        amplify.
-        """
+        """Whether every round takes everyone, whatever the law is called: nothing is amplified."""
         return self.law.everyone(self)
 
     @property
     def hidden(self) -> bool:
-        """True when there is a secret about who takes part, which amplifies privacy against whoever
-        does not know it.
+        """Whether who takes part is a secret, which amplifies privacy against an observer who does
+        not know it.
         """
         return self.law.hidden(self)
 
@@ -133,17 +145,19 @@ class Sampling:
 
     @property
     def coins(self) -> float | None:
-        """The chance of each client's own coin; None where clients depend on each other."""
+        """The probability with which each client takes part, independently of the others; None
+        where clients are not independent.
+        """
         return self.law.coins(self)
 
     @property
     def repeats(self) -> bool:
-        """Whether a client may stand in a cohort more than once."""
+        """Whether a client may be in a cohort more than once."""
         return self.law.repeats()
 
     @property
     def by_participation(self) -> bool:
-        """True when only the rounds that a client takes part in count, as everyone knows them."""
+        """Whether only the rounds that a client takes part in count, because they are public."""
         return not (self.hidden or self.everyone)
 
     def __str__(self) -> str:
@@ -155,8 +169,11 @@ class Sampling:
 class Event:
     """What accountants compose: what one round (or participation) releases about one unit.
 
-    `each` Gaussians, every one over a sample of its own drawn by `sampling`, with `mu` =
-    sensitivity / std; and, unless `also` is 0, one Gaussian of that mu over everyone.
+    Args:
+        sampling: the law of the sample that each Gaussian is taken over.
+        mu: sensitivity / std of each of these Gaussians; both of the sum.
+        each: how many Gaussians there are, each over a fresh sample.
+        also: mu of one more Gaussian, over everyone; 0: there is none.
     """
 
     sampling: Sampling
@@ -165,8 +182,8 @@ class Event:
     also: float = 0.0
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
-        """mu float64 [counts] of the one Gaussian that `counts` events amount to, where no sample
-        is a secret.
+        """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
+        float64 with the shape of `counts`: sqrt(counts (each mu^2 + also^2)).
         """
         if self.each == 1 and not self.also:
             return self.mu * np.sqrt(counts)  # mu itself, unrounded
@@ -174,15 +191,15 @@ class Event:
 
 
 class Release:
-    """Base of the two descriptions of what a run releases; everything that the rest asks of one.
+    """Base of the two descriptions of what a run releases.
 
-    The answers given here are those of sums over cohorts with nothing to say of single clients.
+    The defaults suit sums over cohorts, which have nothing to say of single clients.
     """
 
     unit: Unit
 
     def digest(self) -> str:
-        """Its name in the ledger and the cache."""
+        """Its name in the ledger and in the cache: a SHA-256, in hexadecimal."""
         raise NotImplementedError
 
     @property
@@ -192,36 +209,40 @@ class Release:
 
     @property
     def noise_multiplier(self) -> float | None:
-        """Std of the noise on the sum / bound; None where each client has its own."""
+        """Std of the noise on the sum / bound; None where each client has noise of its own."""
         return None
 
     @property
     def largest(self) -> int:
-        """How many units are protected together: the largest number that delta is held against."""
+        """The largest number of units that are protected together; delta should be below its
+        inverse.
+        """
         raise NotImplementedError
 
     @property
     def cohorts(self) -> Sampling | None:
-        """The law of the cohorts, where accountants count on it; None where they count draws."""
+        """The law of the cohorts, if accountants rely on it; None if they count draws instead."""
         return None
 
     @property
     def by_draws(self) -> bool:
-        """Whether what is spent depends on who was drawn, client by client."""
+        """Whether what is spent is counted client by client, from the rounds that each was drawn
+        in.
+        """
         return self.cohorts is None
 
     @property
     def hidden(self) -> bool:
-        """Whether accountants count on the cohort being a secret."""
+        """Whether accountants rely on the cohort being a secret."""
         return self.cohorts is not None and self.cohorts.hidden
 
     @property
     def unproved(self) -> str | None:
-        """Why what it guarantees is not proved, in words; None where it is."""
+        """Why its guarantees are not proved, in words; None: they are."""
         return None
 
     def uncovered(self, accountant: str, relation: Relation) -> str | None:
-        """Why an accountant does not cover it under a relation, in words; None where it does."""
+        """Why an accountant does not cover it under a relation, in words; None: it does."""
         return None
 
     def curves(
@@ -231,15 +252,18 @@ class Release:
         exposures: np.ndarray,
         terms: Terms,
     ) -> dict[str, np.ndarray]:
-        """Epsilon after each of the rounds that count, float64 [rounds], by accountant: of one
-        client, or of the sample that has spent most.
+        """Epsilon after each round, by every accountant.
 
         Args:
-            accountants: whose curves are wanted; each has the name that `guarantees` gives it.
-            draws: the clients of every release, one drawn twice standing twice; only read where
-                `by_draws`.
-            exposures: int64 [rounds], how many releases a guarantee composes over by each round.
+            accountants: their names.
+            draws: for every release its clients, int64, a client drawn twice listed twice; only
+                read if `by_draws`.
+            exposures: int64 [rounds], the number of releases composed after each round.
             terms: relation, delta and v.
+
+        Returns:
+            By accountant (named as in `guarantees`), epsilon float64 [rounds]: of any client, or of
+            the sample that has spent most.
         """
         raise NotImplementedError
 
@@ -250,42 +274,49 @@ class Release:
         rounds: int,
         terms: Terms,
     ) -> list[Guarantee]:
-        """What holds after the run, by every accountant, against each observer worth telling apart.
+        """What holds after the run, by every accountant and against every observer that differs.
 
         Args:
-            participations: how often each client was drawn; None where that is not known.
-            accountants: whose guarantees are wanted.
-            rounds: how many releases a guarantee composes over.
+            participations: how often each client was drawn, by id or int64 [N]; None: unknown.
+            accountants: their names.
+            rounds: the number of releases composed.
             terms: relation, delta and v.
         """
         raise NotImplementedError
 
     def sum_stds(self, cohort: int) -> Mapping[str, float]:
-        """By query, std of the noise on the sum of a round over its bound, where `cohort` clients
-        run instead of the nominal number; empty where sums have no noise.
+        """Std of the noise on a round's sum / bound, by query; empty where sums have no noise.
+
+        Args:
+            cohort: the number of clients that run. The noise is scaled by it over the nominal
+                number, which differs under a virtual cohort.
         """
         return {}
 
     def client_facts(self) -> tuple[np.ndarray, ...]:
-        """What it holds of each client, arrays [N]; part of the digests that noise is keyed by."""
+        """What it knows of each client, arrays [N]; part of the digest that noise is keyed by."""
         return ()
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Stds float64 [r] of the noise of these clients on the mean gradient of a local step;
-        None where none is drawn there.
+        """Std of each client's noise on the mean gradient of a local step, float64 [r] for clients
+        int64 [r]; None where no noise is drawn there.
         """
         return None
 
     def table(
         self, participations: Mapping[int, int] | ArrayLike, accountants: Sequence[str]
     ) -> list[dict[str, Any]] | None:
-        """A row for each client that took part; None where no client has a guarantee of its own."""
+        """A row for each client that took part; None where clients have no guarantees of their
+        own.
+        """
         return None
 
     def quantiles(
         self, accountant: str, participations: Mapping[int, int] | ArrayLike
     ) -> np.ndarray:
-        """Epsilon float64 [5] at quantiles over the clients; [0] where none has one of its own."""
+        """Quantiles of the clients' epsilons, float64 [5], at `raydpfl.privacy.guarantee.SHARES`;
+        [0] where clients have none of their own.
+        """
         return np.zeros(0)
 
     def warnings(self, participations: Mapping[int, int] | ArrayLike) -> tuple[str, ...]:
@@ -298,18 +329,29 @@ class Release:
 
 @dataclass(frozen=True)
 class Mechanism(Release):
-    """`rounds` times: sample, bound, add, noise, release. What every accountant reads, and nothing
+    """`rounds` times: sample, bound, sum, add noise, release. Accountants read this and nothing
     else.
 
-    `unit` is whose data a guarantee protects. `placement` is who draws the noise: `server`, one
-    draw on the sum; `client`, each of the r clients of a cohort draws std / sqrt(r), so that the
-    sum carries std; `step`, one draw on the sum over a mini-batch at each local step (`rounds`
-    counts steps, the population are samples). Against k participants who know their own noise, or
-    after k dropouts, account for `with_noise(z * sqrt((r - k) / r))`. `exclusions` are the
-    data-dependent choices that are not accounted for, in words. `memory` names the member by which
-    a client's contribution depends on the rounds that it took part in before; empty where none does
-    (see `raydpfl.privacy.memory`); with `remembers_noise` that is what it sent, the noise that it
-    drew on it included, of which an observer sees only the sum.
+    Against k participants who know their own noise, or after k dropouts, account for
+    `with_noise(z * sqrt((r - k) / r))`.
+
+    Args:
+        sampling: who takes part in a round.
+        queries: the sums that every round releases.
+        rounds: how many rounds are composed.
+        unit: whose data a guarantee protects.
+        placement: who draws the noise. `server`: one draw on the sum. `client`: each of the r
+            clients of a cohort draws std / sqrt(r), so that the sum has std. `step`: one draw on
+            the sum over a mini-batch, at each local step; `rounds` then counts steps, and the
+            population are one client's samples.
+        exclusions: data-dependent choices that are not accounted for, in words.
+        memory: the kind of the member by which a client's contribution depends on its earlier
+            rounds; empty: none does (`raydpfl.privacy.memory`).
+        remembers_noise: whether a client remembers what it sent with the noise that it drew, of
+            which an observer sees only the sum.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     sampling: Sampling
@@ -344,12 +386,18 @@ class Mechanism(Release):
         std: float,
         exclusions: tuple[str, ...] = (),
     ) -> Mechanism:
-        """One client's DP-SGD (002, 003; PRIVACY.md sec. 2): `steps` fresh mini-batches of `batch`
-        of its `samples`.
+        """One client's DP-SGD: a fresh mini-batch at every step (002 Alg. 1, 003 Alg. 1).
 
-        `bound` is the per-sample clip norm, `std` that of the noise on the *mean* gradient of a
-        batch; `steps` is the realised number over the whole run. Shuffled epochs are not this
-        mechanism.
+        Shuffled epochs are not this mechanism.
+
+        Args:
+            samples: n_i, the client's samples.
+            batch: B, samples in a batch.
+            steps: the client's local steps over the whole run, as they occur.
+            bound: the per-sample clip norm.
+            std: of the noise on the *mean* gradient of a batch, in the units of `bound`; the sum
+                has `batch` times that.
+            exclusions: what is not accounted for, in words.
         """
         queries = (Query("gradient", bound, batch * std),)
         return cls(
@@ -363,19 +411,22 @@ class Mechanism(Release):
 
     @property
     def private(self) -> bool:
-        """False when a query carries no noise."""
+        """Whether every query has noise."""
         return all(query.std > 0 for query in self.queries)
 
     @property
     def noise_multiplier(self) -> float:
-        """z, std of the sum / bound, of the single Gaussian that the sums of a round amount to:
-        1/z^2 = sum (bound/std)^2. None of `apart`.
+        """z = std of the sum / bound, of the single Gaussian that the sums of a round amount to:
+        1/z^2 = sum over queries of (bound / std)^2, those `apart` left out; 0 without noise.
         """
         return _together(query for query in self.queries if not query.apart)
 
     def mu(self, relation: Relation) -> float:
-        """Sensitivity / std, all queries of a round together, those `apart` too: k / z, with k = 2
-        under replace-one and 1 otherwise.
+        """Sensitivity / std of a round, all queries together, those `apart` too; infinite without
+        noise.
+
+        It is k / z with k = 2 under replace-one, where a client leaves and another takes its
+        place, and k = 1 under add_remove and zero_out.
         """
         one_of("relation", relation, Relation)
         return (
@@ -409,7 +460,7 @@ class Mechanism(Release):
         return {query.name: query.std / query.bound * scale for query in sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose over the rounds."""
+        """What accountants compose: one round, under this relation."""
         return Event(self.sampling, self.mu(relation))
 
     def curves(
@@ -419,7 +470,7 @@ class Mechanism(Release):
         exposures: np.ndarray,
         terms: Terms,
     ) -> dict[str, np.ndarray]:
-        """As `Release.curves`; infinite by an accountant that does not cover this."""
+        """See `Release.curves`; infinite for an accountant that does not cover the mechanism."""
         most = max(int(exposures[-1]), 1)
         found = {name: np.full(len(exposures), np.inf) for name in accountants}
         for name in accountants:
@@ -454,16 +505,21 @@ class Mechanism(Release):
         )
 
     def unsampled(self) -> Mechanism:
-        """The same mechanism as one meets it who knows the cohorts: everyone in every round."""
+        """The same mechanism for an observer who knows the cohorts: everyone in every round."""
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
         return replace(self, sampling=everyone)
 
     def with_noise(self, multiplier: float) -> Mechanism:
-        """The same mechanism at this noise multiplier (std of the sum / bound): every std scaled by
-        one factor, but for queries `apart`.
+        """The same mechanism at another noise multiplier.
 
-        A mechanism that has no noise yet gets equal shares: each of k queries std = sqrt(k) z
-        bound.
+        Every std is scaled by the same factor, except for queries `apart`. Where there is no noise
+        yet, the k queries get equal shares, std = sqrt(k) z bound each.
+
+        Args:
+            multiplier: z = std of the sum / bound, all queries of a round together.
+
+        Raises:
+            ConfigError: it is negative or infinite, or only some queries have noise.
         """
         if not (0 <= multiplier < math.inf):
             raise ConfigError("multiplier", multiplier, "a finite number, zero or above")
@@ -483,10 +539,10 @@ class Mechanism(Release):
         return replace(self, queries=tuple(map(scaled, self.queries)))
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all fields: its name in the ledger and the cache.
+        """SHA-256 of the canonical JSON of all fields, in hexadecimal.
 
-        `p_max`, `rule`, `apart`, `memory` and `remembers_noise` are left out where there are none.
-        A sampling law of a user's own stands there by its words too.
+        `p_max`, `rule`, `apart`, `memory` and `remembers_noise` are left out where they are not
+        set. A sampling law of a user's own is in it by its words too.
         """
         tree = asdict(self)
         law = self.sampling.law
@@ -510,9 +566,7 @@ class Mechanism(Release):
 
 
 def _together(queries: Iterable[Query]) -> float:
-    """std / bound of the single Gaussian that Gaussian queries amount to; 0 when one of them has no
-    noise.
-    """
+    """std / bound of the single Gaussian that these queries amount to; 0 if one has no noise."""
     queries = tuple(queries)
     return (
         1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in queries))

@@ -1,10 +1,10 @@
 """Clients that remember: where sampling still amplifies privacy when a contribution depends on
 earlier rounds.
 
-Error feedback (alpha-NormEC) and control variates (SCAFFOLD) make what a client sends depend on the
-rounds in which it took part before. Its coins of different rounds are then no longer independent
-given what was released, and the usual composition of subsampled Gaussians does not apply as it
-stands. Nothing is lost where nothing is amplified: a known or full cohort composes Gaussians of
+With error feedback (alpha-NormEC) and control variates (SCAFFOLD) what a client sends depends on
+the rounds in which it took part before. Its coins of different rounds are then no longer
+independent given what was released, and the usual composition of subsampled Gaussians does not
+apply. Nothing is lost where nothing is amplified: a known or full cohort composes Gaussians of
 bounded sensitivity, whatever the contributions depend on, as long as that is not the noise.
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
@@ -19,14 +19,17 @@ alpha_norm_ec has one
 
 **Clients that remember their noise.** Where each client draws its part of the noise and remembers
 what it sent (SCAFFOLD), later contributions depend on noise of which only the sum was released.
-They tell of its parts, so that the sums of several rounds protect a client less than their noise
-would if it were drawn afresh. Two clients, one dimension, bound 1, two rounds, the noise of each of
-std s << 1: client j sends w_j = z_j, and then -w_j (its correction), while client k sends x + z_k
-twice. Given the first sum the noise of the second is correlated with the first's, their covariance
-is s^2 ((2, -1), (-1, 3)), and k's shift by (2, 2) where it is replaced is mu^2 = 5.6 / s^2, not the
-4 / s^2 of two independent rounds. So what sums guarantee of such clients is `unproven`, whatever
-the cohort. Against one who sees every single update, all that a client remembers is seen, and its
-guarantee stands; so it does against one who sees less.
+They tell of its parts, so that the sums of several rounds protect a client less than fresh noise
+would. Take two clients, one dimension, bound 1 and two rounds, each client's noise with std s << 1:
+client j sends w_j = z_j, and then -w_j (its correction), while client k sends x + z_k twice. Given
+the first sum, the noise of the second is correlated with that of the first. Their covariance is
+
+    s^2 ((2, -1), (-1, 3)),
+
+and k's shift by (2, 2), where it is replaced, has mu^2 = 5.6 / s^2 and not the 4 / s^2 of two
+independent rounds. So what sums guarantee such clients is `unproven`, whatever the cohort. An
+observer of every single update sees all that a client remembers: the guarantee against it stands,
+and so it does against one who sees less.
 
 >>> remembers = {"memory": "scaffold", "remembers_noise": True}
 >>> full = Mechanism(Sampling("full", 100, 100), queries, 5, placement="client", **remembers)
@@ -41,41 +44,50 @@ client that may be absent (add_remove, zero_out), the privacy curve of the T rou
 of T rounds of the memoryless Poisson-subsampled Gaussian of the same q, c and s. So are its Renyi
 divergences of every order, in both directions.
 
-*Proof.* Fix all that does not concern the client, the other clients' coins among it; it may be
-revealed. The others' part of round t is then a function a_t of the earlier releases o, the same
-with and without the client, and y_t = (o_t - a_t) / s are independent standard normals without it.
-With it the releases have the likelihood ratio
+*Proof.* Fix everything that does not concern the client, the other clients' coins included; it may
+be revealed. The others' part of round t is then a function a_t of the earlier releases o, the same
+with and without the client, and the y_t = (o_t - a_t) / s are independent standard normals without
+it. With it the releases have the likelihood ratio
 
     L = sum over b of p(b) prod over t of exp(b_t <y_t, v_t> / s - b_t ||v_t||^2 / (2 s^2)),
 
 p(b) being the probability of the coins b. For v_t = c e, e one unit vector, that is L*, the ratio
-of the memoryless mechanism. The curves are E F(L) under the world without the client, for F(x) = (x
-- e^epsilon)+ one way and (1 - e^epsilon x)+ the other, and the Renyi divergences follow from F(x) =
-x^a (a > 1, or a < 0): all convex. It remains to show E F(L) <= E F(L*) for every convex F.
+of the memoryless mechanism. The curves are E F(L) in the world without the client, for
+
+    F(x) = (x - e^epsilon)+ one way, and F(x) = (1 - e^epsilon x)+ the other;
+
+the Renyi divergences follow from F(x) = x^a (a > 1, or a < 0). All of these are convex. It remains
+to show E F(L) <= E F(L*) for every convex F.
 
 Let g_t be independent N(0, c^2 / s^2), and for weights w_b >= 0 let
 
     H_t(w) = E F(sum over b of w_b exp(sum over u >= t of (b_u g_u - b_u c^2 / (2 s^2)))).
 
-Claim: E[F(L) | y_1 .. y_{t-1}] <= H_t(w), where w_b is p(b) times the factors of L up to round t -
-1. For t = T + 1 both sides are F(L). Suppose it holds for t + 1. Given y_1 .. y_{t-1}, each v_t is
-a fixed vector v_t(b), so that
+Claim: E[F(L) | y_1 .. y_{t-1}] <= H_t(w), where w_b is p(b) times the factors of L up to round
+t - 1. For t = T + 1 both sides are F(L). Suppose that it holds for t + 1. Given y_1 .. y_{t-1},
+each v_t is a fixed vector v_t(b), so that
 
     E[F(L) | y_1 .. y_{t-1}] <= E F(sum over b of w_b exp(X_b - Var(X_b) / 2)),
     X_b = b_t <y_t, v_t(b)> / s + sum over u > t of b_u g_u,
 
-a centred Gaussian vector over b. By Cauchy and Schwarz Cov(X_b, X_b') <= Cov(Z_b, Z_b') for all b
-and b', where Z_b = sum over u >= t of b_u g_u. Kahane's inequality [1] says that E F(sum of w_b
-exp(X_b - Var(X_b) / 2)) does not decrease when the covariances grow, so the right side is at most
-H_t(w). At t = 1 the claim is E F(L) <= H_1(p) = E F(L*).
+a centred Gaussian vector over b. By Cauchy and Schwarz
 
-**A cohort of fixed size.** Under replace-one the other clients' coins depend on the client's own,
-and the two worlds are two such mixtures, neither of them a Gaussian that the other could be
-compared with. No proof is known to us, and no counterexample. Guarantees that would rest on it are
-of the kind `unproven`.
+    Cov(X_b, X_b') <= Cov(Z_b, Z_b') for all b and b', where Z_b = sum over u >= t of b_u g_u.
 
-[1] Kahane. Sur le chaos multiplicatif. Annales des sciences mathematiques du Quebec 9 (1985), pp.
-105-150.
+Kahane's inequality [1] says that
+
+    E F(sum of w_b exp(X_b - Var(X_b) / 2))
+
+does not decrease when the covariances grow, so the right side is at most H_t(w). At t = 1 the claim
+is E F(L) <= H_1(p) = E F(L*).
+
+**A cohort of fixed size.** Under replace-one the other clients' coins depend on the client's own.
+Both worlds are then such mixtures, and neither is a Gaussian that the other could be compared with.
+No proof is known to us, and no counterexample. Guarantees that would rest on one are of the kind
+`unproven`.
+
+[1] Kahane. Sur le chaos multiplicatif. Annales des sciences mathematiques du Quebec 9 (1985),
+    pp. 105-150.
 """
 
 from __future__ import annotations
@@ -87,7 +99,7 @@ if TYPE_CHECKING:
 
 
 def unproved(mechanism: Mechanism) -> str | None:
-    """Why what this mechanism's sums guarantee is not proved, in words; None where it is."""
+    """Why the guarantees of this mechanism's sums are not proved, in words; None: they are."""
     found = []
     if mechanism.memory and mechanism.sampling.hidden and mechanism.sampling.coins is None:
         proved = "proved for rounds without memory, or under Poisson"

@@ -1,6 +1,6 @@
 """The papers' formulas as printed, each with the conditions under which its paper claims it.
 
-These are not guarantees of what ran: `raydpfl.privacy.epsilon` is. Every function returns
+These are not guarantees of what ran; `raydpfl.privacy.epsilon` is. Most functions return
 `Printed(value, conditions_failed)`.
 
 >>> from raydpfl.privacy.mechanism import Sampling
@@ -12,8 +12,9 @@ Units (000, 001). In 000 Algorithm 3 each client of the cohort adds N(0, sigma^2
 update and the server averages, so sigma of Theorem 3.2 is the std of one client's noise (000 eq. 12
 has sigma^2 d / P for the average). In 001 Algorithm 1 each client adds N(0, r sigma^2 I), so sigma
 of Theorem 1 is the std of the noise on the mean. With sigma_001 = sigma_000 / sqrt(r) they are one
-mechanism: the sum carries sqrt(r) sigma_000 = r sigma_001, and std of the sum / bound is z = (r/N)
-sqrt(v T ln(1/delta)) / epsilon.
+mechanism. The noise on the sum has std sqrt(r) sigma_000 = r sigma_001, and its std / bound is
+
+    z = (r/N) sqrt(v T ln(1/delta)) / epsilon.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a formula gives, and which of its paper's conditions do not hold, in words."""
+    """What a formula gives, and the conditions of its paper that do not hold, in words."""
 
     value: float
     conditions_failed: tuple[str, ...] = ()
@@ -47,7 +48,23 @@ class Printed:
 def paper_multiplier(
     epsilon: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
 ) -> float:
-    """z = std of the noise on the sum / bound, at which the theorem claims (epsilon, delta)."""
+    """The noise multiplier of 000 Theorem 3.2 and 001 Theorem 1,
+
+        z = (r/N) sqrt(v T ln(1/delta)) / epsilon.
+
+    Args:
+        epsilon: that is claimed, positive and finite.
+        sampling: who takes part; only q = r/N is read.
+        rounds: T.
+        delta: that is claimed.
+        v: the constant that the papers leave open (PRIVACY.md sec. 3).
+
+    Returns:
+        z = std of the noise on the sum / bound.
+
+    Raises:
+        ConfigError: epsilon or v is not positive and finite.
+    """
     for field, value in (("epsilon", epsilon), ("v", v)):
         if not (0 < value < math.inf):
             raise ConfigError(field, value, "a positive finite number")
@@ -57,8 +74,8 @@ def paper_multiplier(
 def client_noise(
     epsilon: float, sampling: Sampling, rounds: int, delta: float, bound: float, v: float = 4.0
 ) -> Printed:
-    """sigma of 000 Theorem 3.2: the std of one client's noise, in the units of `bound`; sigma^2 = v
-    c^2 r T ln(1/delta) / (N^2 eps^2).
+    """sigma of 000 Theorem 3.2, sigma^2 = v c^2 r T ln(1/delta) / (N^2 eps^2): the std of one
+    client's noise, in the units of `bound` (c). Other arguments as for `paper_multiplier`.
     """
     z = paper_multiplier(epsilon, sampling, rounds, delta, v)
     return Printed(z * bound / math.sqrt(sampling.cohort), _conditions(epsilon, sampling, rounds))
@@ -68,7 +85,7 @@ def client_epsilon(
     z: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
 ) -> Printed:
     """The epsilon that the theorem claims at `z` = std of the noise on the sum / bound; infinite at
-    z = 0.
+    z = 0. Other arguments as for `paper_multiplier`.
     """
     epsilon = paper_multiplier(1.0, sampling, rounds, delta, v) / z if z else math.inf
     return Printed(epsilon, _conditions(epsilon, sampling, rounds))
@@ -77,7 +94,9 @@ def client_epsilon(
 def client_delta(
     z: float, sampling: Sampling, rounds: int, epsilon: float, v: float = 4.0
 ) -> float:
-    """The delta that the theorem claims at `z` = std of the noise on the sum / bound."""
+    """The delta that the theorem claims at `z` = std of the noise on the sum / bound. Other
+    arguments as for `paper_multiplier`.
+    """
     return math.exp(-((epsilon * z / sampling.q) ** 2) / (v * rounds))
 
 
@@ -94,17 +113,19 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
 
 
 # 002: truncated concentrated DP per client, every update seen, replace-one of one sample
-# (PRIVACY.md sec. 4).
-# `std` is that of the noise on the mean gradient of a batch, `bound` the per-sample clip norm G,
-# `steps` the client's
-# realised number of local steps.
+# (PRIVACY.md sec. 4). In all functions `std` (sigma) is that of the noise on the mean gradient of a
+# batch, `bound` the per-sample clip norm G, `batch` B, `samples` n_i, and `steps` the client's
+# realised number of local steps, K_i Q.
 
 
 def tcdp(
     std: float, *, bound: float, batch: int, samples: int, steps: int
 ) -> tuple[float, float, tuple[str, ...]]:
-    """(rho, omega, conditions_failed) of a client's `steps` subsampled steps: 002 Lemmas 1, 3 and
-    4; (infinity, 0) without noise.
+    """tCDP of a client's subsampled steps (002 Lemmas 1, 3 and 4; PRIVACY.md sec. 4).
+
+    Returns:
+        rho = 26 K_i Q G^2 / (n_i^2 sigma^2), omega = B^2 sigma^2 ln(n_i/B) / (8 G^2), and the
+        conditions that fail; (infinity, 0) without noise.
     """
     _check_client(batch, samples, steps)
     q = batch / samples
@@ -129,8 +150,9 @@ def tcdp(
 def tcdp_epsilon(
     std: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
 ) -> Printed:
-    """Epsilon at `delta` by tCDP (002 Lemma 2 where its condition holds, else the general
-    conversion); infinite where omega <= 1.
+    """Epsilon at `delta` by tCDP: rho + 2 sqrt(rho ln(1/delta)) where the condition of 002 Lemma 2
+    holds, delta >= e^(-(omega-1)^2 rho), else rho omega + ln(1/delta) / (omega - 1); infinite where
+    omega <= 1.
     """
     surprise = math.log(1 / _delta(delta))
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
@@ -144,8 +166,10 @@ def tcdp_epsilon(
 def tcdp_noise(
     epsilon: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
 ) -> Printed:
-    """The std at which tCDP claims (epsilon, delta), every condition checked: rho =
-    (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2.
+    """The std at which tCDP claims (epsilon, delta), every condition checked:
+
+    sigma^2 = 26 K_i Q G^2 / (n_i^2 rho),
+    rho = (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2.
     """
     if not (0 < epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a positive finite number")
@@ -163,10 +187,11 @@ def tcdp_noise(
 def tcdp_theorem5(
     std: float, *, bound: float, batch: int, samples: int, steps: int
 ) -> tuple[Printed, float]:
-    """002 Theorem 5 as printed: the single pair (epsilon, delta) that it gives at `std`; its
-    epsilon *grows* with std.
+    """002 Theorem 5 as printed: the single pair that it gives at `std`,
 
-    It falls below 0 with too little noise, and is then infinite.
+        epsilon = rho (2 omega - 1), delta = e^(-rho (omega - 1)^2).
+
+    Its epsilon *grows* with std. With too little noise it is below 0, and infinite here.
     """
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
     value = _theorem5_limit(batch, samples, steps) - rho
@@ -177,7 +202,9 @@ def tcdp_theorem5(
 def tcdp_theorem5_noise(
     epsilon: float, *, bound: float, batch: int, samples: int, steps: int
 ) -> Printed:
-    """002 Theorem 5 solved for the std, rho = 2 rho omega - epsilon; infinite where none does."""
+    """002 Theorem 5 solved for the std, by rho = 2 rho omega - epsilon; infinite where no std has
+    that epsilon.
+    """
     most = _theorem5_limit(batch, samples, steps)
     if epsilon >= most:
         return Printed(
@@ -206,20 +233,19 @@ def _least_delta(rho: float, omega: float) -> float:
     return math.exp(-((omega - 1) * rho * (omega - 1))) if rho else 0.0
 
 
-# 003: personal budgets (PRIVACY.md sec. 5). `samples` n_k, `batch` B; std is that of the noise on
-# the mean gradient of a batch.
-# Epsilons, deltas, batches and samples may be numbers or arrays of one shape; what comes back has
-# it too.
+# 003: personal budgets (PRIVACY.md sec. 5). `samples` is n_k, `batch` B, and `std` that of the
+# noise on the mean gradient of a batch. Where they are ArrayLike, epsilons, deltas, batches and
+# samples may be numbers or arrays of one shape, which the result has too.
 
 
 def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
     """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before
-    sampling.
+    amplification (Lemma 1), float64 [...].
     """
     epsilon = np.asarray(epsilon, float)
     r = np.asarray(batch, float) / np.asarray(samples, float)
     small = np.log1p(np.expm1(np.minimum(epsilon, 30.0)) / r)
-    # e^epsilon is best left out
+    # without e^epsilon, which would overflow
     return np.where(
         epsilon > 30, epsilon - np.log(r) + np.log1p((r - 1) * np.exp(-epsilon)), small
     )[()]
@@ -228,11 +254,20 @@ def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLi
 def budget_variance(
     epsilon: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
 ) -> Any:
-    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2: noise variance per step and squared bound; 0
-    at infinite epsilon (public).
+    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2, with r = B / n_k (003 eq. 7).
 
-    Raises `ConfigError` for an epsilon that is not positive, a delta outside (0, 1) and a batch
-    larger than the client's samples.
+    Args:
+        epsilon: eps_k, positive; infinity for a public client.
+        delta: delta_k, between 0 and 1.
+        batch: B, at most `samples`.
+        samples: n_k.
+
+    Returns:
+        float64 [...], the noise variance for one local step and a bound of 1; 0 for a public
+        client.
+
+    Raises:
+        ConfigError: an argument is out of range.
     """
     if not np.all(np.asarray(epsilon, float) > 0):
         raise ConfigError("epsilon", epsilon, "a positive number, or infinity for a public client")
@@ -243,7 +278,7 @@ def budget_variance(
     inner = unamplified_budget(epsilon, batch=batch, samples=samples)
     r = np.asarray(batch, float) / np.asarray(samples, float)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        # ln(e + r eps' / delta), which may overflow
+        # ln(e + r eps' / delta), whose argument may overflow
         surprise = np.logaddexp(1.0, np.log(r) + np.log(inner) - np.log(delta))
         variance = np.square(np.sqrt(8 * surprise) / inner / np.asarray(batch, float))
     return np.where(np.isinf(epsilon), 0.0, variance)[()]
@@ -252,8 +287,9 @@ def budget_variance(
 def budget_noise(
     epsilon: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
 ) -> Printed:
-    """sigma_k = c sqrt(V_k T_k T_l), `steps` = T_k T_l; compare with
-    `epsilon(Mechanism.of_local_steps(...))`, which is the truth.
+    """sigma_k = c sqrt(V_k T_k T_l) (003 eq. 6), with `steps` = T_k T_l and `bound` = c.
+
+    What it truly gives is `epsilon(Mechanism.of_local_steps(...))`.
     """
     _check_client(batch, samples, steps)
     std = bound * math.sqrt(budget_variance(epsilon, delta, batch=batch, samples=samples) * steps)
@@ -263,7 +299,9 @@ def budget_noise(
 def budget_epsilon(
     std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
 ) -> Printed:
-    """The epsilon that 003 claims at `std`, by `budget_noise`; infinite without noise."""
+    """The epsilon that 003 claims at `std`, the inverse of `budget_noise`; infinite without
+    noise.
+    """
     _check_client(batch, samples, steps)
     epsilon = float(
         budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples)
@@ -274,8 +312,8 @@ def budget_epsilon(
 def budget_epsilons(
     root: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
 ) -> Any:
-    """`budget_variance` solved for the epsilon, to a relative 1e-13, where V_k = root^2; infinite
-    where `root` is 0.
+    """The epsilon at which `budget_variance` is root^2, float64 [...], to a relative 1e-13;
+    infinite where `root` is 0.
     """
     root, delta, batch, samples = np.broadcast_arrays(
         *(np.asarray(each, float) for each in (root, delta, batch, samples))
@@ -290,10 +328,13 @@ def budget_epsilons(
 
 
 def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[str, ...]:
-    """The condition that fails, if it does: 003 Lemma 2 as it is used, at eps' and delta / r, held
-    against the exact Gaussian curve.
+    """Whether 003 Lemma 2 holds where it is used, at eps' and delta / r, by the exact Gaussian
+    curve.
 
-    It gives too little noise to large budgets, at r = 1 and delta 1e-5 to those above 169.
+    It gives large budgets too little noise, at r = 1 and delta 1e-5 those above 169.
+
+    Returns:
+        The condition that fails, in words; empty: it holds.
     """
     r = batch / samples
 

@@ -1,9 +1,9 @@
 """Noise at local steps: what it costs each client's samples, and how much of it each client's own
 budget needs (002, 003).
 
-A client clips every sample's gradient, adds Gaussian noise to the mean of a batch at each of its
-steps, and sends its update as it is. Every single update is seen, so that a client's samples are
-protected by its own noise alone, and only its own participations compose: all of them known before
+A client clips every sample's gradient, adds Gaussian noise to the mean gradient of a batch at each
+of its steps, and sends its update as it is. Every single update is seen, so only a client's own
+noise protects its samples, and only its own participations compose. These are known before
 training, since cohorts depend on the seed and on public sizes and budgets.
 
 >>> # 002 on MNIST (PRIVACY.md sec. 4): one client takes part once, another four times
@@ -20,11 +20,11 @@ array([0.3 , 0.18, 0.  ])
 >>> paper.epsilons("pld", [1]).round(2)  # where 003 claims 20 (PRIVACY.md sec. 5)
 array([22.51])
 
-Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests hold
-this module against that one client at a time. Here clients of one size and noise are accounted for
-once, one composition serves all numbers of rounds, and the search for a client's noise starts from
-the central limit theorem [1], corrected by what the most similar client turned out to need, so that
-two or three evaluations suffice.
+Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests
+compare this module with that, one client at a time. Here clients of the same size and noise are
+accounted for once, and one composition serves all numbers of rounds. The search for a client's
+noise starts from the central limit theorem [1], corrected by what the most similar client needed,
+so that two or three evaluations suffice.
 
 Public: sizes, budgets, participations, noise. A client with an infinite budget is public too: it
 draws no noise.
@@ -63,27 +63,37 @@ from raydpfl.privacy.mechanism import Event, Query, Release, Sampling
 from raydpfl.privacy.roots import halved, near_guess
 
 Calibration = Literal["rigorous", "paper", "tcdp"]
-_TOLERANCE = 5e-4  # of log z: calibrated noise exceeds the smallest that will do by 1e-3 at most
-_MOST_BESIDE = 0.99  # of a budget that may be spent beside the steps
-_CLAIM = 1e-6  # relative; by how much a truth may exceed a claim
+_TOLERANCE = 5e-4  # of log z: calibrated noise is at most 1e-3 above the smallest that is enough
+_MOST_BESIDE = 0.99  # the share of a budget that may be spent besides the steps
+_CLAIM = 1e-6  # relative: how far a true epsilon may exceed a claim
 
 Participations = Mapping[int, int] | ArrayLike
 
 
 @dataclass(frozen=True, eq=False)
 class LocalSteps(Release):
-    """What N clients release, and what each was promised. Arrays have length N.
+    """What N clients release, and what each of them was promised.
 
-    `samples` int64: n_k. `batch`: B, of which a smaller client uses n_k; None: all samples, always.
-    `steps`: Q, local steps of one participation. `bound`: per-sample clip norm. `stds` float64: of
-    the noise on the mean gradient of a batch, 0 for none. `sampling`: `fresh`, a uniform subset at
-    each step, or `epochs`, shuffled samples in turn, for which nothing is amplified: see
-    `compositions`. `claims` float64: the epsilon promised to each client at `delta` for the
-    participations of the whole run (infinite: a public client), None if nothing was; `calibration`
-    says by whom. `exclusions`: what is not accounted for, in words. `beside`: a query that every
-    participation answers in addition, by the mean over all n_k samples of something within [-bound,
-    bound] and Gaussian noise of its std, so that replacing a sample moves it by 2 bound / n_k; None
-    for none. No formula knows of it.
+    Args:
+        samples: n_k, int64 [N].
+        batch: B; a client with fewer samples uses all of them. None: all samples at every step.
+        steps: Q, local steps of one participation.
+        bound: the per-sample clip norm.
+        delta: the delta of all epsilons.
+        stds: of each client's noise on the mean gradient of a batch, in the units of `bound`,
+            float64 [N] or one for all; 0: no noise.
+        sampling: `fresh`, a uniform subset at each step; or `epochs`, shuffled samples in turn,
+            which amplify nothing (see `compositions`).
+        claims: the epsilon promised to each client for its participations in the whole run,
+            float64 [N]; infinite for a public client. None: nothing was promised.
+        calibration: what the noise was calibrated by; None: it was given.
+        exclusions: what is not accounted for, in words.
+        beside: a query that every participation answers in addition, by the mean over the client's
+            n_k samples of values within [-bound, bound] plus noise of its std: replacing a sample
+            moves it by 2 bound / n_k. No paper's formula counts it. None: there is none.
+
+    Raises:
+        ConfigError: a field is out of range.
     """
 
     samples: np.ndarray
@@ -134,14 +144,13 @@ class LocalSteps(Release):
         exclusions: Sequence[str] = (),
         beside: Query | None = None,
     ) -> LocalSteps:
-        """The noise with which each client spends its own budget (`budgets`, one or [N]) over its
-        `participations` of the whole run.
+        """The noise with which each client spends its own budget over the whole run.
 
-        `rigorous`: at most 1e-3 above the smallest noise that spends no more, what is released
-        `beside` included, by `accountant` (pld or rdp). `paper`: sigma_k of 003 eq. 6. `tcdp`: the
-        usable form of 002 Theorem 5, refused for clients, by name, for whom a condition of it
-        fails. No noise for public clients and for those that never take part. Raises `ConfigError`,
-        too where `beside` leaves some client's steps less than a hundredth of its budget.
+        `budgets` are epsilons, one or [N]. `rigorous` is by `accountant` (pld or rdp), at most 1e-3
+        above the smallest noise that is enough, with what is released `beside`; `paper` is sigma_k
+        of 003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4). Public clients
+        and those that never take part draw no noise. Raises `ConfigError` if no noise reaches some
+        budget, a condition of `tcdp` fails, or `beside` leaves less than 1 % to the steps.
         """
         one_of("calibration", calibration, Calibration)
         sizes = np.asarray(samples, np.int64)
@@ -166,18 +175,18 @@ class LocalSteps(Release):
 
     @property
     def amplified(self) -> np.ndarray:
-        """Bool [N]: where a batch is a secret subset, which amplifies privacy."""
+        """Bool [N]: whether a batch is a secret subset, which amplifies privacy."""
         return (self.batches < self.samples) & (self.sampling == "fresh")
 
     @property
     def compositions(self) -> np.ndarray:
-        """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset, or
-        over one that holds the sample for certain.
+        """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset or
+        over one that certainly holds the sample.
 
         Fresh batches: one for each of the Q steps. Shuffled epochs, whose order is taken as known:
-        a sample comes up once in each of the ceil(Q B / n) epochs begun and in no other step. A
-        batch that ends one epoch and begins the next (n no multiple of B) may hold it twice, which
-        moves the sum twice as far and costs as much as four; every second time, at worst.
+        a sample is used once in each of the ceil(Q B / n) epochs begun. Where n is no multiple of
+        B, a batch that ends one epoch and begins the next may hold it twice, which moves the sum
+        twice as far and costs as much as four Gaussians; at worst every second time.
         """
         n = self.samples
         b = np.maximum(self.batches, 1)
@@ -188,7 +197,7 @@ class LocalSteps(Release):
 
     @property
     def beside_mu(self) -> np.ndarray:
-        """Sensitivity / std float64 [N] of what a participation releases `beside` its steps; 0
+        """Sensitivity / std of what a participation releases `beside` its steps, float64 [N]; 0
         where that is nothing.
         """
         return (
@@ -208,7 +217,7 @@ class LocalSteps(Release):
 
     @property
     def largest(self) -> int:
-        """The samples of the client that has most."""
+        """The largest number of samples of any client."""
         return int(self.samples.max())
 
     def client_facts(self) -> tuple[np.ndarray, ...]:
@@ -224,11 +233,11 @@ class LocalSteps(Release):
 
     @property
     def public(self) -> np.ndarray:
-        """Bool [N]: clients whose infinite budget asks for no protection."""
+        """Bool [N]: clients with an infinite budget, which need no protection."""
         return np.zeros(len(self.samples), bool) if self.claims is None else np.isinf(self.claims)
 
     def digest(self) -> str:
-        """SHA-256 of all fields: the name of this mechanism in the ledger."""
+        """SHA-256 of all fields, in hexadecimal."""
         plain: list[Any] = [
             self.batch,
             self.steps,
@@ -245,11 +254,15 @@ class LocalSteps(Release):
         return found.hexdigest()
 
     def epsilons(self, accountant: str, participations: Participations) -> np.ndarray:
-        """Epsilon float64 [N] at `delta` of every client's samples after its `participations`, by
-        pld, rdp or one of `FORMULAS`.
+        """Epsilon of every client's samples.
 
-        0 for a client that took no part; infinite for one that did, without noise. 002 Theorem 5
-        has a delta of its own.
+        Args:
+            accountant: pld, rdp or one of `FORMULAS`.
+            participations: how often each client takes part, by id or int64 [N].
+
+        Returns:
+            float64 [N], at `delta` (002 Theorem 5 has a delta of its own). 0 for a client that took
+            no part, infinite for one that took part without noise.
         """
         counts = self._counts(participations)
         found = np.zeros(len(self.samples))
@@ -273,12 +286,20 @@ class LocalSteps(Release):
         exposures: np.ndarray | None = None,
         terms: Terms | None = None,
     ) -> dict[str, np.ndarray]:
-        """The largest epsilon of any client's samples after each round, float64 [rounds], by every
-        accountant that `guarantees` names; public clients left out.
+        """The largest epsilon of any client's samples after each round, by every accountant; public
+        clients are left out.
 
-        `draws`: the clients of each release, one drawn twice standing twice; the last
-        len(`exposures`) of them are the rounds that count, all where that is None. `terms` are
-        this object's own. The last value is the largest of `epsilons` to the bit.
+        The last value is the largest of `epsilons`, to the bit.
+
+        Args:
+            accountants: their names; `paper` stands for `FORMULAS`.
+            draws: for every release its clients, one drawn twice listed twice.
+            exposures: [rounds], of which only the length is read: the last so many draws are the
+                rounds; None: all of them.
+            terms: not read; they are this object's own.
+
+        Returns:
+            By accountant (named as in `guarantees`), epsilon float64 [rounds].
         """
         assert draws is not None
         rounds = [np.unique(np.asarray(drawn, np.int64), return_counts=True) for drawn in draws]
@@ -294,8 +315,10 @@ class LocalSteps(Release):
     def _worst(
         self, name: str, rounds: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
     ) -> np.ndarray:
-        """The largest epsilon float64 [rounds] of any client after each round; `rounds` are
-        (clients, times), and `finals` int64 [N] how often each client comes up in all.
+        """The largest epsilon of any client after each round, float64 [rounds].
+
+        `rounds` are pairs (clients, how often each is drawn); `finals` int64 [N] is how often each
+        client is drawn in all.
         """
         most = np.where(self.public, 0.0, self.epsilons(name, finals))
         counts = np.zeros_like(finals)
@@ -303,8 +326,8 @@ class LocalSteps(Release):
         curve = np.zeros(len(rounds))
         for t, (clients, times) in enumerate(rounds):
             counts[clients] += times
-            # Those with nothing to come first: they are known, and one that cannot pass the worst
-            # need not be known.
+            # First those with nothing to come, which are known; a client that cannot exceed the
+            # worst need not be known.
             order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
             for k in clients[order].tolist():
                 if most[k] <= worst:
@@ -325,11 +348,11 @@ class LocalSteps(Release):
         terms: Terms | None = None,
     ) -> list[Guarantee]:
         """What holds for the client that has spent most, by every accountant; its id and the
-        quantiles over clients are in `sampling`. `rounds` and `terms` are this object's own.
+        quantiles over clients are in `sampling`.
 
-        `paper` stands for each of `FORMULAS`, with the conditions that fail for that client. Public
-        clients have no guarantee and are listed among the exclusions; when there is nobody else,
-        the epsilon is infinite.
+        `paper` stands for `FORMULAS`, with the conditions that fail for that client. Public clients
+        have no guarantee and are listed in the exclusions; if nobody else takes part, epsilon is
+        infinite. `rounds` and `terms` are not read; they are this object's own.
         """
         assert participations is not None
         counts = self._counts(participations)
@@ -342,7 +365,7 @@ class LocalSteps(Release):
     def _guarantee(
         self, name: str, counts: np.ndarray, who: np.ndarray, kept: np.ndarray
     ) -> Guarantee:
-        """By one accountant or formula, for the worst of the clients `kept` of those `who` took
+        """By one accountant or formula, for the worst of the clients `kept`, among those `who` took
         part.
         """
         epsilon = 0.0
@@ -373,8 +396,8 @@ class LocalSteps(Release):
         )
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
-        """Epsilon float64 [5] at the `SHARES` of the clients that took part, public ones left out;
-        nothing where there are none.
+        """Quantiles at `SHARES` of the epsilons of the clients that took part, float64 [5], public
+        ones left out; [0] where there are none.
         """
         counts = self._counts(participations)
         spent = self.epsilons(accountant, counts)[(counts > 0) & (self.samples > 0) & ~self.public]
@@ -383,11 +406,12 @@ class LocalSteps(Release):
     def table(
         self, participations: Participations, accountants: Sequence[str] = ("pld", "rdp", "paper")
     ) -> list[dict[str, Any]]:
-        """A row for each client that took part: sizes, participations, steps, noise, what was
-        promised, and every accountant's epsilon.
+        """A row for each client that took part: sizes, participations, steps, noise, the promised
+        epsilon, and every accountant's.
 
-        `noise_std` is that of the noise on the mean gradient, `epsilon_claimed` None where nothing
-        was promised, `conditions_failed` a list of "formula: condition". Floats may be infinite.
+        `noise_std` is that of the noise on the mean gradient, `epsilon_claimed` is None where
+        nothing was promised, and `conditions_failed` lists "formula: condition". Floats may be
+        infinite.
         """
         counts = self._counts(participations)
         names = standing(accountants, self.unit)
@@ -417,8 +441,8 @@ class LocalSteps(Release):
         return rows
 
     def check_claims(self, participations: Participations) -> None:
-        """Raises `BudgetError` naming the clients whose true epsilon, by pld or rdp, exceeds what
-        was promised them; a relative 1e-6 is let pass.
+        """Raises `BudgetError` naming the clients whose true epsilon, the smaller of pld and rdp,
+        exceeds what they were promised by more than a relative 1e-6.
         """
         if self.claims is None:
             return
@@ -441,8 +465,8 @@ class LocalSteps(Release):
             )
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
-        """What a reader should know beside: deltas that would allow a sample to be published
-        outright, public clients.
+        """What else a reader should know: which deltas would allow a sample to be published, and
+        how many clients are public.
         """
         counts = self._counts(participations)
         exposed = counts > 0
@@ -458,7 +482,7 @@ class LocalSteps(Release):
 
     @property
     def formula(self) -> str:
-        """The paper's formula that the noise was calibrated by; 003's for any other noise."""
+        """The name of the formula that the noise was calibrated by; 003's for any other noise."""
         return _formula("tcdp" if self.calibration == "tcdp" else "paper").name
 
     def _counts(self, participations: Participations) -> np.ndarray:
@@ -485,8 +509,8 @@ class LocalSteps(Release):
         }
 
     def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
-        """Epsilon of client k after first, ..., last participations; for all clients of its size
-        and noise.
+        """Epsilon of client k after first, ..., last participations, computed once for all clients
+        of its size and noise.
         """
         key = (name, int(self.samples[k]), float(self.stds[k]), first, last)
         if key not in self._spent:
@@ -504,7 +528,7 @@ class LocalSteps(Release):
     def _conditions(
         self, name: str, k: int, count: int, epsilon: float
     ) -> tuple[float, tuple[str, ...]]:
-        """(delta, conditions that fail) of the `epsilon` that an accountant or a formula gives for
+        """The delta, and the conditions that fail, of an accountant's or a formula's `epsilon` for
         client k.
         """
         if self.stds[k] == 0:
@@ -517,7 +541,7 @@ class LocalSteps(Release):
         return delta, self._steps_alone(failed)
 
     def _steps_alone(self, failed: tuple[str, ...]) -> tuple[str, ...]:
-        """And the conditions that every formula has: fresh batches, and no other release."""
+        """With the conditions of every formula: fresh batches, and no other release."""
         failed += (
             ()
             if self.sampling == "fresh"
@@ -530,8 +554,8 @@ class LocalSteps(Release):
         )
 
     def scope(self, k: int, count: int, spent: ArrayLike = ()) -> OneClient:
-        """What a guarantee of client k counts on after `count` participations; it spent most of the
-        clients whose epsilons are `spent`, where these are given.
+        """What a guarantee of client k relies on after `count` participations. `spent` are the
+        epsilons of all clients that took part, of which client k spent most; empty: not known.
         """
         others = np.asarray(spent, np.float64)
         return OneClient(
@@ -557,8 +581,8 @@ class LocalSteps(Release):
     def _printed_stds(
         self, clients: np.ndarray, counts: np.ndarray, formula: Formula
     ) -> np.ndarray:
-        """Stds float64 [k] of these clients by a paper's formula. Raises `ConfigError` by one that
-        is checked, for clients for whom a condition of it fails.
+        """Stds of these clients by a paper's formula, float64 [k]. Raises `ConfigError` where it
+        refuses a client.
         """
         assert self.claims is not None
         stds = np.zeros(len(clients))
@@ -609,8 +633,8 @@ class LocalSteps(Release):
         return np.array(z)[member.reshape(-1)] * self.bound / b
 
     def _check_seen(self, clients: np.ndarray, q: np.ndarray, times: np.ndarray) -> None:
-        """Raises `ConfigError` for clients that need no noise at this delta: with the noise gone
-        all that protects a sample is the chance of never being in a batch.
+        """Raises `ConfigError` for clients that need no noise at this delta, because their samples
+        are in no batch with a probability of at least 1 - delta.
         """
         with np.errstate(divide="ignore"):
             seen = -np.expm1(times * np.log1p(-q))
@@ -622,13 +646,13 @@ class LocalSteps(Release):
             raise ConfigError("delta", self.delta, accepted)
 
     def _batch_law(self, k: int) -> Sampling:
-        """The law of client k's batches: a secret subset, or all there is."""
+        """The law of client k's batches: a secret subset, or all samples."""
         n = int(self.samples[k])
         return Sampling("fixed", n, int(self.batches[k]) if self.amplified[k] else n)
 
     def _check_left(self, clients: np.ndarray, kinds: np.ndarray, accountant: str) -> None:
-        """Raises `ConfigError` where what is released `beside` the steps takes (nearly) all of the
-        budget of one of these clients.
+        """Raises `ConfigError` where what is released `beside` the steps takes nearly all of a
+        client's budget.
         """
         everyone = Sampling("full", 1, 1)
         by = _rigorous(accountant)
@@ -654,7 +678,7 @@ class LocalSteps(Release):
 
 
 def _rigorous(name: str) -> Accountant:
-    """The rigorous accountant of a name. Raises `ConfigError`."""
+    """The rigorous accountant of this name. Raises `ConfigError` if there is none."""
     known = [each for each, member in ACCOUNTANTS.items() if member.rigorous]
     if name not in known:
         raise ConfigError("accountant", name, f"one of {', '.join(known)}")
@@ -662,18 +686,18 @@ def _rigorous(name: str) -> Accountant:
 
 
 def _formula(calibration: str) -> Formula:
-    """The paper's formula that noise is calibrated by."""
+    """The paper's formula for this calibration."""
     return next(member for member in FORMULAS.values() if member.calibration == calibration)
 
 
 def _noise_multipliers(
     samplings: Sequence[Sampling], kinds: np.ndarray, delta: float, accountant: str
 ) -> np.ndarray:
-    """z float64 [k]: std of the sum / bound with which clients spend at most their targets; 1e-3
-    above the least, at most.
+    """z = std of the sum / bound with which clients spend at most their targets, float64 [k]; at
+    most 1e-3 (relative) above the smallest.
 
-    `kinds` float64 [k, 5]: the fraction q of a batch, how many Gaussians each participation
-    composes, participations, targets, and mu of the one released besides in each of them.
+    `kinds` float64 [k, 5] has the fraction q of a batch, the Gaussians of each participation,
+    participations, targets, and mu of the one Gaussian besides the steps of a participation.
     """
     q, each, counts, targets, beside = kinds.T
     by = _rigorous(accountant)
@@ -704,15 +728,15 @@ def _noise_multipliers(
 def _excess(
     by: Accountant, release: Event, count: int, target: float, delta: float, start: float
 ) -> Callable[[float], float]:
-    """Of log z: log of the epsilon that `count` events like `release`, at that noise, spend over
-    the target, from -20 to 20. Raises `ConfigError` far beyond `start`.
+    """A function of log z: the log of epsilon / target, from -20 to 20, after `count` events like
+    `release` at that noise. It raises `ConfigError` where delta is out of reach far beyond `start`.
     """
     aim = target * (1 - _CLAIM)
 
     def excess(x: float) -> float:
         event = replace(release, mu=2 * math.exp(-x))
         spent = by.curve(event, delta, np.array([count]))[0]
-        # noise so far beyond what is looked for changes nothing any more
+        # so much more noise than expected changes nothing any more
         if math.isinf(spent) and x > start + 5:
             accepted = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
             raise ConfigError("delta", delta, f"{accepted} after {release.each * count} steps")
@@ -722,23 +746,23 @@ def _excess(
 
 
 def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The one Gaussian that `times` subsampled ones come close to ([1], replace-one); exact where q
-    = 1.
+    """mu of the one Gaussian that `times` subsampled ones approach ([1], replace-one); exact at
+    q = 1.
     """
     from scipy.special import ndtr
 
-    # e^(mu^2) must not overflow; more noise than that is called for by any epsilon below 300
+    # e^(mu^2) must not overflow; any epsilon below 300 needs more noise than this mu has
     mu = np.minimum(mu, 26.0)
     spread = np.exp(mu**2) * ndtr(1.5 * mu) + 3 * ndtr(-mu / 2) - 2
-    spread = np.where(mu < 1e-3, mu**2 / 2, spread)  # what cancellation would spoil
+    spread = np.where(mu < 1e-3, mu**2 / 2, spread)  # cancellation would spoil it
     return np.where(q == 1, mu * np.sqrt(times), q * np.sqrt(2 * times * spread))
 
 
 def _central_limit_mu(
     q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float
 ) -> np.ndarray:
-    """mu float64 [k] at which `_total_mu`, together with one Gaussian of mu `others`, has the
-    epsilons `targets`.
+    """The mu at which `_total_mu`, together with one Gaussian of mu `others`, has the epsilons
+    `targets`, float64 [k].
     """
 
     def least(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -753,8 +777,8 @@ def _central_limit_mu(
 
 
 def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:
-    """- d log epsilon / d log z by the central limit, from 0.3 to 20, or from less where a Gaussian
-    of mu `other` takes part of epsilon.
+    """-d log epsilon / d log z by the central limit theorem, from 0.3 to 20; from 0.03 where a
+    Gaussian of mu `other` takes part of epsilon.
     """
     apart = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
     more, less = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(apart, other), delta), 1e-12))
@@ -774,6 +798,6 @@ def _budgets(values: ArrayLike, clients: int) -> np.ndarray:
 
 
 def _some(clients: Iterable[int]) -> str:
-    """The ids of clients, not all of them if there are many."""
+    """The ids of clients, the first ten if there are many."""
     clients = list(clients)
     return ", ".join(map(str, clients[:10])) + (", ..." if len(clients) > 10 else "")

@@ -1,12 +1,12 @@
-"""Who draws a mechanism's noise, and so what an observer meets: the server, each client on what it
-sends, or a client at each of its local steps.
+"""What accountants are told of who draws the noise: the server, each client on what it sends, or
+each client at its local steps. It decides who can observe what.
 
 >>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
 >>> query = Query("update", bound=1.0, std=4.0)
 >>> run = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100, placement="client")
 >>> [str(view.observer) for view in views(run, "replace_one", 100, None)]
 ['every aggregate', 'every aggregate', 'every single update']
->>> place_of("client").draws(run.sampling)  # independent draws of one std add up to this many
+>>> place_of("client").draws(run.sampling)  # sqrt(80): how stds of 80 independent draws add up
 8.94427190999916
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class View:
-    """What an observer meets: `rounds` rounds of `mechanism`, under `relation`; `scope` is what of
-    the sampling its guarantee counts on.
+    """What one observer sees: `rounds` rounds of `mechanism`, under `relation`. `scope` is the part
+    of the sampling that its guarantee relies on.
     """
 
     observer: Observer
@@ -39,8 +39,16 @@ class View:
     def guarantee(
         self, accountant: str, epsilon: float, delta: float, failed: tuple[str, ...] = ()
     ) -> Guarantee:
-        """What a rigorous accountant's epsilon guarantees against this observer; not proved where
-        no proof is known for such a mechanism.
+        """The guarantee against this observer, with a rigorous accountant's epsilon.
+
+        Args:
+            accountant: its name.
+            epsilon: by that accountant; infinite where nothing is guaranteed.
+            delta: that epsilon is at.
+            failed: the conditions that fail, in words.
+
+        Returns:
+            A guarantee that is rigorous, or `unproven` where no proof is known for the mechanism.
         """
         mechanism = self.mechanism
         kind: Literal["rigorous", "unproven"] = "rigorous"
@@ -62,20 +70,22 @@ class View:
 
 
 class Place:
-    """Base of the places where noise is drawn. What it answers is what holds for one draw on the
-    sum over a cohort.
+    """Base of the places where noise is drawn. The defaults are those of one draw on the sum over a
+    cohort.
     """
 
     one: ClassVar[str] = ""  # what one draw is on, for tables; empty: the sum itself
-    caveat: ClassVar[str] = ""  # what a reader of its guarantees should know beside
+    caveat: ClassVar[str] = ""  # what else a reader of its guarantees should know
 
     def draws(self, sampling: Sampling) -> float:
-        """Std of the noise on the sum / std of one draw."""
+        """Std of the noise on the sum / std of one draw: 1 on the sum itself, sqrt(r) for r
+        clients, B for the mean over a batch of B.
+        """
         return 1.0
 
     def refuses(self, sampling: Sampling, relation: Relation) -> str | None:
-        """Why no accountant covers such noise with cohorts drawn by `sampling` under `relation`,
-        and the nearest combination that is covered; None: nothing here stands against it.
+        """Why no accountant covers such noise with cohorts drawn by `sampling`, under `relation`,
+        and the nearest combination that is covered; None: there is no objection here.
         """
         return None
 
@@ -102,8 +112,8 @@ class Place:
         )
 
     def singles(self, mechanism: Mechanism, view: View) -> Iterator[View]:
-        """The observers of single updates; `view` is one of them who meets the noise of the sum on
-        each.
+        """The observers of single updates, made from `view`, which has the noise of the whole sum
+        on every update.
         """
         yield from ()
 
@@ -113,7 +123,7 @@ class CentralNoise(Place):
 
 
 class DistributedNoise(Place):
-    """Each client of a cohort on what it sends, so that the sum carries sqrt(r) times the std."""
+    """Each of a cohort's r clients on what it sends, so that the sum has sqrt(r) times the std."""
 
     one = "one_client"
     caveat = (
@@ -176,9 +186,14 @@ def place_of(name: str) -> Place:
 def views(
     mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
 ) -> Iterator[View]:
-    """The observers worth telling apart after `rounds` rounds, whoever sees least first.
+    """The observers that differ, the one who sees least first.
 
-    `participations` is the largest number of times that any client was drawn; None where that is
-    not known.
+    Args:
+        mechanism: what runs.
+        relation: the neighbouring relation that is asked for. Against an observer who knows the
+            cohorts, `add_remove` becomes `zero_out`: it sees who is there.
+        rounds: rounds composed.
+        participations: the largest number of times that any client was drawn; None: unknown, so
+            that every round counts.
     """
     return mechanism.place.views(mechanism, relation, rounds, participations)

@@ -2,8 +2,8 @@
 composition.
 
 A curve is delta(epsilon), the hockey-stick divergence of what a round releases with and without one
-client; `mu` is sensitivity / std (2c/std under replace-one, c/std otherwise). All arrays are
-float64.
+client. `mu` is sensitivity / std of the sum: 2c/std under replace-one, c/std otherwise. All arrays
+are float64.
 
 >>> float(gaussian_epsilon(1.0, 1e-5).round(3))  # exact; Renyi accounting gives 4.729
 4.377
@@ -11,21 +11,23 @@ float64.
 >>> round(float(one_round.epsilons(delta=1e-5, first=100, last=100)[0]), 3)
 0.984
 
-Design note. dp-accounting has no curve for fixed-size sampling or for sampling with replacement,
-and its own composition costs seconds where an epsilon per round is wanted, so curves are
-discretised here, by its own method (pessimistic connect-the-dots, [3]), and the tests hold the
-result against it. What makes it cheap: the grid step is 1/40 of the standard deviation of one
-round's loss, so tiny noise costs no more than large, and every number of rounds is one inverse FFT
-of a power of one transform. What makes it safe: connect-the-dots never underestimates; mass beyond
+Design note. dp-accounting has no curve for sampling of fixed size or with replacement, and its
+composition costs seconds where an epsilon per round is wanted. So curves are discretised here, by
+its own method (pessimistic connect-the-dots, [3]), and the tests compare the results with it. It is
+cheap because the grid step is 1/40 of the standard deviation of one round's loss, so that tiny
+noise costs no more than large, and because every number of rounds is one inverse FFT of a power of
+one transform. It is safe because connect-the-dots never underestimates, and because the mass beyond
 the window (Chernoff, at most 1e-15 per number of rounds) and a bound on the rounding of the FFTs
 are added to the mass at infinity. The grid costs at most about 1e-4 of epsilon.
 
-References: [1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
-[2] Balle, Barthe, Gaboardi. Privacy amplification by subsampling. NeurIPS 2018. Theorems 8-10. [3]
-Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the dots. PETS 2022. Algorithm 1. [4] Zhu,
-Dong, Wang. Optimal accounting of differential privacy via characteristic function. AISTATS 2022.
-Theorem 10, Proposition 8. [5] Lebeda, Regehr, Kamath, Steinke. Avoiding pitfalls for privacy
-accounting of subsampled mechanisms under composition. 2024.
+References:
+[1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
+[2] Balle, Barthe, Gaboardi. Privacy amplification by subsampling. NeurIPS 2018. Theorems 8-10.
+[3] Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the dots. PETS 2022. Algorithm 1.
+[4] Zhu, Dong, Wang. Optimal accounting of differential privacy via characteristic function.
+    AISTATS 2022. Theorem 10, Proposition 8.
+[5] Lebeda, Regehr, Kamath, Steinke. Avoiding pitfalls for privacy accounting of subsampled
+    mechanisms under composition. 2024.
 """
 
 from __future__ import annotations
@@ -50,8 +52,16 @@ _WINDOW = 1e-15  # of the composed loss, likewise
 
 
 def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
-    """Delta of N(0, 1) against N(mu, 1) at `epsilon` (any sign), exact [1]: Phi(mu/2 - eps/mu) -
-    e^eps Phi(-mu/2 - eps/mu).
+    """Delta of the Gaussian mechanism, exact [1]: that of N(0, 1) against N(mu, 1),
+
+        Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu).
+
+    Args:
+        epsilon: of any sign, [...].
+        mu: sensitivity / std, above 0, [...].
+
+    Returns:
+        float64 [...], the two broadcast.
     """
     from scipy.special import log_ndtr
 
@@ -61,8 +71,14 @@ def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.nd
 
 
 def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
-    """The smallest epsilon >= 0 at which `gaussian_delta` is at most `delta`, for each mu >= 0;
-    rounded up by one part in 1e12.
+    """Epsilon of the Gaussian mechanism: the smallest at which `gaussian_delta` is at most `delta`.
+
+    Args:
+        mu: sensitivity / std, 0 or above, [...].
+        delta: between 0 and 1.
+
+    Returns:
+        float64 [...], 0 or above, rounded up by one part in 1e12.
     """
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
@@ -75,8 +91,10 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
 class LossDistribution:
     """A pessimistic privacy loss distribution of one round.
 
-    `masses` [2n + 1]: probability of the losses -n*step, ..., n*step. `infinite`: that of an
-    infinite loss.
+    Args:
+        step: of the grid of losses.
+        masses: [2n + 1], the probabilities of the losses -n step, ..., n step.
+        infinite: the probability of an infinite loss.
     """
 
     step: float
@@ -91,11 +109,18 @@ class LossDistribution:
         every: int = 1,
         beside: LossDistribution | None = None,
     ) -> np.ndarray:
-        """Epsilon at `delta` after first, first + every, ..., last rounds, float64; infinite where
-        delta is out of reach.
+        """Epsilon at `delta` after first, first + every, ..., last rounds.
 
-        `beside`, on the same grid, is what is released once in every `every` rounds in addition
-        (`first` being a multiple of them).
+        Args:
+            delta: that epsilon is at.
+            first: the smallest number of rounds, a multiple of `every` with `beside`.
+            last: the largest.
+            every: the step from one number to the next.
+            beside: the loss of what is released once in `every` rounds in addition, on the same
+                grid; None: nothing is.
+
+        Returns:
+            float64 [numbers of rounds]; infinite where delta is out of reach.
         """
         return np.array(
             [
@@ -125,14 +150,14 @@ class LossDistribution:
         return float(deltas[i] + share * (deltas[i + 1] - deltas[i]))
 
     def std(self) -> float:
-        """Standard deviation of the (finite) loss of one round."""
+        """Standard deviation of the finite loss of one round."""
         losses = self.step * (np.arange(len(self.masses)) - len(self.masses) // 2)
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
     def _tails(
         self, first: int, last: int, every: int, beside: LossDistribution | None
     ) -> Iterator[np.ndarray]:
-        """For each number of rounds: delta at epsilon = 0, step, 2*step, ... up to where only the
+        """For each number of rounds, delta at epsilon = 0, step, 2 step, ..., up to where only the
         infinite mass is left.
         """
         from scipy.fft import irfft, next_fast_len
@@ -155,7 +180,7 @@ class LossDistribution:
             powers = powers.hopped()
 
     def _finite(self, composed: np.ndarray, top: int) -> np.ndarray:
-        """Delta at each grid point from 0, of the finite losses up to `top`."""
+        """Delta at each grid point from 0 on, of the finite losses up to `top`."""
         from scipy.signal import lfilter
 
         masses = composed[top::-1].clip(min=0.0)
@@ -167,7 +192,7 @@ class LossDistribution:
     def _window(
         self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each number of rounds, with `times` as often the `other` loss, grid indices that the
+        """For each number of rounds, with `times` of the `other` loss, the grid indices that the
         sum is above, or below, with probability at most 1e-15 (Chernoff).
         """
         half = len(self.masses) // 2
@@ -177,7 +202,7 @@ class LossDistribution:
         spread = max(
             math.sqrt(self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]) / self.step, 1e-3
         )
-        # The best order for one round, were the loss Gaussian; about 1 / half suits rare large
+        # The best order for one round if the loss were Gaussian; about 1 / half suits rare large
         # losses.
         gaussian = math.sqrt(2 * surprise) / spread
         orders = np.geomspace(
@@ -202,9 +227,9 @@ class LossDistribution:
 
 @dataclass(frozen=True, eq=False)
 class _Powers:
-    """Fourier transforms of length `size` of composed losses: `power` of so many rounds and the
-    moduli `fading` of one less; `hop` and `fade` are what the next number of rounds multiplies
-    them by.
+    """Fourier transforms, of length `size`, of composed losses: `power` is that of some number of
+    rounds, `fading` the modulus of that of one round less; `hop` and `fade` are the factors to the
+    next number of rounds.
     """
 
     size: int
@@ -215,7 +240,7 @@ class _Powers:
 
     @classmethod
     def of(cls, loss: LossDistribution, first: int, every: int, size: int) -> _Powers:
-        """Of `first` rounds of a loss, then of `every` more each time."""
+        """Of `first` rounds of a loss; each hop adds `every` rounds."""
         transform, modulus = _transform(loss, size)
         hop = transform
         fade = modulus
@@ -225,7 +250,7 @@ class _Powers:
         return cls(size, transform**first, modulus ** (first - 1), hop, fade)
 
     def times(self, loss: LossDistribution, count: int) -> _Powers:
-        """Together with `count` rounds of another loss, then one more each time."""
+        """Together with `count` rounds of another loss; each hop adds one."""
         transform, modulus = _transform(loss, self.size)
         return replace(
             self,
@@ -240,12 +265,11 @@ class _Powers:
         return replace(self, power=self.power * self.hop, fading=self.fading * self.fade)
 
     def rounding(self, count: int) -> float:
-        """How far rounding can have moved any sum of entries of the inverse of `power`, that of
-        `count` losses.
+        """How far rounding can have moved any sum of entries of the inverse of `power`, the
+        transform of `count` losses.
 
-        Each coefficient of a transform is off by a few ulp, of its t-th power by t times that; by
-        Parseval and Cauchy-Schwarz the entries, however many are added, are off by no more than
-        this in sum.
+        Each coefficient of a transform is off by a few ulp, and of its t-th power by t times that.
+        By Parseval and Cauchy-Schwarz any sum of the entries is off by no more than this.
         """
         return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (self.fading @ self.fading))
 
@@ -274,12 +298,15 @@ def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
 
 
 def discretise(up: Curve, down: Curve) -> LossDistribution:
-    """Pessimistic connect-the-dots [3] of the pair (P, Q) with delta(P, Q) = `up` and delta(Q, P) =
-    `down`.
+    """Pessimistic connect-the-dots [3] of a pair (P, Q).
 
     The loss -x has under P e^-x times the probability that the loss x has under Q in the reversed
-    pair, so both sides of the grid come from curves at epsilon >= 0, where they are exact to many
-    digits; the centre takes what is left.
+    pair. So both sides of the grid come from curves at epsilon >= 0, where they are exact to many
+    digits, and the centre takes what is left.
+
+    Args:
+        up: delta(P, Q) at each epsilon >= 0.
+        down: delta(Q, P).
     """
     reach = max(_reach(up), _reach(down))
     step = reach / 4
@@ -300,7 +327,7 @@ def _on_grid(up: Curve, down: Curve, step: float, n: int) -> LossDistribution:
 
 
 def _dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
-    """Masses [n] at step, ..., n*step and the mass at infinity."""
+    """Masses [n] at step, ..., n step, and the mass at infinity."""
     deltas = np.minimum.accumulate(curve(step * np.arange(n + 1)))
     drops = -np.diff(deltas)
     masses = drops / -math.expm1(-step)
@@ -309,7 +336,7 @@ def _dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
 
 
 def _reach(curve: Curve) -> float:
-    """Where the curve has fallen to 1e-17."""
+    """The epsilon at which the curve has fallen to 1e-17."""
     high = np.array([1e-9])
     while curve(high)[0] > _TAIL:
         high = 2 * high
@@ -317,8 +344,8 @@ def _reach(curve: Curve) -> float:
 
 
 def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
-    """ln(1 + (e^epsilon - 1)/q) for epsilon >= 0: the epsilon that sampling with probability q
-    brings down to this one [2].
+    """ln(1 + (e^epsilon - 1)/q), the epsilon that sampling with probability q reduces to this one
+    (at least 0) [2].
     """
     small = np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q)
     return np.where(
@@ -327,8 +354,15 @@ def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
 
 
 def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
-    """One round of the Poisson-sampled Gaussian, removing and adding a client (or its
-    contribution): (P, Q) and (Q, P) with P = (1-q) N(0, 1) + q N(mu, 1), Q = N(0, 1).
+    """One round of the Poisson-sampled Gaussian, under add_remove or zero_out.
+
+    Args:
+        q: each client's probability, below 1.
+        mu: sensitivity / std of the sum, c/std.
+
+    Returns:
+        The losses of removing and of adding a client (or its contribution): of (P, Q) and (Q, P)
+        with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
@@ -348,17 +382,25 @@ def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
 
 
 def fixed_size_curve(q: float, mu: float) -> Curve:
+    """The curve of one round on a uniform subset: see `fixed_size`."""
     return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
 
 
 def fixed_size(q: float, mu: float) -> LossDistribution:
-    """One round on a uniform subset of fixed size, replace-one: delta(eps) = q delta_G(ln(1 +
-    (e^eps - 1)/q); mu) for eps >= 0.
+    """One round on a uniform subset of fixed size, under replace-one. For eps >= 0
 
-    This bounds both directions of every neighbouring pair ([2] Theorem 9), and delta(-eps) = 1 -
-    e^-eps + e^-eps delta(eps) follows from the reversed pair. Together they decrease and are convex
-    in e^eps, hence are the curve of some pair that dominates the round, and domination survives
-    adaptive composition [4].
+        delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu).
+
+    This bounds both directions of every neighbouring pair ([2] Theorem 9). From the reversed pair
+
+        delta(-eps) = 1 - e^-eps + e^-eps delta(eps).
+
+    Together they decrease and are convex in e^eps. So they are the curve of some pair that
+    dominates the round, and domination survives adaptive composition [4].
+
+    Args:
+        q: the fraction that the subset is of the population.
+        mu: sensitivity / std of the sum, 2c/std.
     """
     curve = fixed_size_curve(q, mu)
     return discretise(curve, curve)
@@ -367,12 +409,17 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
 def fixed_size_and_gaussian(
     q: float, mu: float, every: int, other: float
 ) -> tuple[LossDistribution, LossDistribution]:
-    """`fixed_size(q, mu)`, and the loss of a Gaussian over everyone with sensitivity / std `other`,
-    on one grid.
+    """`fixed_size(q, mu)`, and the loss of a Gaussian over everyone, on one grid.
 
-    The grid suits the composition of one of the latter with `every` of the former: on one of step h
-    far above their std s their variance grows from s^2 to about h s sqrt(2 / pi), and h keeps that
-    below 1e-4 of the whole.
+    The grid suits the composition of one of the latter with `every` of the former. On a step h far
+    above the std s of the former, their variance grows from s^2 to about h s sqrt(2 / pi); h keeps
+    that below 1e-4 of the whole.
+
+    Args:
+        q: the fraction that the subset is of the population.
+        mu: sensitivity / std over the subset.
+        every: rounds per Gaussian over everyone.
+        other: sensitivity / std over everyone.
     """
 
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
@@ -393,24 +440,29 @@ def fixed_size_and_gaussian(
 
 
 def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
-    """One round on `draws` draws with replacement, no client likelier than `p_max` at each,
-    replace-one; `mu` is that of a client drawn once.
+    """One round on draws with replacement, under replace-one.
 
-    For a client of probability p ([2] Theorem 10, where p = 1 / population; its proof never uses
-    that all are equally likely): delta(eps') <= sum_k Bin(k; draws, p) delta_G(eps; k mu), e^eps' -
-    1 = P (e^eps - 1), P = 1 - (1 - p)^draws.
+    For a client of probability p at each draw ([2] Theorem 10, where p = 1 / population; its proof
+    never uses that all are equally likely)
 
-    It grows with p, so the likeliest client's holds for all. With K ~ Bin(draws, p) and x = e^eps'
-    - 1 it is P h(x / P), h(y) the mean over K given K >= 1 of delta_G(ln(1 + y); K mu). Given K >=
-    1, K grows with p in the likelihood-ratio order, and delta_G grows with mu, so h grows; and P
-    h(x / P) grows with P at fixed h, as h falls and is not negative: its derivative in P is h(y) -
-    y h'(y) >= 0.
+        delta(eps') <= sum_k Bin(k; draws, p) delta_G(eps; k mu),
+        e^eps' - 1 = P (e^eps - 1),  P = 1 - (1 - p)^draws.
 
-    Composing it is justified as for `fixed_size`: replace-one is symmetric, so the bound holds in
-    both directions and, reflected, for every epsilon; for eps' >= 0 it is a convex function of an
+    The right side grows with p, so that of the likeliest client holds for all: with
+    K ~ Bin(draws, p) and x = e^eps' - 1 it is P h(x / P), where h(y) is the mean over K given
+    K >= 1 of delta_G(ln(1 + y); K mu). Given K >= 1, K grows with p in the likelihood-ratio order,
+    and delta_G grows with mu, so h grows. P h(x / P) grows with P at fixed h, as h falls and is not
+    negative: its derivative in P is h(y) - y h'(y) >= 0.
+
+    It composes for the reasons of `fixed_size`. Replace-one is symmetric, so the bound holds in
+    both directions and, reflected, for every epsilon. For eps' >= 0 it is a convex function of an
     affine map of e^eps', its reflection is the perspective of that, and the two meet convexly
-    because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. A dominating pair with this very curve therefore
-    exists.
+    because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. So some dominating pair has this very curve.
+
+    Args:
+        p_max: the largest probability of any client at one draw.
+        draws: of a round.
+        mu: sensitivity / std of the sum, 2c/std, for a client drawn once.
     """
     chance, times, chances, rest = _draws_of_one(p_max, draws)
 
@@ -423,11 +475,11 @@ def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
 
 
 def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, float]:
-    """How often `draws` draws with replacement are of a client of probability `p`.
+    """How often a client of probability `p` comes up in `draws` draws with replacement.
 
     Returns:
-        The chance that any is; counts from 1, int64 [k]; their chances, float64 [k]; and the chance
-        of more than that, at most 1e-17.
+        The probability that it does at all; counts from 1, int64 [k]; their probabilities, float64
+        [k]; and that of more, at most 1e-17.
     """
     from scipy.special import bdtrc, gammaln
 

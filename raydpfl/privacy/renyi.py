@@ -8,14 +8,15 @@ True
 >>> epsilons(one_step, delta=1e-2, counts=[1, 300]).round(3)  # the exact epsilon is 0.3
 array([0.028, 0.789])
 
-Design note. dp-accounting has the same bound ([1] Theorem 27), and the tests hold this against it,
-but takes it order by order in plain Python: 60 ms a mechanism, where clients with budgets of their
-own need a search for each of them. The moments in it depend on mu alone; as integrals of positive
-functions, where dp-accounting takes alternating sums, they lose nothing to cancellation.
+Design note. dp-accounting has the same bound ([1] Theorem 27), and the tests compare the two, but
+it computes order by order in plain Python: 60 ms a mechanism, where clients with budgets of their
+own need a search each. The moments in the bound depend on mu alone. Here they are integrals of
+positive functions and lose nothing to cancellation; dp-accounting takes alternating sums.
 
 [1] Wang, Balle, Kasiviswanathan. Subsampled Renyi differential privacy and analytical moments
-accountant. AISTATS 2019. [2] Canonne, Kamath, Steinke. The discrete Gaussian for differential
-privacy. NeurIPS 2020. Proposition 12.
+    accountant. AISTATS 2019.
+[2] Canonne, Kamath, Steinke. The discrete Gaussian for differential privacy. NeurIPS 2020.
+    Proposition 12.
 """
 
 from __future__ import annotations
@@ -36,20 +37,25 @@ _POINTS = 400  # of the trapezoidal rule, whose error is below 1e-13 for these i
 
 
 def gaussian(mu: float) -> np.ndarray:
-    """Divergences float64 [orders] of N(mu, 1) and N(0, 1): alpha mu^2 / 2."""
+    """Divergences of N(mu, 1) and N(0, 1) at `ORDERS`, float64 [orders]: alpha mu^2 / 2."""
     return ORDERS * (mu * mu / 2)
 
 
 def fixed_size(q: float, mu: float) -> np.ndarray:
-    """Bounds float64 [orders] on the divergences of one step on a uniform subset, a fraction 0 < q
-    < 1, replace-one ([1] Theorem 27).
+    """Bounds on the divergences of one step on a uniform subset, under replace-one ([1] Theorem
+    27).
 
-    `mu` is sensitivity / std of the sum, 2c/std. Between whole orders the log-moments are
-    interpolated ([1] Corollary 10).
+    Args:
+        q: the fraction of the subset, 0 < q < 1.
+        mu: sensitivity / std of the sum, 2c/std.
+
+    Returns:
+        float64 [orders], at `ORDERS`. Between whole orders the log-moments are interpolated ([1]
+        Corollary 10).
     """
     i = np.arange(_WHOLE[-1] + 1)
-    # Logarithm of what [1] puts for the i-th moment of L - 1: 2 E L^i, or, if that is less, 4 times
-    # the moment, an odd one by its neighbours.
+    # The logarithm of what [1] has for the i-th moment of L - 1: 2 E L^i or, if that is less, 4
+    # times the moment, an odd one bounded by its neighbours.
     simple = math.log(2) + i * (i - 1) * (mu * mu / 2)
     even = _even_moments(mu)
     least = simple.copy()
@@ -69,23 +75,29 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
 
 
 def epsilons(one_step: np.ndarray, delta: float, counts: ArrayLike) -> np.ndarray:
-    """Epsilon at `delta` after `counts` [...] steps with divergences `one_step` [orders] each,
-    float64 [...] ([2], as dp-accounting has it).
+    """Epsilon after some steps, by the conversion of [2] as dp-accounting has it.
+
+    Args:
+        one_step: divergences of one step at `ORDERS`, float64 [orders].
+        delta: the delta that epsilon is at.
+        counts: numbers of steps, [...].
+
+    Returns:
+        float64 [...].
     """
     spent = np.asarray(counts, float)[..., None] * one_step
     found = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
-    # The total variation distance is at most sqrt(1 - e^-KL), and KL at most any of these
-    # divergences.
+    # The total variation distance is at most sqrt(1 - e^-KL), and KL is at most any of these.
     return np.where(-np.expm1(-spent) < delta**2, 0.0, found).min(axis=-1).clip(min=0.0)
 
 
 def _even_moments(mu: float) -> np.ndarray:
-    """log E (L - 1)^(2k), k = 0, ..., _EXACT / 2, with L = e^(mu x - mu^2/2) the likelihood ratio
-    at x ~ N(0, 1).
+    """log E (L - 1)^(2k) for k = 0, ..., _EXACT / 2, where L = e^(mu x - mu^2/2) is the likelihood
+    ratio at x ~ N(0, 1).
     """
     i = np.arange(0, _EXACT + 1, 2)[:, None]
-    # Peaks lie near i mu, and near +-sqrt(i) where mu is small; what is 40 below i mu has no weight
-    # where i mu is large.
+    # The integrand peaks near i mu, and near +-sqrt(i) if mu is small; 40 below a large i mu it has
+    # no weight.
     low = np.maximum(-np.sqrt(i) - 10, i * mu - 40)
     high = np.maximum(np.sqrt(i), i * mu) + 10 + np.sqrt(i)
     x = low + (high - low) * np.linspace(0, 1, _POINTS)
@@ -108,8 +120,8 @@ def _even_moments(mu: float) -> np.ndarray:
 
 @lru_cache
 def _log_binomials() -> np.ndarray:
-    """Logarithms of (order over i), [whole orders, i = 0, ..., the largest order]; -infinity for i
-    above the order.
+    """Logarithms of binomial coefficients (order over i), float64 [whole orders, i = 0, ..., the
+    largest order]; -infinity for i above the order.
     """
     from scipy.special import gammaln
 

@@ -1,8 +1,8 @@
 """Roots from the safe side: an epsilon, a noise or a number of rounds that is enough, and hardly
 more than enough.
 
-A question is a function that is at most 0 (or false) where an answer is safe and changes once; what
-comes back is a point at which it was seen to be safe:
+Each function searches for where another one changes sign (or truth value), once, and returns a
+point at which it was evaluated and found safe:
 
 >>> safe_end(lambda x: 2.0 - x * x, 0.0, 2.0, xtol=1e-9) ** 2 >= 2.0
 True
@@ -11,11 +11,11 @@ array([1.41421356, 1.73205081, 3.        ])
 >>> last(lambda n: n * n <= 150, most=100)
 12
 
-Design note. `safe_end` is Brent's method by scipy, which promises a bracket narrower than the
-tolerance and returns either end of it; here it is the safe one. What noise depends on is found by
-the other three, which stop where they always have: the key of a run's noise is a digest of its
-standard deviation, so another last bit would be another run. `halved` takes arrays, and `narrowed`
-and `near_guess` ask for few evaluations of a costly function by going a little past the root, which
+Design note. `safe_end` is scipy's Brent method, which narrows a bracket to the tolerance and may
+return either end of it; here it is the safe one. What noise depends on is found by `halved`,
+`narrowed` and `near_guess`, which must not change by a bit: the key of a run's noise is a digest of
+its standard deviation, so another last bit would be another run. `halved` takes arrays. `narrowed`
+and `near_guess` need few evaluations of a costly function: they go a little past the root, which
 closes the bracket from that side.
 """
 
@@ -34,10 +34,20 @@ _TURNS = 200  # after which a search gives up
 def safe_end(
     excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _LEAST
 ) -> float:
-    """The x between `low` and `high` with `excess` at most 0, less than xtol + rtol |x| from where
-    it is above 0.
+    """A safe point next to a root.
 
-    Either end may be the safe one. Raises `ValueError` unless exactly one of them is.
+    Args:
+        excess: at most 0 where x is safe; it changes sign once between the ends.
+        low: the smaller end of the bracket; either end may be the safe one.
+        high: the larger end.
+        xtol: absolute tolerance of x.
+        rtol: relative tolerance of x.
+
+    Returns:
+        An x with excess at most 0, less than xtol + rtol |x| from where excess is above 0.
+
+    Raises:
+        ValueError: both ends are safe, or neither is.
     """
     from scipy.optimize import brentq
 
@@ -59,10 +69,17 @@ def safe_end(
 def halved(
     unsafe: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray, times: int
 ) -> np.ndarray:
-    """The upper ends float64 [...] of brackets from `low` (unsafe) to `high` (safe), halved so many
-    times; `unsafe` takes and gives arrays of their shape.
+    """Bisection of many brackets at once.
 
-    Where all is unsafe that is `high`; where nothing is, `low` to the width of a bracket.
+    Args:
+        unsafe: whether each x is unsafe, bool [...] for float64 [...].
+        low: the unsafe ends, float64 [...].
+        high: the safe ends, float64 [...].
+        times: how often the brackets are halved.
+
+    Returns:
+        The upper ends, float64 [...]: `high` where everything is unsafe, and within a bracket of
+        `low` where nothing is.
     """
     for _ in range(times):
         middle = (low + high) / 2
@@ -78,8 +95,16 @@ def narrowed(
     high: tuple[float, float],
     xtol: float,
 ) -> float:
-    """The upper end of a bracket of a falling function, narrowed to `xtol`; `low` and `high` are
-    (x, excess), above 0 and not.
+    """A safe point next to the root of a costly, falling function.
+
+    Args:
+        excess: at most 0 where x is safe.
+        low: (x, excess) at the unsafe end, with excess above 0.
+        high: (x, excess) at the safe end.
+        xtol: the width of the bracket at which the search stops.
+
+    Returns:
+        The upper end of the bracket.
     """
     for turn in range(_TURNS):
         width = high[0] - low[0]
@@ -101,8 +126,16 @@ def narrowed(
 def near_guess(
     excess: Callable[[float], float], x: float, slope: float, xtol: float
 ) -> float | None:
-    """x with excess at most 0, and above 0 within `xtol` below it; `excess` falls about like
-    `slope` (below 0) at the given x. None where no root is found.
+    """A safe point next to the root of a costly, falling function whose root is about known.
+
+    Args:
+        excess: at most 0 where x is safe.
+        x: the guess.
+        slope: of excess near x, below 0.
+        xtol: how far below the answer excess is above 0.
+
+    Returns:
+        An x with excess at most 0; None if no root is found.
     """
     low: tuple[float, float] | None = None  # (x, excess), too little
     high: tuple[float, float] | None = None  # and enough
@@ -137,8 +170,10 @@ def _close(
 
 
 def last(fits: Callable[[int], bool], most: int) -> int:
-    """The largest whole number from 1 to `most` that fits, where all below one that fits do; 0
-    where 1 does not. Asks for small numbers first, as large ones may cost more.
+    """The largest n from 1 to `most` that fits; 0 if 1 does not.
+
+    If n fits, so do all smaller numbers. Small numbers are tried first, as large ones may cost
+    more.
     """
     low = 0
     high = 1

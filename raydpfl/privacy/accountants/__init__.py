@@ -1,5 +1,5 @@
-"""The accountants: ways of counting what a mechanism costs. A file an accountant; the papers'
-formulas are some too.
+"""The accountants: ways of counting what a mechanism costs, a file each. The papers' formulas are
+among them.
 
 >>> [name for name, member in ACCOUNTANTS.items() if member.rigorous]
 ['pld', 'rdp']
@@ -8,7 +8,7 @@ formulas are some too.
 >>> ASKED
 ('pld', 'rdp', 'paper')
 
-`raydpfl.privacy.accounting` asks them, and says what a mechanism guarantees whom.
+`raydpfl.privacy.accounting` asks them, and says what a mechanism guarantees against whom.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ __all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "standin
 
 
 def _listed() -> dict[str, Accountant]:
-    """One of each, in the order of messages and tables: rigorous first, local steps last."""
+    """One of each, in the order of messages and tables: rigorous ones first, formulas for local
+    steps last.
+    """
     members = [cls() for cls in family(__name__, Accountant, name="name").values()]
     members.sort(key=lambda member: (not member.rigorous, isinstance(member, Formula)))
     return {member.name: member for member in members}
@@ -33,16 +35,14 @@ ACCOUNTANTS: dict[str, Accountant] = _listed()
 FORMULAS: dict[str, Formula] = {
     name: member for name, member in ACCOUNTANTS.items() if isinstance(member, Formula)
 }
-# Those that a config may ask for: where samples are protected the formulas stand for `paper`.
+# What a config may ask for: where samples are protected, `paper` stands for the formulas.
 ASKED: tuple[str, ...] = tuple(name for name in ACCOUNTANTS if name not in FORMULAS)
-
-
-# The rigorous accountants that stand by where only formulas are asked for, the first that covers.
+# Where only formulas are asked for, the first of these that covers the mechanism is added.
 STANDBY = ("rdp", "pld")
 
 
 def standing(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
-    """The accountants that stand for those asked for, where such a unit is protected.
+    """The accountants that answer for those asked for, where this unit is protected.
 
     >>> standing(("pld", "paper"), "client")
     ('pld', 'paper')

@@ -1,4 +1,4 @@
-"""What an accountant answers."""
+"""The bases of accountants and of papers' formulas."""
 
 from __future__ import annotations
 
@@ -13,25 +13,40 @@ if TYPE_CHECKING:
 
 
 class Accountant:
-    """Base of the accountants. A member gives `curve` and `delta_of` an event that it covers, or,
-    where it is a formula of another form, `epsilons` and `delta` of a mechanism.
+    """Base of the accountants.
 
-    A rigorous member names in `needs` the method of a sampling law (`Law.losses` or `Law.renyi`)
-    that it accounts a secret by.
+    A member gives `name`, and `curve` and `delta_of` for the events that it covers. One that is no
+    composition of events gives `epsilons` and `delta` for mechanisms instead. A rigorous member
+    names in `needs` the method of a sampling law that it accounts for a secret cohort by
+    (`Law.losses` or `Law.renyi`).
+
+    >>> from raydpfl.privacy import Mechanism, Query, Sampling, gaussian_delta, gaussian_epsilon
+    >>> class Exact(Accountant):
+    ...     name = "exact"  # where no cohort is a secret, everything amounts to one Gaussian
+    ...     def covers(self, mechanism, relation):
+    ...         hidden = mechanism.sampling.hidden
+    ...         return "a hidden cohort" if hidden else super().covers(mechanism, relation)
+    ...     def curve(self, event, delta, counts):
+    ...         return gaussian_epsilon(event.unamplified(counts), delta)
+    ...     def delta_of(self, event, epsilon, count):
+    ...         return float(gaussian_delta(epsilon, event.unamplified(count)))
+    >>> run = Mechanism(Sampling("full", 10, 10), (Query("updates", 1.0, 4.0),), rounds=3)
+    >>> Exact().epsilons(run, "zero_out", 1e-5, first=1, last=3, v=4.0).round(3)
+    array([0.926, 1.356, 1.698])
     """
 
     name: ClassVar[str]
-    label: ClassVar[str] = ""  # what tables head its column; empty: its name
+    label: ClassVar[str] = ""  # the heading of its column in tables; empty: its name
     rigorous: ClassVar[bool] = True
     needs: ClassVar[str] = ""
 
     def of(self, unit: Unit) -> tuple[str, ...]:
-        """The accountants that stand for it where such a unit is protected."""
+        """The accountants that answer for it where this unit is protected."""
         return (self.name,)
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
-        """None if it covers the mechanism under the relation, else the reason and the nearest
-        combination that it does cover.
+        """Why it does not cover the mechanism under the relation, and the nearest combination that
+        is covered, in words; None: it covers it.
         """
         sampling = mechanism.sampling
         law = sampling.law
@@ -61,21 +76,41 @@ class Accountant:
         last: int,
         v: float,
     ) -> np.ndarray:
-        """Epsilon at `delta` after `first`, ..., `last` rounds of a mechanism with noise, float64
-        [last - first + 1].
+        """Epsilon at `delta` after `first`, ..., `last` rounds of a mechanism with noise.
 
-        `v` is the constant that the formula of 000 and 001 leaves open.
+        Args:
+            mechanism: one that it covers.
+            relation: the neighbouring relation.
+            delta: between 0 and 1.
+            first: the smallest number of rounds, at least 1.
+            last: the largest.
+            v: the constant that the formula of 000 and 001 leaves open.
+
+        Returns:
+            float64 [last - first + 1].
         """
         return self.curve(mechanism.event(relation), delta, np.arange(first, last + 1))
 
     def delta(
         self, mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int, v: float
     ) -> float:
-        """Delta at `epsilon` after `rounds` rounds of a mechanism with noise."""
+        """Delta at `epsilon` after `rounds` rounds of a mechanism with noise; arguments as for
+        `epsilons`.
+        """
         return self.delta_of(mechanism.event(relation), epsilon, rounds)
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        """Epsilon at `delta` after `counts` events (int64, consecutive), float64 [counts]."""
+        """Epsilon at `delta` after each number of events.
+
+        Args:
+            event: what one round releases about one unit.
+            delta: between 0 and 1.
+            counts: int64 [n], consecutive numbers of events.
+
+        Returns:
+            float64 [n], never below the truth if the accountant is rigorous; infinite where delta
+            is out of reach.
+        """
         raise NotImplementedError
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
@@ -84,11 +119,11 @@ class Accountant:
 
 
 class Formula(Accountant):
-    """A paper's formula for noise at local steps. `std` is that of the noise on the mean gradient
-    of a batch.
+    """Base of the papers' formulas for noise at local steps. A member gives `printed` and `noise`.
 
-    `client` has `bound` (per-sample clip norm), `batch`, `samples` and `steps` (local steps over
-    all participations).
+    In all methods `std` is that of the noise on the mean gradient of a batch, and `client` has
+    `bound` (per-sample clip norm), `batch` (B), `samples` (n_k) and `steps` (local steps over all
+    participations).
     """
 
     rigorous = False
@@ -96,27 +131,33 @@ class Formula(Accountant):
     calibration: ClassVar[str] = ""  # the `noise.calibration` that calibrates by it
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> None:
-        """A formula can always be printed; the conditions that fail are listed beside it."""
+        """None: a formula can always be printed, with the conditions that fail."""
 
     def own_delta(self) -> bool:
-        """Whether its epsilon is at a delta of its own."""
+        """Whether its epsilon is at a delta of its own, not at the one asked for."""
         return False
 
     def refused(self, failed: tuple[str, ...]) -> tuple[str, ...]:
-        """Of the conditions that fail, those without which it does not calibrate noise."""
+        """Those of the failed conditions for which it refuses to calibrate noise."""
         return ()
 
     def printed(self, std: float, delta: float, **client: Any) -> tuple[Printed, float]:
-        """(epsilon, with the conditions that fail; the delta that it is at)."""
+        """Its epsilon at this noise.
+
+        Returns:
+            Epsilon with the conditions that fail, and the delta that it is at.
+        """
         raise NotImplementedError
 
     def noise(self, epsilon: float, delta: float, **client: Any) -> Printed:
-        """The std at which it claims (epsilon, delta), with the conditions that fail."""
+        """The std at which it claims (epsilon, delta), with the conditions that fail; infinite
+        where no noise does.
+        """
         raise NotImplementedError
 
     def claims(self, std: float, delta: float, counts: np.ndarray, **client: Any) -> np.ndarray:
-        """Its epsilons after `counts` participations of `client["steps"]` steps each, float64
-        [counts].
+        """Its epsilons float64 [n] after `counts` int64 [n] participations of `client["steps"]`
+        steps each.
         """
         steps = client.pop("steps")
         return np.array(
@@ -129,6 +170,6 @@ class Formula(Accountant):
     def conditions(
         self, epsilon: float, std: float, delta: float, **client: Any
     ) -> tuple[float, tuple[str, ...]]:
-        """(the delta that its epsilon is at, the conditions that fail)."""
+        """The delta that its `epsilon` at this noise is at, and the conditions that fail there."""
         printed, at = self.printed(std, delta, **client)
         return at, printed.conditions_failed

@@ -1,6 +1,4 @@
-"""Theorem 3.2 of 000 as printed, which is Theorem 1 of 001 (PRIVACY.md sec. 3); at local steps the
-formulas of 002 and 003.
-"""
+"""Theorem 3.2 of 000 as printed, which is Theorem 1 of 001 (PRIVACY.md sec. 3)."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ class Paper(Accountant):
     rigorous = False
 
     def of(self, unit):
-        """At local steps the formulas of 002 and 003 stand for it."""
+        """At local steps it stands for the formulas of 002 and 003."""
         from raydpfl.privacy.accountants import FORMULAS
 
         return tuple(FORMULAS) if unit == "sample" else (self.name,)
 
     def covers(self, mechanism, relation):
-        """None: a formula can always be printed; the conditions that fail are listed beside it."""
+        """None: a formula can always be printed, with the conditions that fail."""
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
         z = mechanism.noise_multiplier

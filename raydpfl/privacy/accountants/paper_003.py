@@ -9,7 +9,9 @@ from raydpfl.privacy.accountants.base import Formula
 
 
 class Budgets(Formula):
-    """It amplifies the composition, not each step, and leaves the neighbouring relation open."""
+    """sigma_k = c sqrt(V_k T_k T_l) (003 eq. 6). The formula amplifies the composition instead of
+    each step, and leaves the neighbouring relation open.
+    """
 
     name = "paper 003"
     relation = "unstated"

@@ -1,6 +1,4 @@
-"""Privacy loss distributions: the tightest of the rigorous accountants. See `raydpfl.privacy.pld`
-for the mathematics.
-"""
+"""Privacy loss distributions, the tightest rigorous accountant: see `raydpfl.privacy.pld`."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ class Pld(Accountant):
 
 @lru_cache(maxsize=16)
 def _losses(event: Event) -> tuple[Losses, ...]:
-    """The losses of an event, one pair for each direction that can differ: of one of its `each`
-    Gaussians, and of what is released once besides.
+    """The losses of an event, a pair for each direction that can differ: that of one of its `each`
+    Gaussians, and that of the Gaussian over everyone.
     """
     law = event.sampling.law
     if event.also:

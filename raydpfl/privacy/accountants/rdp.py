@@ -1,5 +1,5 @@
-"""Renyi differential privacy: rigorous, quick, and about twice as loose where sampling amplifies.
-See `raydpfl.privacy.renyi`.
+"""Renyi differential privacy: rigorous, fast, and about twice as loose as pld where sampling
+amplifies: see `raydpfl.privacy.renyi`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Rdp(Accountant):
-    """Adds up the Renyi divergences of rounds at dp-accounting's orders, and converts as
-    dp-accounting does.
+    """Adds up the Renyi divergences of the rounds, at dp-accounting's orders and with its
+    conversion to epsilon.
     """
 
     name = "rdp"

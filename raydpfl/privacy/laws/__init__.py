@@ -1,7 +1,7 @@
-"""Sampling laws: who takes part in a round, and what a secret about it is worth. A file a law.
+"""Sampling laws: who takes part in a round, and how much a secret about it amplifies. A file a law.
 
-A law is named in `Sampling` (the law, the population, the cohort), which is all that accountants,
-the checks of a run's draws and the audit are told. They ask the law, and never which one it is:
+A `Sampling` names a law, a population and a cohort. Accountants, the checks of a run's draws and
+the audit are told no more, and never ask which law it is:
 
 >>> from raydpfl.privacy.mechanism import Sampling
 >>> list(LAWS)
@@ -9,10 +9,10 @@ the checks of a run's draws and the audit are told. They ask the law, and never 
 >>> [Sampling(law, population=1000, cohort=10).hidden for law in ("poisson", "public")]
 [True, False]
 
-A law of one's own is an object of a class derived from `Law`, given in the place of the name. It is
-what a selection of one's own says of its draws. Losses come from curves delta(epsilon) of one round
-(`raydpfl.privacy.pld`): those at hand, or any other by `pld.discretise`. A cohort of 10 or 20 of
-1000, whichever a public coin says, costs the mean of both:
+A law of your own is an object of a class derived from `Law`, given in place of the name. It is what
+the `sampling` of your own selection returns. Losses come from curves delta(epsilon) of one round:
+those of `raydpfl.privacy.pld`, or any other by `pld.discretise`. A cohort of 10 or 20 of 1000, as a
+coin decides, costs the mean of both:
 
 >>> from raydpfl.privacy import Mechanism, Query, epsilon, pld
 >>> class Coin(Law):
@@ -41,12 +41,12 @@ from raydpfl.privacy.laws.base import Law
 
 __all__ = ["LAWS", "Law", "law_of"]
 
-FIRST = ("fixed", "poisson", "full", "with_replacement")  # the commonest, as messages list them
+FIRST = ("fixed", "poisson", "full", "with_replacement")  # the order in messages
 LAWS: dict[str, Law] = {kind: law() for kind, law in family(__name__, Law, FIRST).items()}
 
 
 def law_of(kind: str | Law) -> Law:
-    """The law of a name, or one's own. Raises `ConfigError`."""
+    """The law of this name, or the law itself. Raises `ConfigError` for an unknown name."""
     if isinstance(kind, Law):
         return kind
     if kind not in LAWS:

@@ -1,4 +1,4 @@
-"""What a sampling law says of itself."""
+"""The base of sampling laws."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ if TYPE_CHECKING:
     from raydpfl.privacy.facts import Relation
     from raydpfl.privacy.mechanism import Sampling
 
-# of one of an event's Gaussians, and of what is released once besides them, on the same grid
+# that of one of an event's Gaussians, and that of the one over everyone, on the same grid
 Losses: TypeAlias = tuple[LossDistribution, LossDistribution | None]
 
 
 class Law:
     """Base of the sampling laws. A member has no state: population, cohort and the rest are those
-    of the `Sampling` it is asked about.
+    of the `Sampling` that it is asked about.
 
-    What a member must give: `kind`, `words`; where a cohort is a secret, `refuses`, and `losses` or
-    `renyi`, whichever accountant is to cover it. The facts below have the answers of a cohort of
-    fixed size without replacement, `as_in_the_papers` that of equally likely subsets.
+    A member gives `kind` and `words`. Where a cohort is a secret it also gives `refuses`, and
+    `losses` (for pld) or `renyi` (for rdp). The other defaults are those of a cohort of fixed size
+    without replacement, all subsets equally likely.
 
-    A run holds how many clients a cohort has in common with the one before against independent
-    uniform draws of their sizes where a law says that it draws `any_subset`. A law by which clients
-    come in groups says no to that and to `as_in_the_papers`.
+    If a law draws `any_subset`, a run checks how many clients two consecutive cohorts share against
+    independent uniform draws. A law that draws clients in groups answers False to that and to
+    `as_in_the_papers`.
     """
 
     kind: ClassVar[str] = ""
-    # numbers of a `Sampling` that `raydpfl check` asks the law about
+    # fields of a `Sampling` that `raydpfl check` tries the law with
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"population": 100, "cohort": 10},
         {"population": 20, "cohort": 9},
     )
 
     def check(self, sampling: Sampling) -> None:
-        """Raises `ConfigError` for numbers that the law cannot have."""
+        """Raises `ConfigError` for a population, cohort or p_max that the law cannot have."""
         if sampling.cohort > sampling.population:
             accepted = f"an integer from 1 to the population of {sampling.population}"
             raise ConfigError("cohort", sampling.cohort, accepted)
 
     def default(self, population: int) -> int | None:
-        """The size of a cohort where none is said; None: it must be said."""
+        """The cohort where none is given; None: it must be given."""
         return None
 
     def hidden(self, sampling: Sampling) -> bool:
@@ -57,23 +57,25 @@ class Law:
         return sampling.cohort
 
     def coins(self, sampling: Sampling) -> float | None:
-        """The chance of the coin by which each client takes part on its own, so that the size is a
-        secret too; None where clients depend on each other.
+        """The probability with which each client takes part, independently of the others, so that
+        the size of a cohort is a secret too; None where clients are not independent.
         """
         return None
 
     def repeats(self) -> bool:
-        """Whether a client may stand in a cohort more than once."""
+        """Whether a client may be in a cohort more than once."""
         return False
 
     def any_subset(self, sampling: Sampling) -> bool:
-        """Whether, given its size, a cohort is any subset with the same chance, whatever the others
-        were. Where it is, what cohorts have in common is held against that while a run goes on.
+        """Whether, given its size, a cohort is a uniform subset, independent of other rounds. The
+        draws of a run are then checked for that.
         """
         return self.as_in_the_papers(sampling)
 
     def as_in_the_papers(self, sampling: Sampling) -> bool:
-        """Whether all subsets of one size are equally likely, as for the papers' formulas."""
+        """Whether cohorts have one size and all subsets are equally likely, as the papers' formulas
+        assume.
+        """
         return True
 
     def gives(self, method: str) -> bool:
@@ -81,17 +83,17 @@ class Law:
         return getattr(type(self), method) is not getattr(Law, method)
 
     def plural(self) -> str:
-        """What its rounds are called when an accountant does not cover them."""
+        """What its cohorts are called in messages."""
         return f"cohorts of law {self.kind}"
 
     def q(self, sampling: Sampling) -> float:
-        """The chance that a given client is in a cohort; 1 where only the rounds that it is in are
-        counted.
+        """The probability that a given client is in a cohort; 1 where only the client's own rounds
+        are counted.
         """
         return sampling.cohort / sampling.population
 
     def everyone(self, sampling: Sampling) -> bool:
-        """Whether every round takes everyone, so that there is nothing to amplify."""
+        """Whether every round takes everyone, so that nothing is amplified."""
         return sampling.cohort == sampling.population
 
     def words(self, sampling: Sampling) -> str:
@@ -99,45 +101,60 @@ class Law:
         raise NotImplementedError
 
     def refuses(self, relation: Relation) -> str | None:
-        """Why no accountant covers a round's sampling under `relation`, and the nearest one that is
-        covered; None: one does.
+        """Why no accountant covers a round's sampling under `relation`, and the nearest relation or
+        selection that is covered; None: some accountant covers it.
         """
         return None
 
     def losses(self, sampling: Sampling, mu: float) -> tuple[LossDistribution, ...]:
-        """The privacy loss of one round of a Gaussian of `mu` = sensitivity / std, one for each
-        direction that can differ (pld).
+        """The privacy loss of one round, for pld; without this method pld does not cover the law.
 
-        Not covered by pld unless given.
+        Args:
+            sampling: population and cohort.
+            mu: sensitivity / std of the Gaussian sum.
+
+        Returns:
+            A distribution for each direction that can differ: one under replace_one, which is
+            symmetric, and two where a client is removed or added.
         """
         raise NotImplementedError
 
     def losses_besides(
         self, sampling: Sampling, mu: float, each: int, also: float
     ) -> tuple[Losses, ...]:
-        """The same where one Gaussian of mu `also` over everyone is released besides every `each`
-        of them: the losses of both on one grid. Not covered by pld unless given.
+        """As `losses`, where one more Gaussian, of mu `also` and over everyone, is released with
+        every `each` rounds: the losses of both, on one grid. Without this method pld does not cover
+        that.
         """
         raise NotImplementedError
 
     def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
-        """The Renyi divergences of that round at `renyi.ORDERS`, float64 [orders] (rdp). Not
-        covered by rdp unless given.
+        """Renyi divergences of that round at `raydpfl.privacy.renyi.ORDERS`, float64 [orders], for
+        rdp; without this method rdp does not cover the law.
         """
         raise NotImplementedError
 
     def known(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
-        """What a client spends against one who knows the cohorts of `rounds` rounds.
+        """What a client spends against an observer who knows the cohorts.
 
-        `most`: how often any client was drawn, at most; None: that is not known.
+        Args:
+            sampling: population and cohort.
+            rounds: rounds composed.
+            most: the largest number of times that any client was drawn; None: unknown.
         """
         times = rounds if most is None else min(most, rounds)
         return Participations(times, times, rounds)
 
     def most(self, sampling: Sampling, rounds: int, exposure: int) -> tuple[int, float, float]:
-        """How often a client can be drawn, for the check of a run's draws: Bin(trials, chance), and
-        over how many clients.
+        """How often a client can be drawn, for the check of a run's draws.
 
-        `exposure`: how many of the `rounds` rounds accountants compose over.
+        Args:
+            sampling: population and cohort.
+            rounds: of the run.
+            exposure: how many of them accountants compose.
+
+        Returns:
+            Trials and chance of a binomial law that bounds the number of draws of any client, and
+            the number of clients that this holds for.
         """
         return exposure, self.q(sampling), float(sampling.population)

@@ -9,8 +9,8 @@ from raydpfl.privacy.laws.base import Law
 
 
 class Fixed(Law):
-    """`cohort` of the population, all subsets equally likely. Covered under replace-one, where a
-    client stands in another's place.
+    """`cohort` of the population, all subsets equally likely. Covered under replace-one, by pld and
+    rdp.
     """
 
     kind = "fixed"

@@ -1,5 +1,5 @@
-"""Each client by its own coin, with probability q = cohort / population; the cohort's size is then
-a secret too.
+"""Each client independently with probability q = cohort / population (PRIVACY.md sec. 2). The size
+of a cohort is a secret too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raydpfl.privacy.laws.base import Law
 
 class Poisson(Law):
     """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out),
-    by dp-accounting's Renyi bound.
+    by pld and rdp.
     """
 
     kind = "poisson"
@@ -44,7 +44,7 @@ class Poisson(Law):
         return pld.poisson(sampling.q, mu)
 
     def renyi(self, sampling, mu):
-        """By dp-accounting, whose RDP accountant reads a noise multiplier as std / sensitivity
+        """By dp-accounting, whose RDP accountant takes the noise multiplier as std / sensitivity
         under every relation.
         """
         from dp_accounting import dp_event, rdp

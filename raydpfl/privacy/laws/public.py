@@ -1,5 +1,5 @@
-"""Cohorts that a public rule names, whatever the data are: only the rounds that a client takes part
-in count, and each in full.
+"""Cohorts named by a public rule, whatever the data are: only a client's own rounds count, and
+nothing is amplified.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from raydpfl.privacy.laws.base import Law
 
 
 class Public(Law):
-    """`cohort` of the population by turns, by speed or by any rule that all may know; `rounds` of
-    the mechanism counts a client's own.
+    """`cohort` of the population, by turns, by speed or by any rule that all may know. `rounds` of
+    the mechanism is a client's own number.
     """
 
     kind = "public"

@@ -57,16 +57,16 @@ class WithReplacement(Law):
         )
 
     def known(self, sampling, rounds, most):
-        """A client drawn m times in a round moves the sum m times as far: sum of m^2 <= (most m)
-        (sum of m).
+        """A client drawn m times in a round moves the sum m times as far, which costs as much as
+        m^2 Gaussians; over the rounds, sum of m^2 <= (largest m) (sum of m).
         """
         draws = rounds * sampling.cohort
         times = draws if most is None else min(most, draws)
         return Participations(times, times * min(sampling.cohort, times), repeats=True)
 
     def most(self, sampling, rounds, exposure):
-        """Over clients of any probabilities p_i, P[Bin(n, p_i) >= m] / p_i is largest for the
-        likeliest: as if 1 / p_max were so.
+        """The binomial law of the likeliest client, for 1 / p_max clients. P[Bin(n, p_i) >= m] /
+        p_i is largest at p_i = p_max, so the sum over all clients is at most that of these.
         """
         chance = sampling.p_max or 1 / sampling.population
         return rounds * sampling.cohort, chance, 1 / chance
