@@ -17,7 +17,7 @@ import numpy as np
 
 from raydpfl import adapting, models, placement, sums, witnessing
 from raydpfl.data import Shards
-from raydpfl.measure import Finished, Round
+from raydpfl.measure import Finished, Problem, Round
 from raydpfl.plan import Plan
 from raydpfl.position import Position, take_up
 from raydpfl.process import heard
@@ -67,18 +67,15 @@ class Coordinator:
         found = take_up(self.plan, self.out, self.record.tables, self._resume, self._anew)
         self.plan, self.accounts, at = found
         self.ledger = self.accounts.ledger
-        self.at = at or Position.first(self.plan, models.flatten(self._module()).numpy())
+        self.problem = Problem(self.experiment, self.shards, self.plan.population)
+        self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
         self.noise = self.experiment.noise.source(self.plan.noise_seed, self.plan.d)
         self.witness = witnessing.of(self.plan, self.at.t, self.accounts.draws)
         if self._anew or not self.at.t:  # what the bits depend on, before anything is released
             self.record.snapshot(self.at)
         self.pool = placement.pool(self.plan, self._actors)
-        self.record.begin(self.plan, self.pool, self.at)
+        self.record.begin(self.plan, self.pool, self.at, self.problem)
         self._added: np.ndarray | None = None  # the server's noise in the round under way
-
-    def _module(self) -> Any:
-        e = self.experiment
-        return models.build(e.model, self.shards.shape, self.shards.classes, e.seed)
 
     def round(self) -> list[dict]:
         """Does the next round and returns the rows of the rounds table that are now complete."""
@@ -181,8 +178,9 @@ class Coordinator:
 
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
         """Goes on with what is measured of a finished run; how many of how many steps are done."""
-        l2 = self.experiment.local.l2
-        run = Finished(self.out, self._module(), self.shards, self.at.model, l2)
+        at = self.at
+        seen = at.participations
+        run = Finished(self.out, self.problem, at.model, self.plan.mechanism, seen)
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from raydpfl.data import Shards
-from raydpfl.local.stack import NoStack, stack
+from raydpfl.local.stack import Layer, NoStack, stack
 from raydpfl.local.way import sample_loss
 
 Shares = np.ndarray | Mapping[int, float]  # client -> the weight of its objective
@@ -62,7 +62,7 @@ class Heterogeneity:
         self.model = model
         self.shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
         self.everyone = np.flatnonzero(self.shares)
-        self.linear = _linear(module, shards, weight_decay)
+        self.linear = linear(module, shards, weight_decay)
         self.done = 0
         self.of = len(self.everyone) * (2 if self.linear else 1) + 1
         self._work = self._pieces()
@@ -115,22 +115,22 @@ class Heterogeneity:
             found |= {"gamma_s": float(shares @ gaps), "optimum": best, "gap": gap}
 
 
-def _linear(module: nn.Module, shards: Shards, weight_decay: float) -> _Linear | None:
-    """The objective of a model of one linear layer; None for any other."""
+def linear(module: nn.Module, shards: Shards, weight_decay: float) -> Linear | None:
+    """The clients' objectives under a model of one linear layer; None for any other."""
     try:
         layers = stack(module)
     except NoStack:
         return None
     single = len(layers) == 1 and not layers[0].activation
-    return _Linear(layers[0], shards, weight_decay) if single else None
+    return Linear(layers[0], shards, weight_decay) if single else None
 
 
-class _Linear:
-    """The minima for one linear layer, whose parameters are a matrix theta float64 [outputs, inputs
-    + 1 for a bias].
+class Linear:
+    """Objectives and their minima for one linear layer, whose parameters are a matrix theta float64
+    [outputs, inputs + 1 for a bias].
     """
 
-    def __init__(self, layer, shards: Shards, weight_decay: float):
+    def __init__(self, layer: Layer, shards: Shards, weight_decay: float):
         self.layer = layer
         self.shards = shards
         self.decay = weight_decay
@@ -144,20 +144,36 @@ class _Linear:
         """f* and its minimiser, for f the mixture of these clients' objectives by their shares; the
         search starts from `model`.
         """
-        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
-        parts = np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1)
+        value = self.mixture(clients, shares)
+        return _minimum(value, self.matrix(model), np.ones(self.width), self.decay)
+
+    def mixture(
+        self, clients: np.ndarray, shares: Shares
+    ) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
+        """f and its gradient, as functions of theta, for f the mixture of these clients' objectives
+        by their shares.
+        """
 
         def value(theta: np.ndarray) -> tuple[float, np.ndarray]:
             total = 0.5 * self.decay * float(np.sum(theta * theta))
             gradient = self.decay * theta
-            for part in parts:
-                x, y, weights = self._rows(part, shares)
+            for x, y, weights in self.parts(clients, shares):
                 loss, by_output = _loss(x @ theta.T, y, weights)
                 total += loss
                 gradient = gradient + by_output.T @ x
             return total, gradient
 
-        return _minimum(value, self._matrix(model), np.ones(self.width), self.decay)
+        return value
+
+    def parts(
+        self, clients: np.ndarray, shares: Shares
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """These clients' rows, some at once: x float64 [n, width], y [n], and the weights of the
+        rows in the mixture, float64 [n].
+        """
+        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
+        for part in np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1):
+            yield self._rows(part, shares)
 
     def alone(self, client: int, theta: np.ndarray) -> tuple[float, float]:
         """f_i* of a client, and f_i(theta)."""
@@ -186,9 +202,19 @@ class _Linear:
         kept = squares > 1e-14 * squares.max(initial=0.0)
         return vectors[:, kept], np.sqrt(CURVATURE * squares[kept] + self.decay)
 
-    def _matrix(self, flat: np.ndarray) -> np.ndarray:
+    def matrix(self, flat: np.ndarray) -> np.ndarray:
+        """theta of a model's parameters, float [d]."""
         views = self.layer.views(torch.from_numpy(np.asarray(flat, np.float64)))
         return np.concatenate([views[0].numpy(), *(bias.numpy().T for bias in views[1:])], axis=1)
+
+    def flat(self, theta: np.ndarray) -> np.ndarray:
+        """The parameters of a model, float64 [d], of which this is theta."""
+        found = torch.empty(theta.size, dtype=torch.float64)
+        views = self.layer.views(found)
+        views[0].copy_(torch.from_numpy(theta[:, : self.layer.inputs]))
+        for bias in views[1:]:
+            bias.copy_(torch.from_numpy(theta[:, self.layer.inputs :].T))
+        return found.numpy()
 
     def _rows(
         self, clients: np.ndarray, shares: Shares
@@ -231,6 +257,12 @@ def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[floa
     return value, gradient * weights[:, None]
 
 
+def least(gradient: np.ndarray, decay: float) -> bool:
+    """Whether a value with this gradient is a minimum, or as good as one."""
+    near = np.sum(gradient**2) <= 2 * decay * GAP
+    return bool(near or np.abs(gradient).max() <= PRECISION)
+
+
 def _minimum(
     function: Callable, start: np.ndarray, scale: np.ndarray, decay: float
 ) -> tuple[float, np.ndarray]:
@@ -249,8 +281,7 @@ def _minimum(
         return value, last.ravel()
 
     def stop(intermediate_result) -> None:  # scipy goes by the name
-        gradient = last * scale
-        if np.abs(gradient).max() <= PRECISION or np.sum(gradient**2) <= 2 * decay * GAP:
+        if least(last * scale, decay):
             raise StopIteration
 
     options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}

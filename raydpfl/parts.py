@@ -16,6 +16,7 @@ from raydpfl import data, local, models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
+from raydpfl.measure import Problem
 from raydpfl.selection import Population, Selection
 
 LANE = 32  # clients at most, for the ways that train a whole lane at once
@@ -68,6 +69,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     table = selection.table(len(sizes), data_root)
     population = Population(sizes, selection.costs(d, variances), table)
     check_means(experiment, population)
+    check_measures(Problem(experiment, opened, population))
     cohorts = selection.sampling(population)
     experiment = resolved(experiment, way, cohorts.cohort)
     noise = experiment.noise.resolved(experiment, cohorts)
@@ -120,6 +122,12 @@ def check_means(experiment: Experiment, population: Population) -> None:
             "clients"
         )
         raise ConfigError("selection.kind", selection.kind, accepted)
+
+
+def check_measures(problem: Problem) -> None:
+    """Raises `ConfigError` for what cannot be measured of this problem."""
+    for probe in problem.experiment.measure:
+        probe.fits(problem)
 
 
 def weights(experiment: Experiment, population: Population) -> np.ndarray:

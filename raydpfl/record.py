@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from raydpfl import scores
 from raydpfl.account import Account
 from raydpfl.errors import RunError
-from raydpfl.measure import Afterwards, Finished, Round
+from raydpfl.measure import Afterwards, Finished, Problem, Round
 from raydpfl.origin import capability
 from raydpfl.placement import Actors, Inline
 from raydpfl.plan import Plan
@@ -70,7 +70,7 @@ class Record:
         noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
         return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
 
-    def begin(self, plan: Plan, pool: Inline | Actors, at: Position) -> None:
+    def begin(self, plan: Plan, pool: Inline | Actors, at: Position, problem: Problem) -> None:
         """Takes up what grows with the run. `plan` is the one that goes on."""
         self.plan = plan
         self.pool = pool
@@ -81,6 +81,8 @@ class Record:
         followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
         self._followers = [each for each in followed if each is not None]
         self.follow(at)
+        assessing = [probe.assess(problem, self.out) for probe in self.probes]
+        self._assessing = [each for each in assessing if each is not None]
 
     def follow(self, at: Position) -> None:
         """The model is now that of `at`."""
@@ -117,6 +119,8 @@ class Record:
             row |= probe.round(seen, at.states[f"measure.{probe.kind}"])
             for name, added in probe.rows(seen).items():
                 self.tables[name].append(added)
+        for assess in self._assessing:
+            row |= assess(seen.t, at.model)
         return row
 
     def take(self, row: dict[str, Any], clock: Clock, at: Position) -> list[dict]:

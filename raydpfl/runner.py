@@ -151,6 +151,7 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
             for name in (
                 "config.yaml",
                 "trajectory.bin",
+                "optimum.bin",
                 "rounds.parquet",
                 "clients.parquet",
                 LOCK,

@@ -288,8 +288,13 @@ class Trajectory:
 
     @staticmethod
     def read(path: Path, d: int) -> np.ndarray:
-        """Float32 [rounds + 1, d]."""
+        """Float32 [models, d]."""
         return np.fromfile(path, "<f4").reshape(-1, d)
+
+    @staticmethod
+    def mapped(path: Path, d: int) -> np.ndarray:
+        """As `read`, without reading it before it is looked at."""
+        return np.memmap(path, "<f4", "r").reshape(-1, d)
 
 
 class Dropped:

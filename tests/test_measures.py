@@ -13,9 +13,13 @@ from scipy.optimize import minimize
 
 from raydpfl import models, run
 from raydpfl.data import Shards
+from raydpfl.data.quadratics import stationary
+from raydpfl.errors import ConfigError
 from raydpfl.heterogeneity import of_clients
-from raydpfl.measure.trajectory import projection
+from raydpfl.measure.trajectory import together
 from raydpfl.plan import Plan
+from raydpfl.privacy import paper
+from raydpfl.selection.problem1 import solve
 from raydpfl.tracking import Trajectory
 
 
@@ -38,13 +42,51 @@ def test_the_trajectory_is_the_model_after_every_round(tmp_path):
     assert np.allclose(steps[0], result.rounds["update_norm"][0].as_py(), rtol=1e-4)
 
 
-def test_a_plane_trajectory_keeps_its_distances_in_the_projection():
+def test_paths_in_one_plane_keep_all_their_distances_on_common_axes():
     generator = np.random.default_rng(0)
     plane = np.linalg.qr(generator.normal(size=(50, 2)))[0]
-    path = generator.normal(size=(20, 2)) @ plane.T + generator.normal(size=50)
-    flat = projection(path)
-    assert flat.shape == (20, 2) and np.allclose(flat[0], 0)
-    assert np.allclose(np.linalg.norm(flat, axis=1), np.linalg.norm(path - path[0], axis=1))
+    flat = generator.normal(size=(33, 2)) * [3.0, 1.0]
+    points = flat @ plane.T + generator.normal(size=50)
+    found, marks = together([points[:20], points[20:32]], marks=points[32:])
+    whole = np.concatenate([*found, marks])
+    assert [len(path) for path in found] == [20, 12] and np.allclose(marks, 0, atol=1e-12)
+    for points_of in (whole, flat):
+        apart = np.linalg.norm(points_of[:, None] - points_of[None], axis=2)
+        assert np.allclose(apart, np.linalg.norm(points[:, None] - points[None], axis=2))
+    assert np.argmax(whole[:32].std(0)) == 0
+
+
+def test_common_axes_are_the_principal_ones_of_all_models_whatever_the_block(monkeypatch):
+    """Against the singular vectors of all models in one matrix."""
+    generator = np.random.default_rng(1)
+    paths = [generator.normal(size=(T, 30)).astype(np.float32) for T in (7, 5)]
+    paths[1][2, 4] = np.nan  # a model that a run has lost
+    found, marks = together(paths)
+    every = np.concatenate(paths).astype(float)
+    kept = every[~np.isnan(every).any(axis=1)]
+    directions = np.linalg.svd(kept - kept.mean(0), full_matrices=False)[2][:2]
+    expected = (kept - paths[0][0]) @ directions.T
+    whole = np.concatenate(found)
+    assert np.isnan(whole[9]).all() and marks.shape == (0, 2)
+    whole = np.delete(whole, 9, axis=0)
+    assert np.allclose(np.abs(whole), np.abs(expected))
+    assert np.allclose(np.abs(whole[1:] - whole[:-1]), np.abs(expected[1:] - expected[:-1]))
+    monkeypatch.setattr("raydpfl.measure.trajectory.BLOCK", 40)
+    again = np.concatenate(together(paths)[0])
+    assert np.allclose(again, np.concatenate(found), equal_nan=True)
+
+
+def test_a_path_that_never_moves_has_no_axes():
+    found, _ = together([np.ones((4, 3))])
+    assert np.array_equal(found[0], np.zeros((4, 2)))
+
+
+def test_every_few_rounds_of_a_trajectory_are_those_of_the_whole(tmp_path):
+    few = experiment(measure=[{"kind": "trajectory", "every": 3}], rounds=5)
+    run(few, tmp_path / "few")
+    run(experiment(measure=["trajectory"], rounds=5), tmp_path / "all")
+    paths = [Trajectory.mapped(tmp_path / name / "trajectory.bin", 7850) for name in ("few", "all")]
+    assert np.array_equal(paths[0], paths[1][::3]) and len(paths[0]) == 2
 
 
 def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(tmp_path):
@@ -246,6 +288,237 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     assert max(row["gap"] for row in rows) == found["gap"]["max"]
 
 
+QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
+STEPPED = {
+    "data": {"kind": "quadratics", "clients": 8, "dimension": 6, "rank": 3, "variance": 0.3},
+    "model": {"kind": "linear", "start": 1.0},
+    "selection": {"kind": "full"},
+    "local": {"kind": "sgd", "steps": 4, "batch": "full", "lr": 0.1},
+}
+
+
+def rows_of(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
+    """All rows of all clients, in float64."""
+    every = [shards.lane([i], int(n)) for i, n in enumerate(shards.sizes)]
+    x = np.concatenate([each[0][0] for each in every]).astype(float)
+    return x, np.concatenate([each[1][0] for each in every]).astype(float)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_suboptimality_of_quadratics_is_exact(decay, tmp_path):
+    """Against least squares, solved in another way, at every model of the trajectory."""
+    local = {**STEPPED["local"], "weight_decay": decay}
+    sections = {**QUIET, **STEPPED, "local": local, "measure": ["suboptimality", "trajectory"]}
+    result = run(experiment(**sections, rounds=6), tmp_path / "out")
+    x, y = rows_of(Shards.open(Plan.make(experiment(**sections)).shards))
+    wide = np.concatenate([x / math.sqrt(len(x)), math.sqrt(decay) * np.eye(6)])
+    target = np.concatenate([y / math.sqrt(len(x)), np.zeros(6)])
+    best = np.linalg.lstsq(wide, target, rcond=None)[0]
+
+    def value(w):
+        return 0.5 * np.sum((wide @ w - target) ** 2)
+
+    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 6).astype(float)
+    gaps = result.rounds["suboptimality"].to_numpy()
+    assert gaps == pytest.approx([value(w) - value(best) for w in path[1:]], rel=1e-6, abs=1e-13)
+    apart = np.linalg.norm(path - best, axis=1)
+    assert result.rounds["distance"].to_numpy() == pytest.approx(apart[1:], rel=1e-9)
+    found = result.summary["suboptimality"]
+    assert found["optimum"] == pytest.approx(value(best), rel=1e-10)
+    assert found["start"] == pytest.approx(value(path[0]) - value(best))
+    assert found["start_distance"] == pytest.approx(apart[0])
+    assert np.fromfile(tmp_path / "out" / "optimum.bin", "<f8") == pytest.approx(best, abs=1e-9)
+
+
+def test_where_the_optimum_is_a_plane_the_distance_is_to_its_nearest_point(tmp_path):
+    """One client with one row of two features: every w on a line is a minimiser."""
+    data = {"kind": "quadratics", "clients": 1, "dimension": 2, "rank": 1}
+    sections = {**QUIET, **STEPPED, "data": data, "measure": ["suboptimality", "trajectory"]}
+    result = run(experiment(**sections), tmp_path / "out")
+    x, y = rows_of(Shards.open(Plan.make(experiment(**sections)).shards))
+    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 2).astype(float)
+    off = np.abs(path @ x[0] - y[0])
+    expected = off / np.linalg.norm(x[0])
+    assert result.rounds["distance"].to_numpy() == pytest.approx(expected[1:], rel=1e-6)
+    assert result.rounds["suboptimality"].to_numpy() == pytest.approx(off[1:] ** 2 / 2, rel=1e-6)
+
+
+SYNTHETIC = {
+    "kind": "synthetic",
+    "clients": 6,
+    "samples": 30,
+    "sizes": {"kind": "spread"},
+    "u": 1.0,
+    "v": 1.0,
+}
+
+
+def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path):
+    sections = {
+        **QUIET,
+        "data": SYNTHETIC,
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.01},
+        "measure": [{"kind": "suboptimality", "every": 2}, "trajectory"],
+        "rounds": 5,
+    }
+    result = run(experiment(**sections), tmp_path / "out")
+    shards = Shards.open(Plan.make(experiment(**sections)).shards)
+    best = softmax_minimum(shards, list(range(6)))
+    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 610).astype(float)
+    gaps = [softmax_loss(w, shards, list(range(6)))[0] - best for w in path[1:]]
+    found = result.rounds["suboptimality"].to_pylist()
+    assert [gap is None for gap in found] == [True, False, True, False, False]
+    assert [found[t] for t in (1, 3, 4)] == pytest.approx([gaps[t] for t in (1, 3, 4)], abs=1e-7)
+    assert result.summary["suboptimality"]["optimum"] == pytest.approx(best, abs=1e-7)
+    optimum = np.fromfile(tmp_path / "out" / "optimum.bin", "<f8")
+    assert softmax_loss(optimum, shards, list(range(6)))[0] == pytest.approx(best, abs=1e-7)
+    apart = np.linalg.norm(path[5] - optimum)
+    assert result.rounds["distance"][4].as_py() == pytest.approx(apart, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"model": {"kind": "mlp", "hidden": [4]}}, "measure = 'suboptimality'"),
+        ({}, r"local\.weight_decay = 0\.0"),
+    ],
+)
+def test_suboptimality_is_refused_where_there_is_no_optimum_to_find(sections, field):
+    with pytest.raises(ConfigError, match=field):
+        Plan.make(experiment(**sections, measure=["suboptimality"]))
+
+
+def test_a_resumed_run_has_the_suboptimality_of_the_whole(tmp_path):
+    local = {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.01}
+    sections = {"data": SYNTHETIC, "selection": {"kind": "full"}, "local": local}
+    asked = experiment(**QUIET, **sections, measure=["suboptimality"])
+    whole = run(asked, tmp_path / "whole")
+    run(asked, tmp_path / "cut", on_rows=lambda rows: len(rows) > 0 and rows[-1]["round"] >= 1)
+    resumed = run(asked, tmp_path / "cut", resume=True)
+    for name in ("suboptimality", "distance"):
+        assert resumed.rounds[name].to_pylist() == whole.rounds[name].to_pylist()
+    assert resumed.summary["suboptimality"] == whole.summary["suboptimality"]
+
+
+EQ_8 = {"kind": "scalar_quadratics", "a": (1, 2, 6), "b": (4, 1, -1), "clients": None}
+
+
+@pytest.mark.parametrize(
+    ("bounding", "sends"),
+    [
+        ({"kind": "none"}, "update"),
+        ({"kind": "clip", "bound": 0.1}, "update"),
+        ({"kind": "model_clip", "bound": 0.4}, "model"),
+    ],
+)
+def test_a_scalar_problem_ends_where_the_algorithm_stands_still(bounding, sends, tmp_path):
+    """Against the solution in fractions, which the run itself need not reach."""
+    sections = {
+        **QUIET,
+        "data": EQ_8,
+        "model": {"kind": "linear", "start": 0.3},
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "steps": 10, "batch": "full", "lr": 0.05},
+        "bounding": bounding,
+        "measure": ["stationary"],
+    }
+    result = run(experiment(**sections, rounds=60), tmp_path / "out")
+    found = result.summary["stationary"]
+    asked = ((1, 2, 6), (4, 1, -1), 10, 0.05, bounding.get("bound"), sends)
+    low, high = stationary(*asked)
+    assert (found["exact_low"], found["exact_high"]) == pytest.approx((low, high), abs=1e-9)
+    assert found["final_x"] == pytest.approx(found["exact_x"], abs=1e-5)
+    assert found["final_x"] == float(models.flatten(result.model)[0])
+    assert found["optimum_x"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_where_the_algorithm_stands_still_over_an_interval_both_ends_are_given(tmp_path):
+    data = {"kind": "scalar_quadratics", "a": (1, 1), "b": (5, -5), "clients": None}
+    sections = {
+        **QUIET,
+        "data": data,
+        "model": {"kind": "linear", "start": 6.0},
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "steps": 1, "batch": "full", "lr": 0.1},
+        "bounding": {"kind": "clip", "bound": 0.01},
+        "measure": ["stationary"],
+    }
+    found = run(experiment(**sections, rounds=2), tmp_path / "out").summary["stationary"]
+    assert (found["exact_low"], found["exact_high"]) == pytest.approx((-4.9, 4.9), abs=1e-9)
+    assert found["exact_x"] == found["exact_high"]  # it comes from above
+    assert found["final_x"] == pytest.approx(6.0 - 2 * 0.01, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"noise": {"kind": "gaussian", "std": 1.0}, "bounding": {"bound": 1.0}}, "noise.kind"),
+        ({"local": {"momentum": 0.5}}, "local.kind"),
+        ({"local": {"lr_decay": 0.5}}, "local.lr"),
+        ({"local": {"lr": 0.06}}, "local.lr"),
+        ({"selection": {"kind": "uniform", "cohort": 2}}, "selection.kind"),
+        ({"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "bounding.kind"),
+        ({"data": {"kind": "quadratics", "clients": 3, "dimension": 2, "rank": 1}}, "measure"),
+    ],
+)
+def test_no_stationary_point_is_given_where_it_would_be_another_algorithms(sections, field):
+    around = {
+        "noise": {"kind": "none"},
+        "data": EQ_8,
+        "model": {"kind": "linear"},
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "steps": 10, "batch": "full", "lr": 0.05},
+        "measure": ["stationary"],
+    }
+    for name, values in sections.items():
+        around[name] = values if "kind" in values else {**around.get(name, {}), **values}
+    with pytest.raises(ConfigError, match=rf"^{field} = "):
+        Plan.make(experiment(**around))
+
+
+def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
+    """003 Fig. 3: probabilities, sizes, budgets and V_k, against the solver and the formula."""
+    sections = {
+        "data": {**SYNTHETIC, "clients": 12},
+        "selection": {"kind": "privacy_aware", "cohort": 4, "scale": 0.01},
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "epsilon": {"kind": "uniform"}, "delta": 1e-3},
+        "measure": ["selection"],
+        "rounds": 2,
+    }
+    asked = experiment(**sections)
+    run(asked, tmp_path / "out")
+    plan = Plan.make(asked)
+    rows = pq.read_table(tmp_path / "out" / "selection.parquet").to_pandas()
+    sizes = plan.population.sizes
+    assert rows["client"].tolist() == list(range(12))
+    assert rows["samples"].tolist() == sizes.tolist()
+    assert np.allclose(rows["share"], sizes / sizes.sum())
+    budgets = asked.noise.epsilon.draw(asked.seed, 12)
+    assert np.array_equal(rows["budget"], budgets)
+    batches = np.minimum(10, sizes)
+    variance = paper.budget_variance(budgets, 1e-3, batch=batches, samples=sizes)
+    assert np.allclose(rows["variance"], variance)
+    solved = solve(sizes / sizes.sum(), 0.01 * plan.d * variance).probabilities
+    assert np.allclose(rows["probability"], solved, atol=1e-12)
+    assert abs(rows["probability"] - rows["share"]).max() > 0.01
+    assert rows["participations"].sum() == 2 * 4
+    drawn = np.concatenate(plan.draws(2))
+    assert rows["participations"].tolist() == np.bincount(drawn, minlength=12).tolist()
+    guaranteed = pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pandas()
+    stds = rows.set_index("client")["noise_std"][guaranteed["client"]]
+    assert np.array_equal(stds, guaranteed["noise_std"])
+
+
+def test_a_selection_without_draws_has_no_probabilities(tmp_path):
+    run(experiment(measure=["selection"]), tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out" / "selection.parquet")
+    for name in ("probability", "budget", "variance", "noise_std"):
+        assert rows[name].null_count == 50
+    assert sum(rows["participations"].to_pylist()) == 4 * 20
+
+
 @pytest.mark.slow
 def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
     plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
@@ -281,7 +554,5 @@ def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
     "values", [[{"kind": "clients", "repeats": 2}], [{"kind": "bounding", "repeats": 1}]]
 )
 def test_repeats_are_of_the_measure_they_are_for_and_more_than_one(values):
-    from raydpfl.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"measure\.repeats"):
         experiment(measure=values)

@@ -50,6 +50,15 @@ SAMPLES = {"kind": "per_sample_clip", "bound": 0.5}
 BUDGETS = {"kind": "gaussian", "placement": "step", "epsilon": 3.0, "delta": 1e-3}
 TURNS = {"kind": "cyclic", "period": 3}
 NONE = {"kind": "none"}
+DECAY = {**AROUND["local"], "weight_decay": 0.01}
+# Scalar problems, which every client takes full gradients of (000 sec. 2.1).
+SCALAR: dict[str, Any] = {
+    "data": {"kind": "scalar_quadratics", "a": [1, 2, 6], "b": [4, 1, -1]},
+    "model": {"kind": "linear"},
+    "selection": {"kind": "full"},
+    "local": {"kind": "sgd", "steps": 3, "batch": "full", "lr": 0.01},
+    "noise": NONE,
+}
 # What is around a member, private ones first: the first that does not refuse it is taken.
 AROUNDS: tuple[dict[str, Any], ...] = (
     {},
@@ -60,6 +69,8 @@ AROUNDS: tuple[dict[str, Any], ...] = (
     {"noise": NONE},
     {"noise": NONE, "selection": {"kind": "full"}},
     {"noise": NONE, "bounding": NONE},
+    {"local": DECAY},
+    SCALAR,
 )
 # The sections of a config whose members are looked at, each with its family and its base.
 SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {

@@ -36,6 +36,11 @@ class Linear:
     decay: float = 0.0
     proximal: float = 0.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is x <- x - lr g."""
+        return not (self.momentum or self.decay or self.proximal)
+
     def move(
         self,
         now: list[torch.Tensor],

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.measure.base import Afterwards, Board, Finished, Probe, Round, Sent
+from raydpfl.measure.base import Afterwards, Board, Finished, Probe, Problem, Round, Sent
 from raydpfl.member import choose, family
 
-__all__ = ["DEFAULT", "FAMILY", "Afterwards", "Board", "Finished", "Probe", "Round", "Sent"]
+__all__ = [
+    "DEFAULT", "FAMILY", "Afterwards", "Board", "Finished", "Probe", "Problem", "Round", "Sent",
+]  # fmt: skip
 
 FAMILY: dict[str, type[Probe]] = family(__name__, Probe)
 DEFAULT = ("tensorboard",)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from raydpfl import models
 from raydpfl.data import Shards
 from raydpfl.member import Member
+from raydpfl.privacy import Release
 from raydpfl.rounds import Columns, State
+from raydpfl.selection import Population
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,34 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What a run is to solve, as a probe is shown it before the first round."""
+
+    experiment: Experiment
+    shards: Shards
+    population: Population
+
+    @cached_property
+    def module(self) -> torch.nn.Module:
+        """The model, as it is before the first round."""
+        e = self.experiment
+        return models.build(e.model, self.shards.shape, self.shards.classes, e.seed)
+
+    @property
+    def l2(self) -> float:
+        """Of the L2 term that local training has."""
+        return self.experiment.local.l2
+
+
+@dataclass(frozen=True)
 class Finished:
     """A run that has done all its rounds."""
 
     out: Path
-    module: torch.nn.Module
-    shards: Shards
+    problem: Problem
     model: np.ndarray  # float32 [d]
-    l2: float  # of the L2 term that local training has
+    mechanism: Release | None  # what it has released; None: it is not private
+    participations: Mapping[int, int]  # client -> times drawn
 
 
 class Afterwards(Protocol):
@@ -61,6 +88,21 @@ class Afterwards(Protocol):
         """What it came to, for the summary, when all steps are done."""
 
 
+@dataclass
+class Done:
+    """What is computed in no time, `Afterwards` in a single step."""
+
+    found: dict[str, Any]
+
+    def advance(self, seconds: float) -> tuple[int, int]:
+        """See `Afterwards.advance`."""
+        return 1, 1
+
+    def result(self) -> dict[str, Any]:
+        """See `Afterwards.result`."""
+        return self.found
+
+
 class Board(Protocol):
     """Where the rows of a run are shown while it goes on."""
 
@@ -69,6 +111,10 @@ class Board(Protocol):
 
     def close(self) -> None:
         """The run has ended."""
+
+
+# the round, counted from 0, and the model after it, float32 [d] -> columns of the rounds table
+Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
 
 class Probe(Member):
@@ -104,14 +150,24 @@ class Probe(Member):
         return {}
 
     def values(self) -> tuple[str, ...]:
-        """The names of what `round` gives."""
+        """The names of what `round` and `assess` give."""
         return ()
 
     def round(self, seen: Round, state: State) -> Mapping[str, float | None]:
         """Columns of the rounds table. `state` is the probe's own, to be changed in place."""
         return {}
 
+    def assess(self, problem: Problem, out: Path) -> Assess | None:
+        """What gives more columns of the rounds table, from the round and the model after it.
+
+        It is asked for once, when a run begins or goes on. None: nothing does.
+        """
+        return None
+
     # --- of a run ---
+
+    def fits(self, problem: Problem) -> None:
+        """Raises `ConfigError` where this cannot be measured of such a problem."""
 
     def tables(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
         """The tables that the probe writes and their columns. `columns`: known of each client."""

@@ -24,7 +24,8 @@ class HeterogeneityProbe(Probe):
 
 class _Computed:
     def __init__(self, run: Finished):
-        self._work = Heterogeneity(run.module, run.shards, run.model, run.l2)
+        of = run.problem
+        self._work = Heterogeneity(of.module, of.shards, run.model, of.l2)
         self._out = run.out
 
     def advance(self, seconds: float) -> tuple[int, int]:

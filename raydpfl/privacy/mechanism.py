@@ -297,6 +297,13 @@ class Release:
         """What it knows of each client, arrays [N]; part of the digest that noise is keyed by."""
         return ()
 
+    def of_clients(self) -> Mapping[str, np.ndarray]:
+        """What is public of each client's privacy, float64 [N] by name: `budget`, the epsilon it
+        was promised, infinite for a public client; `noise_std`, that of the noise on the mean
+        gradient of its local steps; `variance`, V_k of 003. Empty where clients have none of it.
+        """
+        return {}
+
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
         """Std of each client's noise on the mean gradient of a local step, float64 [r] for clients
         int64 [r]; None where no noise is drawn there.

@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import BudgetError, ConfigError
-from raydpfl.privacy import pld
+from raydpfl.privacy import paper, pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, standing
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.calibrate import cached
@@ -222,6 +222,14 @@ class LocalSteps(Release):
 
     def client_facts(self) -> tuple[np.ndarray, ...]:
         return (self.stds,)
+
+    def of_clients(self) -> Mapping[str, np.ndarray]:
+        if self.claims is None:
+            return {"noise_std": self.stds}
+        held = np.maximum(self.samples, 1)  # a client without samples never takes part
+        batches = np.maximum(self.batches, 1)
+        variance = paper.budget_variance(self.claims, self.delta, batch=batches, samples=held)
+        return {"budget": self.claims, "noise_std": self.stds, "variance": variance}
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray:
         return self.stds[clients]

@@ -148,6 +148,12 @@ class Selection(Member):
         """The law that `select` follows, for the accountants."""
         raise NotImplementedError
 
+    def probabilities(self, population: Population) -> np.ndarray | None:
+        """p float64 [N]: the chances of the clients at each single draw, where a cohort consists of
+        independent draws; None where it does not.
+        """
+        return None
+
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
         """The clients of whose data something is released in round t, int64 [k], one that is drawn
         twice standing twice: known before the run, and all that accountants count.
