@@ -65,9 +65,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         clip=experiment.bounding.sample_bound,
         regression=opened.classes == 0,
     )
-    variances = partial(experiment.noise.variances, experiment, sizes, data_root)
-    table = selection.table(len(sizes), data_root)
-    population = Population(sizes, selection.costs(d, variances), table)
+    population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
     check_measures(Problem(experiment, opened, population))
     cohorts = selection.sampling(population)
@@ -83,6 +81,16 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         exposures=composed(selection, experiment.seed, experiment.rounds, population),
         data_root=data_root,
     )
+
+
+def clients(
+    experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None
+) -> Population:
+    """What is public of clients with these samples, int64 [N], and a model of d parameters."""
+    variances = partial(experiment.noise.variances, experiment, sizes, data_root)
+    selection = experiment.selection
+    table = selection.table(len(sizes), data_root)
+    return Population(sizes, selection.costs(d, variances), table)
 
 
 def resolved(experiment: Experiment, way: str, cohort: int) -> Experiment:
