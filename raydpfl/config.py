@@ -127,9 +127,10 @@ class Evaluate(Section):
         return scores.columns(self.validation > 0)
 
     @property
-    def asked(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return self.test or self.validation > 0
+    def given(self) -> tuple[str, ...]:
+        """The scores that an evaluation gives; none where there is nothing to evaluate on."""
+        sets = {scores.TEST: self.test, scores.VALIDATION: self.validation > 0}
+        return tuple(name for name in self.scores if sets[scores.set_of(name)])
 
     @property
     def exclusions(self) -> tuple[str, ...]:

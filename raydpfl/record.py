@@ -131,7 +131,7 @@ class Record:
         complete = self._settle()
         last = at.t == self.plan.experiment.rounds
         evaluate = self.plan.experiment.evaluate
-        if evaluate.asked and (last or at.t % evaluate.every == 0):
+        if evaluate.given and (last or at.t % evaluate.every == 0):
             self._pending = row, self.pool.evaluate(at.model)
         clock.lap("evaluate")
         row |= clock.seconds

@@ -190,7 +190,20 @@ BAD = {
     ),
     "unknown metric": (
         [LR, "sweep.metric=accuracy"],
-        "sweep.metric = 'accuracy': should be 'test_accuracy' or 'test_loss'",
+        "sweep.metric = 'accuracy': should be 'test_accuracy', 'test_loss', "
+        "'validation_accuracy' or 'validation_loss'",
+    ),
+    "validation without rows": (
+        [LR, "sweep.metric=validation_loss"],
+        "sweep.metric = 'validation_loss': a score that every trial has; evaluate.validation holds",
+    ),
+    "validation without rows in some trial": (
+        ["evaluate.validation={grid: [0.1, 0]}", "sweep.metric=validation_accuracy"],
+        "sweep.metric = 'validation_accuracy': a score that every trial has; evaluate.validation",
+    ),
+    "the test set unseen": (
+        [LR, "evaluate.test=false"],
+        "sweep.metric = 'test_accuracy': a score that every trial has; evaluate.test is false",
     ),
     "unknown search": (
         [LR, "sweep.search=tpe"],
@@ -241,6 +254,18 @@ BAD = {
             "client={actors: 0}",
         ],
         "sweep.metric = 'test_accuracy': test_loss; a regression has no accuracy",
+    ),
+    "validation accuracy of a regression": (
+        [
+            "data={kind: quadratics, clients: 30}",
+            "model={kind: linear}",
+            "noise={kind: none}",
+            "local.lr={grid: [0.01, 0.02]}",
+            "client={actors: 0}",
+            "evaluate.validation=0.2",
+            "sweep.metric=validation_accuracy",
+        ],
+        "sweep.metric = 'validation_accuracy': validation_loss; a regression has no accuracy",
     ),
     "data that are not there": (
         [LR, "data={kind: table, clients: 50, train: nowhere.parquet}"],
@@ -520,6 +545,64 @@ def test_asha_stops_a_poor_trial_which_can_be_gone_on_with(shared_ray, tmp_path)
         resumed.summary["model_sha256"] == whole.summary["model_sha256"]
         and resumed.summary["status"] == "completed"
     )
+
+
+def test_chosen_by_validation_no_trial_looks_at_the_test_set(shared_ray, tmp_path, monkeypatch):
+    search = {"concurrent": 1, "scheduler": "asha", "grace": 2, "reduction": 2}
+    search["metric"] = "validation_loss"
+    evaluate = {"every": 1, "validation": 0.3}
+    config = tree(rounds=8, evaluate=evaluate, local={"lr": {"grid": [0.1, 0.001]}}, sweep=search)
+    sweep = Sweep.from_dict(config)
+    result = run(sweep, tmp_path / "out")
+    good, poor = result.trials.to_pylist()
+    assert (good["status"], good["rounds"], poor["status"]) == ("completed", 8, "stopped")
+    for row in (good, poor):
+        assert row["test_loss"] is None and row["test_accuracy"] is None
+        assert 0 < row["validation_accuracy"] < 1
+        rounds = pq.read_table(tmp_path / "out" / row["directory"] / "rounds.parquet")
+        assert rounds["test_loss"].null_count == rounds.num_rows
+        assert rounds["validation_loss"].null_count == 0
+    assert good["validation_loss"] < poor["validation_loss"]
+    assert result.best.values["local.lr"] == 0.1
+    assert result.summary["best"]["mean"] == good["validation_loss"]
+    assert "2 runs on rows held out of their training" in result.summary["choice"]
+    assert "raydpfl run best.yaml does, once" in result.summary["choice"]
+    best = Experiment.from_yaml(tmp_path / "out" / "best.yaml")
+    assert best.evaluate.test and best.evaluate.validation == 0.3
+    once = run_one(best.model_copy(update={"client": experiment().client}), tmp_path / "once")
+    assert once.summary["model_sha256"] == good["model_sha256"]
+    assert once.summary["validation_loss"] == good["validation_loss"]
+    assert once.summary["test_accuracy"] > 0
+    again = run(sweep, tmp_path / "out", resume=True)  # its trials are known again
+    assert again.trials.select(["model_sha256"]).equals(result.trials.select(["model_sha256"]))
+
+
+def test_trials_look_at_the_test_set_where_the_config_says_so(tmp_path):
+    for test, expected in ((None, False), (False, False), (True, True)):
+        evaluate = {"validation": 0.3} | ({} if test is None else {"test": test})
+        sweep = Sweep.from_dict(
+            tree(
+                evaluate=evaluate,
+                local={"lr": {"grid": [0.1, 0.2]}},
+                sweep={"metric": "validation_accuracy"},
+            )
+        )
+        assert {probe.evaluate.test for probe in sweep.probes} == {expected}
+        assert Sweep.from_dict(yaml.safe_load(sweep.to_yaml())) == sweep
+        settings = [sweep.setting(values) for values in sweep.listed()]
+        for setting in settings:
+            sweep.add_trials(setting, tmp_path)
+            assert setting.experiment.evaluate.test is (test is not False)
+        said = statement(settings, sweep)
+        assert "by the validation accuracy of 2 runs on rows held out" in said
+        asked = "raydpfl run best.yaml evaluate.test=true does, once"
+        assert (asked in said) is (test is False)
+        assert ("the test set too, which had no part in the choice" in said) is expected
+        assert "No setting was chosen by the validation" in statement(settings, sweep, chosen=False)
+    by_test = Sweep.from_dict(
+        tree(evaluate={"validation": 0.3}, local={"lr": {"grid": [0.1, 0.2]}})
+    )
+    assert all(probe.evaluate.test for probe in by_test.probes)
 
 
 def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none():

@@ -26,6 +26,7 @@ from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.plan import Plan
 from raydpfl.runner import alone
+from raydpfl.scores import set_of
 from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.directory import Directory, said
 from raydpfl.tune.driver import drive, proposed
@@ -176,10 +177,10 @@ class Course(Source):
 
 
 def _check_metric(sweep: Sweep, plan: Plan) -> None:
-    if sweep.search.metric == "test_accuracy" and Shards.open(plan.shards).classes == 0:
-        raise ConfigError(
-            "sweep.metric", sweep.search.metric, "test_loss; a regression has no accuracy"
-        )
+    metric = sweep.search.metric
+    if metric.endswith("_accuracy") and Shards.open(plan.shards).classes == 0:
+        accepted = f"{set_of(metric)}_loss; a regression has no accuracy"
+        raise ConfigError("sweep.metric", metric, accepted)
 
 
 def _same_sweep(sweep: Sweep, directory: Directory) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from raydpfl.privacy import column, rigorous
 from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.scores import named, words
 from raydpfl.tune.results import Result, epsilons, failures, score
 from raydpfl.tune.source import Trial
 from raydpfl.tune.sweep import Setting, Sweep, short
@@ -95,7 +96,7 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in sweep.spaces:
         shown.add_column(escape(name))
-    for name in (metric.replace("_", " "), *_heading(kind), "rounds", "trials"):
+    for name in (named(metric), *_heading(kind), "rounds", "trials"):
         shown.add_column(escape(name), justify="right")
 
     def rank(setting: Setting) -> tuple[bool, float]:
@@ -149,7 +150,7 @@ def _line(trial: Trial, sweep: Sweep) -> str:
     kind = _told([trial])
     parts = [trial.label, f"seed={trial.seed}"]
     if value is not None:
-        parts.append(f"accuracy {value:.2%}" if metric == "test_accuracy" else f"loss {value:.4g}")
+        parts.append(words({metric: value}))
     if kind:
         parts.append(f"epsilon {epsilons(trial)[kind]:.3g} ({kind.removeprefix('epsilon_')})")
     return "  ".join([*parts, f"{_rounds(trial)} rounds", trial.status])

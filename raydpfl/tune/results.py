@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydpfl.privacy import column
+from raydpfl.scores import SIGNS, VALIDATION, named, number, set_of
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
 from raydpfl.tune.source import Trial
@@ -23,8 +24,7 @@ from raydpfl.tune.spaces import Interval, Space
 from raydpfl.tune.sweep import Setting, Sweep
 
 _SHOWN = ("completed", "budget", "stopped", "failed")
-# What a row of results.parquet has of the trial's summary, before and after the epsilons.
-_SCORES = {"rounds": pa.int64(), "test_accuracy": pa.float64(), "test_loss": pa.float64()}
+# What a row of results.parquet has of the trial's summary after the epsilons.
 _FACTS = {"model_sha256": pa.string(), "seconds": pa.float64()}
 
 
@@ -82,11 +82,7 @@ def statement(settings: Sequence[Setting], sweep: Sweep, chosen: bool = True) ->
     directory: of values, seeds and configs that it has no more, stopped, or failed on the way.
     """
     runs = counted(settings)
-    metric = sweep.search.metric.replace("_", " ")
-    by = f"chosen by the {metric} of {_count(runs.own, 'run')} on one test set"
-    told = f"No setting was {by}."
-    if chosen:
-        told = f"The best of {_count(len(settings), 'setting')} was {by}, which flatters it."
+    told = _chosen(settings, sweep, runs.own, chosen)
     if runs.all > runs.own:
         told += f" {_count(runs.all, 'run')} were trained in this directory, counting those of"
         told += " former values, seeds and configs."
@@ -98,6 +94,25 @@ def statement(settings: Sequence[Setting], sweep: Sweep, chosen: bool = True) ->
         " each epsilon here holds for its own run alone, and none covers the choice, nor what the"
         " other runs have shown."
     )
+
+
+def _chosen(settings: Sequence[Setting], sweep: Sweep, runs: int, chosen: bool) -> str:
+    """By what, and on which rows, the best setting was chosen, if one was."""
+    metric = sweep.search.metric
+    held_out = set_of(metric) == VALIDATION
+    rows = "rows held out of their training" if held_out else "one test set"
+    by = f"chosen by the {named(metric)} of {_count(runs, 'run')} on {rows}"
+    if not chosen:
+        return f"No setting was {by}."
+    told = f"The best of {_count(len(settings), 'setting')} was {by}, which flatters it."
+    if not held_out:
+        return told
+    if any(experiment.evaluate.test for experiment in sweep.probes):
+        return f"{told} The runs were scored on the test set too, which had no part in the choice."
+    unseen = any(not setting.experiment.evaluate.test for setting in settings)
+    command = "raydpfl run best.yaml" + (" evaluate.test=true" if unseen else "")
+    once = f"{command} does, once (evaluate.validation=0 has it train on all rows)"
+    return f"{told} None of them looked at the test set: {once}."
 
 
 @dataclass(frozen=True)
@@ -210,17 +225,23 @@ def score(setting: Setting, metric: str) -> str:
     spread = setting.spread(metric)
     if mean is None:
         return ""
-    shown = ".2%" if metric == "test_accuracy" else ".4g"
-    return f"{mean:{shown}}" + (f" ± {spread:{shown}}" if spread is not None else "")
+    return number(metric, mean) + (f" ± {number(metric, spread)}" if spread is not None else "")
+
+
+def _scores(sweep: Sweep) -> dict[str, pa.DataType]:
+    """What a row of results.parquet has of the trial's summary before the epsilons."""
+    asked = {name for experiment in sweep.probes for name in experiment.evaluate.scores}
+    return {"rounds": pa.int64()} | {name: pa.float64() for name in SIGNS if name in asked}
 
 
 def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table:
     rows = []
+    reached = _scores(sweep)
     for place, setting in enumerate(settings):
         for trial in setting.trials:
             facts = trial.summary or {}
             row = _cells(setting, sweep) | {"setting": place, "seed": trial.seed}
-            row |= {name: facts.get(name) for name in (*_SCORES, *_FACTS)}
+            row |= {name: facts.get(name) for name in (*reached, *_FACTS)}
             row |= epsilons(trial) if facts else {}
             directory = str(trial.folder.relative_to(folder))
             rows.append(
@@ -228,7 +249,7 @@ def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table
             )
     first = {"setting": pa.int64(), **_searched(sweep), "seed": pa.uint64(), "status": pa.string()}
     last = {"directory": pa.string(), "reason": pa.string()}
-    return _table(rows, first | _SCORES | _spent(rows, sweep) | _FACTS | last)
+    return _table(rows, first | reached | _spent(rows, sweep) | _FACTS | last)
 
 
 def _settings(settings: Sequence[Setting], sweep: Sweep) -> pa.Table:

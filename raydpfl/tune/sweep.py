@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -28,12 +28,12 @@ from raydpfl.config import Experiment, Section, dump, overridden, read
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import validate
+from raydpfl.scores import SIGNS, TEST, set_of
 from raydpfl.tune.directory import difference, stored
 from raydpfl.tune.folder import FREE_KEYS, flat, identity, meaning, name_of
 from raydpfl.tune.source import Trial
 from raydpfl.tune.spaces import Space, find, put
 
-BETTER = {"test_accuracy": 1, "test_loss": -1}  # the sign that makes more of it better
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")
 CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
@@ -46,13 +46,18 @@ _ONLY_WITH = {
     "reduction": ("scheduler", ("asha",)),
 }
 
+if TYPE_CHECKING:
+    Metric = str
+else:
+    Metric = Literal[tuple(SIGNS)]
+
 
 class Search(Section):
     """The section `sweep`: how the spaces are searched."""
 
     search: Literal["grid", "random", "optuna"] = "grid"
     samples: int | None = Field(default=None, ge=1)  # settings that random and optuna try
-    metric: Literal["test_accuracy", "test_loss"] = "test_accuracy"  # at the last evaluation
+    metric: Metric = "test_accuracy"  # at the last evaluation
     repeats: int = Field(default=1, ge=1)  # trials of a setting, with seeds seed, seed + 1, ...
     scheduler: Literal["none", "asha", "median"] = "none"  # stops trials early by the metric
     grace: int = Field(default=10, ge=1)  # rounds that every trial is given
@@ -159,7 +164,7 @@ class Sweep:
 
     @property
     def sign(self) -> int:
-        return BETTER[self.search.metric]
+        return SIGNS[self.search.metric]
 
     def listed(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
@@ -185,13 +190,23 @@ class Sweep:
         """
         return Setting(dict(values), Experiment.from_dict(put(self.tree, values)))
 
+    def trial(self, experiment: Experiment) -> Experiment:
+        """What a trial of this experiment runs: `inline`, and chosen by validation without a look
+        at the test set, unless the config asks for one.
+        """
+        found = inline(experiment)
+        if set_of(self.search.metric) == TEST or "test" in self.tree.get("evaluate", {}):
+            return found
+        blind = found.evaluate.model_copy(update={"test": False})
+        return found.model_copy(update={"evaluate": blind})
+
     def add_trials(self, setting: Setting, folder: Path) -> None:
         """Gives the setting a trial for every seed, each with its directory under `folder`.
 
         Raises `ConfigError` for a directory that is there and holds something else than the trial.
         """
         for seed in range(self.seed, self.seed + self.search.repeats):
-            experiment = inline(setting.experiment).model_copy(update={"seed": seed})
+            experiment = self.trial(setting.experiment).model_copy(update={"seed": seed})
             place = folder / name_of(experiment, self.spaces)
             trial = Trial.found(setting.named(), experiment, place, self.spaces)
             setting.trials.append(trial)
@@ -232,7 +247,20 @@ class Sweep:
             raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
         if self.probes[0].seed + search.repeats > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
+        self._check_metric()
         self._check_distinct()
+
+    def _check_metric(self) -> None:
+        """Raises `ConfigError` for a score that some trial would not have."""
+        metric = self.search.metric
+        for experiment in self.probes:
+            if metric in experiment.evaluate.given:
+                continue
+            accepted = "a score that every trial has"
+            if set_of(metric) == TEST:
+                raise ConfigError("sweep.metric", metric, f"{accepted}; evaluate.test is false")
+            why = "evaluate.validation holds out no rows: give it a share, as 0.1"
+            raise ConfigError("sweep.metric", metric, f"{accepted}; {why}")
 
     def _check_spaces(self) -> None:
         """Raises `ConfigError` where there is nothing to search, or not in this way."""
@@ -291,7 +319,7 @@ class Sweep:
     @cached_property
     def probes(self) -> list[Experiment]:
         """The experiments that tell whether the sweep can be run, as trials."""
-        return [inline(self.setting(values).experiment) for values in self._tried()]
+        return [self.trial(self.setting(values).experiment) for values in self._tried()]
 
 
 def inline(experiment: Experiment) -> Experiment:
