@@ -1,4 +1,4 @@
-"""The two ways a run can go wrong, told apart by whose fault it is.
+"""The errors: what was asked for cannot be run (`ConfigError`), or a run failed (`RunError`).
 
 >>> raise ConfigError("selection.cohort", 500, "at most the 300 clients of data.clients")
 Traceback (most recent call last):
@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What code of a user's own may raise that is an error in it: sys.exit() in a module ends no run of
-# ours.
+# What a user's own code may raise by mistake: sys.exit() in a module must not end a run.
 RAISED = (Exception, SystemExit)
-# Of whose frames whoever wrote a module of their own learns little.
+# Where code is installed: its frames say little to the author of a module of their own.
 _INSTALLED = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -26,7 +25,10 @@ _INSTALLED = (
 class ConfigError(ValueError):
     """What was asked for cannot be run. Nothing has been started or written; exit code 2.
 
-    `field` is the dotted key of the config, `value` what was given, `accepted` what would be right.
+    Args:
+        field: the dotted key of the config, or the name of a parameter.
+        value: what was given.
+        accepted: what would be right, in words.
     """
 
     def __init__(self, field: str, value: object, accepted: str):
@@ -44,15 +46,15 @@ class ConfigError(ValueError):
 def _shown(value: object) -> str:
     try:
         return repr(value)
-    # a number with more digits than Python prints, values within values beyond counting
+    # a number with more digits than Python prints, or values nested too deeply
     except Exception:
         return f"<{type(value).__name__} that cannot be shown>"
 
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """A `ConfigError` within is raised with `name(field)` for its field: by whoever knows what a
-    function's parameter is called where its value came from.
+    """Raises a `ConfigError` from within again, with `name(field)` for its field. For callers that
+    know where the value of a parameter came from.
     """
     try:
         yield
@@ -61,24 +63,22 @@ def renamed(name: Callable[[str], str]) -> Iterator[None]:
 
 
 class RunError(RuntimeError):
-    """A run that had started could not go on; exit code 1."""
+    """A run that had started cannot go on; exit code 1."""
 
 
 class FileError(RunError):
-    """A file of a run that cannot be read or written; once it can be, the run goes on with
-    `--resume`.
-    """
+    """A file of a run cannot be read or written; once it can, the run continues with `--resume`."""
 
 
 def exited(error: SystemExit) -> str:
-    """What code of a user's own did when it raised this, and where."""
+    """What a user's own code did when it raised this, and where, in words."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"called sys.exit({error.code!r}) ({place.filename}, line {place.lineno})"
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """A SystemExit within, which only code of a user's own raises, is a `RunError`."""
+    """Turns a SystemExit from within, which only a user's own code raises, into a `RunError`."""
     try:
         yield
     except SystemExit as error:
@@ -86,10 +86,11 @@ def contained() -> Iterator[None]:
 
 
 class ClientError(RunError):
-    """One client's share of a round failed: its id, and what happened there.
+    """One client's part of a round failed.
 
-    `client` is the client's id in the population, `detail` the reason or the client's own
-    traceback.
+    Args:
+        client: its id in the population.
+        detail: the reason, or the client's own traceback.
     """
 
     def __init__(self, client: int, detail: str):
@@ -102,13 +103,14 @@ class ClientError(RunError):
 
 
 class BudgetError(RunError):
-    """The next round would spend more than the privacy budget of the run."""
+    """The next round would spend more than the run's privacy budget, or a client was promised more
+    than holds.
+    """
 
 
 def told(error: BaseException) -> str:
-    """An exception and where it was raised: the frames of the user's own code first, then all.
-
-    Several lines, of which the first says what was raised.
+    """An exception and where it was raised, in several lines: what was raised, the frames of the
+    user's own code, then all frames.
     """
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, "<"))]

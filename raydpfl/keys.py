@@ -1,16 +1,16 @@
 """Keyed randomness: every draw is a function of what it is for, never of what was drawn before it.
 
 A stream is named by (seed, purpose, round, client, draw, step). The first two are the key of a
-Philox 4x64-10 counter-based generator (Salmon et al. 2011), the rest its starting counter, so two
-different names can never share a block: nothing is hashed and nothing collides. The lowest counter
-word counts the blocks within a stream (2^64 of them).
+Philox 4x64-10 counter-based generator (Salmon et al. 2011), the others its initial counter. So two
+names never share a block: nothing is hashed, and nothing collides. The lowest counter word counts
+the blocks within a stream (2^64 of them).
 
 >>> float(stream(7, Purpose.BATCH, t=3, client=12).random())
 0.4514275659643635
 >>> float(stream(7, Purpose.BATCH, t=3, client=13).random())
 0.5441855385880319
 
-`normals` draws noise: one flat vector of standard normals a name, by the Box-Muller transform over
+`normals` draws noise: one flat vector of standard normals per name, by the Box-Muller transform of
 the same streams.
 
 >>> normals(7, Purpose.STEP_NOISE, 3, t=3, client=12, step=1)
@@ -18,11 +18,11 @@ tensor([-1.2855,  0.5160, -1.0663])
 
 The generator is for simulation: reproducible and statistically sound, not cryptographic.
 
-Design note. numpy's ziggurat takes 11 ns a normal and torch's generator 3, but the latter stops at
-5.77 standard deviations and its seed at 32 bits. Box-Muller in numpy's vectorised float32 functions
-takes 3 (torch's own take 5 to 8, for their cost per call), half of it for Philox. Filling the state
-of SFC64 from Philox instead would save another half nanosecond, and that two names never share a
-block would no longer be exact.
+Design note. numpy's ziggurat takes 11 ns per normal and torch's generator 3, but the latter stops
+at 5.77 standard deviations and its seed at 32 bits. Box-Muller in numpy's vectorised float32
+functions takes 3 (torch's own take 5 to 8, for their cost per call), half of it for Philox. Filling
+the state of SFC64 from Philox instead would save half a nanosecond, but two names could then share
+a block.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Purpose(IntEnum):
     MODULE = 6  # randomness inside a module's forward pass (dropout)
     CLIENT_NOISE = 7
     SERVER_NOISE = 8
-    # noise of a side query, by step: 0, the count of clients below the bound; 1, the losses of
-    # candidates
+    # noise of a side query, by step: 0 is the count of clients below the bound, 1 the losses of
+    # candidates (see raydpfl.noise.drawn)
     QUERY_NOISE = 9
     DROPOUT = 10  # which clients fail after training
     RESPONSE = 11  # response times
@@ -59,12 +59,12 @@ class Purpose(IntEnum):
     BUDGET = 13  # budgets of clients
     CANARY = 14  # audit
     SWEEP = 15  # values that a sweep tries
-    GLOBAL = 16  # what a user's own code draws from the generators of the process
+    GLOBAL = 16  # what a user's own code draws from the process's global generators
     VALIDATION = 17  # rows that are held out of training
 
 
 class _Key(ISeedSequence):
-    """Hands Philox its key as it is, four times faster than its argument `key` does."""
+    """Gives Philox its key unchanged, four times faster than its argument `key` does."""
 
     def __init__(self, seed: int, purpose: int):
         self.words = np.array([seed, purpose], np.uint64)
@@ -87,9 +87,18 @@ def _philox(
 def stream(
     seed: int, purpose: Purpose, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> np.random.Generator:
-    """A numpy generator for one named stream. All arguments are non-negative; `seed` is below 2^64.
+    """A numpy generator for one named stream.
 
-    `draw` tells apart the several times a client was drawn into the cohort of one round.
+    Args:
+        seed: from 0, below 2^64.
+        purpose: what the stream is for.
+        t: the round, from 0.
+        client: its id, from 0.
+        draw: the index of this draw among the client's draws this round, from 0.
+        step: a local step, or another number from 0.
+
+    Raises:
+        ValueError: draw or step is negative, or does not fit in 32 bits.
     """
     return np.random.Generator(_philox(seed, purpose, t, client, draw, step))
 
@@ -97,9 +106,16 @@ def stream(
 def bit_streams(
     seed: int, purpose: Purpose, *, t: int, clients: Sequence[int], draws: Sequence[int]
 ) -> Iterator[np.random.Philox]:
-    """The bits of each client's `stream` in turn, in a third of the time.
+    """The bit generators of clients' streams, one after another, in a third of the time.
 
-    What is given is one and the same generator: it is to be read before the next is asked for.
+    It is always the same object: read it before you ask for the next.
+
+    Args:
+        seed: as for `stream`.
+        purpose: as for `stream`.
+        t: the round.
+        clients: [C].
+        draws: [C], as `draw` of `stream`.
     """
     philox = _philox(seed, purpose, t, 0, 0, 0)
     state = philox.state
@@ -111,7 +127,7 @@ def bit_streams(
         yield philox
 
 
-_BLOCK = 32768  # words at a time, so that what is computed between stays in the cache
+_BLOCK = 32768  # words at a time, so that intermediate results stay in the cache
 _ANGLE = np.float32(math.pi / 2**23)
 _UNIT = np.float32(2.0**-40)
 
@@ -126,14 +142,16 @@ def normals(
     draw: int = 0,
     step: int = 0,
 ) -> torch.Tensor:
-    """Standard normals of one named stream, float32 [n], by Box and Muller (1958): two from every
-    64-bit word.
+    """Standard normals of one named stream, by Box and Muller (1958): two from every 64-bit word.
 
-    40 bits of a word give the radius and 24 the angle. The uniform under the logarithm lies in
-    [2^-41, 1] in steps that shrink towards 0, as float32 does, so values reach 7.53 standard
-    deviations (beyond are 5e-14 of the law). The vector is a function of its name and of n as a
-    whole (two draws of 1000 are not one of 2000), with the same bits on the same hardware; numpy
-    picks its vector instructions by the processor.
+    40 bits of a word give the radius and 24 the angle. The uniform under the logarithm is in
+    [2^-41, 1], in steps that shrink towards 0 as those of float32 do. So values reach 7.53 standard
+    deviations; 5e-14 of the law is beyond. The vector depends on n as a whole (two draws of 1000
+    are not one of 2000). It has the same bits on the same hardware: numpy picks its vector
+    instructions by the processor. Arguments as for `stream`.
+
+    Returns:
+        float32 [n].
     """
     return clients_normals(seed, purpose, n, t=t, clients=[client], draws=[draw], step=step)[0]
 
@@ -149,8 +167,12 @@ def clients_normals(
     step: int = 0,
     stds: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """Each client's `normals`, float32 [C, n], with the same bits and in less time; times its std,
-    if `stds` [C] are given.
+    """The `normals` of C clients, float32 [C, n], with the same bits and in less time.
+
+    Args:
+        clients: [C]; the other arguments are those of `stream`.
+        draws: [C], as `draw` of `stream`.
+        stds: [C], what each client's normals are multiplied by; None: 1.
     """
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
@@ -176,14 +198,14 @@ def clients_normals(
 def _box_muller(
     words: np.ndarray, cos: np.ndarray, sin: np.ndarray, stds: np.ndarray | None
 ) -> None:
-    """Writes the normals of `words`, int64 [C, w] and changed, into `cos` and `sin`, float32 [C,
-    w].
+    """Writes the normals of `words`, int64 [C, w], which it overwrites, into `cos` and `sin`,
+    float32 [C, w].
     """
     angle = (words >> 40).astype(np.float32)  # signed: in [-2^23, 2^23)
     angle *= _ANGLE
     words &= (1 << 40) - 1
     radius = words.astype(np.float32)
-    radius += np.float32(0.5)  # log(0) cannot be; the largest words round to 1, whose radius is 0
+    radius += np.float32(0.5)  # never log(0); the largest words round to 1, whose radius is 0
     radius *= _UNIT
     np.log(radius, out=radius)
     radius *= np.float32(-2)
@@ -197,11 +219,11 @@ def _box_muller(
 def torch_stream(
     seed: int, purpose: Purpose, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> torch.Generator:
-    """A torch CPU generator for one named stream, its whole Mersenne state filled from the Philox
-    stream.
+    """A torch CPU generator for one named stream; its Mersenne state is filled from the Philox
+    stream. Arguments as for `stream`.
 
-    `torch.Generator.manual_seed` keeps only 32 bits of a seed on the CPU, so it is never used for a
-    key.
+    `torch.Generator.manual_seed` keeps only 32 bits of a seed on the CPU, so keys never go through
+    it.
     """
     generator = torch.Generator()
     generator.set_state(mersenne_state(_philox(seed, purpose, t, client, draw, step)))
@@ -223,10 +245,10 @@ def mersenne_state(philox: np.random.Philox) -> torch.Tensor:
 def keyed_globals(
     seed: int, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> Iterator[None]:
-    """Within it `random`, `np.random` and torch's global generator (of the CPU) are at the start of
-    one named stream.
+    """Within it `random`, `np.random` and torch's global CPU generator are at the start of one
+    named stream; afterwards they are as they were. For a user's own code that draws from them.
 
-    For code of a user's own that draws from them; afterwards they are as they were.
+    Arguments as for `stream`.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     philox = _philox(seed, Purpose.GLOBAL, t, client, draw, step)

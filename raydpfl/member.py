@@ -1,9 +1,9 @@
-"""A member of a family: one choice of the six that make an algorithm, and its own section of the
-config.
+"""Members of families. A member is one of the choices that make an algorithm, and has its own
+section in the config.
 
 A family is a dictionary of the members that come with the project, found by looking into its
-package (`family`). A user's own member is a class of the same base, named by import path, and needs
-no change here:
+package (`family`). A user's own member is a class with the same base, named by import path; nothing
+has to be changed here:
 
 >>> class Scale(Member):
 ...     kind: str = "scale"
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 
 class Member(BaseModel):
-    """Frozen, typed, and refusing keys it does not know; its fields are the keys of its config
-    section.
+    """Base of all members. Its fields are the keys of its section in the config; it is frozen and
+    typed, and refuses other keys.
 
-    `examples` are settings worth running, each a mapping of fields. The suite that every member has
-    to pass, a user's own too, runs each of them.
+    `examples` are settings worth running, each a mapping of fields. `raydpfl check` runs each of
+    them, a user's own too.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
-    # the other sections that what it spends depends on
+    # other sections that the privacy it spends depends on
     accounted_with: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
-    named: ClassVar[frozenset[str]] = frozenset()  # the fields that name files
+    named: ClassVar[frozenset[str]] = frozenset()  # fields that name files
     # fields that there were not always: see `meaning`
     newer: ClassVar[frozenset[str]] = frozenset()
 
@@ -61,23 +61,23 @@ class Member(BaseModel):
 
     @property
     def is_own(self) -> bool:
-        """Whether code of the user's own takes part in what this member does."""
+        """Whether this member's class is a user's own."""
         return own.is_own(type(self))
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for an experiment that this member cannot be part of.
 
-        It is asked once the config is read, before the data are touched. A member names the
-        combinations that it refuses itself; nobody else knows of them. The `check` of its bases is
-        asked too, the first base first, so that a class need not call it.
+        It is called when the config has been read, before any data are. Only the member itself
+        knows the combinations that it refuses. The `check` of each base is called too, the first
+        base first, so a class need not call it.
         """
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
-        """What whoever reads the results of this experiment should know, in words."""
+        """What readers of this experiment's results should know, in words."""
         return ()
 
     def files(self) -> dict[str, str]:
-        """The files that this member names, by field."""
+        """The files that this member names, by field (`named`)."""
         given = {name: getattr(self, name) for name in sorted(self.named)}
         return {name: value for name, value in given.items() if isinstance(value, str)}
 
@@ -99,8 +99,8 @@ class Member(BaseModel):
 
     @classmethod
     def unread(cls) -> bool:
-        """Whether this stands for a class that was not imported: its keys are as the config has
-        them, without defaults."""
+        """Whether this stands for a class that was not imported: its keys are as in the config,
+        without defaults."""
         return cls.__name__ == "Unread"
 
 
@@ -112,9 +112,13 @@ _IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=Non
 
 @contextmanager
 def importing(sections: Iterable[str] | None) -> Iterator[None]:
-    """Within it `choose` imports what these sections of a config name, and what stands within them
-    (None: all); of any other import path it makes a member that is `unread`. An import runs code,
-    which a question about a config need not do."""
+    """Within it `choose` imports only what these sections of a config, and sections in them, name.
+    Other import paths become members that are `unread`. An import runs code, which a question about
+    a config need not do.
+
+    Args:
+        sections: their names; None: all.
+    """
     token = _IMPORTS.set(None if sections is None else tuple(sections))
     try:
         yield
@@ -132,7 +136,7 @@ def imports(section: str) -> bool:
 
 @functools.cache
 def _stand_in(base: type[M]) -> type[M]:
-    """A member of this family with whatever keys it is given."""
+    """A member of this family with any keys."""
     config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
     return type("Unread", (base,), {"model_config": config, "__module__": __name__})
 
@@ -140,17 +144,16 @@ def _stand_in(base: type[M]) -> type[M]:
 def family(
     package: str, base: type[T], first: Sequence[str] = (), name: str = "kind"
 ) -> dict[str, type[T]]:
-    """The classes of `base` that the modules of a package define, by their names.
+    """The classes with this base that the modules of a package define, by name.
 
-    A member is a file of the package (`base.py` is none). A class without a name is a base of
-    others.
+    A class without a name is a base of others.
 
     Args:
-        package: the package's `__name__`, whose `__init__` is calling.
+        package: the `__name__` of the package whose `__init__` is calling.
         base: the base of the family.
         first: names that come first, in this order, as messages list them; the others follow by
             file and line.
-        name: the field or class constant that holds a class's name.
+        name: the field, or class constant, that holds the name of a class.
     """
     found: dict[str, type[T]] = {}
     for module in pkgutil.iter_modules(sys.modules[package].__path__):
@@ -163,14 +166,18 @@ def family(
 
 
 def _name_of(cls: type, field: str) -> str:
-    """What a class is named by: a constant, or the default of a field."""
+    """The name of a class: a constant, or the default of a field."""
     fields = getattr(cls, "model_fields", {})
     return fields[field].default if field in fields else getattr(cls, field, "")
 
 
 def home(cls: object, bases: Mapping[str, type]) -> str | None:
-    """The family that a class belongs to, the first of these whose base it is derived from, and is
-    not itself; None: of none.
+    """The family that a class belongs to: the first of these with a base that it is derived from
+    (and is not itself); None: of none.
+
+    Args:
+        cls: a class, or anything else.
+        bases: the base of each family, by the family's name.
     """
     if not isinstance(cls, type):
         return None
@@ -179,7 +186,16 @@ def home(cls: object, bases: Mapping[str, type]) -> str | None:
 
 
 def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
-    """`cls(**values)`, with pydantic's first complaint as a `ConfigError` on `section.key`."""
+    """`cls(**values)`.
+
+    Args:
+        cls: a member or a section.
+        section: its name in the config, for messages.
+        values: its keys.
+
+    Raises:
+        ConfigError: pydantic's first complaint, on the field `section.key`.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping of keys to values")
     try:
@@ -194,11 +210,19 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
 
 
 def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
-    """The member that `values["kind"]` names, from `family` or by import path, validated.
+    """The member that a section of the config names.
 
-    Raises `ConfigError` for an unknown kind, a module that cannot be imported, a class that is not
-    a `base`, a field that the member refuses, or a class with methods or fields that nothing would
-    read (see `raydpfl.own`).
+    Args:
+        section: its name in the config, for messages.
+        values: a mapping with a `kind`, which is in `family` or an import path, and the member's
+            fields; or the member itself.
+        family: the members that come with the project, by kind.
+        base: the base of the family.
+
+    Raises:
+        ConfigError: the kind is unknown, its module cannot be imported, its class does not have
+            this base, the member refuses a field, or the class has methods or fields that nothing
+            would read (see `raydpfl.own`).
     """
     if isinstance(values, base):
         return _named(section, values, family, base)
@@ -220,9 +244,11 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
 
 
 def own_class(kind: str, section: str, base: type[K]) -> type[K]:
-    """The class at an import path, a `base` with nothing in it that would not be looked at.
+    """The class at an import path.
 
-    Raises `ConfigError`.
+    Raises:
+        ConfigError: it cannot be imported, does not have this base, or has something that nothing
+            would read.
     """
     cls = load(kind, f"{section}.kind")
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
@@ -239,7 +265,7 @@ def own_class(kind: str, section: str, base: type[K]) -> type[K]:
 
 
 def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]) -> K:
-    """A member that was made in Python, its `kind` what a config would name it by."""
+    """A member that was made in Python, with the `kind` by which a config would name it."""
     cls = type(values)
     named = family.get(values.kind) is cls or ":" in values.kind
     if named or values.unread() or not own.is_own(cls):
@@ -250,7 +276,7 @@ def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]
 
 
 def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
-    """A member and those within it, with their sections."""
+    """A member and those in its fields, each with its section."""
     if isinstance(value, Member):
         yield section, value
         for name in type(value).model_fields:
@@ -261,17 +287,18 @@ def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
 
 
 def fields_of(found: Any) -> dict[str, Any] | None:
-    """The fields of a class of members, by name; None for what is none."""
+    """The fields of a class of members, by name; None for anything else."""
     if isinstance(found, type) and issubclass(found, Member):
         return dict(found.model_fields)
     return None
 
 
 def own_code(member: Member) -> dict[str, str | None]:
-    """The digest of the source of each module that a class of this member, or of one in its fields,
-    comes from.
+    """The user's own modules that the classes of this member, and of those in its fields, come
+    from.
 
-    By the module's name; of raydpfl's own none, None for a module that is no file.
+    Returns:
+        The digest of each module's source, by the module's name; None for a module without a file.
     """
     found: dict[str, str | None] = {}
     for cls in type(member).__mro__:
@@ -288,7 +315,15 @@ def own_code(member: Member) -> dict[str, str | None]:
 
 def load(path: str, field: str) -> Any:
     """The object at `package.module:Name` (or `package.module.Name`), which may be a class within a
-    class. Nothing of it is called."""
+    class. It is imported and not called.
+
+    Args:
+        path: the import path.
+        field: what names it, for the message.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         found: Any = importlib.import_module(module)
@@ -328,7 +363,7 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys of a pydantic location, without its names for the branches of a union."""
+    """The keys in a pydantic location, without pydantic's names for the branches of a union."""
     return [
         str(part)
         for depth, part in enumerate(location)

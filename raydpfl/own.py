@@ -1,9 +1,9 @@
-"""What a class of the user's own may hold: nothing that would be given and never looked at.
+"""What a user's own class may define: nothing that nobody would read.
 
-A member's public methods and constants are those of its base, each called or read by the project,
-and whatever its own code uses; its new fields are those that its own code reads. Anything else is a
-mistake (a hook of another family, a misspelt name) that would silently change nothing, so it is
-refused by name:
+Public methods and constants are those of the base, which the project calls or reads, and those that
+the class's own code uses. New fields are those that its own code reads. Anything else is a mistake
+(a hook of another family, a misspelt name) that would silently change nothing, so it is refused by
+name:
 
 >>> class Base:
 ...     def of(self, x): ...
@@ -16,9 +16,8 @@ refused by name:
 Traceback (most recent call last):
 raydpfl.errors.ConfigError: a.kind = 'm:A': a class without loss, which nothing reads (its base: of)
 
-Names with an underscore, validators and classes within the class are its own affair. What reads by
-names that are computed (`getattr`, `model_dump`, ...) may read any field. Code is looked at, never
-run.
+Names with an underscore, validators and inner classes are not checked. Code that reads by computed
+names (`getattr`, `model_dump`, ...) may read any field. Code is inspected and never run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 
 from raydpfl.errors import ConfigError
 
-# A class whose code mentions one of these may read fields by names that are computed.
+# A class whose code mentions one of these may read fields by computed names.
 COMPUTED = {
     "getattr",
     "vars",
@@ -42,33 +41,38 @@ COMPUTED = {
     "model_fields",
     "attrgetter",
 }
-DECORATED = (  # what pydantic calls by itself
+DECORATED = (  # methods that pydantic calls
     "validators", "field_validators", "root_validators", "model_validators",
     "field_serializers", "model_serializers", "computed_fields",
 )  # fmt: skip
-# of a base, which no own class has to give
+# hooks of a base that messages do not offer
 INNER = {"accounted_with", "files", "named", "unread"}
-MOST = 2000  # functions that are looked at, of code that calls much else
-Code = list[
-    tuple[str, set[str], set[str]]
-]  # of each function its name, the names that it mentions, and the strings in it
+MOST = 2000  # functions that are inspected
+# of each function its name, the names that it mentions, and the strings in it
+Code = list[tuple[str, set[str], set[str]]]
 
 
 def is_own(cls: type) -> bool:
-    """Whether a class is no part of this package."""
+    """Whether a class is not part of this package."""
     return cls.__module__.partition(".")[0] != "raydpfl"
 
 
 def check(cls: type, base: type, section: str, kind: str) -> None:
-    """Raises `ConfigError` for a public method, constant or field of `cls` that nothing reads, or
-    one that its base has otherwise.
+    """Checks that something reads each public method, constant and field of a class.
 
-    `base` is the base of the family, `section` and `kind` say where the config names `cls`.
+    Args:
+        cls: the class.
+        base: the base of its family.
+        section: the section of the config that names it, for messages.
+        kind: what it is named there.
+
+    Raises:
+        ConfigError: nothing reads one of them, or it cannot be used as that of the base.
     """
     own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
     if not own:
         return
-    # those of all families among them, such as `check`
+    # classes of the package, `Member` among them
     theirs = [each for each in cls.__mro__ if not is_own(each)]
     code = _code(own)
     hooks = {name: value for each in reversed(theirs) for name, value in _public(each).items()}
@@ -84,7 +88,7 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
                 reason = f"a class without {name}, which nothing reads (its base: {offered})"
                 raise ConfigError(f"{section}.kind", kind, reason)
     computed = any(COMPUTED & names for _, names, _ in code)
-    said = {text for _, _, texts in _code(theirs) for text in texts}  # what a base looks up by name
+    said = {text for _, _, texts in _code(theirs) for text in texts}  # what bases look up by name
     for name in _fields(cls) if not computed else ():
         if name not in known | said and not any(name in names for _, names, _ in code):
             raise ConfigError(
@@ -95,7 +99,7 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
 
 
 def complete(cls: type, section: str, kind: str) -> None:
-    """Raises `ConfigError` for a class that lacks what its base leaves to it."""
+    """Raises `ConfigError` for a class without a method that its base leaves to it."""
     for name in sorted(dir(cls)):
         found = inspect.getattr_static(cls, name)
         left = isinstance(found, FunctionType) and "NotImplementedError" in found.__code__.co_names
@@ -112,8 +116,8 @@ def _fields(cls: type) -> list[str]:
 
 
 def _public(cls: type) -> dict[str, Any]:
-    """The public methods, properties and constants that a class defines itself, its validators and
-    inner classes apart."""
+    """The public methods, properties and constants that a class itself defines, without validators
+    and inner classes."""
     decorators = getattr(cls, "__pydantic_decorators__", None)
     validators = {name for group in DECORATED for name in getattr(decorators, group, ())}
     return {
@@ -129,8 +133,8 @@ def _public(cls: type) -> dict[str, Any]:
 
 
 def _same_use(name: str, mine: Any, theirs: Any, section: str, kind: str) -> None:
-    """Raises `ConfigError` where the project would call what cannot be called so, or read what is a
-    method."""
+    """Raises `ConfigError` if the project would call something with arguments that it does not
+    take, or read a method as a value."""
     if not isinstance(theirs, FunctionType):
         if isinstance(mine, FunctionType):
             raise ConfigError(
@@ -162,7 +166,7 @@ def _named(signature: inspect.Signature) -> str:
 
 
 def _code(classes: list[type]) -> Code:
-    """All functions of these classes, and those that they reach by global names, each once."""
+    """All functions of these classes, and those that they use by global names, each once."""
     waiting = [
         (name, function)
         for each in classes
@@ -183,7 +187,7 @@ def _code(classes: list[type]) -> Code:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """The Python functions behind a class attribute, decorated ones too."""
+    """The Python functions of a class attribute, decorated ones too."""
     if isinstance(value, property):
         parts = [value.fget, value.fset]
     elif isinstance(value, (classmethod, staticmethod)):
@@ -213,7 +217,7 @@ def _filled(cell: Any) -> bool:
 
 
 def _mentioned(code: CodeType) -> tuple[set[str], set[str]]:
-    """The names (globals and attributes) and the strings in a function, and in those within it."""
+    """The names (globals and attributes) and the strings in a function and its inner functions."""
     names = set(code.co_names)
     texts = {const for const in code.co_consts if isinstance(const, str)}
     for const in code.co_consts:
@@ -225,8 +229,8 @@ def _mentioned(code: CodeType) -> tuple[set[str], set[str]]:
 
 
 def _reached(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
-    """The user's own functions that a function may hand itself to: by a global name, or a name in a
-    module or class that it names."""
+    """The user's own functions that a function may pass its object to: by a global name, or a name
+    in a module or class that it mentions."""
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType) and _users(value.__name__):
@@ -243,7 +247,8 @@ def _reached(function: FunctionType, names: set[str]) -> Iterator[FunctionType]:
 
 
 def _users(module: str | None) -> bool:
-    """Whether a module is neither this package's nor Python's nor of what it is made with."""
+    """Whether a module belongs neither to this package, nor to Python or this package's own
+    dependencies."""
     top = (module or "").partition(".")[0]
     return (
         top

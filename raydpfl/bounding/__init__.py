@@ -1,12 +1,13 @@
-"""What bounds a client's influence: clipping, normalising, and their adaptive and smoothed forms.
+"""Bounds on a client's influence: clipping, normalising, and their adaptive and smoothed forms.
 
-A member of this family promises: what a client sends is `factor(norm, bound)` times the vector it
-would have sent, `norm` being that vector's L2 norm, and the result's norm is at most `bound` for
-every finite `norm`.
+A member of this family promises that a client sends `factor(norm, bound)` times the vector that it
+would have sent, where `norm` is that vector's L2 norm, and that the result's norm is at most
+`bound` for every finite `norm`.
 
->>> FAMILY["clip"](bound=1.0).factor(4.0, 1.0), FAMILY["clip"](bound=1.0).factor(0.5, 1.0)
+>>> clip, normalize = FAMILY["clip"](bound=1.0), FAMILY["normalize"](bound=1.0)
+>>> clip.factor(4.0, 1.0), clip.factor(0.5, 1.0)
 (0.25, 1.0)
->>> FAMILY["normalize"](bound=1.0).factor(0.5, 1.0), FAMILY["normalize"](bound=1.0).factor(0.0, 1.0)
+>>> normalize.factor(0.5, 1.0), normalize.factor(0.0, 1.0)
 (2.0, 0.0)
 
 Edge cases, the same for every member:
@@ -14,20 +15,20 @@ Edge cases, the same for every member:
 | norm            | sent                                                                     |
 |-----------------|--------------------------------------------------------------------------|
 | 0               | 0 (normalisation has no direction to keep; 001 sec. 5 defines it so)      |
-| infinite or NaN | nothing: it is the client's error, raised with its id, never passed on   |
+| infinite or NaN | nothing: it is the client's error, raised with its id                    |
 
-Sensitivity of the sum over a cohort: `bound` when a client is added, removed or zeroed out, 2
-`bound` when one is replaced. The norm is taken and the factor applied in float64, so the bound
-holds to 1e-15. The sum is then rounded once per lane to a grid below 1e-9 of the bound (see
-`raydpfl.sums`), which leaves the sensitivity as it is to every printed digit.
+The sensitivity of the sum over a cohort is `bound` when a client is added, removed or zeroed out,
+and 2 `bound` when one is replaced. Norm and factor are computed in float64, so the bound holds to
+1e-15. The sum is then rounded once per lane, to a grid below 1e-9 of the bound (`raydpfl.sums`),
+which changes no printed digit of the sensitivity.
 
 `per_sample_clip` bounds inside the local steps instead: every sample's gradient is clipped, the
-update is sent as it is, and what is protected is a sample (002, 003). `alpha_norm_ec` bounds the
-difference from what the client remembers having sent.
+update is sent as it is, and samples are protected (002, 003). `alpha_norm_ec` bounds the difference
+from what the client remembers having sent.
 
-What is sent: the update Delta = x^Q - x, the sum of gradients -Delta / lr (`scaling: gradient`; 001
-Alg. 1-2 bound that, and the server multiplies by the local learning rate again), or the model x^Q
-itself (`model_clip`). In every form the server moves along +Delta.
+A client sends the update Delta = x^Q - x, or Delta / lr, minus the sum of its local gradients
+(`scaling: gradient`; 001 Alg. 1-2 bound that, and the server multiplies by the local learning rate
+again), or the model x^Q itself (`model_clip`). In every form the server moves along +Delta.
 """
 
 from raydpfl.bounding.base import Bounding, Query

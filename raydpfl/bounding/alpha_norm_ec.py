@@ -1,4 +1,4 @@
-"""Smoothed normalisation of the error that is left."""
+"""Smoothed normalisation with error feedback."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class AlphaNormEC(SmoothNormalize):
     """Smoothed normalisation with error compensation (alpha-NormEC, Shulgin, Khirirat, Richtarik
     2025).
 
-    A client remembers g_i, from 0, and sends s = c v / (a + ||v||) of v = u_i - g_i, u_i being what
-    it would have sent; g_i grows by `beta` s, without the noise on s. The server keeps h, from 0: h
-    grows by beta (r/N) mean(s), noise included, and is what the server steps along. Without noise h
-    is the mean of all g_i, which follow the u_i, so that bounding leaves no bias. Only s is
-    released, so the sensitivity is that of `smooth_normalize`.
+    A client remembers g_i, which begins at 0. With u_i what it would have sent, it sends
+
+        s = c v / (a + ||v||),  v = u_i - g_i,
+
+    and adds beta s to g_i, without the noise on s. The server keeps h, which begins at 0, adds
+    beta (r/N) mean(s) to it, noise included, and steps along h. Without noise h is the mean of all
+    g_i, and these follow the u_i, so bounding leaves no bias. Only s is released, so the
+    sensitivity is that of `smooth_normalize`.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -1,4 +1,4 @@
-"""The base of what bounds a client's influence, and what every member promises."""
+"""The base of the boundings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Query:
-    """A number that every client answers in every round, besides what it sends.
+    """A number that every client gives in every round, besides what it sends. The noised sum of the
+    answers is released too.
 
-    The noised sum of the answers is released too. `bound` is the largest size of one answer,
-    `share` (between 0 and 1) how much of the round's squared sensitivity-to-noise ratio is spent on
-    it: with z the noise multiplier of the round the sum has noise of std z bound / sqrt(share).
-    `bound` is the same in every round: an answer that grows with the bound in force is given as a
-    share of it. One from 0 to 1 is given less 1/2, with a bound of 1/2.
+    Args:
+        name: of the query.
+        bound: the largest absolute value of an answer, the same in every round. An answer that
+            grows with the bound in force is given as a fraction of it. One from 0 to 1 is given
+            minus 1/2, with a bound of 1/2.
+        share: between 0 and 1, the share of the round's squared sensitivity-to-noise ratio that is
+            spent on it: with z the noise multiplier of the round, the noise on the sum of the
+            answers has std z bound / sqrt(share).
     """
 
     name: str
@@ -34,12 +38,14 @@ class Query:
 
 
 class Bounding(Member):
-    """Base of the family. A member gives `factor` (or `factors`), and what else it needs of these.
+    """Base of the family. A member gives `factor` (or `factors`), and of the other hooks what it
+    needs.
 
-    What a client sends is `factors(norms, bound)` times the vectors that `send` makes of updates,
-    `norms` being their L2 norms. Nothing it sends is longer than the bound in force, the field
-    `bound` in the first round. Vectors are float64 [k, d], those of k clients at once; what a
-    client gets must not depend on the others. Tensors given to `send` may be written to.
+    A client sends the vector that `send` makes of its update times `factors(norms, bound)`, where
+    `norms` are the L2 norms of such vectors. Nothing that it sends is longer than the bound in
+    force, which is the field `bound` in the first round. Vectors are float64 [k, d], those of k
+    clients at once; what a client gets must not depend on the others. Tensors given to `send` may
+    be written to.
 
     >>> import math
     >>> class Tanh(Bounding):
@@ -64,7 +70,7 @@ class Bounding(Member):
 
     @property
     def initial_bound(self) -> float | None:
-        """The bound in force in the first round: the field `bound` of every member that has one.
+        """The bound in force in the first round, an L2 norm: the field `bound`.
 
         None: nothing is bounded, and no privacy can be claimed for what is sent.
         """
@@ -72,12 +78,14 @@ class Bounding(Member):
 
     @property
     def sample_bound(self) -> float | None:
-        """The bound on each sample's gradient within a local step; None: they are not bounded."""
+        """The bound on each sample's gradient in a local step, an L2 norm; None: they are not
+        bounded.
+        """
         return None
 
     def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` where the mean over clients would not be what the server needs, and
-        for queries whose answers nothing takes up.
+        """Raises `ConfigError` if the server would not get the mean over clients that it needs, and
+        for queries whose answers nothing uses.
         """
         if self.sends_model() and not experiment.weights.plain():
             accepted = f"uniform with {self.kind}: the new model is the mean of those sent"
@@ -99,7 +107,7 @@ class Bounding(Member):
 
     @property
     def remembers(self) -> bool:
-        """Whether clients keep a vector from one of their rounds to the next."""
+        """Whether clients keep a vector from one round to their next."""
         return type(self).remember is not Bounding.remember
 
     @property
@@ -108,75 +116,107 @@ class Bounding(Member):
         return type(self).adapt is not Bounding.adapt
 
     def sends_model(self) -> bool:
-        """Whether the mean of what is sent is the new model itself, and no change of it."""
+        """Whether the mean of what is sent is the new model itself, not a change of it."""
         return False
 
     @property
     def far(self) -> float:
-        """How far beyond the bound a norm must lie for what is sent to be about as long as it."""
+        """How much larger than the bound a norm must be for what is sent to be about as long as the
+        bound.
+        """
         return 0.0
 
     # --- what a client does ---
 
     def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
-        """What clients with these updates would send unbounded, float64 [k, d] both.
+        """What clients would send without a bound.
 
         By default the update Delta = x^Q - x; with `scaling: gradient` Delta / lr, minus the sum of
         the local gradients (001 Alg. 1-2 bound that, and the server multiplies by lr again).
+
+        Args:
+            updates: float64 [k, d]; may be written to.
+            view: what these clients know: the model, the local learning rate, what they remember.
+
+        Returns:
+            float64 [k, d].
         """
         if self.scaling == "gradient":
             updates /= view.lr
         return updates
 
     def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
-        """The updates of which `send` makes these vectors, float [k, d] both; for audits."""
+        """The updates from which `send` makes these vectors, float [k, d] both; for audits."""
         return vectors * view.lr if self.scaling == "gradient" else vectors
 
     def factor(self, norm: float, bound: float) -> float:
-        """What a vector of this finite norm is multiplied by, given the bound in force."""
+        """The factor on a vector of this finite L2 norm, under the bound in force; norm times
+        factor is at most `bound`.
+        """
         raise NotImplementedError
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        """`factor` of k norms, float64 [k] both; the bound is infinite where there is none."""
+        """`factor` of k norms, float64 [k] both. The bound is infinite where there is none."""
         found = [self.factor(norm, bound) for norm in norms.tolist()]
         return torch.tensor(found, dtype=torch.float64, device=norms.device)
 
     def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """The column `clipped` of clients.parquet, float64 [k]: 1 for a factor below 1, else 0.
+        """The column `clipped` of clients.parquet: by default 1 for a factor below 1, else 0.
 
-        `samples` is the share of each client's (sample, step) pairs whose gradient was clipped.
+        Args:
+            factors: of the clients, float64 [k].
+            samples: the share of each client's (sample, step) pairs whose gradient was clipped,
+                float64 [k].
+
+        Returns:
+            float64 [k].
         """
         return (factors < 1.0).astype(np.float64)
 
     def remember(
         self, vectors: torch.Tensor, sent: torch.Tensor, view: View
     ) -> torch.Tensor | None:
-        """What clients that sent this keep for their next round, [k, d]; they had `view.own`.
+        """What clients keep for their next round; before it they had `view.own`.
 
-        `vectors` float64 [k, d] are those that `send` made, `sent` float64 [k, d] is the same
-        bounded and weighted, and still without noise. What bounding has left out is their
-        difference (error feedback).
+        Args:
+            vectors: as `send` made them, float64 [k, d].
+            sent: the same, bounded and weighted, without noise, float64 [k, d]. The difference is
+                what bounding has left out (error feedback).
+            view: what these clients know.
+
+        Returns:
+            [k, d]; None: they keep nothing.
         """
         return None
 
     def moved(self, sent: torch.Tensor, view: View) -> torch.Tensor:
-        """What clients moved by, in units of updates, when they sent this: float64 [k, d] both."""
+        """What was sent in units of updates, float64 [k, d] both."""
         return sent * view.lr if self.scaling == "gradient" else sent
 
     # --- what the server does ---
 
     def start(self, d: int) -> State:
-        """The server's part of the memory before the first round, float64 arrays by name."""
+        """The server's state before the first round, float64 arrays by name, for a model of `d`
+        parameters. It is in the checkpoint, under the member's name.
+        """
         return {}
 
     def tells(self, state: State) -> State:
-        """What clients are told of that in every round, float32 arrays by name (`View.told`)."""
+        """What clients are told of that state in every round, float32 arrays by name
+        (`View.told`).
+        """
         return {}
 
     def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
-        """The mean update, float64 [d], from the released sum of the contributions, float64 [d].
+        """The mean update, in units of updates.
 
-        `state` is the member's own, to be changed in place.
+        Args:
+            released: the sum of the contributions, with noise, float64 [d].
+            state: the member's own, to be changed in place.
+            facts: of the round: the divisor, the model, the local learning rate.
+
+        Returns:
+            float64 [d].
         """
         mean = released / facts.divisor
         return mean * facts.lr if self.scaling == "gradient" else mean
@@ -184,14 +224,19 @@ class Bounding(Member):
     # --- a bound that adapts ---
 
     def queries(self) -> tuple[Query, ...]:
-        """What clients answer besides what they send."""
+        """The numbers that clients give besides what they send."""
         return ()
 
     def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
-        """By query, each client's answer, float64 [r], from what is known of it.
+        """The clients' answers.
 
-        `columns` are `norm`, `factor`, `train_loss` and more, float64 [r] each, NaN for one that
-        failed. An answer that is NaN counts as 0.
+        Args:
+            columns: what is known of each client: `norm`, `factor`, `train_loss` and more, float64
+                [r] each, NaN for a client that failed.
+            bound: the bound in force.
+
+        Returns:
+            By query, float64 [r]; NaN counts as 0.
         """
         return {}
 
@@ -200,7 +245,7 @@ class Bounding(Member):
 
         Args:
             bound: that of this round.
-            sums: by query, the noised sum of the answers.
+            sums: the noised sum of the answers, by query.
             clients: how many answered; the expected number where that is a secret.
             state: the member's own, as `start` made it, to be changed in place.
 

@@ -11,16 +11,16 @@ from raydpfl.bounding.none import Unbounded
 
 
 class PerSampleClip(Unbounded):
-    """clip(g_j, G) for the gradient of every sample of a local batch, the norm over all parameters
-    (002 sec. III, 003 Alg. 1).
+    """clip(g_j, G) for the gradient of every sample of a local batch, with the norm over all
+    parameters (002 sec. III, 003 Alg. 1).
 
-    The sum over a batch moves by at most G when a sample is added and 2 G when it is replaced; the
-    mean over B by 2 G / B. What the client sends after its steps is not bounded again. 002 assumes
-    gradients bounded by G and never clips them.
+    When a sample is added the sum over a batch moves by at most G, when one is replaced by 2 G; the
+    mean over B moves by 2 G / B. What the client sends after its steps is not bounded again. 002
+    assumes gradients bounded by G and never clips them.
 
-    Column `clipped` of a client in clients.parquet is the share of its (sample, step) pairs whose
-    gradient was longer than G, NaN for one without samples or whose update failed; that of a round
-    in rounds.parquet is the mean over its other clients.
+    In clients.parquet `clipped` is the share of a client's (sample, step) pairs whose gradient was
+    longer than G, NaN without samples or after an error. In rounds.parquet it is the mean over the
+    other clients.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)

@@ -18,12 +18,18 @@ class QuantileClip(Clip):
     """Clipping at a bound that follows a quantile of the norms (Andrew, Thakkar, McMahan, Ramaswamy
     2021, Alg. 1).
 
-    After each round C <- C exp(-lr (b - quantile)), b being the noised share of the cohort with
-    norm <= C. The noised count is a second query of the round: each client gives its indicator
-    minus 1/2, of norm 1/2, and `share` of the round's squared sensitivity-to-noise ratio is spent
-    on it. So with z the noise multiplier of the round the count has noise of std z / (2
-    sqrt(share)) and the update of std z C / sqrt(1 - share), both of the sum. Where clients draw
-    the noise, each draws its share of both. The noise of a round uses the bound of that round.
+    After each round, with b the noised share of the cohort whose norm is at most C,
+
+        C <- C exp(-lr (b - quantile)).
+
+    The noised count is a second query of the round: each client gives its indicator minus 1/2, of
+    absolute value 1/2, and `share` of the round's squared sensitivity-to-noise ratio is spent on
+    it. With z the noise multiplier of the round, the noise on the sums has std
+
+        z / (2 sqrt(share)) on the count,  z C / sqrt(1 - share) on the updates.
+
+    Where clients draw the noise, each draws its part of both. The noise of a round uses the bound
+    of that round.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -1,4 +1,4 @@
-"""Normalisation without its jump at 0."""
+"""Smoothed normalisation."""
 
 from __future__ import annotations
 

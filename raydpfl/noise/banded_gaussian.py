@@ -25,9 +25,9 @@ class BandedGaussian(Gaussian):
     Toeplitz, z of N(0, std^2 I) (DP-FTRL with banded matrix factorisation, Choquette-Choo et al.
     2023).
 
-    `epsilon`, `multiplier` and `std` speak of z, C having columns of norm at most 1. `coefficients`
-    are C's diagonals, float [bands], of any scale: by default those of least error, which `resolve`
-    fills in, so that a resumed run cannot come to others.
+    `epsilon`, `multiplier` and `std` are those of z; the columns of C have norm at most 1.
+    `coefficients` are the diagonals of C, float [bands], of any scale. By default they are those of
+    least error; `resolved` fills them in, so that a resumed run cannot come to others.
     """
 
     accounted_with: ClassVar[tuple[str, ...]] = ("server",)  # its coefficients are fitted to it
@@ -74,16 +74,16 @@ class BandedGaussian(Gaussian):
         return self.coefficients
 
     def resolved(self, experiment: Experiment, cohorts: Sampling) -> BandedGaussian:
-        """With `coefficients` of norm 1: those given, or the best for the rounds of the run and its
-        server. Raises `ConfigError` for more bands than rounds, or than rounds between two
-        participations of a client.
+        """The same noise with `coefficients` of norm 1: those given, or the best for the run's
+        rounds and server. Raises `ConfigError` for more bands than rounds, or than rounds between
+        two participations of a client.
         """
         check(self.bands, cohorts, experiment.selection.separation)
         return self.fitted(experiment.rounds, experiment.server.persistence())
 
     def fitted(self, rounds: int, persistence: float = 0.0) -> BandedGaussian:
-        """Itself with `coefficients` of norm 1: those given, or the best for so many rounds under a
-        server of this persistence.
+        """The same noise with `coefficients` of norm 1: those given, or the best for so many rounds
+        and a server of this persistence (`Server.persistence`).
 
         Raises `ConfigError` for more bands than rounds.
         """
@@ -99,10 +99,11 @@ class Correlated(Source):
     """The noise of a resolved `BandedGaussian` on models of `d` parameters: a function of (seed,
     coefficients, round) alone.
 
-    y_t = (z_t - sum_{j=1}^{bands-1} c_j y_{t-j}) / c_0, z_t being the standard normals that
-    `server_noise` scales. It holds the last bands - 1 y, as float64 [d] each; asked for any round
-    but the next (after a resume, or for a round that broke off) it draws all from round 0 again, so
-    that nothing need be checkpointed.
+        y_t = (z_t - sum_{j=1}^{bands-1} c_j y_{t-j}) / c_0,
+
+    where z_t are the standard normals that `server_noise` scales. It holds the last bands - 1 of
+    the y, float64 [d] each. Asked for any round but the next (after a resume, or for a round that
+    was cut off) it draws again from round 0, so that nothing need be in a checkpoint.
     """
 
     def __init__(self, seed: int, coefficients: Sequence[float], d: int):
@@ -117,8 +118,8 @@ class Correlated(Source):
         self._past: deque[np.ndarray] = deque(maxlen=len(self._later))  # the latest first
 
     def on_sum(self, t: int, std: float) -> np.ndarray:
-        """The noise of one round on the sum, float64 [d], where `std` is that of z: noise
-        multiplier x the bound in force.
+        """The noise on the sum of round t, float64 [d]; `std` is that of z, noise multiplier x the
+        bound in force.
         """
         if t != self._next:
             self._restart()
@@ -133,8 +134,8 @@ class Correlated(Source):
 
 
 class Whitening:
-    """Turns rows with banded noise y = C^-1 z into rows with z: the product with C, for float64 [d]
-    rows given one after another.
+    """Multiplies by C: turns rows with banded noise y = C^-1 z, float64 [d] given one after
+    another, into rows with noise z.
     """
 
     def __init__(self, coefficients: Sequence[float]):

@@ -1,4 +1,4 @@
-"""The base of the noise family: what a member draws, and what accountants are told of it."""
+"""The base of the noises: what a member draws, and what accountants are told of it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Asked = Literal["auto", "replace_one", "add_remove", "zero_out"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a noise is told of the run that it is for."""
+    """What a noise is told of its run."""
 
     experiment: Experiment
     sizes: np.ndarray  # int64 [N], samples of each client
-    rounds: int  # that a guarantee composes over
-    weight: float  # the largest of any client's contribution
-    survivors: int  # the fewest clients that any round keeps
+    rounds: int  # that a guarantee composes
+    weight: float  # the largest of any client
+    survivors: int  # the fewest clients that are left in any round
     draws: Callable[[], list[np.ndarray]]  # the clients that each round exposes, with repeats
     data_root: Path | None = None
 
@@ -50,15 +50,21 @@ class SideQuery:
 
 
 class Source:
-    """The server's noise in one run. It may keep what later rounds need of earlier ones, so long as
-    a round's noise is a function of the run's seed and the round alone: after a resume a new source
-    is asked for the next round.
+    """The server's noise in one run.
+
+    It may keep what later rounds need, as long as a round's noise is a function of the run's seed
+    and the round alone: after a resume, a new source is asked for the next round.
     """
 
     def on_sum(self, t: int, std: float) -> np.ndarray | None:
-        """The noise on the sum of round t, float64 [d]; None: the server draws none.
+        """The noise on the sum of round t.
 
-        `std` is that of the sum, as the accountants were told for the bound in force.
+        Args:
+            t: the round, from 0.
+            std: of the noise on the sum, as the accountants were told for the bound in force.
+
+        Returns:
+            float64 [d]; None: the server draws none.
         """
         return None
 
@@ -66,10 +72,10 @@ class Source:
 class Noise(Member):
     """Base of the family: noise that protects clients, with one multiplier for the whole run.
 
-    A member gives `size`, and what it draws. Where the server draws on the sum, that is `source`,
-    and `on_query` if a bounding asks for numbers besides updates. Where each client draws on what
-    it sends, it is `on_clients`, `client_std` and `least`, and `drawn_by` says "client". Whatever
-    is drawn has to be Gaussian, of the std asked for: this is what accountants take it to be.
+    A member gives `size`, and what it draws. If the server draws on the sum, that is `source`, and
+    `on_query` for boundings that ask for numbers besides updates. If each client draws on what it
+    sends, it is `on_clients`, `client_std` and `least`, and `drawn_by` is "client". Whatever is
+    drawn must be Gaussian and have the std asked for, as accountants assume.
 
     >>> from raydpfl.noise.drawn import server_noise
     >>> class Plain(Source):
@@ -92,7 +98,7 @@ class Noise(Member):
     def on_clients(
         self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
     ) -> np.ndarray | None:
-        """What C clients add to what they send, each to its own.
+        """The noise that each of C clients adds to what it sends.
 
         Args:
             seed: the run's seed of noise.
@@ -103,22 +109,28 @@ class Noise(Member):
             d: parameters of the model.
 
         Returns:
-            float64 [C, d], a function of each client's own key alone; None: they draw none.
+            float64 [C, d], each row a function of its client's key alone; None: they draw none.
         """
         return None
 
     def client_std(self, std: float, survivors: int) -> float:
-        """Std of the noise that each client draws, so that the sum has `std` in the round that
-        fewest clients, `survivors`, are left in; 0: clients draw none.
+        """Std of one client's noise; 0: clients draw none.
+
+        Args:
+            std: that the noise on the sum is to have.
+            survivors: the fewest clients that are left in any round.
         """
         return 0.0
 
     def least(self, survivors: int) -> int:
-        """The fewest clients whose noise a round's sum needs; 0 where it needs nobody's."""
+        """The fewest clients whose noise a round's sum needs; 0 if clients draw none.
+
+        `survivors` is the fewest clients that are left in any round.
+        """
         return 0
 
     def source(self, seed: int, d: int) -> Source:
-        """The server's noise of a run, for a model of `d` parameters."""
+        """The server's noise in a run with this seed of noise, for a model of `d` parameters."""
         return Source()
 
     def on_query(self, query: SideQuery) -> float:
@@ -131,34 +143,34 @@ class Noise(Member):
         return 0.0
 
     def unseen(self) -> bool:
-        """Whether sums carry noise that no client has drawn."""
+        """Whether sums have noise that no client has drawn."""
         return self.least(1) == 0
 
     def apart(self) -> int:
-        """The fewest rounds from one participation of a client to its next that the noise counts
-        on; 1: none.
+        """The fewest rounds from one participation of a client to its next that the noise needs; 1:
+        it may be in every round.
         """
         return 1
 
     def whitening(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Turns released sums, float64 [d] given one round after another, into sums whose noise is
-        independent over the rounds; for audits.
+        """For audits: a function of released sums, float64 [d] given one round after another, to
+        sums whose noise is independent over the rounds.
         """
         return lambda released: released
 
     def carried(self) -> tuple[float, ...]:
-        """How much of a round's sum stands in the whitened sum of that round, of the next one, ...;
-        for audits.
+        """For audits: the factors with which a round's sum is in the whitened sum of that round, of
+        the next one, and so on.
         """
         return (1.0,)
 
     @property
     def of_seed(self) -> bool:
-        """Whether all runs with one seed carry the same noise."""
+        """Whether all runs with one seed have the same noise."""
         return False
 
     def release(self) -> dict[str, Any]:
-        """What of this section a release depends on, besides how large the noise came out."""
+        """The fields that a release depends on, besides the size of the noise: part of the key."""
         return self.model_dump(mode="json")
 
     # --- what accountants are told ---
@@ -168,7 +180,7 @@ class Noise(Member):
         return True
 
     def drawn_by(self) -> Placement:
-        """Who draws it, for accountants."""
+        """Who draws it, as accountants are told."""
         return "server"
 
     def protects(self) -> Unit:
@@ -176,56 +188,79 @@ class Noise(Member):
         return "client"
 
     def terms(self, asked: Asked, natural: Relation) -> Terms:
-        """What guarantees are given at: the neighbouring relation that is `asked` for, `natural`
-        being that of the selection's cohorts, and delta.
+        """What guarantees are asked for: relation and delta.
+
+        Args:
+            asked: the relation in the config.
+            natural: the relation that suits the selection's cohorts, for `auto`.
         """
         return Terms(natural if asked == "auto" else asked, DELTA)
 
     def target(self) -> float | None:
-        """The epsilon that all clients are promised alike; None where it follows from the noise."""
+        """The epsilon that all clients are promised; None: it follows from the noise, or differs
+        between clients.
+        """
         return None
 
     def simulated(self) -> bool:
-        """Whether the clients that a guarantee speaks of are those that run."""
+        """Whether guarantees are about the clients that run."""
         return True
 
     def check_audit(self) -> None:
-        """Raises `ConfigError` where a guarantee speaks of clients that no audit can plant."""
+        """Raises `ConfigError` if guarantees are about clients that an audit cannot run."""
 
     def sampling(self, cohorts: Sampling) -> Sampling:
-        """The law that accountants count on, given that of the cohorts that run."""
+        """The law that accountants are told, given that of the cohorts that run."""
         return cohorts
 
     def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:
-        """What a guarantee says of the cohorts that run, in words."""
+        """What a guarantee must say about the cohorts that run, in words."""
         return ()
 
     def placed(self, experiment: Experiment) -> Noise:
-        """Itself, with what it leaves to the other members settled."""
+        """The same noise with what depends on the other sections of the config filled in."""
         return self
 
     def resolved(self, experiment: Experiment, cohorts: Sampling) -> Noise:
-        """Itself for a run whose data are known, with what it had left open written out. Raises
-        `ConfigError` for cohorts that it does not protect.
+        """The same noise with what depends on the run filled in, as its config is written.
+
+        Args:
+            experiment: of the run.
+            cohorts: the law of its cohorts.
+
+        Raises:
+            ConfigError: it does not protect such cohorts.
         """
         return self
 
     def outline(self, experiment: Experiment, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        """What the run releases, with noise of multiplier 1: all that the config and the law of the
-        cohorts tell. None where sums over cohorts have no noise.
+        """What the run releases at noise multiplier 1, as far as the config and the law of the
+        cohorts say.
 
-        Raises `ConfigError` when none of the rigorous accountants asked for covers it.
+        Args:
+            experiment: of the run.
+            cohorts: gives the law of its cohorts.
+
+        Returns:
+            None: sums over cohorts have no noise.
+
+        Raises:
+            ConfigError: no rigorous accountant that was asked for covers it.
         """
         return sums.outline(self, experiment, cohorts())
 
     def size(self, outline: Mechanism, facts: Facts) -> float:
-        """The noise multiplier z: std of the noise on the sum of updates over (bound x weight), the
-        round's queries taken together.
+        """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all
+        queries of a round together.
+
+        Args:
+            outline: as `outline` gave it.
+            facts: of the run.
         """
         raise NotImplementedError
 
     def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
-        """What the run releases; None: nothing is claimed of it.
+        """What the run releases; None: nothing is claimed about it.
 
         Args:
             outline: as `outline` gave it.
@@ -238,7 +273,15 @@ class Noise(Member):
     def variances(
         self, experiment: Experiment, sizes: np.ndarray, root: Path | None
     ) -> np.ndarray | None:
-        """V_k of 003 Problem 1, float64 [N]: the variance of each client's noise at a local step
-        for a bound of 1; None where clients have no budgets of their own.
+        """V_k of 003 eq. 7: the variance of each client's noise for one local step and a bound of
+        1.
+
+        Args:
+            experiment: of the run.
+            sizes: samples of each client, int64 [N].
+            root: the folder of data sets.
+
+        Returns:
+            float64 [N]; None: clients have no budgets of their own.
         """
         return None

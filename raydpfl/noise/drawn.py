@@ -1,7 +1,7 @@
-"""Noise as it is drawn: functions of their keys alone.
+"""Drawing noise: each draw is a function of its key alone.
 
-Standard normals are drawn as one flat float32 vector (`raydpfl.keys.normals`, whose tail reaches
-7.5 standard deviations) and scaled in float64.
+Standard normals are drawn as one flat float32 vector (`raydpfl.keys.normals`, up to 7.5 standard
+deviations) and scaled in float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from raydpfl.keys import Purpose, clients_normals, normals, stream
 
-QUERIES = ("count", "losses")  # side queries whose streams are numbered in this order
+QUERIES = ("count", "losses")  # their streams are numbered in this order
 
 
 def client_noise(
@@ -25,15 +25,18 @@ def client_noise(
     std: float,
     d: int,
 ) -> np.ndarray:
-    """Noise of standard deviation `std` on the updates of C clients, float64 [C, d].
+    """The noise of C clients on their updates.
 
     Args:
         seed: the run's seed of noise.
         t: the round.
-        clients: C clients.
-        draws: the index of each draw among its client's draws this round, from 0.
+        clients: [C].
+        draws: [C], the index of each draw among its client's draws this round, from 0.
         std: of one client's noise.
         d: parameters of the model.
+
+    Returns:
+        float64 [C, d].
     """
     who = np.asarray(clients).tolist()
     which = np.asarray(draws).tolist()
@@ -42,15 +45,15 @@ def client_noise(
 
 
 def server_noise(seed: int, t: int, std: float, d: int) -> np.ndarray:
-    """Noise on the sum of round t, drawn once by the server: float64 [d] of std `std`."""
+    """The noise on the sum of round t, drawn once by the server: float64 [d] of this std."""
     return _scaled(normals(seed, Purpose.SERVER_NOISE, d, t=t), std)
 
 
 def query_noise(
     seed: int, t: int, std: float, client: int = 0, draw: int = 0, query: str = "count"
 ) -> float:
-    """Noise on the number that one client gives in a side query of a round, or the server's on the
-    sum of all (client 0).
+    """The noise on the number that one client gives in a side query of round t, or the server's
+    noise on the sum of all (client 0), of this std.
     """
     step = _number(query)
     key = {"t": t, "client": client, "draw": draw, "step": step}
@@ -58,7 +61,7 @@ def query_noise(
 
 
 def _number(query: str) -> int:
-    """The stream of a side query: those named here in their order, others by their names."""
+    """The number of a query's stream: its place in `QUERIES`, or a digest of its name."""
     if query in QUERIES:
         return QUERIES.index(query)
     return len(QUERIES) + zlib.crc32(query.encode()) % (1 << 20)

@@ -21,7 +21,7 @@ from raydpfl.privacy.facts import Placement, Relation, Unit
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
 
-# fields that say how large the noise is
+# the fields that determine how large the noise is
 SIZES = {
     "epsilon",
     "multiplier",
@@ -38,10 +38,11 @@ SIZES = {
 class Gaussian(Noise):
     """N(0, std^2 I) (000 Alg. 3, 001 Alg. 1-2; at local steps 002 Alg. 1-2, 003 Alg. 1).
 
-    `calibration: paper` takes the std from the papers' printed formula: 000 Theorem 3.2, 001
-    Theorem 1 with its constant `v`, which they leave open; at local steps 003's sigma_k. `tcdp` is
-    002's, in its usable form. The guarantees then show what that noise truly gives. At local steps
-    `epsilon` may be a law of budgets (`raydpfl.privacy.budgets`), each client having its own.
+    With `calibration: paper` the std is that of the papers' printed formula: 000 Theorem 3.2, which
+    is 001 Theorem 1, with the constant `v` that they leave open; at local steps sigma_k of 003 eq.
+    6. `tcdp` is 002 Theorem 5 in its usable form. The guarantees then show what that noise truly
+    gives. At local steps `epsilon` may be a law of budgets (`raydpfl.privacy.budgets`), which gives
+    every client its own.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -181,7 +182,7 @@ class Gaussian(Noise):
         return self._calibrated(outline, facts)
 
     def _calibrated(self, outline: Mechanism, facts: Facts) -> float:
-        """z by `epsilon`, for the rounds that a guarantee composes over."""
+        """z for `epsilon`, over the rounds that a guarantee composes."""
         assert isinstance(self.epsilon, int | float)
         target = float(self.epsilon)
         if self.calibration == "tcdp":
@@ -209,7 +210,7 @@ class Gaussian(Noise):
     # --- a virtual cohort ---
 
     def _stands_for(self, cohorts: Sampling) -> int:
-        """The population that the virtual cohort is one of."""
+        """The population that the virtual cohort is drawn from."""
         assert self.virtual_cohort is not None
         scaled = round(cohorts.population * self.virtual_cohort / cohorts.cohort)
         return self.virtual_population or scaled
@@ -233,7 +234,7 @@ class Gaussian(Noise):
         )
 
     def _check_virtual(self, cohorts: Sampling, selection: str) -> None:
-        """Raises `ConfigError` for cohorts that the virtual one cannot stand for."""
+        """Raises `ConfigError` for cohorts that cannot stand for the virtual one."""
         if self.virtual_cohort is None:
             return
         if cohorts.by_participation or cohorts.rule or cohorts.p_max:
@@ -270,7 +271,7 @@ class Gaussian(Noise):
             raise ConfigError("privacy.budget", budget, accepted)
 
     def check_sums(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for what noise on sums rules out."""
+        """Raises `ConfigError` for settings that noise on sums rules out."""
         if self.epsilon is not None and self.target() is None:
             accepted = (
                 "a number; budgets of clients' own need placement step, and bounding.kind "

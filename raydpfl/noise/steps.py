@@ -1,5 +1,5 @@
-"""Noise at local steps as accountants read it: each client's own, for the rounds that it will take
-part in (002, 003).
+"""Noise at local steps, as accountants read it: each client's own, for the rounds in which it will
+take part (002, 003).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def release(noise: Gaussian, facts: Facts) -> LocalSteps:
-    """What the clients release at their local steps, each with noise of its own."""
+    """What the clients release at their local steps, each with noise of its own. Raises
+    `ConfigError`.
+    """
     e = facts.experiment
     what: dict[str, Any] = {
         "samples": facts.sizes,
@@ -41,7 +43,7 @@ def release(noise: Gaussian, facts: Facts) -> LocalSteps:
 
 
 def _given(noise: Gaussian, silent: LocalSteps) -> np.ndarray:
-    """The std that the config gives, float64 [N]."""
+    """Stds on the mean gradient, from the config's `std` or `multiplier`: float64 [N]."""
     if noise.std is not None:
         return np.full(len(silent.samples), noise.std)
     assert noise.multiplier is not None
@@ -79,7 +81,7 @@ def variances(
 
 
 def drawn_budgets(noise: Gaussian, seed: int, clients: int, root: Path | None) -> np.ndarray:
-    """The epsilon of every client's samples, float64 [N]; infinite for a public client."""
+    """The budget of every client: epsilon, float64 [N]; infinite for a public client."""
     if isinstance(noise.epsilon, int | float):
         return np.full(clients, float(noise.epsilon))
     assert noise.epsilon is not None
@@ -87,7 +89,7 @@ def drawn_budgets(noise: Gaussian, seed: int, clients: int, root: Path | None) -
 
 
 def check(noise: Gaussian, experiment: Experiment) -> None:
-    """Raises `ConfigError` for what noise at local steps rules out."""
+    """Raises `ConfigError` for settings that noise at local steps rules out."""
     if experiment.client.on_error == "drop":
         accepted = (
             "fail, with noise at local steps: a client that failed would send no noise, and be "

@@ -1,4 +1,4 @@
-"""Sums over cohorts as accountants read them: who takes part, what is released, with what noise."""
+"""Sums over cohorts, as accountants read them: who takes part, what is released, what noise."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ T = TypeVar("T")
 
 
 def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
-    """The sums of a round at noise multiplier `z`, per unit of the bound in force.
+    """The sums of a round: the updates, and what bounding and selection ask for besides.
 
-    They are the updates, what the bounding asks besides, and what the selection does.
+    Args:
+        experiment: of the run.
+        z: the noise multiplier, std of the sum / bound, of all queries together but for those
+            `apart`.
+
+    Returns:
+        Queries whose bound and std are per unit of the bound in force.
     """
     asked = experiment.bounding.queries()
     rest = 1 - sum(each.share for each in asked)
@@ -44,7 +50,7 @@ def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
 
 
 def excluded(experiment: Experiment, noise: Noise) -> tuple[str, ...]:
-    """What no accountant counts, in words."""
+    """What no accountant counts, in words: the `exclusions` of a guarantee."""
     said = (*experiment.data.exclusions, *experiment.selection.exclusions)
     said += experiment.evaluate.exclusions
     common = (COMMON,) if noise.of_seed else ()
@@ -74,22 +80,20 @@ def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanis
 
 
 def at_multiplier(mechanism: Mechanism, experiment: Experiment, z: float, rounds: int) -> Mechanism:
-    """An outline at noise multiplier `z`, over the rounds that a guarantee composes over."""
+    """An outline at noise multiplier `z`, over the rounds that a guarantee composes."""
     return replace(mechanism, queries=queries(experiment, z), rounds=rounds)
 
 
 def covering(experiment: Experiment, mechanism: Mechanism) -> tuple[str, ...]:
-    """The rigorous accountants asked for that cover the mechanism."""
+    """The rigorous accountants among those asked for that cover the mechanism."""
     asked = privacy.rigorous(experiment.privacy.accountants)
     relation = experiment.relation
     return tuple(name for name in asked if not mechanism.uncovered(name, relation))
 
 
 def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) -> T:
-    """What `calibrate` gives for the first accountant that it does not refuse; at a tiny delta pld
-    reaches no epsilon.
-
-    Raises the `ConfigError` of the first accountant where it refuses all.
+    """The result of `calibrate` for the first accountant that it does not refuse; at a tiny delta
+    pld reaches no epsilon. If it refuses all, raises the `ConfigError` of the first.
     """
     refusals = []
     for name in accountants:
@@ -103,7 +107,7 @@ def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) ->
 def _refusal(
     experiment: Experiment, mechanism: Mechanism, accountant: str, by_clients: bool
 ) -> ConfigError:
-    """What to change of a mechanism that no rigorous accountant asked for covers."""
+    """The error for a mechanism that no rigorous accountant covers, with what to change."""
     asked = experiment.relation
     reason = mechanism.uncovered(accountant, asked)
     assert reason is not None

@@ -1,8 +1,8 @@
 """Who takes part in a round.
 
-A member of this family promises: the cohort of a round is a function of (seed, round) and of what
-is public about the `Population` alone; its clients come in ascending order, one drawn twice
-standing twice; and `sampling` says to the accountants exactly the law that `select` follows, so
+A member of this family makes three promises. The cohort of a round is a function of (seed, round)
+and of what is public about the `Population` alone. Its clients are in ascending order, one drawn
+twice listed twice. And `sampling` tells the accountants exactly the law that `select` follows, so
 that sampler and accountant cannot disagree.
 
 >>> clients = Population.balanced(10)
@@ -19,14 +19,14 @@ fixed size 3 of 10
 | multinomial (unbiased)    | r draws with replacement, by data         | with replacement      |
 | importance, privacy_aware | r draws with replacement, by other p      | with replacement      |
 | first_responders          | the r first of those asked                | fixed size, or public |
-| cyclic                    | one group after another, whole or in part | public, or in the group |
-| availability              | r of those whose window is open           | fixed size within those |
-| power_of_choice           | of the candidates those of largest losses | public, and losses    |
+| cyclic                    | one group after another, whole or in part | public; in the group  |
+| availability              | r of those whose window is open           | fixed size in those   |
+| power_of_choice           | the candidates with the largest losses    | public, and losses    |
 
-Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether the drawn cohort
-is secret is a matter of the observer, and every guarantee says which it assumes. The cost of a draw
-grows with the cohort, and with the population at most as its logarithm; what takes longer (the sums
-of probabilities, Problem 1) is done once.
+Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether a drawn cohort is
+secret depends on the observer, and every guarantee says what it assumes. The cost of a draw grows
+with the cohort, and at most with the logarithm of the population; what takes longer (the sums of
+probabilities, Problem 1) is done once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients that are there at public times."""
+"""Clients that are available at public times."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from raydpfl.selection.windows import available, fewest, nth, turns
 
 
 class Availability(Selection):
-    """`cohort` clients uniformly without replacement from those that are available (time zones,
-    charging at night).
+    """`cohort` clients uniformly without replacement from those that are available, as by time zone
+    or while they charge. See `raydpfl.selection.windows`.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"period": 6, "window": 2, "cohort": 5},)

@@ -1,6 +1,4 @@
-"""What every selection shares: the public facts about the clients, a cohort, and the base of the
-family.
-"""
+"""The public facts about the clients, a cohort, and the base of the selections."""
 
 from __future__ import annotations
 
@@ -20,15 +18,21 @@ from raydpfl.privacy import Query, Sampling
 
 
 class Population:
-    """What is public about the clients, and all that a selection may look at.
+    """What is public about the clients: all that a selection may look at.
 
-    `sizes` int64 [N]: samples per client. `privacy_cost` float64 [N], or None where no client has a
-    budget of its own: d V_k, the squared norm of client k's noise per squared bound and step (003
-    Problem 1); 0 for a public client. `table` float64 [N]: what a file that the selection names
-    says of each client (`Selection.table`), or None. `samples`: of all clients together.
+    Arrays derived from it are computed once and kept, so that a draw costs O(cohort log N) and not
+    O(N). A pickle leaves them out. `samples` is the number of all clients together.
 
-    Arrays derived from these are computed once and remembered, so that a draw costs O(cohort log N)
-    and not O(N). A pickle leaves them out.
+    Args:
+        sizes: samples of each client, int64 [N].
+        privacy_cost: d V_k, the expected squared norm of client k's noise at one local step for a
+            bound of 1 (003 Problem 1), float64 [N]; 0 for a public client. None: clients have no
+            budgets of their own.
+        table: what the file that the selection names says of each client, float64 [N]
+            (`Selection.table`); None: it names none.
+
+    Raises:
+        ConfigError: an array has the wrong shape or sign, or no client has samples.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Population:
 
     @classmethod
     def balanced(cls, count: int, table: np.ndarray | None = None) -> Population:
-        """`count` clients with one sample each: all alike, but for what a `table` says of them."""
+        """`count` clients with one sample each, which differ at most in the `table`."""
         return cls(np.broadcast_to(np.int64(1), count), table=table)
 
     def __len__(self) -> int:
@@ -78,23 +82,25 @@ class Population:
         return Population, (self.sizes, self.privacy_cost, self.table)
 
     def remember(self, name: Hashable, compute: Callable[[], Any]) -> Any:
-        """`compute()`, once for every `name`."""
+        """`compute()`, which is called once for every `name`."""
         if name not in self._memo:
             self._memo[name] = compute()
         return self._memo[name]
 
     @property
     def shares(self) -> np.ndarray:
-        """p^u float64 [N]: a client's share of all samples, n_k / sum n."""
+        """p^u, the share of each client in all samples, n_k / sum n: float64 [N]."""
         return self.remember("shares", lambda: self.sizes / self.samples)
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of one round: `clients` int64 [r], ascending; `draws` int64 [r] counts a client's
-    repeats from 0.
+    """The clients of one round.
 
-    `lost` more were selected and trained, but failed before they could send anything.
+    Args:
+        clients: int64 [r], ascending; a client drawn twice is listed twice.
+        draws: int64 [r], the index of each draw among its client's draws this round, from 0.
+        lost: how many more were selected and trained, but dropped out before sending anything.
     """
 
     clients: np.ndarray
@@ -106,24 +112,33 @@ class Cohort:
 
     @classmethod
     def of(cls, clients: np.ndarray) -> Cohort:
-        """Of clients (int64) in any order, one drawn twice standing twice."""
+        """The cohort of clients int64 [r] in any order, one drawn twice listed twice."""
         clients = np.sort(clients)
         first = np.searchsorted(clients, clients)  # where each client's run begins
         return cls(clients, np.arange(len(clients)) - first)
 
 
-# asks clients, int64 [k], ascending, for the losses of the model on their data: float64 [k], in
-# their order, as `Selection.answer` lets each say
+# asks clients, int64 [k] and ascending, for the loss of the model on their data: float64 [k], as
+# `Selection.answer` makes it of each
 Ask = Callable[[np.ndarray], np.ndarray]
 
 
 class Selection(Member):
-    """Base of the family. A member gives `select` and `sampling`; the rest has an answer that holds
-    for cohorts of distinct clients.
+    """Base of the family. A member gives `select` and `sampling`; the defaults hold for cohorts of
+    distinct clients.
 
-    `dropout` is the probability that a selected client fails after training, on its own (keyed by
-    seed, round, client and draw). The divisor stays what it was; noise that the failed ones would
-    have drawn is missing, which `survivors` tells the accountants.
+    `dropout` is the probability with which a selected client fails after training, independently of
+    the others (keyed by seed, round, client and draw). The divisor stays the same. Noise that
+    failed clients would have drawn is missing, and `survivors` tells the accountants so.
+
+    >>> class First(Selection):
+    ...     cohort: int = 2
+    ...     def select(self, seed, t, population, ask):
+    ...         return Cohort.of(np.arange(self.cohort))
+    ...     def sampling(self, population):
+    ...         return Sampling("public", len(population), self.cohort, rule="the first")
+    >>> First(cohort=3).draw(seed=0, t=0, population=Population.balanced(10)).clients
+    array([0, 1, 2])
     """
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -133,14 +148,15 @@ class Selection(Member):
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         """Who trains in round t: a function of (seed, t) and of what is public of the population.
 
-        A draw is from `stream(seed, Purpose.COHORT, t=t)` of `raydpfl.keys`, a numpy generator.
+        Random draws are from `stream(seed, Purpose.COHORT, t=t)` of `raydpfl.keys`, a numpy
+        generator.
 
         Args:
             seed: the seed of the run's cohorts.
             t: the round, counted from 0.
             population: the public facts.
-            ask: for a member that chooses clients by their losses, `ask(clients)` gives them. Such
-                a member gives `exposed` too, as all who are asked are exposed.
+            ask: `ask(clients)` gives the clients' losses, to a member that chooses by them. Such a
+                member gives `exposed` too, as all who are asked are exposed.
         """
         raise NotImplementedError
 
@@ -155,16 +171,19 @@ class Selection(Member):
         return None
 
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
-        """The clients of whose data something is released in round t, int64 [k], one that is drawn
-        twice standing twice: known before the run, and all that accountants count.
+        """The clients about whose data round t releases something. Accountants count these, and
+        they are known before the run.
 
-        By default the cohort, without those that drop out.
+        Arguments as for `select`. By default they are the cohort without those that drop out.
+
+        Returns:
+            int64 [k], a client drawn twice listed twice.
         """
         return self.draw(seed, t, population).clients
 
     @property
     def asks(self) -> bool:
-        """Whether others are exposed than those who take part."""
+        """Whether clients are exposed that do not take part."""
         return type(self).exposed is not Selection.exposed
 
     def _unasked(self, clients: np.ndarray) -> np.ndarray:
@@ -175,11 +194,13 @@ class Selection(Member):
         raise ConfigError("selection.kind", self.kind, accepted)
 
     def fits(self, count: int) -> None:
-        """Raises `ConfigError` when a population of `count` clients cannot give such cohorts."""
+        """Raises `ConfigError` if a population of `count` clients cannot give such cohorts."""
 
     def draw(self, seed: int, t: int, population: Population, ask: Ask | None = None) -> Cohort:
-        """Who sends an update in round t: those selected, without those that drop out. A member
-        that asks for losses can only do so in a run, which gives `ask`.
+        """Who sends an update in round t: those selected, without those that drop out.
+
+        Arguments as for `select`. Without `ask`, which only a run has, a member that asks for
+        losses raises `ConfigError`.
         """
         return self.drop(seed, t, self.select(seed, t, population, ask or self._unasked))
 
@@ -198,10 +219,10 @@ class Selection(Member):
     # --- what is public of it ---
 
     def hides_size(self) -> bool:
-        """Whether the size of a cohort is a secret, as each client takes part by a coin of its own.
+        """Whether the size of a cohort is a secret, because clients take part independently.
 
-        Then a client may be absent without anyone's knowing: the neighbouring relation is
-        add_remove unless the config names one, and the server draws the noise.
+        A client can then be absent without anyone knowing. So the neighbouring relation is
+        add_remove, unless the config names one, and the server draws the noise.
         """
         return False
 
@@ -215,14 +236,14 @@ class Selection(Member):
         return float(self.sampling(population).cohort)
 
     def means(self, population: Population) -> bool:
-        """Whether that quotient is the plain mean of what was sent, in every round."""
+        """Whether the sum over `divisor` is the plain mean of what was sent, in every round."""
         if self.hides_size() or self.dropout or self.corrections(population) is not None:
             return False
         return self.divisor(population) == self.sampling(population).cohort
 
     def counted(self, cohort: Cohort, population: Population) -> float:
-        """How many clients answered in a round, as far as may be told: where the size of its cohort
-        is a secret, the number to expect.
+        """How many clients answered in a round; the expected number where the size of its cohort is
+        a secret.
         """
         sampling = self.sampling(population)
         if self.hides_size() or (sampling.hidden and sampling.size is None):
@@ -230,29 +251,40 @@ class Selection(Member):
         return len(cohort)
 
     def weighs_data(self) -> bool:
-        """Whether the plain mean of what a cohort sends weighs clients by their data already."""
+        """Whether the plain mean of what a cohort sends already weighs clients by their data."""
         return False
 
     def corrections(self, population: Population) -> np.ndarray | None:
-        """Factors float64 [N] on the clients' weights, which undo that some are drawn more often
-        than others; None: all 1.
+        """Factors on the clients' weights that undo that some are drawn more often than others,
+        float64 [N]; None: all 1.
         """
         return None
 
     def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
-        """What the file that this selection names says of each of `count` clients, float64 [N];
-        None: it names none.
+        """What the file that this selection names says of each client.
+
+        Args:
+            count: N, the number of clients.
+            root: the folder of data sets.
+
+        Returns:
+            float64 [N]; None: it names no file.
+
+        Raises:
+            ConfigError: the file cannot be read, or does not suit so many clients.
         """
         return None
 
     def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray | None:
-        """What it costs to select each client, float64 [N] (`Population.privacy_cost`); None for a
-        selection that does not weigh it.
+        """What it costs to select each client (`Population.privacy_cost`).
 
         Args:
             d: parameters of the model.
             variances: gives the variance of each client's noise at a local step for a bound of 1,
                 float64 [N]; None where clients have no budgets of their own.
+
+        Returns:
+            float64 [N]; None: the selection does not use it.
         """
         return None
 
@@ -260,23 +292,30 @@ class Selection(Member):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        """Choices that depend on data and that no accountant counts, in words."""
+        """Data-dependent choices that no accountant counts, in words."""
         return ()
 
     @property
     def loss_query(self) -> Query | None:
-        """What `answer` releases, as accountants count it; None: nothing that they know of."""
+        """What `answer` releases, as accountants count it; None: nothing that they can count."""
         return None
 
     def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
-        """What a client that is asked says its loss is, and all that leaves it of `losses`, float64
-        [n_k], those of its samples.
+        """What a client answers when it is asked for its loss: all that leaves it.
+
+        Args:
+            losses: of its samples, float64 [n_k].
+            noise_seed: the run's seed of noise.
+            t: the round.
+            client: its id.
         """
         return float(losses.mean())
 
     def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
-        """Int64 [rounds]: how many rounds of `sampling` the guarantee of any one client composes
-        over, after 1, 2, ... rounds.
+        """How many rounds of `sampling` the guarantee of a client composes, after 1, 2, ... rounds:
+        int64 [rounds].
+
+        All of them, unless only a client's own rounds count: then the largest number of any client.
         """
         if not self.sampling(population).by_participation:
             return np.arange(1, rounds + 1)
@@ -289,12 +328,14 @@ class Selection(Member):
         return np.maximum.accumulate(most)
 
     def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
-        """Bool [k]: whether it is public that these clients can be in the cohort of round `t`."""
+        """Whether, as far as is public, each of these clients can be in the cohort of round `t`:
+        bool [k].
+        """
         return np.ones(len(clients), bool)
 
     def survivors(self, seed: int, rounds: int, population: Population) -> int:
-        """The fewest clients that any of the first `rounds` rounds keeps; the whole nominal cohort,
-        undrawn, when none can drop out.
+        """The fewest clients that are left in any of the first `rounds` rounds; without dropout the
+        nominal cohort, and nothing is drawn.
         """
         if not self.dropout:
             return self.sampling(population).cohort

@@ -16,14 +16,14 @@ from raydpfl.selection.windows import available, fewest, nth, turns
 
 
 class Cyclic(Selection):
-    """Groups take turns: in round t the clients k with k = t mod `period` (cyclic participation:
-    Eichner et al. 2019; Cho et al. 2023).
+    """Groups take turns: in round t it is that of the clients k with k = t mod `period` (cyclic
+    participation: Eichner et al. 2019; Cho et al. 2023).
 
-    All of the group where `cohort` is None; else `cohort` of them by `law`: `fixed`, uniformly
-    without replacement, or `poisson`, each with probability cohort / (size of the group). Where
-    `period` does not divide N the sizes differ by one: the whole group's sum is divided by N /
-    period, so that every client counts the same, and the accountants are told of the smallest
-    group.
+    If `cohort` is None the whole group takes part. Else `cohort` of them do by `law`: `fixed`,
+    uniformly without replacement, or `poisson`, each with probability cohort / (size of the group).
+    If `period` does not divide N, the sizes of groups differ by one. The sum over a whole group is
+    then divided by N / period, so that every client counts the same, and the accountants are told
+    of the smallest group.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

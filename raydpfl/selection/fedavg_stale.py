@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 class FedAvgStale(Uniform):
-    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5): uniform, but the N
-    - r clients that were not drawn count with the unchanged global model, so that the divisor is N.
-    Biased towards standing still: each round moves r/N as far.
+    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5).
+
+    The cohort is that of `uniform`, but the N - r clients that were not drawn count with the
+    unchanged global model, so the divisor is N. It is biased towards standing still: each round
+    moves r/N as far.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)

@@ -1,8 +1,7 @@
-"""The first to respond are the cohort; the work of the rest is dropped (002 sec. IV: the r first of
-the clients that were asked).
+"""The first to respond are the cohort, and the work of the rest is dropped (002 sec. IV).
 
-A client's response time is its own scale, drawn once, times a draw of the response law in every
-round. What unit it is in does not matter, only who comes first. With one scale for all it is
+A client's response time is its own scale, drawn once, times a draw from the response law in every
+round. Its unit does not matter, only who comes first. If all clients have the same scale this is
 uniform sampling in law (002 Lemma 5 rests on that):
 
 >>> clients = Population.balanced(10)
@@ -27,20 +26,20 @@ from raydpfl.selection.base import Ask, Cohort, Population
 from raydpfl.selection.responses import Exponential, Response
 from raydpfl.selection.sized import Sized, distinct
 
-# clients asked when it is left open, so that a round among a million does not wait for a million
+# the default number of clients asked, so that a round does not wait for a million
 ASKED = 10_000
 RESPONSES: dict[str, type[Response]] = family("raydpfl.selection", Response, ("exponential",))
 
 
 class FirstResponders(Sized):
-    """The `cohort` first to respond of `contacted` clients that are asked, uniformly without
+    """The first `cohort` to respond of `contacted` clients, which are asked uniformly without
     replacement.
 
-    `contacted` None asks everyone up to 10,000 clients, and 10,000 of more (or ten times the
-    cohort, if that is more). A client's scale is exp(spread Z_k), Z_k standard normal and keyed by
-    client. With spread 0 the law is that of uniform, and so is the accounting; otherwise fast
-    clients are drawn the more often, no closed form says how often, only the rounds a client was in
-    are counted, and no weights take the bias away.
+    Without `contacted`, everyone is asked up to 10,000 clients; of more, 10,000 or ten times the
+    cohort, whichever is larger. A client's scale is exp(spread Z_k), with Z_k standard normal and
+    keyed by client. With spread 0 the law and the accounting are those of `uniform`. Otherwise fast
+    clients are drawn more often, in no closed form: only a client's own rounds count, and no
+    weights undo the bias.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -15,14 +15,14 @@ from raydpfl.selection.with_replacement import WithReplacement
 
 
 class Importance(WithReplacement):
-    """Any p, with each update weighted by p^u_k / p_k, which keeps the sum unbiased for sum p^u_k
-    Delta_k (Luo et al. 2024).
+    """Any p, with each update weighted by p^u_k / p_k, so that the sum is unbiased for
+    sum p^u_k Delta_k (Luo et al. 2024).
 
-    p is in proportion to (p^u)^power, from 1 (the same as multinomial) to 0 (uniform) and beyond;
-    or to `column` of the table `path`, a CSV, Parquet, Arrow or NPZ file with a row per client in
-    client order, absolute or relative to the data root or the working folder. Whoever has data must
-    have p > 0. A client that is rarely asked speaks the louder: its correction multiplies what it
-    may contribute to the sum.
+    p is proportional to (p^u)^power: power 1 is `multinomial`, 0 is uniform. Or it is proportional
+    to `column` of the table `path`, a CSV, Parquet, Arrow or NPZ file with a row per client in
+    client order, absolute or relative to the data root or the working folder. Clients with data
+    must have p > 0. A client that is rarely drawn counts more when it is: its correction multiplies
+    what it can add to the sum.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})

@@ -11,11 +11,10 @@ from raydpfl.selection.with_replacement import WithReplacement
 
 
 class Multinomial(WithReplacement):
-    """p = p^u, p^u_k = n_k / sum n: MD sampling (002 sec. IV), which is the unbiased selection of
-    003 sec. III-C2.
+    """p = p^u, p^u_k = n_k / sum n: MD sampling (002 sec. IV), the unbiased selection of 003 sec.
+    III-C2.
 
-    The sum over r of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are
-    uniform.
+    The mean of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are uniform.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)

@@ -1,4 +1,4 @@
-"""Each client by a coin of its own."""
+"""Each client independently."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from raydpfl.selection.sized import Sized, distinct
 
 
 class Poisson(Sized):
-    """Each client on its own with probability cohort / population; the divisor stays `cohort`, so
-    it tells nothing.
+    """Each client independently with probability cohort / population. The divisor is always
+    `cohort`, so it reveals nothing.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
@@ -24,8 +24,7 @@ class Poisson(Sized):
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         generator = stream(seed, Purpose.COHORT, t=t)
         count = len(population)
-        # A binomial count, then a uniform subset of that size: the same law as a coin for every
-        # client, in O(cohort).
+        # a binomial size, then a uniform subset of that size: the same law, in O(cohort)
         return Cohort.of(
             distinct(generator, count, int(generator.binomial(count, self.cohort / count)))
         )

@@ -1,5 +1,5 @@
-"""Power-of-choice: the clients that fit the model worst are asked first (Cho, Wang, Joshi 2020; the
-biased baseline of 003 sec. VI-B).
+"""Power-of-choice: the clients with the largest losses take part (Cho, Wang, Joshi 2020; the biased
+baseline of 003 sec. VI-B).
 
 >>> clients, member = Population(sizes=[10, 20, 30, 40]), PowerOfChoice(cohort=1, pool=3)
 >>> member.exposed(seed=0, t=0, population=clients)
@@ -31,20 +31,20 @@ from raydpfl.selection.sized import Sized
 
 class PowerOfChoice(Sized):
     """Of `pool` candidates, drawn without replacement in proportion to their data, the `cohort`
-    with the largest local loss under the global model.
+    with the largest local losses under the global model.
 
-    All candidates are exposed, as all of them are asked. The weights are uniform.
+    All candidates are asked, so all are exposed. The weights are uniform.
 
     The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of
     each of its samples to [0, L], L being `loss_bound`, and answers with their mean plus Gaussian
     noise of that std, in units of the loss. Accountants count the answer in every round in which a
-    client is a candidate, and whoever they speak of may see all answers; who is chosen follows from
-    these. Sensitivity of one answer:
+    client is a candidate. The observer may see all answers, and who is chosen follows from them.
+    The sensitivity of one answer is
 
-    - L where a client is replaced by another; L/2 where its contribution may be zero instead, which
-      stands for the middle of the range;
-    - L / n_k where one of its n_k samples is replaced (noise at local steps), samples not seeing
-      one another in the model's forward pass.
+    - L where a client is replaced by another;
+    - L/2 where its contribution may be zero instead, which stands for the middle of the range;
+    - L / n_k where one of its n_k samples is replaced (noise at local steps), if samples do not
+      affect each other in the model's forward pass.
 
     Without noise no accountant covers the query, and every guarantee says so. Either way candidates
     are counted as if each took part in the round and everyone knew it.
@@ -118,8 +118,8 @@ class PowerOfChoice(Sized):
         return np.sort(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
-        """The candidates with the largest losses; of equal ones the lower client comes first, NaN
-        last.
+        """The candidates with the largest losses. Of equal losses the lower client's comes first;
+        NaN comes last.
         """
         candidates = self.exposed(seed, t, population)
         order = np.argsort(-ask(candidates), kind="stable")
@@ -131,7 +131,7 @@ class PowerOfChoice(Sized):
         return Sampling("public", len(population), self.cohort, rule=rule)
 
     def survivors(self, seed: int, rounds: int, population: Population) -> int:
-        """At least so many: had all candidates that fail in a round been chosen in it."""
+        """A lower bound: the number if all candidates that drop out had been chosen."""
         if not self.dropout:
             return self.cohort
         lost = (
@@ -144,12 +144,14 @@ class PowerOfChoice(Sized):
 def successive(
     generator: np.random.Generator, population: Population, size: int, attempts: int = 8
 ) -> np.ndarray:
-    """`size` distinct clients (int64) drawn one by one, each in proportion to its samples among
-    those that are left.
+    """`size` distinct clients drawn one after another, each in proportion to its samples among
+    those that are left: int64 [size].
 
-    Draws with replacement, repeats passed over, have that law at O(size log N). Where few clients
-    hold nearly all data and `attempts` times 2 size draws do not suffice, the rest come in the
-    order of exponential clocks of rate n_k, which has it too, at O(N).
+    Draws with replacement, without the repeats, have that law at O(size log N). Where few clients
+    hold nearly all data and `attempts` times 2 size draws are not enough, the rest come in the
+    order of exponential clocks of rate n_k, which has the same law at O(N).
+
+    Raises `ConfigError` if fewer clients have data.
     """
     sums = population.remember("sums of sizes", lambda: np.cumsum(population.sizes))
     drawn = np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Draws by the probabilities that solve Problem 1 of 003."""
+"""Draws with the probabilities that solve Problem 1 of 003."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raydpfl.selection.with_replacement import WithReplacement
 
 class PrivacyAware(WithReplacement):
     """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the
-    clients that p asks (003 sec. V).
+    clients drawn (003 sec. V).
 
     `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact`
-    (see `solve`) or the reference it is tested against. The weights are uniform: the bias is what
-    Problem 1 has paid for. A client without data is never drawn.
+    (`solve`) or the reference that it is tested against (`solve_cvxpy`). The weights are uniform,
+    since Problem 1 accounts for the bias. A client without data is never drawn.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})

@@ -1,9 +1,8 @@
-"""Whom to ask how often when budgets differ: personalised-privacy-aware client selection (003 sec.
-V, Problem 1; PRIVACY.md sec. 6).
+"""How often to draw each client when budgets differ: 003 sec. V, Problem 1 (PRIVACY.md sec. 6).
 
-With p^u the unbiased probabilities and c_k the cost of asking client k, its noise variance times a
-scale (003: c_k = eta D V_k, V_k = `raydpfl.privacy.paper.budget_variance`), the selection
-probabilities p minimise over the simplex
+Let p^u be the unbiased probabilities and c_k the cost of drawing client k, a scale times the
+variance of its noise (003: c_k = eta D V_k, V_k = `raydpfl.privacy.paper.budget_variance`). The
+selection probabilities p minimise over the simplex
 
     f(p) = D + F,   D = ||p - p^u||_1,   F = sqrt(D^2 + sum_k c_k p_k^2).
 
@@ -17,27 +16,31 @@ probabilities p minimise over the simplex
 True
 
 *Derivation.* f is convex. Where F > 0, F times a subgradient is s_k f + c_k p_k, with s_k in the
-subdifferential of |p_k - p^u_k|; so p is optimal iff some nu equals it wherever p_k > 0 and is at
-most that where p_k = 0. Hence c_k p_k is a := nu - f for a raised client, b := nu + f for a lowered
-one, in [a, b] for one that stays:
+subdifferential of |p_k - p^u_k|. So p is optimal iff some nu equals that wherever p_k > 0, and is
+at most that where p_k = 0. Hence c_k p_k is a := nu - f for a raised client, b := nu + f for a
+lowered one, and in [a, b] for one that stays:
 
-    p_k = min(max(p^u_k, a / c_k), b / c_k),   b - a = 2 f,
+    p_k = min(max(p^u_k, a / c_k), b / c_k),   b - a = 2 f.
 
-and p^u itself is optimal iff max c p^u - min c p^u <= 2 sqrt(sum c (p^u)^2). (PRIVACY.md's "b - a =
-2F" calls the whole objective F, as its check value shows.) A raised client has a >= 0, so b > 0 and
-no p^u_k > 0 is lowered to 0 (003 Proposition 2, whose proof needs p^u_k > 0). A public client, c_k
-= 0, forces a = 0, and all that moves goes to public clients; f does not care how they share it, and
-here they share it in proportion to p^u (equally where that is 0).
+p^u itself is optimal iff
+
+    max c p^u - min c p^u <= 2 sqrt(sum c (p^u)^2).
+
+(In PRIVACY.md's "b - a = 2F" F is the whole objective, as its check value shows.) A raised client
+has a >= 0, so b > 0 and no p^u_k > 0 is lowered to 0 (003 Proposition 2, whose proof needs
+p^u_k > 0). A public client, c_k = 0, forces a = 0, and all the mass that moves goes to public
+clients. f does not depend on how they share it; here they share it in proportion to p^u (equally
+where that is 0).
 
 *Solver.* Sorted by c_k p^u_k, the raised clients are a prefix and the lowered ones a suffix, and
 the mass M = D / 2 that moves is piecewise linear in either level. Two binary searches on the sign
-of b - a - 2f, which falls as M grows, find prefix and suffix. There the equation is linear =
-Euclidean norm of a linear function, concave with one sign change, so that Newton's method from the
-side where too much has moved approaches the root without overshooting. Its unknown is the level
-whose clients hold less mass per unit of level, not M: with c = (1e150, 1) the lowered client keeps
-6e-150, which M = 0.5 - 6e-150 cannot hold in float64.
+of b - a - 2f, which falls as M grows, find prefix and suffix. There the equation says that a linear
+function equals the Euclidean norm of another: it is concave with one sign change, so Newton's
+method from the side where too much has moved approaches the root without overshooting. Its unknown
+is the level whose clients hold less mass per unit of level, not M: with c = (1e150, 1) the lowered
+client keeps 6e-150, which M = 0.5 - 6e-150 cannot hold in float64.
 
-Public: p^u and c, hence sizes and budgets; nothing here may depend on the data.
+Public: p^u and c, hence sizes and budgets. Nothing here may depend on the data.
 """
 
 from __future__ import annotations
@@ -54,11 +57,15 @@ from raydpfl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Solution:
-    """The minimiser of 003 Problem 1: p = min(max(p^u, a / c), b / c) with `levels` = (a, b).
+    """The minimiser of 003 Problem 1, p = min(max(p^u, a / c), b / c).
 
-    `probabilities` float64 [N]; `objective` = f(p); `moved`: the mass taken from the lowered
-    clients and given to the raised ones, ||p - p^u||_1 / 2; `kkt_residual`: see the function of
-    that name. Where p = p^u, the levels are the extremes of c p^u.
+    Args:
+        probabilities: p, float64 [N].
+        objective: f(p).
+        moved: the mass taken from the lowered clients and given to the raised ones,
+            ||p - p^u||_1 / 2.
+        levels: (a, b). Where p = p^u, the extremes of c p^u.
+        kkt_residual: see the function of that name.
     """
 
     probabilities: np.ndarray
@@ -69,11 +76,15 @@ class Solution:
 
 
 def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
-    """The exact solution in O(N log N): one sort, two binary searches, a few Newton steps on one
-    scalar.
+    """The exact solution of 003 Problem 1 in O(N log N): one sort, two binary searches, and a few
+    Newton steps on one scalar.
 
-    `unbiased` float64 [N]: p^u, non-negative, sum 1. `cost` float64 [N]: c, from 0 (a public
-    client) to 1e300; below 1e-300 counts as 0. Raises `ConfigError` for anything else.
+    Args:
+        unbiased: p^u, float64 [N], not negative and with sum 1.
+        cost: c, float64 [N], from 0 (a public client) to 1e300; below 1e-300 it counts as 0.
+
+    Raises:
+        ConfigError: an argument is anything else.
     """
     unbiased, cost = _checked(unbiased, cost)
     cost = np.where(cost < 1e-300, 0.0, cost)
@@ -116,8 +127,8 @@ class _Moves:
         self.mass_above, self.width_above = (
             np.concatenate((np.cumsum(x[::-1])[::-1], [0.0])) for x in (u, w)
         )
-        # The mass that lifts the prefix to g[i], or that lowering the suffix to g[j] sets free:
-        # sums of non-negative terms, so that both are monotone and keep their relative precision.
+        # The mass that lifts the prefix to g[i], or that is freed by lowering the suffix to g[j].
+        # Both are sums of non-negative terms, so they are monotone and keep their precision.
         rise = np.diff(self.g)
         # infinite beyond the public clients, and where no mass is enough
         with np.errstate(invalid="ignore", over="ignore"):
@@ -127,7 +138,7 @@ class _Moves:
         self.taken = np.concatenate((np.cumsum(freed[::-1])[::-1], [0.0]))
 
     def excess(self, i: int, j: int, moved: float, a: float, b: float) -> tuple[float, float]:
-        """(b - a - 2f, minus its slope in the moved mass without the levels' part)."""
+        """b - a - 2f, and minus its slope in the moved mass without the part of the levels."""
         raised = moved + float(self.mass_below[i])
         lowered = b * float(self.width_above[j])
         squares = max(0.0, self.square_below[j] - self.square_below[i])
@@ -177,23 +188,21 @@ class _Moves:
 
 
 def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """f(p) = D + sqrt(D^2 + sum c p^2), D = ||p - p^u||_1 (003 Problem 1); all arguments float64
-    [N].
-    """
+    """f(p) = D + sqrt(D^2 + sum c p^2), D = ||p - p^u||_1 (003 Problem 1), for float64 [N]."""
     distance = float(np.abs(probabilities - unbiased).sum())
     return distance + math.hypot(distance, math.sqrt((cost * probabilities) @ probabilities))
 
 
 def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """By how much p fails the optimality conditions of Problem 1: 0 exactly where it is optimal;
-    all arguments float64 [N].
+    """How far p is from the optimality conditions of 003 Problem 1, for float64 [N]; 0 where it is
+    optimal.
 
-    The largest of |sum p - 1|, the most negative p_k, and the stationarity gap: the distance
-    between the bounds that the clients put on nu (see the derivation), as a fraction of the largest
-    term in them, since costs may have any magnitude. It knows nothing of levels or of the solver. A
-    client counts as staying only where p_k = p^u_k to the bit, so it judges exact solutions, not an
-    iterative solver's. The rounding of p alone can make it 1e-16 / f where f is small (all but
-    public clients hold next to nothing).
+    It is the largest of |sum p - 1|, the most negative p_k, and the stationarity gap. The gap is
+    the distance between the bounds that clients put on nu (see the derivation), as a fraction of
+    the largest term in them, since costs may have any magnitude. It does not depend on levels or on
+    the solver. A client counts as unmoved only if p_k = p^u_k to the bit, so this judges exact
+    solutions, not those of iterative solvers. Where f is small (nearly all mass is on public
+    clients), the rounding of p alone can make it 1e-16 / f.
     """
     value = objective(probabilities, unbiased, cost)
     pull = cost * probabilities
@@ -206,14 +215,20 @@ def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarr
 
 
 def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
-    """The probabilities float64 [N] by CVXPY and CLARABEL: the reference that `solve` is tested
-    against, for costs up to 1e6 or so.
+    """The probabilities by CVXPY and CLARABEL, float64 [N]: the reference that `solve` is tested
+    against, for costs up to about 1e6.
 
-    Problem 1 as a second-order cone program at tolerance 1e-10 has f to 1e-9 but p only to 1e-5,
-    since f is flat. So p is polished: with F = min over t > 0 of t / 2 + (D^2 + sum c p^2) / (2 t),
-    t held at its last value leaves a quadratic program that is not flat, and four of them at 1e-12
-    give p to 1e-7 (1e-5 beside public clients). Raises `ConfigError` as `solve` does, and cvxpy's
-    `SolverError` where CLARABEL fails.
+    As a second-order cone program at tolerance 1e-10, Problem 1 gives f to 1e-9 but p only to 1e-5,
+    since f is flat. So p is polished. With
+
+        F = min over t > 0 of t / 2 + (D^2 + sum c p^2) / (2 t),
+
+    a fixed t leaves a quadratic program that is not flat. Four of these at 1e-12, each with the
+    last value of t, give p to 1e-7 (1e-5 with public clients).
+
+    Raises:
+        ConfigError: as `solve`.
+        cvxpy.SolverError: CLARABEL fails.
     """
     unbiased, cost = _checked(unbiased, cost)
     import cvxpy  # takes a second, and only the reference needs it

@@ -1,4 +1,4 @@
-"""How long clients take to respond: laws of response times."""
+"""Laws of response times."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from raydpfl.member import Member
 
 
 class Response(Member):
-    """Base of the response laws."""
+    """Base of the response laws. A member gives `times`."""
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Independent response times float64 [count] of clients of scale 1."""
+        """Independent response times of clients of scale 1, float64 [count]."""
         raise NotImplementedError
 
 
 class Exponential(Response):
-    """Memoryless: however long one has waited, the mean wait is still 1."""
+    """Memoryless, of mean 1."""
 
     kind: str = "exponential"
 

@@ -10,12 +10,14 @@ from raydpfl.selection.base import Selection
 
 
 def distinct(generator: np.random.Generator, count: int, size: int) -> np.ndarray:
-    """`size` of 0 .. count - 1, uniformly without replacement, ascending; O(size)."""
+    """`size` of the numbers 0, ..., count - 1, uniformly without replacement: int64 [size],
+    ascending, in O(size).
+    """
     return np.sort(generator.choice(count, size, replace=False, shuffle=False))
 
 
 class Sized(Selection):
-    """Base of the members with a `cohort` that the population must be able to fill."""
+    """Base of the members with a `cohort`, which is at most the population."""
 
     cohort: int = Field(ge=1)
 

@@ -13,7 +13,7 @@ from raydpfl.selection.sized import Sized, distinct
 class Uniform(Sized):
     """`cohort` clients uniformly without replacement (000 Alg. 1, 001 Alg. 1-3, 002 Alg. 1).
 
-    With weights N p_k the sum over the divisor r is unbiased for sum p_k Delta_k (002 Lemma 5).
+    With weights N p_k the sum divided by r is unbiased for sum p_k Delta_k (002 Lemma 5).
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "dropout": 0.2})

@@ -1,9 +1,11 @@
-"""Clients that are there at public times: groups that take turns, and windows of availability.
+"""Clients that are available at public times: groups that take turns, and windows of availability.
 
-Client k has phase k mod `period` and is available in the `window` rounds t of every `period` with
-(t - k) mod period < window. Who is available is public; which of them a round takes can be a
-secret, which amplifies privacy within them alone. A client's guarantee composes over the rounds in
-which it is available.
+Client k is available in the rounds t with
+
+    (t - k) mod period < window.
+
+Who is available is public. Which of them a round takes can be a secret, which amplifies privacy
+within them alone. A client's guarantee composes over the rounds in which it is available.
 
 >>> from raydpfl.selection.availability import Availability
 >>> from raydpfl.selection.base import Population
@@ -22,8 +24,11 @@ import numpy as np
 
 
 def available(count: int, period: int, window: int, t: int) -> tuple[int, int, int]:
-    """(how many of `count` clients are available in a round, the first open phase, how many open
-    phases wrap around to 0).
+    """Who is available in round t.
+
+    Returns:
+        How many of `count` clients are, the first open phase, and how many open phases wrap around
+        to 0. The phase of client k is k mod period.
     """
     first = (t - window + 1) % period
     wrapped = max(0, first + window - period)
@@ -42,16 +47,16 @@ def fewest(count: int, period: int, window: int) -> int:
 
 
 def turns(rounds: int, period: int, window: int) -> np.ndarray:
-    """Int64 [rounds]: the most rounds in which any client has been available, after 1, 2, ... of
-    them.
+    """The largest number of rounds in which any client was available, after 1, 2, ... rounds:
+    int64 [rounds].
     """
     blocks, rest = np.divmod(np.arange(1, rounds + 1), period)
     return blocks * window + np.minimum(rest, window)
 
 
 def nth(index: np.ndarray, period: int, window: int, first: int, wrapped: int) -> np.ndarray:
-    """The clients int64 that are available, by their place among them: every `period` clients hold
-    `window`, in the same phases.
+    """The clients at these places among the available ones, int64: of every `period` clients
+    `window` are available, in the same phases.
     """
     block, place = np.divmod(index, window)
     return block * period + np.where(place < wrapped, place, first + place - wrapped)

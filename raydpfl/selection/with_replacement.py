@@ -1,8 +1,8 @@
 """Cohorts drawn with replacement, client k with probability p_k at each of r draws: the virtual
 clients of 003 sec. III-C2.
 
-A client drawn twice trains twice, with batches and noise of its own each time, and counts twice in
-the sum over r. What the members differ in is p:
+A client drawn twice trains twice, with independent batches and noise, and counts twice in the sum
+that is divided by r. The members differ in p:
 
 >>> from raydpfl.selection.importance import Importance
 >>> from raydpfl.selection.multinomial import Multinomial
@@ -25,18 +25,18 @@ from raydpfl.selection.base import Ask, Cohort, Population, Selection
 
 
 class WithReplacement(Selection):
-    """Base of these members: `cohort` draws, each from `probabilities`; the sum is divided by
-    `cohort`.
+    """Base of these members, which give `law`: `cohort` draws, each with `probabilities`; the sum
+    is divided by `cohort`.
     """
 
     cohort: int = Field(ge=1, le=10**9)
 
     def law(self, population: Population) -> np.ndarray:
-        """p float64 [N], non-negative with sum 1, computed anew."""
+        """p, float64 [N], not negative and with sum 1."""
         raise NotImplementedError
 
     def probabilities(self, population: Population) -> np.ndarray:
-        """p float64 [N]: who each draw takes; computed once for a population."""
+        """`law`, float64 [N], computed once for a population."""
         return population.remember((self, "p"), lambda: self.law(population))
 
     def weighs_data(self) -> bool:

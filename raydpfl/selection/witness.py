@@ -1,18 +1,16 @@
-"""Draws held against the law that a selection declares, while the run goes.
+"""Checks, during a run, that cohorts follow the law that a selection declares.
 
-Accountants believe `Selection.sampling`. A member whose draws follow another law would be given an
-epsilon that does not hold, so every cohort is looked at before anything is released from it:
+Accountants believe `Selection.sampling`. If a member's draws followed another law, its epsilon
+would not hold. So every cohort is checked before anything is released from it:
 
-- exactly, what the law never gives: a cohort of another size, a client that does not exist or
-  stands in a cohort twice, one
-  that takes part (or is asked for its loss) more often than the accountants compose, fewer clients
-  than the noise of the sum counts on; other clients than were drawn in advance, where the
+- for what the law never gives: a cohort of another size; a client that does not exist, is in a
+  cohort twice, or takes part (or is asked for its loss) more often than the accountants compose;
+  fewer clients than the noise of the sum needs; other clients than were drawn in advance, where the
   accountants counted those;
-- where the cohort is a secret, what the law hardly ever gives: a client that is drawn too often,
-  Poisson cohorts that are
-  too large or too small over all rounds, cohorts that have too many clients, or too few, in common
-  with the one before, and sizes of Poisson cohorts, or numbers in common, that vary too much from
-  round to round (clients that come together, not each by its own coin) or too little.
+- where the cohort is a secret, for what the law hardly ever gives: a client drawn too often;
+  Poisson cohorts that are too large or too small over all rounds; too many or too few clients in
+  common with the cohort before; and sizes of Poisson cohorts, or numbers in common, that vary too
+  much from round to round (clients that come in groups, not independently) or too little.
 
 >>> from raydpfl.selection.base import Cohort, Population
 >>> from raydpfl.selection.uniform import Uniform
@@ -26,13 +24,13 @@ raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, wher
 (fixed size 90 of 900) gives 90: no accountant covers what it does
 
 A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of
-the seven statistical checks spends a seventh of it, FALSE_ALARM / (7 (t + 1) (t + 2)) in round t.
-Tails are exact binomial ones, or Chernoff's bound for the clients in common, whose number is
-hypergeometric and so less spread than a binomial one (Hoeffding 1963, Theorem 4). How much numbers
-vary is judged by the exact probabilities to be as far from the mean, and as near, in each round,
-combined as Fisher does: minus their logarithms add up to at most a Gamma variable of as many
-degrees as there were rounds. Law-abiding draws that are nevertheless no secret (a member that can
-be foreseen) pass: no sequence of draws shows that.
+the seven statistical checks spends FALSE_ALARM / (7 (t + 1) (t + 2)) in round t. Tails are exact
+binomial ones. For clients in common it is Chernoff's bound, since their number is hypergeometric
+and so less spread than a binomial one (Hoeffding 1963, Theorem 4). How much numbers vary is judged
+by the exact probabilities of being as far from the mean, and as near, in each round, combined as
+Fisher does: minus the sum of their logarithms is at most a Gamma variable with as many degrees of
+freedom as there were rounds. Draws that follow the law but are no secret (they can be predicted)
+pass: no sequence of draws shows that.
 """
 
 from __future__ import annotations
@@ -51,13 +49,18 @@ FALSE_ALARM = 1e-6  # of a whole run with a sound selection
 
 
 class Witness:
-    """Sees every cohort of a run of `selection`.
+    """Checks every cohort of a run.
 
-    `exposures` int64 [rounds]: how many of the first t + 1 rounds the accountants compose over.
-    `least`: the fewest clients that the noise of a round counts on. `secret`: whether an accountant
-    counts on the cohort being a secret. `apart`: the fewest rounds from one participation of a
-    client to its next that noise which is correlated over rounds counts on. `planned`: by round,
-    the `fingerprint` of the draw that was accounted for in advance, where accountants count draws.
+    Args:
+        selection: the member.
+        population: the public facts about the clients.
+        exposures: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
+        least: the fewest clients that the noise of a round needs.
+        secret: whether an accountant relies on the cohort being a secret.
+        apart: the fewest rounds from one participation of a client to its next that the noise needs
+            (it does where it is correlated over the rounds).
+        planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
+            accountants do not count draws.
     """
 
     def __init__(
@@ -91,8 +94,8 @@ class Witness:
         self._overlaps = _Variation()
 
     def asks(self, t: int, clients: np.ndarray) -> None:
-        """Looks at the clients, int64 [k], that are about to be asked for their losses in round
-        `t`. Raises as `see` does.
+        """Checks the clients int64 [k] that are about to be asked for their losses in round `t`.
+        Raises `RunError` as `see` does.
         """
         if self._candidates is not None:
             raise self._wrong(f"asked for losses twice in round {t}")
@@ -112,12 +115,12 @@ class Witness:
             )
 
     def asked(self, clients: np.ndarray) -> None:
-        """Takes note of clients that were asked in a round before this process began."""
+        """Notes clients int64 [k] that were asked in a round before this process began."""
         self._asked.update(clients.tolist())
 
     def took(self, clients: np.ndarray) -> None:
-        """Takes note of the cohort of a round before this process began; of the latest ones, the
-        oldest first.
+        """Notes the clients int64 [r] of a round before this process began; called for the latest
+        rounds, the oldest first.
         """
         self._recent.append(clients)
 
@@ -127,11 +130,15 @@ class Witness:
         cohort: Cohort,
         participations: Mapping[int, int],
     ) -> None:
-        """Looks at the cohort of round `t`. Raises `RunError` for one that the declared law does
-        not give.
+        """Checks the cohort of round `t`.
 
-        `participations`: how often each client took part in the rounds before. It was chosen among
-        those who were asked in the round, if any were.
+        Args:
+            t: the round.
+            cohort: chosen among those who were asked in the round, if any were.
+            participations: how often each client took part in earlier rounds.
+
+        Raises:
+            RunError: the declared law does not give such a cohort.
         """
         candidates = self._candidates
         self._candidates = None
@@ -141,7 +148,7 @@ class Witness:
             self._as_planned(t, cohort.clients)
         clients = cohort.clients
         before = [participations.get(client, 0) for client in clients.tolist()]
-        # of a client drawn twice the last of its draws has all
+        # the last draw of a client drawn twice has them all
         counts = np.array(before, np.int64) + cohort.draws + 1
         self._exposed(t, clients, counts)
         self._separate(t, clients)
@@ -205,9 +212,7 @@ class Witness:
         self._recent.append(clients)
 
     def _often(self, t: int, clients: np.ndarray, counts: np.ndarray, limit: float) -> None:
-        """The largest count of any client, against a binomial law with a union bound over the
-        clients.
-        """
+        """The largest count of any client, by a binomial law and a union bound over the clients."""
         if not len(counts):
             return
         law = self._law
@@ -223,7 +228,7 @@ class Witness:
             )
 
     def _total(self, t: int, cohort: Cohort, limit: float) -> None:
-        """The sizes of Poisson cohorts, all together."""
+        """The sizes of Poisson cohorts, over all rounds."""
         self._selected += len(cohort) + cohort.lost
         self._rounds += 1
         if self._law.coins is None or self._law.rule:
@@ -242,10 +247,9 @@ class Witness:
         self._varies(t, self._sizes, "sizes of cohorts", limit)
 
     def _in_common(self, t: int, clients: np.ndarray, limit: float) -> None:
-        """Clients that cohorts have in common with the one before, all together.
+        """The clients that cohorts share with the one before, over all rounds.
 
-        Given their sizes, whatever these are, the number is hypergeometric and independent of what
-        was drawn before.
+        Given the two sizes their number is hypergeometric and independent of earlier draws.
         """
         law = self._law
         before = self._before
@@ -279,7 +283,7 @@ class Witness:
 
 
 class _Variation:
-    """How far numbers of independent rounds lie from their means, all together, against the law of
+    """How far numbers of independent rounds are from their means, over all rounds, by the law of
     each.
     """
 
@@ -289,7 +293,9 @@ class _Variation:
         self._near = 0.0
 
     def add(self, found: int, values: np.ndarray, chances: np.ndarray, mean: float) -> None:
-        """One round's number; its law gives `values`, float64 [k], with `chances`, float64 [k]."""
+        """One round's number. Its law has `values` float64 [k] with probabilities `chances` float64
+        [k].
+        """
         if len(values) < 2:
             return
         away = np.abs(values - mean)
@@ -299,11 +305,11 @@ class _Variation:
         self._near -= math.log(min(max(float(chances[away <= off + 1e-9].sum()), 1e-300), 1.0))
 
     def more(self) -> float:
-        """A bound on the probability that numbers by these laws vary so much."""
+        """A bound on the probability that numbers by these laws vary as much."""
         return self._tail(self._far)
 
     def less(self) -> float:
-        """The same, so little."""
+        """A bound on the probability that they vary as little."""
         return self._tail(self._near)
 
     def _tail(self, total: float) -> float:
@@ -313,13 +319,13 @@ class _Variation:
 
 
 def fingerprint(clients: np.ndarray) -> bytes:
-    """16 bytes that tell the clients of one round, int64 and in order, from any others."""
+    """16 bytes that tell the clients of one round, int64 [r] in order, from any others."""
     return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]
 
 
 def _binomial(trials: int, chance: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Bin(trials, chance): its values within 40 stds of the mean, their probabilities, and the
-    mean.
+    """Bin(trials, chance): its values within about 40 stds of the mean, their probabilities, and
+    the mean.
     """
     mean = trials * chance
     k = _window(mean, mean * (1 - chance), 0, trials)
@@ -328,7 +334,7 @@ def _binomial(trials: int, chance: float) -> tuple[np.ndarray, np.ndarray, float
 
 
 def _hypergeometric(count: int, marked: int, drawn: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """The same for how many of `marked` clients are among `drawn` of `count`."""
+    """The same for the number of `marked` clients among `drawn` of `count`."""
     share = marked / count
     mean = drawn * share
     k = _window(mean, mean * (1 - share), max(0, marked + drawn - count), min(marked, drawn))
@@ -345,7 +351,7 @@ def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
 
 
 def _choose(n: int, k: np.ndarray) -> np.ndarray:
-    """log of n over k."""
+    """The logarithm of n over k."""
     from scipy.special import gammaln
 
     return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
@@ -357,7 +363,7 @@ def _normalized(logs: np.ndarray) -> np.ndarray:
 
 
 def _shared(first: np.ndarray, second: np.ndarray) -> int:
-    """How many distinct clients two cohorts, ascending and each without repeats, have in common."""
+    """How many clients two cohorts share, each without repeats."""
     both = np.sort(np.concatenate([first, second]))
     return int((both[1:] == both[:-1]).sum())
 
@@ -372,7 +378,7 @@ def _tail(least: int, trials: int, chance: float) -> float:
 
 
 def _chernoff(count: int, trials: int, chance: float) -> float:
-    """A bound on the probability to be as far from the mean, on the same side, as `count` is."""
+    """A bound on the probability of being as far from the mean as `count`, on the same side."""
     share = count / trials
 
     def part(a: float, b: float) -> float:

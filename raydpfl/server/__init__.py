@@ -1,11 +1,10 @@
 """The server's step: from the model and the mean update to the next model.
 
-A member turns the model x and the mean update u (both float64 [d]) into the next model. It keeps
-what it needs in its state, a dictionary of float64 arrays. The state of a run is the run's own: it
-is handed in and changed in place, written to every checkpoint and taken up from there, so that a
-member holds nothing but its settings.
+A member turns the model x and the mean update u (both float64 [d]) into the next model. A member
+holds nothing but its settings. What it must remember is in a state, a dictionary of float64 arrays
+that the run passes in, lets it change in place, and writes to every checkpoint.
 
-A member of one's own is a class of `Server` with `direction`, and with `start` if it has a state:
+A member of your own is a class of `Server` with `direction`, and with `start` if it has a state:
 
 >>> import numpy as np
 >>> class Nesterov(Server):

@@ -11,8 +11,8 @@ from raydpfl.server.adaptive import Adaptive
 
 
 class Adam(Adaptive):
-    """FedAdam: nu = beta2 nu + (1 - beta2) u^2, from tau^2, without bias correction (002 Alg. 2;
-    Reddi et al. 2021).
+    """FedAdam: nu = beta2 nu + (1 - beta2) u^2, without bias correction (002 Alg. 2; Reddi et al.
+    2021, Alg. 2).
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -1,4 +1,4 @@
-"""What the adaptive servers share (Reddi et al. 2021, Alg. 2)."""
+"""The base of the adaptive servers (Reddi et al. 2021, Alg. 2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from raydpfl.server.base import Server, State
 
 
 class Adaptive(Server):
-    """mu = beta1 mu + (1 - beta1) u;  nu from its `second_moment`, from tau^2 on;
-    x + lr mu / (sqrt(nu) + tau). A member gives `second_moment`.
+    """Base of the adaptive servers; a member gives `second_moment`, the recurrence of nu.
+
+        mu = beta1 mu + (1 - beta1) u,  x + lr mu / (sqrt(nu) + tau)
+
+    mu begins at 0, nu at tau^2.
     """
 
     beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""The base of the servers' family."""
+"""The base of the servers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Server(Member):
         return {}
 
     def direction(self, update: np.ndarray, state: State) -> np.ndarray:
-        """What the learning rate is multiplied with.
+        """The direction of the step; the learning rate multiplies it.
 
         Args:
             update: float64 [d], the mean update of the round, noise included. Not to be changed.
-            state: as `start` made it and the rounds before left it; changed in place.
+            state: as `start` made it and earlier rounds left it; to be changed in place.
 
         Returns:
             float64 [d].
@@ -56,14 +56,14 @@ class Server(Member):
         Args:
             model: float64 [d].
             update: float64 [d], the mean update of round t.
-            state: changed in place.
+            state: the member's own, changed in place.
             t: the round, counted from 0.
 
         Returns:
             float32 [d].
 
         Raises:
-            RunError: it is not finite.
+            RunError: the next model is not finite.
         """
         with np.errstate(over="ignore"):  # an overflow is reported below
             moved = model + self.learning_rate(t) * self.direction(update, state)
@@ -75,7 +75,7 @@ class Server(Member):
         return following
 
     def persistence(self) -> float:
-        """beta, where v <- beta v + u is what the model moves along; 0 where no update is felt
-        after its own round. Noise that is correlated over rounds is fitted to it.
+        """beta, if the model moves along v <- beta v + u; 0 if an update has no effect after its
+        own round. Noise that is correlated over the rounds is fitted to it.
         """
         return 0.0

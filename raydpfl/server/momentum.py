@@ -1,4 +1,4 @@
-"""The heavy ball."""
+"""Momentum."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What each client's contribution counts for.
+"""The weights of the clients' contributions.
 
 The server divides the sum of the contributions by the cohort's nominal size r. A member gives the
 factor w_i of client i's contribution, with mean 1 over the population. The largest of them
 multiplies the sensitivity.
 
-A member of one's own is a class of `Weights` with `of`, named in the config by import path:
+A member of your own is a class of `Weights` with `of`, named in the config by import path:
 
 >>> import numpy as np
 >>> class Capped(Weights):

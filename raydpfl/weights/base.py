@@ -1,4 +1,4 @@
-"""The base of the weights' family."""
+"""The base of the weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from raydpfl.member import Member
 class Weights(Member):
     """Base of the family. A member gives `of`.
 
-    It is asked once, for all clients together: what it normalises by is the whole population, never
-    a round's cohort. So the largest weight that the accountants are told is the largest of any
-    round.
+    It is asked once, for all clients together. Weights are normalised over the population, never
+    over a round's cohort, so the largest weight that the accountants are told is that of any round.
     """
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
@@ -29,5 +28,5 @@ class Weights(Member):
         raise NotImplementedError
 
     def plain(self) -> bool:
-        """Whether every client counts 1, so that the server's quotient is the plain mean."""
+        """Whether every weight is 1, so that the server's quotient is the plain mean."""
         return False
