@@ -17,9 +17,10 @@ checked here. What depends on the data or on the machine is checked by `raydpfl.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,9 +40,11 @@ from raydpfl import bounding, data, local, models, noise, own, scores, selection
 from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
-from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
+from raydpfl.member import Member, choose, fields_of, importing, validate, within
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import ASKED, standing
+
+log = logging.getLogger("raydpfl")
 
 
 class Section(BaseModel):
@@ -448,25 +451,55 @@ def dump(values: Any) -> str:
 
 
 def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """A copy of the tree `values` with every override `section.key=value` put in."""
+    """A copy of the tree `values` with every override `section.key=value` put in (`changed`)."""
     if not isinstance(values, Mapping):
         raise ConfigError("config", values, "a mapping of sections")
-    tree = copy.deepcopy(dict(values))
-    # kinds first: they decide which keys there are
-    for override in sorted(overrides, key=lambda text: ".kind=" not in text):
-        _override(tree, override)
-    return tree
+    return changed(values, [_parsed(override) for override in overrides])
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    """Sets `section.key` of the tree, making the sections on the way."""
+def _parsed(override: str) -> tuple[str, Any]:
+    """The dotted key and the value of `section.key=value`."""
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise ConfigError("override", override, "section.key=value")
     try:
-        value = parse_yaml(text)
+        return path, parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(path, text, "a value in YAML") from None
+
+
+def changed(values: Mapping[str, Any], changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A copy of a tree of sections with changes put in.
+
+    Whole sections come first, then kinds, from the outer to the inner, then all else. Another kind
+    is another member: nothing of what the section had for the old one is kept, but for what is
+    given beside the change. What is lost is logged, in one line.
+
+    Args:
+        values: the tree.
+        changes: dotted keys and their values.
+
+    Raises:
+        ConfigError: for a key in what has none.
+    """
+    tree = copy.deepcopy(dict(values))
+    found = sorted(changes, key=lambda change: _turn(change[0]))
+    given = [path for path, _ in found]
+    for path, value in found:
+        _put(tree, path, value, given)
+    return tree
+
+
+def _turn(path: str) -> tuple[int, int]:
+    """When a change has its turn: kinds decide which keys there are."""
+    depth = path.count(".")
+    if not depth:
+        return 0, 0
+    return (1, depth) if path.endswith(".kind") else (2, 0)
+
+
+def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str]) -> None:
+    """Sets a dotted key of the tree, making the sections on the way."""
     *sections, key = path.split(".")
     node: Any = tree
     for depth, name in enumerate(sections):
@@ -477,9 +510,39 @@ def _override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(
                 path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys"
             )
-    if key == "kind" and isinstance(value, str) and node.get("kind") != value:
-        _keep_known(node, ".".join(sections), value)
+    if key == "kind" and "kind" in node and node["kind"] != value:
+        _drop(node, ".".join(sections), value, given)
     node[key] = value
+
+
+def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -> None:
+    """Of a section that becomes of another kind, or of several, nothing stays.
+
+    Of an unknown kind all stays, and the kind is what is complained of.
+    """
+    family = KINDS.get(section)
+    named = isinstance(kind, str) and (kind in (family or {}) or ":" in kind or "." in kind)
+    if family is None or not (named or is_space(kind)):
+        return
+    old = node.pop("kind")
+    beside = {path.removeprefix(f"{section}.").partition(".")[0] for path in given}
+    fields = fields_of(family.get(old) if isinstance(old, str) else None) or {}
+    lost = [
+        f"{name}={value}"
+        for name, value in node.items()
+        if name not in beside and not (name in fields and _is_default(fields[name], value))
+    ]
+    node.clear()
+    if lost:
+        told = f"{section}.kind={kind} leaves out what {section} had of {old}: {', '.join(lost)}"
+        log.warning("%s; give beside it what is to stay", told)
+
+
+def _is_default(field: Any, value: Any) -> bool:
+    """Whether a field of a member has this value of itself; a member within by its fields."""
+    default = field.default
+    plain = default.model_dump(mode="json") if isinstance(default, BaseModel) else default
+    return value == (list(plain) if isinstance(plain, tuple) else plain)
 
 
 # What a search space is named by (see `raydpfl.tune`).
@@ -548,20 +611,3 @@ def _refusals(experiment: Experiment, section: str, member: Member) -> None:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             accepted = f"a class whose check raises nothing but ConfigError ({reason})"
             raise ConfigError(f"{section}.kind", member.kind, accepted) from None
-
-
-def _keep_known(node: dict[str, Any], section: str, kind: str) -> None:
-    """Another kind of a family: of the old member's keys, those that the new one has are kept."""
-    fields = fields_of(KINDS.get(section, {}).get(kind))
-    if fields is None and section in KINDS and (":" in kind or "." in kind) and imports(section):
-        fields = fields_of(load(kind, f"{section}.kind"))
-        if section == "model":
-            fields = fields or dict(models.Module.model_fields)
-    # of an unknown kind all keys stay, and the kind is what is complained of
-    if fields is None:
-        return
-    for name, value in [*node.items()]:
-        field = fields.get(name)
-        # null says nothing where the new one has something
-        if field is None or (value is None and field.default is not None):
-            del node[name]

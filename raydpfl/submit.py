@@ -437,11 +437,10 @@ def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
             (path / name for name in ("config.yaml", "sweep.yaml") if (path / name).exists()),
             path / "config.yaml",
         )
-    values = read(path)
-    tree = overridden(values, overrides)
+    tree = overridden(read(path), overrides)
     if "sweep" in tree or find(tree):
-        return _Asked(path, "sweep", False, Sweep.from_dict(values, overrides).probes, tree)
-    experiment = Experiment.from_dict(values, overrides)
+        return _Asked(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
+    experiment = Experiment.from_dict(tree)
     return _Asked(path, "run", experiment.client.actors == 0, [experiment], tree)
 
 

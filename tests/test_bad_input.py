@@ -115,7 +115,11 @@ BAD = {
     ),
     "no bound": (["bounding={kind: clip}"], "bounding.bound = None: required"),
     "models sent by a cohort of no fixed size": (
-        ["bounding.kind=model_clip", "selection.kind=poisson", "noise.placement=server"],
+        [
+            "bounding={kind: model_clip, bound: 1}",
+            "selection={kind: poisson, cohort: 20}",
+            "noise.placement=server",
+        ],
         "selection.kind = 'poisson': one whose cohorts all have "
         "the size that the sum is divided by",
     ),
@@ -142,7 +146,7 @@ BAD = {
     ),
     "delta of one": (["noise.delta=1"], "noise.delta = 1: should be less than 1"),
     "std with an adaptive bound": (
-        ["bounding.kind=quantile_clip", "noise={kind: gaussian, std: 1}"],
+        ["bounding={kind: quantile_clip, bound: 1}", "noise={kind: gaussian, std: 1}"],
         "noise.std = 1.0: with an adaptive bound the noise moves with it",
     ),
     "epsilon without an accountant": (
@@ -163,7 +167,7 @@ BAD = {
         "selection.kind uniform; add_remove needs",
     ),
     "noise that tells the size of a secret cohort": (
-        ["selection.kind=poisson", "noise.placement=client"],
+        ["selection={kind: poisson, cohort: 20}", "noise.placement=client"],
         "noise.placement = 'client': server or auto: noise drawn by",
     ),
     "more clients than samples": (["data.clients=9001"], "data.clients = 9001: "),
@@ -237,6 +241,25 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
     said = complain(["run", config, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys)
     assert said.startswith(line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+
+
+@pytest.mark.parametrize("command", ["run", "audit", "sweep"])
+def test_data_that_are_not_there_leave_nothing_behind(command, tmp_path, monkeypatch, capsys):
+    def offline(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.utils.urllib.request.urlopen", offline)
+    monkeypatch.setenv("RAYDPFL_DATA", str(tmp_path / "data" / "root"))
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "small.yaml"
+    repeats = {"sweep": {"repeats": 2}} if command == "sweep" else {}
+    config.write_text(yaml.safe_dump(SMALL | repeats))
+    arguments = [command, config, "data={kind: mnist, clients: 50}", "--out", tmp_path / "out"]
+    said = complain(arguments, monkeypatch, capsys)
+    assert said.startswith(f"data.kind = 'mnist': a data set that is under {tmp_path}/data/root ")
+    assert "and was not downloaded (" in said and said.endswith("no network)")
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 
 def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):

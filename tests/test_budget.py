@@ -573,8 +573,9 @@ BAD = {
     "small.yaml --epsilon 3": "--epsilon = 3.0: not with a CONFIG; change its fields, as in "
     "noise.epsilon=3",
     "small.yaml noise={kind:\u00a0none}": "noise.kind = 'none': a noise with a budget",
-    "small.yaml selection.kind=poisson noise.placement=client": "noise.placement = 'client': "
-    "server or auto: ",
+    "small.yaml selection.kind=poisson selection.cohort=20 noise.placement=client": (
+        "noise.placement = 'client': server or auto: "
+    ),
     "nothing.yaml": "config = 'nothing.yaml': a file that can be read",
 }
 

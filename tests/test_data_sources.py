@@ -154,8 +154,10 @@ def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_pat
         raise OSError("no network")
 
     monkeypatch.setattr("torchvision.datasets.utils.urllib.request.urlopen", offline)
-    with pytest.raises(ConfigError) as refused:
-        data.fetch(kind, tmp_path)
+    for root in (tmp_path / "not" / "there", tmp_path):
+        with pytest.raises(ConfigError) as refused:
+            data.fetch(kind, root)
+        assert not list(tmp_path.iterdir())  # nothing was made
     assert (
         refused.value.field == "data.kind"
         and str(tmp_path) in str(refused.value)
@@ -701,3 +703,35 @@ def test_a_header_of_torchvisions_files_that_lies_is_refused(tmp_path):
     path.write_bytes(struct.pack(">IIII", 0x803, 2**31, 2**31 - 1, 20) + path.read_bytes()[16:])
     with pytest.raises(ConfigError, match=r"data.kind = 'mnist': intact files under"):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
+
+
+def downloaded(monkeypatch, broken=False):
+    """Has MNIST "downloaded": by torchvision's own reader, from files that are written here."""
+
+    def part(self, folder, train, download=False):
+        raw = folder / "MNIST" / "raw"
+        raw.mkdir(parents=True, exist_ok=True)
+        write_idx(raw, "train" if train else "t10k", np.zeros((5, 28, 28), np.uint8), np.arange(5))
+        if broken and not train:
+            raise OSError("the network is gone")
+
+    monkeypatch.setattr(data.FAMILY["mnist"], "_part", part)
+
+
+def test_a_download_that_breaks_off_leaves_nothing_and_a_whole_one_is_put_in_place(
+    tmp_path, monkeypatch
+):
+    root = tmp_path / "root"
+    downloaded(monkeypatch, broken=True)
+    with pytest.raises(ConfigError, match=r"was not downloaded \(the network is gone\)"):
+        data.fetch("mnist", root)
+    assert not root.exists()
+    (root / "MNIST").mkdir(parents=True)
+    (root / "MNIST" / "mine.txt").write_text("kept")
+    with pytest.raises(ConfigError):
+        data.fetch("mnist", root)
+    assert [path.name for path in root.rglob("*")] == ["MNIST", "mine.txt"]
+    downloaded(monkeypatch)
+    assert data.fetch("mnist", root) == root
+    files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    assert files == {*data.FAMILY["mnist"].stored, "MNIST/mine.txt"}

@@ -16,6 +16,7 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import Experiment, bounding, cli, privacy, run, shown
+from raydpfl.config import overridden
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.files import LOCK
@@ -443,56 +444,85 @@ def test_a_finished_run_is_resumed_at_no_cost(tmp_path):
     )
 
 
-def test_overrides_change_one_field_and_a_new_kind_keeps_what_it_knows():
-    tree = Experiment.from_dict(
-        SMALL, ["bounding.kind=normalize", "local.lr=1e-2", "noise.placement=server"]
-    )
-    assert (tree.bounding.kind, tree.bounding.bound) == ("normalize", 1.0)
+ADAM = {"kind": "adam", "lr": 0.01, "beta1": 0.8}
+
+
+def test_overrides_change_one_field():
+    tree = Experiment.from_dict(SMALL, ["local.lr=1e-2", "noise.placement=server"])
     assert tree.local.lr == 0.01 and tree.noise.placement == "server"
-    assert Experiment.from_dict(SMALL, ["server.kind=sgd"]).server.kind == "sgd"
-    # beside the defaults of a section that is not written
+    assert tree.local.steps == SMALL["local"]["steps"]
+
+
+def test_another_kind_keeps_nothing_of_the_old_one_but_what_is_given_beside_it(caplog):
+    """A learning rate for Adam is none for the plain mean."""
+    config = {**SMALL, "server": ADAM}
+    server = Experiment.from_dict(config, ["server.kind=sgd"]).server
+    assert server == Experiment.from_dict({**SMALL, "server": {"kind": "sgd"}}).server
+    assert [record.getMessage() for record in caplog.records] == [
+        "server.kind=sgd leaves out what server had of adam: lr=0.01, beta1=0.8; "
+        "give beside it what is to stay"
+    ]
+    caplog.clear()
+    given = ["server.lr=0.5", "server.kind=momentum"]  # in whatever order
+    server = Experiment.from_dict(config, given).server
+    assert (server.lr, server.momentum) == (0.5, type(server)().momentum)
+    assert [record.getMessage() for record in caplog.records] == [
+        "server.kind=momentum leaves out what server had of adam: beta1=0.8; "
+        "give beside it what is to stay"
+    ]
+    caplog.clear()
+    for overrides in (
+        ["server.kind=adam"],  # it is that already
+        ["server.kind=adam", "server.beta1=0.7"],
+        ["server={kind: sgd}"],  # a whole section
+        ["server.kind=yogi", "server.lr=1", "server.beta1=0.8"],
+    ):
+        Experiment.from_dict(config, overrides)
+    assert Experiment.from_dict(config, ["server.kind=adam"]).server.lr == 0.01
+    # all that it had were its own defaults
+    whole = Experiment.from_dict({**SMALL, "server": {"kind": "adam"}}).to_dict()
+    Experiment.from_dict(whole, ["server.kind=sgd"])
+    assert not caplog.records
+
+
+def test_a_section_that_is_not_written_is_of_another_kind_too(caplog):
     assert Experiment.from_dict({}, ["selection.kind=full"]).selection.kind == "full"
-    dealt = {
-        "kind": "fashion_mnist_mini",
-        "clients": 30,
-        "partition": {"kind": "shards", "per_client": 5},
-    }
-    assert (
-        Experiment.from_dict({"data": dealt}, ["data.partition.kind=iid"]).data.partition.kind
-        == "iid"
-    )
-    law = {"kind": "uniform", "low": 0.1, "high": 2, "public": 0.25}
-    personal = {
-        "bounding": {"kind": "per_sample_clip", "bound": 1},
-        "noise": {"kind": "gaussian", "epsilon": law},
-    }
-    assert (
-        Experiment.from_dict(
-            personal, ["noise.epsilon.kind=constant", "noise.epsilon.epsilon=1"]
-        ).noise.epsilon.public
-        == 0.25
-    )
-    assert (
-        Experiment.from_dict(
-            {"model": {"kind": "mlp", "hidden": [9]}}, ["model.kind=torch.nn:Flatten"]
-        ).model.args
-        == {}
-    )
+    with pytest.raises(ConfigError, match=r"selection\.cohort = None: required"):
+        Experiment.from_dict({}, ["selection.kind=poisson"])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"selection.kind={kind} leaves out what selection had of uniform: cohort=30; "
+        "give beside it what is to stay"
+        for kind in ("full", "poisson")
+    ]
 
 
-def test_an_override_by_a_member_of_the_users_own_keeps_what_it_knows(tmp_path, monkeypatch):
+def test_an_unknown_kind_is_what_is_complained_of(caplog):
+    with pytest.raises(ConfigError, match=r"server\.kind = 'sdg': one of"):
+        Experiment.from_dict({**SMALL, "server": ADAM}, ["server.kind=sdg"])
+    assert not caplog.records
+
+
+def test_a_member_of_the_users_own_starts_from_its_own_defaults(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(
         "from raydpfl.server import Server\nclass Plain(Server):\n    kind: str = ''\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    server = Experiment.from_dict(
-        {"server": {"kind": "momentum", "lr": 0.5, "momentum": 0.8}}, ["server.kind=own:Plain"]
-    ).server
-    assert (server.kind, server.lr) == ("own:Plain", 0.5)
+    server = Experiment.from_dict({**SMALL, "server": ADAM}, ["server.kind=own:Plain"]).server
+    assert (server.kind, server.lr) == ("own:Plain", 1.0)
+    model = {"kind": "mlp", "hidden": [9]}
+    made = Experiment.from_dict({**SMALL, "model": model}, ["model.kind=torch.nn:Flatten"]).model
+    assert made.args == {}
     sys.modules.pop("own")
 
 
-def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one_behind():
+def test_several_kinds_to_try_keep_nothing_of_the_old_one_either():
+    tree = overridden({**SMALL, "server": ADAM}, ["server.kind={grid: [adam, sgd]}"])
+    assert tree["server"] == {"kind": {"grid": ["adam", "sgd"]}}
+    tried = {"kind": {"grid": ["adam", "sgd"]}, "lr": 0.5}  # as the config itself has it
+    assert overridden({**SMALL, "server": tried})["server"] == tried
+
+
+def test_a_new_kind_of_a_section_within_a_section_leaves_all_of_the_old_one_behind():
     law = {"kind": "uniform", "high": 2.0, "public": 0.1}
     tree = experiment(
         data={
@@ -504,31 +534,25 @@ def test_a_new_kind_of_a_section_within_a_section_leaves_the_keys_of_the_old_one
         noise={"kind": "gaussian", "epsilon": law},
     ).to_dict()
     changes = [
-        "data.partition.kind=similarity",
         "data.partition.s=30",
+        "data.partition.kind=similarity",
         "data.sizes.kind=power-law",
         "data.features.kind=pca",
         "data.features.components=9",
+        "noise.epsilon.kind=constant",
+        "noise.epsilon.epsilon=3",
     ]
-    changed = Experiment.from_dict(
-        tree, [*changes, "noise.epsilon.kind=constant", "noise.epsilon.epsilon=3"]
-    )
-    assert (changed.data.partition.kind, changed.data.partition.s, changed.data.sizes.kind) == (
-        "similarity",
-        30,
-        "power-law",
-    )
+    changed = Experiment.from_dict(tree, changes)
+    assert (changed.data.partition.kind, changed.data.partition.s) == ("similarity", 30)
+    assert changed.data.sizes.kind == "power-law" and changed.data.clients == 50
     assert (changed.data.features.kind, changed.data.features.components) == ("pca", 9)
-    # what both laws know is kept
-    assert (changed.noise.epsilon.epsilon, changed.noise.epsilon.public) == (3, 0.1)
-    assert Experiment.from_dict(tree, ["data.partition.kind=iid"]).data.partition.kind == "iid"
-
-
-def test_a_key_that_was_left_empty_is_the_new_kinds_default():
-    tree = experiment(data={"kind": "fashion_mnist_mini", "clients": 30}).to_dict()
-    assert tree["data"]["features"] is None
-    made = Experiment.from_dict(tree, ["data.kind=synthetic"]).data  # whose features are a number
-    assert (made.kind, made.clients, made.features) == ("synthetic", 30, 60)
+    assert (changed.noise.epsilon.epsilon, changed.noise.epsilon.public) == (3, 0.0)
+    # the outer one first, wherever it stands
+    inner_first = ["data.partition.kind=iid", "data.kind=mnist", "data.clients=7"]
+    changed = Experiment.from_dict(tree, inner_first).data
+    assert (changed.kind, changed.clients, changed.partition.kind) == ("mnist", 7, "iid")
+    features = Experiment.from_dict(tree, ["data.kind=synthetic", "data.clients=30"]).data.features
+    assert features == 60  # null where features were a section
 
 
 def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(

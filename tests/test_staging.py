@@ -45,7 +45,7 @@ def write(here: Path, **files: str | bytes) -> None:
 
 
 def sent(here: Path, kind: str = "pkg.deep.mine:Own", there: bool = False, **changes) -> set[str]:
-    tree = overridden(SMALL | changes, [f"bounding.kind={kind}"])
+    tree = overridden(SMALL | changes, [f"bounding.kind={kind}", "bounding.bound=1"])
     return set(staging.packed(tree, [Experiment.from_dict(tree)], here, there=there)[1])
 
 
@@ -115,7 +115,7 @@ def test_too_much_is_refused_by_its_name_and_the_limit_before_it_is_copied(
     if limit == "COUNT":
         (here / "pkg/big/huge.bin").unlink()
         monkeypatch.setattr(staging, "COUNT", 3)
-    tree = overridden(SMALL, ["bounding.kind=pkg.deep.mine:Own"])
+    tree = overridden(SMALL, ["bounding.kind=pkg.deep.mine:Own", "bounding.bound=1"])
     (here / "c.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError) as refused:
         server().submit("c.yaml")

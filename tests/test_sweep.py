@@ -65,7 +65,7 @@ def test_a_grid_is_every_combination_in_the_order_of_the_config():
 def test_a_member_and_a_whole_section_can_be_searched():
     sweep = Sweep.from_dict(
         tree(server={"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}),
-        ["bounding.kind={grid: [clip, normalize]}"],
+        ["bounding.kind={grid: [clip, normalize]}", "bounding.bound=1"],
     )
     made = [sweep.setting(values).experiment for values in sweep.listed()]
     assert [(e.bounding.kind, e.server.kind) for e in made] == [
@@ -269,6 +269,13 @@ BAD = {
     ),
     "data that are not there": (
         [LR, "data={kind: table, clients: 50, train: nowhere.parquet}"],
+        "data.train = 'nowhere.parquet': ",
+    ),
+    "data of some trial that are not there": (
+        [
+            "data={grid: [{kind: fashion_mnist_mini, clients: 50}, "
+            "{kind: table, clients: 50, train: nowhere.parquet}]}"
+        ],
         "data.train = 'nowhere.parquet': ",
     ),
     "trial of too many actors": (

@@ -154,7 +154,7 @@ RELATIONS = {
     ),
     "zero out": (["privacy.relation=zero_out"], "privacy.relation = 'zero_out': replace_one with"),
     "secret size": (
-        ["selection.kind=poisson", "privacy.relation=replace_one"],
+        ["selection={kind: poisson, cohort: 20}", "privacy.relation=replace_one"],
         "privacy.relation = 'replace_one': add_remove or zero_out with selection.kind poisson",
     ),
     "whose noise": (
@@ -162,7 +162,10 @@ RELATIONS = {
         "privacy.relation = 'add_remove': replace_one or zero_out "
         "with selection.kind full; or add_",
     ),
-    "the accountant": (["selection.kind=multinomial"], "privacy.accountants = 'rdp': draws with"),
+    "the accountant": (
+        ["selection={kind: multinomial, cohort: 20}"],
+        "privacy.accountants = 'rdp': draws with",
+    ),
 }
 
 

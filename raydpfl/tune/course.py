@@ -74,7 +74,7 @@ def run(
     with interrupts.handled(), Room(cpus, root, address) as room, ExitStack() as stack:
         for experiment in sweep.probes:
             room.check(experiment)
-        _check_metric(sweep, Plan.make(sweep.probes[0], root))
+        _check(sweep, root)
         make_folder(directory.folder)
         course = Course(sweep, directory, on_change)
         with directory.writable():
@@ -176,7 +176,15 @@ class Course(Source):
         return result
 
 
-def _check_metric(sweep: Sweep, plan: Plan) -> None:
+def _check(sweep: Sweep, root: Path | None) -> None:
+    """Raises `ConfigError` for data of some trial whose files are not there, for what the first
+    trial's data or accountants cannot give, and for a metric that these data do not have.
+    """
+    searched = any(key.partition(".")[0] == "data" for key in sweep.spaces)
+    probes = sweep.probes if searched else sweep.probes[:1]
+    for described in {each.data.model_dump_json(): each.data for each in probes}.values():
+        described.identity(root)
+    plan = Plan.make(sweep.probes[0], root)
     metric = sweep.search.metric
     if metric.endswith("_accuracy") and Shards.open(plan.shards).classes == 0:
         accepted = f"{set_of(metric)}_loss; a regression has no accuracy"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,12 +83,8 @@ class TorchvisionImages(Images):
         if self.present(folder):
             return folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError("the folder is read-only")
-            with impatient():
-                for train in (True, False):
-                    self._part(folder, train, download=True)
+            with _made(folder):
+                self._download(folder)
         # no network, no space, a mirror's own error page: all end the same way
         except Exception as error:
             said = str(error).strip() or type(error).__name__
@@ -94,6 +93,32 @@ class TorchvisionImages(Images):
             accepted = f"a data set that is {where}; it is not, and was not downloaded ({reason})"
             raise ConfigError("data.kind", self.kind, accepted) from None
         return folder
+
+    def _download(self, folder: Path) -> None:
+        """Downloads the files beside their places, and then moves them there."""
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("the folder is read-only")
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
+            with impatient():
+                for train in (True, False):
+                    self._part(Path(scratch), train, download=True)
+            for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+                place = folder / file.relative_to(scratch)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(place)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Within it the folder is there; afterwards what was made for it is gone, if it is empty."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
 
 
 def idx_files(folder: str, train: str, test: str) -> tuple[str, ...]:
