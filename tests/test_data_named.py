@@ -19,6 +19,12 @@ PARTITIONS = {
     "iid": {"kind": "iid"},
     "000: two dominant classes of 92 %": {"kind": "dominant-labels", "classes": 2, "share": 0.92},
     "000: overlapping": {"kind": "overlapping", "per_client": 500},
+    "000: overlapping, two dominant classes of 92 %": {
+        "kind": "overlapping",
+        "per_client": 500,
+        "classes": 2,
+        "share": 0.92,
+    },
     "001: five one-class shards": {"kind": "shards", "per_client": 5},
     "002: seven classes": {"kind": "classes-per-client", "k": 7},
     "002: dirichlet 100": {"kind": "dirichlet", "psi": 100},

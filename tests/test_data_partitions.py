@@ -169,6 +169,38 @@ def test_counts_stay_within_one_of_the_fitted_mixture():
     )
 
 
+def test_overlapping_clients_with_dominant_classes_are_those_of_000():
+    labels = np.repeat(np.arange(10), 5000)
+    rows = deal("overlapping", labels, 300, per_client=500, classes=2, share=0.92)
+    counts = np.array([np.bincount(labels[own], minlength=10) for own in rows])
+    assert (np.sort(counts, axis=1) == [5] * 8 + [230] * 2).all()
+    assert all(len(np.unique(own)) == 500 for own in rows)
+    # each class is dominant for 60 clients, binomial of std 6.9; 5 std: 3e-6 for ten classes
+    assert np.abs((counts == 230).sum(0) - 60).max() < 35
+    # 150,000 rows of 50,000 samples: clients share them
+    assert len(np.unique(np.concatenate(rows))) < 50_000
+
+
+@pytest.mark.parametrize(
+    ("per_client", "classes", "share"), [(7, 1, 0.5), (50, 3, 1.0), (33, 9, 0.92), (1, 2, 0.9)]
+)
+def test_overlapping_clients_hold_the_share_of_dominant_classes(per_client, classes, share):
+    rows = deal("overlapping", UNEVEN, 20, per_client=per_client, classes=classes, share=share)
+    for own in rows:
+        counts = np.sort(np.bincount(UNEVEN[own], minlength=11))[::-1]
+        dominant = round(share * per_client)
+        assert len(own) == per_client and counts.sum() == per_client
+        assert counts[:classes].sum() >= dominant  # the rest may be as many in a class
+
+
+def test_the_rest_of_an_overlapping_client_comes_from_all_other_classes_alike():
+    labels = np.repeat(np.arange(10), 100)
+    rows = deal("overlapping", labels, 2000, per_client=10, classes=2, share=0.8)
+    counts = np.array([np.bincount(labels[own], minlength=10) for own in rows])
+    # 2 of each client's 10 are single ones from 8 classes: 400 of each class, std 18
+    assert np.abs((counts == 1).sum(0) - 400).max() < 100
+
+
 def test_overlapping_clients_draw_evenly_over_classes_and_never_twice_the_same():
     rows = deal("overlapping", EVEN, 50, per_client=500)
     assert all(len(np.unique(own)) == 500 and (np.bincount(EVEN[own]) == 50).all() for own in rows)
@@ -211,6 +243,19 @@ def test_natural_clients_hold_their_own_rows():
             "data.partition.k = 1: a k for which balanced sizes leave no sample over",
         ),
         ("overlapping", 10, {"per_client": 3001}, "data.partition.per_client = 3001: at most 3000"),
+        (
+            "overlapping",
+            10,
+            {"per_client": 700, "classes": 2, "share": 0.9},
+            "data.partition.per_client = 700: one by which a client takes at most 300 of a class, "
+            "not 315",
+        ),
+        (
+            "overlapping",
+            10,
+            {"per_client": 7, "classes": 10, "share": 0.9},
+            "data.partition.classes = 10: fewer than the 10 classes of the data",
+        ),
     ],
 )
 def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, message):

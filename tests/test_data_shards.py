@@ -14,10 +14,12 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+from conftest import experiment
 
 from raydpfl import data
-from raydpfl.data import Room, Shards, prepare, shards
+from raydpfl.data import Room, Shards, prepare, shards, sources
 from raydpfl.errors import ConfigError
+from raydpfl.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +97,123 @@ def test_a_lane_is_the_clients_rows_padded_with_zeros(described):
     )
     np.testing.assert_allclose(x, slow_x, atol=2e-6)
     assert np.array_equal(y, slow_y) and np.array_equal(n, slow_n)
+
+
+SHARED = {
+    "even": {"kind": "overlapping", "per_client": 120},
+    "skewed": {"kind": "overlapping", "per_client": 120, "classes": 2, "share": 0.92},
+}
+
+
+def shared(form, **keys):
+    return data.parse(
+        {"kind": "fashion_mnist_mini", "clients": 70, "partition": SHARED[form]} | keys
+    )
+
+
+@pytest.fixture
+def repeated(monkeypatch, tmp_path):
+    """Prepares data as it was before samples were kept once: every row of every client."""
+
+    def prepared(described, seed, **keys):
+        with monkeypatch.context() as patched:
+            patched.setattr(sources.Split, "shared", False)
+            return prepare(described, seed, cache=tmp_path / "repeated", **keys)
+
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("form", "batch", "columns"),
+    [
+        ("even", 1 << 16, {}),
+        ("skewed", 256 << 20, {}),
+        ("skewed", 1 << 16, {"features": {"kind": "pca", "components": 5}}),
+    ],
+)
+def test_samples_that_clients_share_are_kept_once_and_read_as_the_clients_rows(
+    form, batch, columns, repeated, monkeypatch
+):
+    monkeypatch.setattr(shards, "SHARED_BYTES", batch)
+    described = shared(form, **columns)
+    once = Shards.open(prepare(described, 5))
+    each = Shards.open(repeated(described, 5))
+    assert once.folder.name == each.folder.name  # the same data, however they are kept
+    clients = [3, -1, 69, 0, 3, 17]
+    generator = np.random.default_rng(0)
+    picked = [None, None, *(np.sort(generator.permutation(120)[:40]) for _ in range(4))]
+    room = Room()
+    for some in (None, picked):
+        found = once.lane(clients, 125, some, room)
+        assert all(map(np.array_equal, found, each.lane(clients, 125, some)))
+    x, y, _ = slow_lane(described, 5, clients, 125)
+    np.testing.assert_allclose(once.lane(clients, 125)[0], x, atol=2e-6)
+    assert np.array_equal(once.lane(clients, 125)[1], y)
+    once.prefetch(np.arange(70), 120)
+    once.release()
+    assert np.array_equal(once.lane([5], 120)[1], each.lane([5], 120)[1])
+
+
+def test_what_is_said_of_shared_samples_is_what_is_said_of_their_rows(repeated):
+    described = shared("skewed")
+    once, each = (Shards.open(folder) for folder in (prepare(described, 5), repeated(described, 5)))
+    order = described.split(5, None).samples(0, 70)
+    said = once.describe()
+    assert said.pop("distinct_samples") == len(np.unique(order)) == 9000 - said["unused"]
+    assert said == each.describe() and said["samples"] == 70 * 120
+    assert once.unseen == each.unseen
+
+
+@pytest.mark.parametrize("form", SHARED)
+def test_shared_samples_that_are_held_out_are_those_of_the_rows(form, repeated):
+    described = shared(form)
+    once, each = (
+        Shards.open(folder)
+        for folder in (
+            prepare(described, 5, validation=0.2),
+            repeated(described, 5, validation=0.2),
+        )
+    )
+    assert np.array_equal(once.sizes, each.sizes) and once.sizes.max() < 120
+    read = [np.concatenate([x for x, _ in s.validation(100)]) for s in (once, each)]
+    assert np.array_equal(*read) and len(read[0]) == once.validation_size > 0
+    for client in (0, 33):
+        assert all(map(np.array_equal, once.lane([client], 120), each.lane([client], 120)))
+
+
+def test_shared_samples_take_the_room_of_the_samples_and_not_of_the_rows(repeated):
+    partition = {"kind": "overlapping", "per_client": 600}
+    described = shared("even", partition=partition)
+    sizes = [
+        sum(path.stat().st_size for path in folder.glob("t*ain.arrow"))
+        for folder in (prepare(described, 1), repeated(described, 1))
+    ]
+    # 70 clients x 600 of 9000 samples
+    assert sizes[1] / sizes[0] == pytest.approx(70 * 600 / 9000, rel=0.05)
+
+
+def test_a_guarantee_says_that_it_is_not_for_samples_that_several_clients_hold():
+    data = {"kind": "fashion_mnist_mini", "clients": 50, "partition": SHARED["even"]}
+    (guarantee,) = Plan.make(experiment(data=data)).guarantees(4, {})[:1]
+    assert guarantee.unit == "client"
+    assert any("a sample that several clients hold" in each for each in guarantee.exclusions)
+    (guarantee,) = Plan.make(experiment()).guarantees(4, {})[:1]
+    assert not any("several clients" in each for each in guarantee.exclusions)
+
+
+def test_fields_that_are_newer_than_a_prepared_folder_leave_its_name():
+    partition = data.parse(
+        {"kind": "table", "train": "t", "clients": 2, "partition": SHARED["even"]}
+    ).facts()["partition"]
+    assert partition == SHARED["even"]
+
+
+def test_targets_of_shared_samples_are_read_from_the_file_where_they_are_many(monkeypatch):
+    opened = Shards.open(prepare(shared("even"), 5))
+    monkeypatch.setattr(shards, "TARGETS", 10)
+    large = Shards.open(opened.folder)
+    picked = [None, np.array([0, 7, 119])]
+    assert np.array_equal(opened.lane([1, 2], 120, picked)[1], large.lane([1, 2], 120, picked)[1])
 
 
 def test_a_lane_normalizes_each_channel_by_its_own_constants(tmp_path):

@@ -17,6 +17,8 @@ code of the user's own members, share of rows held out), wherever the files are,
   float32 (its target, for regression); in batches that end where a client ends.
 - `clients.arrow`, a row per client: first, int64, its first row in `train.arrow`, and size, int64,
   how many rows.
+- `rows.arrow`, where clients share samples: `train.arrow` then has each sample once, and this for
+  each row of each client, in client order, the row there that it is; `first` is a row of this.
 - `test.arrow`, as `train.arrow`, in one batch.
 - `validation.arrow`, as `train.arrow`, where rows are held out of training (`data.heldout`).
 - `data.json`: shape, classes (0: regression), unseen, mean and std, and how it was dealt.
@@ -65,6 +67,7 @@ CACHED = 80 << 10  # bytes of pixels that are scaled at once
 # bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
 # need not copy them (`raydpfl.local.way.LaneData.rows`)
 ALIGN = 64
+SHARED_BYTES = 256 << 20  # the same where clients share samples, and read rows from all over it
 TARGETS = 1 << 23  # bytes of targets that a process holds beside the map
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
 
@@ -96,9 +99,7 @@ def prepare(
     folder = (cache or cache_root()) / "data" / name
     if whole(folder):
         return folder
-    with _blamed(data):
-        split = data.split(seed, root)
-    split = replace(split, rows=_blamed(data)(split.rows), test=_blamed(data)(split.test))
+    split = _split(data, seed, root)
     with _blamed(data):
         apart = held_out(split, validation, seed, data.overlaps()) if validation else None
 
@@ -109,6 +110,16 @@ def prepare(
 
     put(folder, fill)
     return folder
+
+
+def _split(data: Data, seed: int, root: Path | None) -> Split:
+    """The data's samples, with what goes wrong in a source of the user's own told as its error."""
+    with _blamed(data):
+        split = data.split(seed, root)
+    parts = {name: getattr(split, name) for name in ("rows", "test", "samples", "at")}
+    return replace(
+        split, **{name: _blamed(data)(part) for name, part in parts.items() if part is not None}
+    )
 
 
 @contextmanager
@@ -143,13 +154,13 @@ def _described(data: Data, seed: int, root: Path | None, validation: float) -> d
 def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> None:
     """Writes the files of a prepared folder but for its seal. Raises `ConfigError` for no room."""
     _check_room(split, folder)
-    found = _write_train(split, apart, folder)
+    write = _write_shared if split.shared else _write_train
+    found = write(split, apart, folder)
     sizes = apart.sizes if apart else split.sizes
     test = _batch(*split.test(), split.classes)
     clients = pa.record_batch({"first": np.cumsum(sizes) - sizes, "size": sizes})
-    for name, batch in (("test.arrow", test), ("clients.arrow", clients)):
-        with pa.ipc.new_file(str(folder / name), batch.schema) as writer:
-            writer.write_batch(batch)
+    _write_batch(folder / "test.arrow", test)
+    _write_batch(folder / "clients.arrow", clients)
     about = {
         "shape": list(split.shape),
         "classes": split.classes,
@@ -171,6 +182,8 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
         "unused": split.unused,
         "samples_per_client": _spread(sizes),
     }
+    if found.shared:
+        description["distinct_samples"] = found.shared
     if found.scored:
         description["validation_samples"] = found.scored
     if split.classes:
@@ -184,7 +197,10 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
 
 
 def _check_room(split: Split, folder: Path) -> None:
-    needed = int(split.sizes.sum()) * (_row_bytes(split) + 8)
+    rows = int(split.sizes.sum())
+    needed = rows * (_row_bytes(split) + 8)
+    if split.shared:
+        needed = split.distinct() * (_row_bytes(split) + 8) + rows * 8
     free = shutil.disk_usage(folder).free
     if needed > free:
         accepted = f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}"
@@ -204,6 +220,12 @@ class _Counts:
     most: np.ndarray  # int64 [clients]: its samples of the commonest
     counted: np.ndarray  # int64 [classes]: training samples of each class
     scored: int = 0
+    shared: int = 0  # samples that are kept once, whoever holds them; 0: rows are as they are dealt
+
+    @classmethod
+    def none(cls, split: Split) -> _Counts:
+        held = np.zeros(len(split.sizes), np.int64)
+        return cls(held, np.zeros_like(held), np.zeros(split.classes, np.int64))
 
 
 class _Rows:
@@ -227,8 +249,7 @@ def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
     """Writes the clients' rows, some clients at a time, and those held out."""
     ends = np.cumsum(split.sizes)
     rows = BATCH_BYTES // _row_bytes(split)
-    held = np.zeros(len(ends), np.int64)
-    found = _Counts(held, np.zeros_like(held), np.zeros(split.classes, np.int64))
+    found = _Counts.none(split)
     sizes = apart.sizes if apart else split.sizes
     with ExitStack() as stack:
         train = _Rows(folder / "train.arrow", split.classes, stack)
@@ -250,6 +271,42 @@ def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
                 _count(found, sizes[first:last], first, y)
             first = last
     return found
+
+
+def _write_shared(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
+    """Writes each sample that some client trains on once, which of them each row of a client is,
+    and those held out.
+    """
+    assert split.at is not None and split.samples is not None
+    found = _Counts.none(split)
+    samples = split.samples(0, len(split.sizes))
+    sizes = split.sizes
+    step = max(1, SHARED_BYTES // _row_bytes(split))
+    with ExitStack() as stack:
+        if apart:
+            sizes = apart.sizes
+            out, scored = apart.rows(0, len(sizes))
+            validation = _Rows(folder / "validation.arrow", split.classes, stack)
+            found.scored = int(scored.sum())
+            for start in range(0, found.scored, step):
+                validation.write(*split.at(samples[scored][start : start + step]))
+            samples = samples[~out]
+        distinct, index = np.unique(samples, return_inverse=True)
+        train = _Rows(folder / "train.arrow", split.classes, stack)
+        y = np.empty(len(distinct), np.int64 if split.classes else np.float32)
+        for start in range(0, len(distinct), step):
+            x, y[start : start + step] = split.at(distinct[start : start + step])
+            train.write(x, y[start : start + step])
+    _write_batch(folder / "rows.arrow", pa.record_batch({"row": index.astype(np.int32)}))
+    if split.classes:
+        _count(found, sizes, 0, y[index])
+    found.shared = len(distinct)
+    return found
+
+
+def _write_batch(path: Path, batch: pa.RecordBatch) -> None:
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def _count(found: _Counts, sizes: np.ndarray, first: int, y: np.ndarray) -> None:
@@ -384,6 +441,8 @@ class Shards:
         self._test_x = test_x.reshape(-1, *self.shape)
         held_out = folder / "validation.arrow"
         self._validation = _Mapped(held_out) if held_out.exists() else None
+        rows = folder / "rows.arrow"
+        self._rows = _Mapped(rows) if rows.exists() else None
         # first row of each batch
         self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])
         # where x and y of each batch are in the file, int64 [batches, 2]
@@ -484,6 +543,9 @@ class Shards:
         """
         if not into.size:
             return
+        if self._rows is not None:
+            self._gather(part, into, members, sizes, apart)
+            return
         width = into[0, :1].nbytes
         at = self._at(part, members, width)
         lengths = sizes * width
@@ -503,6 +565,38 @@ class Shards:
                 first = slot * slot_bytes
                 self._train.read(view[first : first + (end - slot) * length], place)
 
+    def _gather(
+        self,
+        part: int,
+        into: np.ndarray,
+        members: np.ndarray,
+        sizes: np.ndarray,
+        apart: Mapping[int, np.ndarray],
+    ) -> None:
+        """`_read` where clients share samples: a client's rows are all over the file, which is
+        small beside what all clients hold together, and so is read on the map.
+        """
+        for slot in np.flatnonzero(sizes).tolist():
+            chosen = apart.get(slot, np.arange(sizes[slot]))
+            rows = self._place(self._first[members[slot]] + chosen)
+            own = into[slot, : len(rows)]
+            batches = np.searchsorted(self._starts, rows, side="right") - 1
+            for batch in np.unique(batches).tolist():
+                here = batches == batch
+                stored = self._train.columns[batch][part].reshape(-1, *own.shape[1:])
+                picked = rows[here] - self._starts[batch]
+                if here.all():
+                    np.take(stored, picked, axis=0, mode="clip", out=own)
+                else:
+                    own[here] = stored[picked]
+
+    def _place(self, rows: np.ndarray) -> np.ndarray:
+        """Where in `train.arrow` these rows of clients are, int64 [...]."""
+        if self._rows is None:
+            return rows
+        ((placed,),) = self._rows.columns
+        return np.take(placed, rows, mode="clip")
+
     def _read_targets(
         self,
         y: np.ndarray,
@@ -515,9 +609,10 @@ class Shards:
             self._read(1, y, members, sizes, apart)
             return
         first = self._first[members]
-        np.take(self._targets, first[:, None] + np.arange(y.shape[1]), mode="clip", out=y)
+        rows = self._place(first[:, None] + np.arange(y.shape[1]))
+        np.take(self._targets, rows, mode="clip", out=y)
         for slot, chosen in apart.items():
-            y[slot, : len(chosen)] = self._targets[first[slot] + chosen]
+            y[slot, : len(chosen)] = self._targets[self._place(first[slot] + chosen)]
 
     def _at(self, part: int, members: np.ndarray, width: int) -> np.ndarray:
         """Where in the file x or y of each client begins, int64 [C]; a row has `width` bytes."""
@@ -532,7 +627,7 @@ class Shards:
         those of whom `rows` are a small part; returns at once. Where a few of them are there
         already, all are taken to be.
         """
-        if not hasattr(os, "posix_fadvise"):
+        if not hasattr(os, "posix_fadvise") or self._rows is not None:
             return
         members = np.asarray(clients, np.int64)
         members = members[members >= 0]
@@ -595,15 +690,16 @@ class Shards:
         """Gives the mapped pages back, so that this process holds no more memory than it works
         with. They return when touched.
         """
-        for file in (self._train, self._clients, self._test, self._validation):
+        for file in (self._train, self._clients, self._test, self._validation, self._rows):
             if file is None:
                 continue
             file.map.madvise(mmap.MADV_DONTNEED)
 
     def describe(self) -> dict:
         """What the partition did: clients, training samples, test samples, unused samples, samples
-        held out for validation if any; and per client (min, median, max) training samples, classes,
-        and the share of these samples that are of its commonest class.
+        held out for validation if any, distinct training samples if clients share them; and per
+        client (min, median, max) training samples, classes, and the share of these samples that are
+        of its commonest class.
 
         For regression no classes; and `optimum` where the least loss on the test set that a linear
         model can reach is known.

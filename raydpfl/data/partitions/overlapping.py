@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raydpfl.data.apportion import apportion
 from raydpfl.data.partitions.base import Partition
@@ -14,15 +14,33 @@ from raydpfl.errors import ConfigError
 
 
 class Overlapping(Partition):
-    """Every client `per_client` samples of its own drawing, as even over the classes as can be;
-    clients may share samples, and some samples go unused (000 sec. 2.2, CIFAR-10: 500 samples, 50
-    of each class, for each of 1920 clients).
+    """Every client `per_client` samples of its own drawing; clients may share samples, and some
+    samples go unused (000 sec. 2.2, CIFAR-10: 500 samples for each of 1920 clients).
+
+    As even over the classes as can be, 50 of each of ten; or with `classes` a `share` of the
+    samples from so many classes, drawn for each client, evenly, and the rest evenly from all
+    others: 2 classes and 0.92 are 2 with 230 samples and 8 with 5.
     """
 
+    newer: ClassVar[frozenset[str]] = frozenset({"classes", "share"})
     sized: ClassVar[bool] = False
     kind: str = "overlapping"
     per_client: int = Field(ge=1)
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"per_client": 20},)
+    classes: int | None = Field(default=None, ge=1)
+    share: float | None = Field(default=None, gt=0, le=1)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"per_client": 20},
+        {"per_client": 20, "classes": 2, "share": 0.9},
+    )
+
+    @model_validator(mode="after")
+    def _both(self) -> Overlapping:
+        if (self.classes is None) != (self.share is None):
+            missing = "share" if self.share is None else "classes"
+            given = "classes" if missing == "share" else "share"
+            accepted = f"given, as data.partition.{given} is; or neither"
+            raise ConfigError(f"data.partition.{missing}", None, accepted)
+        return self
 
     def overlaps(self) -> bool:
         return True
@@ -31,17 +49,39 @@ class Overlapping(Partition):
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-        each = apportion(self.per_client, np.ones(len(rows)))
-        if any(want > len(have) for want, have in zip(each, rows, strict=True)):
-            most = len(rows) * min(map(len, rows))
-            raise ConfigError(
-                "data.partition.per_client",
-                self.per_client,
-                f"at most {most}: the smallest class times the classes",
-            )
+        if self.classes is not None and self.classes >= len(rows):
+            accepted = f"fewer than the {len(rows)} classes of the data"
+            raise ConfigError("data.partition.classes", self.classes, accepted)
+        most = max(self._counts(len(rows)))
+        smallest = min(map(len, rows))
+        if most > smallest:
+            accepted = f"one by which a client takes at most {smallest} of a class, not {most}"
+            if self.classes is None:
+                accepted = f"at most {len(rows) * smallest}: the smallest class times the classes"
+            raise ConfigError("data.partition.per_client", self.per_client, accepted)
         draws = [
             generator.choice(have, want, replace=False)
             for _ in range(clients)
-            for want, have in zip(each, rows, strict=True)
+            for want, have in zip(self._wanted(len(rows), generator), rows, strict=True)
         ]
         return np.concatenate(draws), np.full(clients, self.per_client)
+
+    def _wanted(self, classes: int, generator: np.random.Generator) -> np.ndarray:
+        """How many samples of each class a client draws, int64 [classes]."""
+        counts = self._counts(classes)
+        if self.classes is None:
+            return counts
+        wanted = np.empty(classes, np.int64)
+        wanted[generator.permutation(classes)] = counts
+        return wanted
+
+    def _counts(self, classes: int) -> np.ndarray:
+        """How many samples a client draws of each class, int64 [classes], dominant classes first
+        where there are any.
+        """
+        if self.classes is None or self.share is None:
+            return apportion(self.per_client, np.ones(classes))
+        dominant = round(self.share * self.per_client)
+        first = apportion(dominant, np.ones(self.classes))
+        rest = apportion(self.per_client - dominant, np.ones(classes - self.classes))
+        return np.concatenate([first, rest])

@@ -21,6 +21,10 @@ from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member, choose
 
 LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million pixels
+SHARED = (
+    "a sample that several clients hold: it is in the rows of each, and what is protected is the "
+    "rows of one client"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,21 @@ class Split:
     optimum: float | None = None
     # which sample each row is that `rows` gives, int64 [rows]; needed where clients share samples
     samples: Callable[[int, int], np.ndarray] | None = None
+    # x and y of samples by their numbers, ascending; where it is given too, each sample is kept
+    # once, however many clients hold it
+    at: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether each sample is kept once, however many clients hold it."""
+        return self.at is not None and self.samples is not None
+
+    def distinct(self) -> int:
+        """How many samples clients hold, where each is kept once: those held by several count
+        once.
+        """
+        assert self.samples is not None
+        return len(np.unique(self.samples(0, len(self.sizes))))
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,13 @@ class Samples:
     test_x: np.ndarray
     test_y: np.ndarray
     client: np.ndarray | None = None
+
+    @property
+    def classes(self) -> int:
+        """How many; 0: regression."""
+        if self.y.dtype.kind == "f":
+            return 0
+        return 1 + int(max(self.y.max(), self.test_y.max(initial=0)))
 
 
 class Data(Member):
@@ -81,7 +107,7 @@ class Data(Member):
         """The config of the data in JSON types, without names of files: `identity` has what is in
         them.
         """
-        return self.model_dump(mode="json", exclude=set(self.named))
+        return {name: each for name, each in self.meaning().items() if name not in self.named}
 
     @classmethod
     def located(cls, root: Path) -> str:
@@ -97,7 +123,8 @@ class Data(Member):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        """Queries of the training data that no accountant counts, in words."""
+        """What of the training data no accountant counts, in words: queries of them, and samples
+        that are not one client's."""
         return ()
 
     def overlaps(self) -> bool:
@@ -161,8 +188,8 @@ class Dealt(Sized):
     def facts(self) -> dict[str, Any]:
         found = super().facts()
         if self.features:
-            named = set(self.features.named)
-            found["features"] = self.features.model_dump(mode="json", exclude=named)
+            for name in self.features.named:
+                del found["features"][name]
         return found
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -173,7 +200,8 @@ class Dealt(Sized):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        return self.features.exclusions if self.features else ()
+        said = self.features.exclusions if self.features else ()
+        return (*said, SHARED) if self.overlaps() else said
 
     def split(self, seed: int, root: Path | None) -> Split:
         found = self.samples(seed, root)
@@ -194,24 +222,22 @@ class Dealt(Sized):
         def samples(first: int, last: int) -> np.ndarray:
             return order[ends[first] : ends[last]]
 
-        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            chosen = samples(first, last)
+        def at(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return x[chosen], found.y[chosen]
 
-        classes = (
-            0
-            if found.y.dtype.kind == "f"
-            else 1 + int(max(found.y.max(), found.test_y.max(initial=0)))
-        )
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            return at(samples(first, last))
+
         unused = len(found.y) - len(np.unique(order))
         return Split(
             sizes=sizes,
             shape=x.shape[1:],
-            classes=classes,
+            classes=found.classes,
             rows=rows,
             test=lambda: (test_x, found.test_y),
             mean=mean,
             std=std,
             unused=unused,
             samples=samples,
+            at=at if self.overlaps() else None,
         )
