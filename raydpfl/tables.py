@@ -41,16 +41,21 @@ COUNTS = frozenset(
     | {"samples", "batch", "participations", "steps"}
 )
 WORDS = frozenset({"conditions_failed"})
+NAMES = frozenset({"calibrated_by"})
 
 
 def schema(names: Iterable[str]) -> pa.Schema:
-    """The columns of a table: int64 for `COUNTS`, lists of strings for `WORDS`, else float64."""
+    """The columns of a table: int64 for `COUNTS`, lists of strings for `WORDS`, strings for
+    `NAMES`, else float64.
+    """
     return pa.schema([pa.field(name, _type(name)) for name in names])
 
 
 def _type(name: str) -> pa.DataType:
     if name in COUNTS:
         return pa.int64()
+    if name in NAMES:
+        return pa.string()
     return pa.list_(pa.string()) if name in WORDS else pa.float64()
 
 

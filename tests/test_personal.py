@@ -452,8 +452,9 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
         "participations": [1],
         "budgets": 0.3,
     }
-    with pytest.raises(ConfigError, match="nothing is released beside the steps"):
-        LocalSteps.calibrated(**given, calibration="tcdp", beside=LOSSES)
+    unfit = LocalSteps.calibrated(**given, calibration="tcdp", beside=LOSSES)
+    assert "nothing is released beside the steps" in unfit.warnings([1])[-1]
+    assert unfit.stds == LocalSteps.calibrated(**given, beside=LOSSES).stds
     found, silent = (LocalSteps.calibrated(**given, beside=beside) for beside in (LOSSES, None))
     for said, without in zip(
         found.guarantees([1]), personal.replace(found, beside=None).guarantees([1]), strict=True
@@ -494,24 +495,60 @@ def test_002_on_mnist_needs_an_eighth_of_what_its_formula_asks_for():
     tcdp.check_claims([1])
 
 
-def test_002_refuses_small_clients_by_name():
-    given = {
-        "samples": [600, 90, 800, 50, 70],
-        "batch": 10,
-        "steps": 300,
-        "bound": 1.0,
-        "delta": 1e-2,
-        "budgets": 0.3,
+SMALL_002 = {
+    "samples": [600, 90, 800, 50, 70],
+    "batch": 10,
+    "steps": 300,
+    "bound": 1.0,
+    "delta": 1e-2,
+    "budgets": 0.3,
+}
+
+
+def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
+    counts = [1, 1, 1, 1, 0]
+    given = {**SMALL_002, "participations": counts}
+    found = LocalSteps.calibrated(**given, calibration="tcdp")
+    exact = LocalSteps.calibrated(**given)
+    assert found.stds[[1, 3, 4]] == pytest.approx(exact.stds[[1, 3, 4]], rel=1e-3)
+    for k in (0, 2):
+        client = {"bound": 1.0, "batch": 10, "samples": SMALL_002["samples"][k], "steps": 300}
+        assert found.stds[k] == paper.tcdp_noise(0.3, delta=1e-2, **client).value
+        assert found.stds[k] > 4 * exact.stds[k]
+    (said,) = [text for text in found.warnings(counts) if "does not calibrate" in text]
+    assert "paper 002 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
+    assert "that of pld instead; for client 1, with 90 samples" in said
+    assert "q = 0.1111 <= 0.1" in said
+    rows = {row["client"]: row["calibrated_by"] for row in found.table(counts)}
+    assert rows == {0: "paper 002 tCDP", 1: "pld", 2: "paper 002 tCDP", 3: "pld"}
+    assert {row["calibrated_by"] for row in exact.table(counts)} == {"pld"}
+    found.check_claims(counts)
+
+
+def test_the_formula_that_calibrates_speaks_of_its_own_clients_and_the_truth_of_all():
+    counts = [1, 1, 1, 1, 0]
+    given = {**SMALL_002, "participations": counts}
+    found = LocalSteps.calibrated(**given, calibration="tcdp")
+    by = {each.accountant: each for each in found.guarantees(counts)}
+    printed = by["paper 002 tCDP"]
+    assert printed.epsilon == pytest.approx(0.3) and printed.conditions_failed == ()
+    assert any("does not calibrate the noise of 2 of 4" in each for each in printed.exclusions)
+    assert by["pld"].epsilon == pytest.approx(0.3, rel=1e-3)  # of the clients 1 and 3
+    assert not any("calibrate" in each for each in by["pld"].exclusions)
+    curves = found.curves(("pld", "paper"), [[0, 1], [2, 3]])
+    assert {name: curve[-1] for name, curve in curves.items()} == {
+        name: each.epsilon for name, each in by.items() if name != "rdp"
     }
-    with pytest.raises(
-        ConfigError,
-        match=r"fail for 2 of 4 clients \(1, 3\); for client 1, with 90 samples .*: q = 0.1111 <= "
-        r"0.1",
-    ) as refused:
-        LocalSteps.calibrated(**given, participations=[1, 1, 1, 1, 0], calibration="tcdp")
-    assert refused.value.field == "calibration"
-    # who takes no part is not asked
-    LocalSteps.calibrated(**given, participations=[1, 0, 1, 0, 0], calibration="tcdp")
+    # one that speaks of nobody says so of everybody
+    alone = LocalSteps.calibrated(**{**given, "samples": [50] * 5}, calibration="tcdp")
+    (said,) = [one for one in alone.guarantees(counts) if one.accountant == "paper 002 tCDP"]
+    assert said.conditions_failed and said.epsilon > 0.3
+
+
+def test_who_takes_no_part_is_not_asked_for_002s_conditions():
+    given = {**SMALL_002, "participations": [1, 0, 1, 0, 0]}
+    found = LocalSteps.calibrated(**given, calibration="tcdp")
+    assert not found.unfit and found.stds[[1, 3, 4]].tolist() == [0, 0, 0]
 
 
 def test_003_claims_one_where_the_truth_is_less():
@@ -694,18 +731,18 @@ def test_epochs_are_not_amplified_and_say_so():
         assert any("shuffled epochs" in reason for reason in guarantee.conditions_failed) == (
             guarantee.kind == "paper"
         )
-    with pytest.raises(ConfigError, match="a fresh batch at each step"):
-        LocalSteps.calibrated(
-            samples=[600],
-            batch=10,
-            steps=300,
-            bound=1.0,
-            delta=1e-2,
-            participations=[1],
-            budgets=0.3,
-            calibration="tcdp",
-            sampling="epochs",
-        )
+    unfit = LocalSteps.calibrated(
+        samples=[600],
+        batch=10,
+        steps=300,
+        bound=1.0,
+        delta=1e-2,
+        participations=[1],
+        budgets=0.3,
+        calibration="tcdp",
+        sampling="epochs",
+    )
+    assert any("a fresh batch at each step" in reason for reason in unfit.unfit[0])
 
 
 # What is reported.

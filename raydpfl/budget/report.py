@@ -192,7 +192,7 @@ class PersonalBudget:
         """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
         mechanism = self.mechanism
         columns = dict.fromkeys(self.rows[0] if self.rows else ())
-        for name in ("client", "conditions_failed"):
+        for name in ("client", "calibrated_by", "conditions_failed"):
             columns.pop(name, None)
         quantiles = {name: list(map(_to_json, self.quantiles(name))) for name in columns}
         beside = mechanism.beside

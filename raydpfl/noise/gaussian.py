@@ -40,9 +40,10 @@ class Gaussian(Noise):
 
     With `calibration: paper` the std is that of the papers' printed formula: 000 Theorem 3.2, which
     is 001 Theorem 1, with the constant `v` that they leave open; at local steps sigma_k of 003 eq.
-    6. `tcdp` is 002 Theorem 5 in its usable form. The guarantees then show what that noise truly
-    gives. At local steps `epsilon` may be a law of budgets (`raydpfl.privacy.budgets`), which gives
-    every client its own.
+    6. `tcdp` is 002 Theorem 5 in its usable form; the clients for whom a condition of it fails have
+    the rigorous noise, and are named in a warning and in guarantees.parquet. The guarantees then
+    show what that noise truly gives. At local steps `epsilon` may be a law of budgets
+    (`raydpfl.privacy.budgets`), which gives every client its own.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -91,6 +91,9 @@ class LocalSteps(Release):
         beside: a query that every participation answers in addition, by the mean over the client's
             n_k samples of values within [-bound, bound] plus noise of its std: replacing a sample
             moves it by 2 bound / n_k. No paper's formula counts it. None: there is none.
+        unfit: the clients whom the formula that calibrates does not cover, with the conditions of
+            it that fail; `accountant` calibrates their noise.
+        accountant: the rigorous accountant that calibrates what no formula does.
 
     Raises:
         ConfigError: a field is out of range.
@@ -107,6 +110,8 @@ class LocalSteps(Release):
     calibration: Calibration | None = None
     exclusions: tuple[str, ...] = ()
     beside: Query | None = None
+    unfit: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    accountant: str | None = None
     unit: Unit = field(default="sample", init=False, repr=False)
     _spent: dict = field(default_factory=dict, init=False, repr=False)
 
@@ -148,9 +153,10 @@ class LocalSteps(Release):
 
         `budgets` are epsilons, one or [N]. `rigorous` is by `accountant` (pld or rdp), at most 1e-3
         above the smallest noise that is enough, with what is released `beside`; `paper` is sigma_k
-        of 003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4). Public clients
-        and those that never take part draw no noise. Raises `ConfigError` if no noise reaches some
-        budget, a condition of `tcdp` fails, or `beside` leaves less than 1 % to the steps.
+        of 003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4), and the rigorous
+        noise for the clients for whom a condition of it fails (`unfit`). Public clients and those
+        that never take part draw no noise. Raises `ConfigError` if no noise reaches some budget, or
+        `beside` leaves less than 1 % to the steps.
         """
         one_of("calibration", calibration, Calibration)
         sizes = np.asarray(samples, np.int64)
@@ -162,11 +168,14 @@ class LocalSteps(Release):
         counts = silent._counts(participations)
         needy = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(claims))
         stds = np.zeros(len(counts))
-        if calibration == "rigorous":
+        unfit: dict[int, tuple[str, ...]] = {}
+        if calibration != "rigorous":
+            stds[needy], unfit = silent._printed_stds(needy, counts, _formula(calibration))
+            needy = np.array(list(unfit), np.int64)
+        if len(needy):
             stds[needy] = silent._rigorous_stds(needy, counts, accountant)
-        else:
-            stds[needy] = silent._printed_stds(needy, counts, _formula(calibration))
-        return replace(silent, stds=stds)
+        by = accountant if calibration == "rigorous" or unfit else None
+        return replace(silent, stds=stds, unfit=unfit, accountant=by)
 
     @property
     def batches(self) -> np.ndarray:
@@ -328,7 +337,7 @@ class LocalSteps(Release):
         `rounds` are pairs (clients, how often each is drawn); `finals` int64 [N] is how often each
         client is drawn in all.
         """
-        most = np.where(self.public, 0.0, self.epsilons(name, finals))
+        most = np.where(self._spoken_of(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
         worst = 0.0
         curve = np.zeros(len(rounds))
@@ -365,17 +374,15 @@ class LocalSteps(Release):
         assert participations is not None
         counts = self._counts(participations)
         who = np.flatnonzero((counts > 0) & (self.samples > 0))
-        kept = who[~self.public[who]]
-        return [
-            self._guarantee(name, counts, who, kept) for name in standing(accountants, self.unit)
-        ]
+        return [self._guarantee(name, counts, who) for name in standing(accountants, self.unit)]
 
-    def _guarantee(
-        self, name: str, counts: np.ndarray, who: np.ndarray, kept: np.ndarray
-    ) -> Guarantee:
-        """By one accountant or formula, for the worst of the clients `kept`, among those `who` took
-        part.
+    def _guarantee(self, name: str, counts: np.ndarray, who: np.ndarray) -> Guarantee:
+        """By one accountant or formula, for the worst of the clients that it speaks of, among those
+        `who` took part.
         """
+        kept = who[self._spoken_of(name)[who]]
+        public = int(self.public[who].sum())
+        others = self._unfit_words() if len(who) - len(kept) > public else ()
         epsilon = 0.0
         delta = self.delta
         failed: tuple[str, ...] = ()
@@ -399,7 +406,7 @@ class LocalSteps(Release):
             scope,
             epsilon,
             delta,
-            (*self.exclusions, *self._public_words(len(who) - len(kept))),
+            (*self.exclusions, *others, *self._public_words(public)),
             failed,
         )
 
@@ -417,9 +424,9 @@ class LocalSteps(Release):
         """A row for each client that took part: sizes, participations, steps, noise, the promised
         epsilon, and every accountant's.
 
-        `noise_std` is that of the noise on the mean gradient, `epsilon_claimed` is None where
-        nothing was promised, and `conditions_failed` lists "formula: condition". Floats may be
-        infinite.
+        `noise_std` is that of the noise on the mean gradient, `calibrated_by` names the accountant
+        or the formula that it comes from, if any, `epsilon_claimed` is None where nothing was
+        promised, and `conditions_failed` lists "formula: condition". Floats may be infinite.
         """
         counts = self._counts(participations)
         names = standing(accountants, self.unit)
@@ -437,6 +444,7 @@ class LocalSteps(Release):
                 "noise_std": float(self.stds[k]),
                 "delta": self.delta,
             }
+            row["calibrated_by"] = self.calibrated_by(k)
             row["epsilon_claimed"] = None if self.claims is None else float(self.claims[k])
             failed = []
             for name in names:
@@ -473,8 +481,8 @@ class LocalSteps(Release):
             )
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
-        """What else a reader should know: which deltas would allow a sample to be published, and
-        how many clients are public.
+        """What else a reader should know: which deltas would allow a sample to be published, whose
+        noise is not that of the formula that calibrates, and how many clients are public.
         """
         counts = self._counts(participations)
         exposed = counts > 0
@@ -485,6 +493,7 @@ class LocalSteps(Release):
         ]
         return (
             *(found if len(lax) else ()),
+            *self._unfit_words(),
             *self._public_words(int((exposed & self.public).sum())),
         )
 
@@ -579,6 +588,39 @@ class LocalSteps(Release):
             among=max(len(others), 1),
         )
 
+    def calibrated_by(self, k: int) -> str | None:
+        """The accountant or the formula that client k's noise is calibrated by; None where it was
+        given, or there is none.
+        """
+        if self.calibration is None or self.stds[k] == 0:
+            return None
+        by_formula = self.calibration != "rigorous" and k not in self.unfit
+        return self.formula if by_formula else self.accountant
+
+    def _unfit_words(self) -> tuple[str, ...]:
+        if not self.unfit:
+            return ()
+        k, reasons = next(iter(self.unfit.items()))
+        private = int((self.stds > 0).sum())
+        whose = f"{len(self.unfit)} of {private} clients ({_some(self.unfit)})"
+        sizes = f"with {self.samples[k]} samples and batches of {self.batches[k]}"
+        return (
+            f"{self.formula} does not calibrate the noise of {whose}, for whom conditions of it "
+            f"fail, and who have that of {self.accountant} instead; for client {k}, {sizes}: "
+            f"{'; '.join(reasons)}",
+        )
+
+    def _spoken_of(self, name: str) -> np.ndarray:
+        """Bool [N]: the clients that an accountant or a formula speaks of: no public ones, and
+        where the formula has calibrated any noise those alone whose noise it has.
+        """
+        found = ~self.public
+        if self.unfit and name == self.formula:
+            fit = found & (self.stds > 0)
+            fit[list(self.unfit)] = False
+            found = fit if fit.any() else found
+        return found
+
     def _public_words(self, count: int) -> tuple[str, ...]:
         return (
             (f"{count} public clients, who have an infinite budget and draw no noise",)
@@ -588,9 +630,9 @@ class LocalSteps(Release):
 
     def _printed_stds(
         self, clients: np.ndarray, counts: np.ndarray, formula: Formula
-    ) -> np.ndarray:
-        """Stds of these clients by a paper's formula, float64 [k]. Raises `ConfigError` where it
-        refuses a client.
+    ) -> tuple[np.ndarray, dict[int, tuple[str, ...]]]:
+        """Stds of these clients by a paper's formula, float64 [k]; and the clients that it refuses,
+        with the conditions that fail.
         """
         assert self.claims is not None
         stds = np.zeros(len(clients))
@@ -602,14 +644,7 @@ class LocalSteps(Release):
             reasons = formula.refused(self._steps_alone(printed.conditions_failed))
             if reasons:
                 failed[k] = reasons
-        if failed:
-            k, reasons = next(iter(failed.items()))
-            who = f"{len(failed)} of {len(clients)} clients ({_some(failed)})"
-            sizes = f"with {self.samples[k]} samples and batches of {self.batches[k]}"
-            accepted = f"rigorous or paper: conditions of 002 fail for {who}; "
-            accepted += f"for client {k}, {sizes}: {'; '.join(reasons)}"
-            raise ConfigError("calibration", self.calibration, accepted)
-        return stds
+        return stds, failed
 
     def _rigorous_stds(
         self, clients: np.ndarray, counts: np.ndarray, accountant: str
