@@ -165,17 +165,22 @@ class LocalSteps(Release):
             sizes, batch, steps, bound, delta, np.zeros(len(sizes)), sampling, claims, calibration
         )
         silent = replace(silent, exclusions=tuple(exclusions), beside=beside)
-        counts = silent._counts(participations)
-        needy = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(claims))
+        return silent._noised(silent._counts(participations), accountant)
+
+    def _noised(self, counts: np.ndarray, accountant: str) -> LocalSteps:
+        """Itself with the noise that its claims need for these participations, int64 [N]."""
+        assert self.claims is not None
+        assert self.calibration is not None
+        needy = np.flatnonzero((counts > 0) & (self.samples > 0) & np.isfinite(self.claims))
         stds = np.zeros(len(counts))
         unfit: dict[int, tuple[str, ...]] = {}
-        if calibration != "rigorous":
-            stds[needy], unfit = silent._printed_stds(needy, counts, _formula(calibration))
+        if self.calibration != "rigorous":
+            stds[needy], unfit = self._printed_stds(needy, counts, _formula(self.calibration))
             needy = np.array(list(unfit), np.int64)
         if len(needy):
-            stds[needy] = silent._rigorous_stds(needy, counts, accountant)
-        by = accountant if calibration == "rigorous" or unfit else None
-        return replace(silent, stds=stds, unfit=unfit, accountant=by)
+            stds[needy] = self._rigorous_stds(needy, counts, accountant)
+        by = accountant if self.calibration == "rigorous" or unfit else None
+        return replace(self, stds=stds, unfit=unfit, accountant=by)
 
     @property
     def batches(self) -> np.ndarray:
