@@ -28,6 +28,7 @@ from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Room, Shards
 from raydpfl.errors import RAISED, ClientError, RunError, contained, exited, told
+from raydpfl.evaluator import Evaluator, Scored
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import Block, sample_loss
 from raydpfl.measure import Sent
@@ -100,6 +101,7 @@ class ClientActor(Process):
             experiment.model, self.shards.shape, self.shards.classes, experiment.seed
         )
         self.module = copy.deepcopy(module).to(self.device).eval()
+        self.evaluator = Evaluator(experiment, self.shards, self.module, self.device)
         self.own = own_code(experiment)
         self.trainer = Trainer(
             module,
@@ -157,6 +159,12 @@ class ClientActor(Process):
                 each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none")
             found.append(selection.answer(each.double().cpu().numpy(), noise_seed, t, client))
         return found
+
+    @contained()
+    def evaluate(self, model: np.ndarray, which: Sequence[int]) -> list[Scored]:
+        """See `Evaluator.evaluate`."""
+        self.progress.at(-1)
+        return self.evaluator.evaluate(model, which)
 
     # --- the sum of a lane ---
 

@@ -97,7 +97,7 @@ class Client(Section):
     lane: Whole | Literal["auto"] = "auto"  # clients trained at once; the bits depend on it
     way: Literal["auto", "sample_space", "fused", "layerwise", "vmap", "loop", "noop"] = "auto"
     # Seconds that an actor has for its share of a round, before it is replaced; auto: see
-    # `raydpfl.placement.Patience`.
+    # `raydpfl.actors.Patience`.
     # Without actors nobody could take over: a number then ends the run, and auto waits.
     timeout: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import adapting, models, placement, sums, witnessing
+from raydpfl import adapting, dealing, models, placement, sums, witnessing
 from raydpfl.data import Shards
 from raydpfl.measure import Finished, Problem, Round
 from raydpfl.plan import Plan
@@ -77,8 +77,8 @@ class Coordinator:
         self.record.begin(self.plan, self.pool, self.at, self.problem)
         self._added: np.ndarray | None = None  # the server's noise in the round under way
 
-    def round(self) -> list[dict]:
-        """Does the next round and returns the rows of the rounds table that are now complete."""
+    def round(self) -> dict[str, Any]:
+        """Does the next round and returns its row of the rounds table."""
         at = self.at
         t = at.t
         clock = Clock()
@@ -129,7 +129,7 @@ class Coordinator:
         width = self.experiment.client.lane
         assert isinstance(width, int)  # the plan has settled "auto"
         weights = plan.weights(clients)
-        cut = placement.lanes(cohort, weights, sizes, width, plan.step_stds(clients))
+        cut = dealing.lanes(cohort, weights, sizes, width, plan.step_stds(clients))
         shares = self.pool.shares([at.memory.given(lane) for lane in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
@@ -165,9 +165,9 @@ class Coordinator:
         e.local.receive(mean, self.at.states["local"], facts)
         return mean
 
-    def save(self) -> list[dict]:
-        """Puts the tables and a checkpoint on disk; the row that this completed, if any."""
-        return self.record.save(self.at)
+    def save(self) -> None:
+        """Puts the tables and a checkpoint on disk."""
+        self.record.save(self.at)
 
     def finish(self, status: str, save: bool) -> dict:
         """Stops the clients and sums up the run, saved if asked to: a broken round must not be."""

@@ -1,65 +1,91 @@
-"""The loss and accuracy of a model on rows that it was not trained on, in an actor of its own."""
+"""The loss and accuracy of a model on rows that it was not trained on, by the processes that train.
+
+A set (`raydpfl.scores`) is evaluated a batch at a time, the batches by whoever is free; what they
+come to is added up in their order, so that a score does not depend on who evaluated what.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from raydpfl import models, scores
-from raydpfl.config import Experiment
+from raydpfl.config import Evaluate, Experiment
 from raydpfl.data import Shards
-from raydpfl.errors import contained
-from raydpfl.local import single_thread
+from raydpfl.keys import keyed_globals
 from raydpfl.local.way import sample_loss
-from raydpfl.process import Process, own_code
-
-Rows = Iterator[tuple[np.ndarray, np.ndarray]]
+from raydpfl.process import own_code
 
 
-class Evaluator(Process):
-    """Loss and accuracy of a model on the test set, and on the rows that clients hold out, in an
-    actor of its own so that it hides behind the next round.
+@dataclass(frozen=True)
+class Scored:
+    """What a model does on one batch of a set."""
+
+    rows: str  # the set
+    loss: float  # summed over the samples
+    right: int  # samples classified right
+    samples: int
+
+
+def batches(evaluate: Evaluate, shards: Shards) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """What is evaluated: (set, x, y) of each batch, as it is stored. Where `evaluate.test` is false
+    that is no test row.
+    """
+    sets = [scores.TEST] if evaluate.test else []
+    sets += [scores.VALIDATION] if evaluate.validation else []
+    return [(rows, *stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)]
+
+
+def scored(found: Iterable[Scored], classes: int) -> dict[str, float | None]:
+    """Each score of the sets of these batches, in order: the mean loss, and the share of samples
+    classified right (None for a regression, 0 classes).
+    """
+    known: dict[str, float | None] = {}
+    by_set: dict[str, list[Scored]] = {}
+    for each in found:
+        by_set.setdefault(each.rows, []).append(each)
+    for rows, parts in by_set.items():
+        samples = sum(part.samples for part in parts)
+        right = sum(part.right for part in parts)
+        loss = 0.0
+        for part in parts:  # `sum` rounds otherwise from Python 3.12 on
+            loss += part.loss
+        known[f"{rows}_loss"] = loss / samples
+        known[f"{rows}_accuracy"] = right / samples if classes else None
+    return known
+
+
+class Evaluator:
+    """Evaluates models on batches of rows that clients do not train on.
+
+    `module`: the experiment's, on `device`; its parameters are overwritten.
     """
 
-    def make(self, experiment: Experiment, shards: str) -> None:
-        single_thread()
-        self.evaluate_on = experiment.evaluate
+    def __init__(
+        self, experiment: Experiment, shards: Shards, module: torch.nn.Module, device: torch.device
+    ):
         self.seed = experiment.seed
         self.own = own_code(experiment)
-        self.shards = Shards.open(shards)
-        self.module = models.build(
-            experiment.model, self.shards.shape, self.shards.classes, experiment.seed
-        ).eval()
+        self.shards = shards
+        self.module = module
+        self.device = device
+        self.batches = batches(experiment.evaluate, shards)
 
-    @contained()
-    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
-        """Each score (`raydpfl.scores`) over all rows of its set: the mean loss, and the share of
-        samples classified right (None for a regression). `model`: float32 [d].
-
-        Where `evaluate.test` is false no test row is read, and the test set has no score.
-        """
-        models.load(self.module, torch.tensor(model))
-        found: dict[str, float | None] = {}
-        batch = self.evaluate_on.batch
-        if self.evaluate_on.test:
-            found |= self._scores(scores.TEST, self.shards.test(batch))
-        if self.evaluate_on.validation:
-            found |= self._scores(scores.VALIDATION, self.shards.validation(batch))
-        return found
-
-    def _scores(self, name: str, rows: Rows) -> dict[str, float | None]:
-        loss = 0.0
-        right = 0
-        count = 0
+    def evaluate(self, model: np.ndarray, which: Sequence[int]) -> list[Scored]:
+        """What the model, float32 [d], does on some of the batches, each by itself."""
+        models.load(self.module, torch.tensor(model, device=self.device))
         with torch.inference_mode():
-            for x, y in rows:
-                with self.keyed(self.seed, step=4):
-                    outputs = self.module(torch.from_numpy(x))
-                targets = torch.from_numpy(y)
-                loss += float(sample_loss(outputs, targets, "sum"))
-                right += int((outputs.argmax(1) == targets).sum())
-                count += len(y)
-        accuracy = right / count if self.shards.classes else None
-        return {f"{name}_loss": loss / count, f"{name}_accuracy": accuracy}
+            return [self._scored(*self.batches[index]) for index in which]
+
+    def _scored(self, rows: str, *stored: np.ndarray) -> Scored:
+        x, y = (torch.from_numpy(each).to(self.device) for each in self.shards.ready(*stored))
+        if self.own:  # which may draw from the generators of the process
+            with keyed_globals(self.seed, step=4):
+                outputs = self.module(x)
+        else:
+            outputs = self.module(x)
+        loss = float(sample_loss(outputs, y, "sum"))
+        return Scored(rows, loss, int((outputs.argmax(1) == y).sum()), len(y))

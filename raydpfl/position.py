@@ -143,7 +143,7 @@ def _sound(rows: pa.Table, rounds: int) -> bool:
         return False
     scored = [name for name in rows.column_names if name in SIGNS]
     numbers = (rows[name].drop_null() for name in (*known, *scored))
-    return all(np.isfinite(column.to_numpy()).all() for column in numbers)
+    return all(np.isfinite(column.to_pylist()).all() for column in numbers)
 
 
 def check_origin(plan: Plan, stored: dict[str, str], anew: bool) -> None:

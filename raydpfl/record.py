@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raydpfl import scores
 from raydpfl.account import Account
 from raydpfl.errors import RunError
 from raydpfl.measure import Afterwards, Finished, Problem, Round
 from raydpfl.origin import capability
-from raydpfl.placement import Actors, Inline
+from raydpfl.placement import Pool
 from raydpfl.plan import Plan
 from raydpfl.position import Position
 from raydpfl.privacy import column, holding
@@ -70,12 +69,11 @@ class Record:
         noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
         return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
 
-    def begin(self, plan: Plan, pool: Inline | Actors, at: Position, problem: Problem) -> None:
+    def begin(self, plan: Plan, pool: Pool, at: Position, problem: Problem) -> None:
         """Takes up what grows with the run. `plan` is the one that goes on."""
         self.plan = plan
         self.pool = pool
         self._pace = Pace()
-        self._pending: tuple[dict, Any] | None = None  # a row that waits for its evaluation
         self._after: dict[str, Afterwards] | None = None
         self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
         followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
@@ -123,53 +121,42 @@ class Record:
             row |= assess(seen.t, at.model)
         return row
 
-    def take(self, row: dict[str, Any], clock: Clock, at: Position) -> list[dict]:
-        """Sends the model off to be evaluated, takes up the evaluation before it, and keeps what is
-        complete: the rows of the rounds table that now are.
+    def take(self, row: dict[str, Any], clock: Clock, at: Position) -> dict[str, Any]:
+        """The row, now complete, which is kept: with the evaluation of the model where this round
+        has one.
         """
         clock.lap("record")
-        complete = self._settle()
         last = at.t == self.plan.experiment.rounds
         evaluate = self.plan.experiment.evaluate
         if evaluate.given and (last or at.t % evaluate.every == 0):
-            self._pending = row, self.pool.evaluate(at.model)
+            self._evaluate(row, at.model)
         clock.lap("evaluate")
         row |= clock.seconds
         row["seconds"] = sum(clock.seconds.values())
         row["clients_per_second"] = row["cohort"] / (row["seconds"] - row["seconds_evaluate"])
         at.seconds += row["seconds"]
         self.follow(at)
-        complete += [] if self._pending else [self._keep(row)]
-        return complete + (self.save(at, copies=last) if last or self._pace.due() else [])
-
-    def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Appends a row that is complete to the rounds table."""
         self.rounds.append({name: [value] for name, value in row.items()})
+        if last or self._pace.due():
+            self.save(at, copies=last)
         return row
 
-    def _settle(self) -> list[dict]:
-        if not self._pending:
-            return []
-        row, handle = self._pending
-        self._pending = None
-        found = self.pool.evaluation(handle)
+    def _evaluate(self, row: dict[str, Any], model: np.ndarray) -> None:
+        found = self.pool.evaluate(model)
         row |= found
         what = scores.diverged(found)
         if what:
             raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
-        return [self._keep(row)]
 
-    def save(self, at: Position, copies: bool = True) -> list[dict]:
-        """Puts the tables and a checkpoint of all that decides the coming rounds on disk; the row
-        that this completed, if any. Without `copies` the Parquet files are written when due.
+    def save(self, at: Position, copies: bool = True) -> None:
+        """Puts the tables and a checkpoint of all that decides the coming rounds on disk. Without
+        `copies` the Parquet files are written when due.
         """
         began = time.monotonic()
-        complete = self._settle()
         self.snapshot(at)
         for table in self.tables.values() if copies else ():
             table.copy()
         self._pace.took(time.monotonic() - began)
-        return complete
 
     def snapshot(self, at: Position) -> None:
         """Puts the tables and a checkpoint on disk."""
@@ -225,10 +212,12 @@ def _norm_mean(rows: pa.Table) -> float | None:
     """The mean norm of what clients would have sent unbounded, over all clients of all rounds (000
     sec. 4, where half of it is the bound); None where nobody sent anything.
     """
-    sent = pc.subtract(rows["cohort"], rows["dropped"]).to_numpy().astype(np.float64)
-    means = rows["norm_mean"].to_numpy()
+    cohort, dropped, norms = (
+        np.array(rows[name].to_pylist(), np.float64) for name in ("cohort", "dropped", "norm_mean")
+    )
+    sent = cohort - dropped
     some = sent > 0
-    return float(np.average(means[some], weights=sent[some])) if some.any() else None
+    return float(np.average(norms[some], weights=sent[some])) if some.any() else None
 
 
 def _mean(values: np.ndarray) -> float | None:

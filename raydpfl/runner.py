@@ -33,10 +33,10 @@ from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contai
 from raydpfl.files import LOCK, holding
 from raydpfl.measure import Board
 from raydpfl.origin import versions
-from raydpfl.placement import cores, wanted
 from raydpfl.plan import FREE, Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.process import peak_rss_mb
+from raydpfl.slots import cores, wanted
 from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
@@ -129,7 +129,9 @@ def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     path = folder / "rounds.parquet"
     # a run that released nothing has no rows
-    rounds = pq.read_table(path) if path.exists() else pa.table({})
+    rounds = (
+        pq.ParquetFile(path).read() if path.exists() else pa.Table.from_batches([], pa.schema([]))
+    )
     return Result(folder, rounds, summary, guarantees, module)
 
 
@@ -301,7 +303,7 @@ def _rounds(
     try:
         while call("position") < rounds and not interrupts.asked() and not enough:
             with contained():
-                rows = call("round")
+                rows = [call("round")]
             for board in boards:
                 board.write(rows)
             enough = on_rows(rows) is True

@@ -34,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydpfl.arrow import packed
 from raydpfl.tracking import Extent, Pace, clear, replace_file, writing
 
 COUNTS = frozenset(
@@ -147,7 +148,7 @@ class Table:
         if hashlib.sha256(log).hexdigest() != extent.sha256:
             raise ValueError(f"{self.log.name} has been changed since it was written")
         if not extent.length:
-            return self.schema.empty_table()
+            return pa.Table.from_batches([], self.schema)
         with pa.ipc.open_stream(log) as reader:
             if reader.schema != self.schema:
                 raise ValueError(f"{self.log.name} has other columns than this run's")
@@ -164,7 +165,7 @@ class Table:
     def _flushed(self) -> pa.Table:
         with writing(self.log):
             if not self._extent.length:
-                return self.schema.empty_table()
+                return pa.Table.from_batches([], self.schema)
             with pa.ipc.open_stream(self._mapped(self._extent.length)) as reader:
                 return reader.read_all()
 
@@ -199,8 +200,11 @@ class Table:
         ]
         arrays = [part for part in parts if isinstance(part, np.ndarray)]
         if arrays and len(arrays) == len(parts):
-            return pa.array(np.concatenate(arrays), field.type)
-        return pa.array(list(chain.from_iterable(parts)), field.type)
+            return packed(np.concatenate(arrays), field.type)
+        values = list(chain.from_iterable(parts))
+        if pa.types.is_primitive(field.type):
+            return packed(values, field.type)
+        return pa.array(values, field.type)
 
     def _write(self, message: bytes) -> None:
         """Appends to the log at the end of its extent, whatever stands beyond it."""

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raydpfl import events
 from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.rounds import State
 
@@ -386,13 +387,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, first: int):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         self.folder = folder
-        self._event = Event
-        self._summary = Summary
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         with writing(folder):
             clear(folder, folder=True)
@@ -400,30 +395,26 @@ class TensorBoard:
             while (folder / name).exists():  # by a run of this process within the same second
                 name += ".1"
             self._file = open(folder / name, "wb")  # noqa: SIM115
-        self._records = RecordWriter(self._file)
         with writing(folder):
-            self._write(file_version="brain.Event:2")
+            self._write(version="brain.Event:2")
             if first:
-                self._write(step=first, session_log=SessionLog(status=SessionLog.START))
-            self._records.flush()
+                self._write(step=first, started=True)
+            self._file.flush()
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """One event a row."""
         with writing(self.folder):
             for row in rows:
-                numbers = [
-                    (name, value)
+                scalars = {
+                    name: value
                     for name, value in row.items()
                     if name != "round" and isinstance(value, (int, float))
-                ]
-                values = [
-                    self._summary.Value(tag=name, simple_value=value) for name, value in numbers
-                ]
-                self._write(step=row["round"], summary=self._summary(value=values))
-            self._records.flush()
+                }
+                self._write(step=row["round"], scalars=scalars)
+            self._file.flush()
 
-    def _write(self, **event: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **event).SerializeToString())
+    def _write(self, **what: Any) -> None:
+        self._file.write(events.record(events.event(time.time(), **what)))
 
     def close(self) -> None:
         with writing(self.folder):

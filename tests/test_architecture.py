@@ -19,15 +19,16 @@ ROOT = Path(raydpfl.__file__).parent
 ORDER = [
     "__main__", "cli", "budget", "audit", "check", "submit", "staging", "archive", "tune", "shown",
     "runner", "coordinator", "record", "witnessing", "adapting", "position", "account", "memory",
-    "placement", "client", "evaluator", "process", "cluster",
+    "placement", "actors", "dealing", "slots", "client", "evaluator", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
     "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy", "models",
-    "data", "member", "own", "rounds", "files", "keys", "errors", "interrupts", "reaper",
+    "data", "member", "own", "rounds", "events", "arrow", "files", "keys", "errors", "interrupts",
+    "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",
-    "placement",
+    "actors",
     "process",
     "cluster",
     "tune",

@@ -24,10 +24,10 @@ from conftest import experiment
 from test_same_bits import RUN
 
 from raydpfl import cluster, interrupts, models, run
+from raydpfl.actors import Patience
 from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.heterogeneity import Heterogeneity
-from raydpfl.placement import Patience
 from raydpfl.plan import Plan
 
 pytestmark = pytest.mark.slow

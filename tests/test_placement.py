@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from raydpfl.config import Client
+from raydpfl.dealing import lanes, shares, singles
 from raydpfl.errors import ConfigError
-from raydpfl.placement import capacity, lanes, shares, singles, wanted
 from raydpfl.rounds import Lane
 from raydpfl.selection import Cohort
+from raydpfl.slots import capacity, wanted
 
 
 def cut(sizes, width) -> list[Lane]:

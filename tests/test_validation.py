@@ -13,10 +13,9 @@ import torch
 from conftest import experiment
 from rich.console import Console
 
-from raydpfl import data, run, shown
+from raydpfl import data, evaluator, run, shown
 from raydpfl.data import Shards, heldout, prepare, shards
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.evaluator import Evaluator
 from raydpfl.plan import Plan
 
 SPREAD = {"kind": "fashion_mnist_mini", "clients": 70, "sizes": {"kind": "spread"}}
@@ -288,10 +287,10 @@ def test_a_run_that_does_not_look_at_the_test_set_tells_its_validation(untouched
 
 
 def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkeypatch):
-    def evaluate(self, model):
+    def evaluate(*_):
         raise AssertionError("there is nothing to evaluate on")
 
-    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    monkeypatch.setattr(evaluator.Evaluator, "evaluate", evaluate)
     result = run(experiment(evaluate={"test": False}), tmp_path / "out")
     assert result.summary["status"] == "completed" and result.summary["test_loss"] is None
     assert result.rounds["test_loss"].null_count == result.rounds.num_rows == 4
@@ -299,7 +298,7 @@ def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkey
 
 
 def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(Evaluator, "_scores", lambda *_: {"validation_loss": float("nan")})
+    monkeypatch.setattr(evaluator, "scored", lambda *_: {"validation_loss": float("nan")})
     with pytest.raises(RunError, match="the validation loss is nan after round 1; lower"):
         run(experiment(evaluate={**HALF, "test": False}), tmp_path / "out")
 

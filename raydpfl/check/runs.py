@@ -12,7 +12,8 @@ import numpy as np
 from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
-from raydpfl.placement import Inline, shares, singles
+from raydpfl.dealing import shares, singles
+from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.record import joined
 from raydpfl.rounds import Broadcast, Columns, Lane, LaneResult, Work

@@ -46,12 +46,14 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from raydpfl.arrow import numbers, packed
 from raydpfl.data.heldout import HeldOut, held_out
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import RAISED, ConfigError
@@ -158,7 +160,8 @@ def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> N
     found = write(split, apart, folder)
     sizes = apart.sizes if apart else split.sizes
     test = _batch(*split.test(), split.classes)
-    clients = pa.record_batch({"first": np.cumsum(sizes) - sizes, "size": sizes})
+    columns = [packed(each, pa.int64()) for each in (np.cumsum(sizes) - sizes, sizes)]
+    clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
     _write_batch(folder / "test.arrow", test)
     _write_batch(folder / "clients.arrow", clients)
     about = {
@@ -323,11 +326,10 @@ def _count(found: _Counts, sizes: np.ndarray, first: int, y: np.ndarray) -> None
 
 def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
     flat = pa.FixedSizeListArray.from_arrays(
-        pa.array(np.ascontiguousarray(x).reshape(-1)), int(np.prod(x.shape[1:]))
+        packed(x.reshape(-1), pa.from_numpy_dtype(x.dtype)), int(np.prod(x.shape[1:]))
     )
-    return pa.record_batch(
-        {"x": flat, "y": y.astype(np.int64 if classes else np.float32, copy=False)}
-    )
+    targets = packed(y, pa.int64() if classes else pa.float32())
+    return pa.RecordBatch.from_arrays([flat, targets], names=["x", "y"])
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -352,7 +354,7 @@ class _Mapped:
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
         batches = [reader.get_batch(index).columns for index in range(reader.num_record_batches)]
         self.columns = [
-            [getattr(column, "values", column).to_numpy() for column in columns]
+            [numbers(getattr(column, "values", column)) for column in columns]
             for columns in batches
         ]
 
@@ -648,25 +650,31 @@ class Shards:
         """The test samples in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<=
         batch].
         """
-        yield from self._several(self._test_x, self._test_y, batch)
+        return starmap(self.ready, self.held_apart("test", batch))
 
     def validation(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The rows held out of training in client order, as `test` gives those of the test set."""
-        for x, y in self._validation.columns if self._validation else ():
-            yield from self._several(x.reshape(-1, *self.shape), y, batch)
+        return starmap(self.ready, self.held_apart("validation", batch))
 
-    def _several(
-        self, x: np.ndarray, y: np.ndarray, batch: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Samples as they are stored, `batch` at a time, as they are trained on."""
-        for start in range(0, len(y), batch):
-            stored = x[start : start + batch]
-            yield (
-                self._scaled(stored, np.empty(stored.shape, np.float32))
-                if stored.dtype == np.uint8
-                else stored.copy(),
-                y[start : start + batch].copy(),
-            )
+    def held_apart(self, name: str, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The samples of `test` or `validation` as they are stored, on the map, `batch` at a time:
+        for `ready`.
+        """
+        columns = [(self._test_x, self._test_y)]
+        if name == "validation":
+            held = self._validation.columns if self._validation else []
+            columns = [(x.reshape(-1, *self.shape), y) for x, y in held]
+        return [
+            (x[start : start + batch], y[start : start + batch])
+            for x, y in columns
+            for start in range(0, len(y), batch)
+        ]
+
+    def ready(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples as they are trained on, from samples as they are stored."""
+        if x.dtype == np.uint8:
+            return self._scaled(x, np.empty(x.shape, np.float32)), y.copy()
+        return x.copy(), y.copy()
 
     def _scale_lane(self, stored: np.ndarray, x: np.ndarray, n: np.ndarray) -> None:
         """Scales the first n rows of each client, in pieces that stay in the cache."""

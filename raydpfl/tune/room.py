@@ -14,7 +14,7 @@ from raydpfl.cluster import Session
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.placement import capacity, cores
+from raydpfl.slots import capacity, cores
 
 
 class Room:

@@ -28,6 +28,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydpfl.arrow import numbers
+
 PER_CLASS = {"train": 900, "test": 200}
 PIXELS = 28 * 28
 
@@ -38,11 +40,10 @@ def path(part: str) -> Path:
 
 def read(part: str) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [n, 1, 28, 28] and labels int64 [n] of `part`, train or test."""
-    table = pq.read_table(path(part))
+    table = pq.ParquetFile(path(part)).read()
     pixels = table["pixels"].combine_chunks()
-    return np.frombuffer(pixels.buffers()[1], np.uint8).reshape(-1, 1, 28, 28), table[
-        "label"
-    ].to_numpy().astype(np.int64)
+    labels = numbers(table["label"].combine_chunks()).astype(np.int64)
+    return np.frombuffer(pixels.buffers()[1], np.uint8).reshape(-1, 1, 28, 28), labels
 
 
 def build(root: Path, folder: Path) -> None:

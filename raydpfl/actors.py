@@ -1,0 +1,402 @@
+"""The client actors of Ray: which lanes on which, and what a lost one means.
+
+A dead actor never comes back to the pool: its share is done again by whoever is free, and another
+actor starts in its place; and one that is stopped, or hangs (`Patience`), is killed. After the loss
+of a node there may be no room for another; the pool goes on with the others, and has it when a node
+comes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from raydpfl import evaluator
+from raydpfl.client import ClientActor
+from raydpfl.config import Experiment
+from raydpfl.data import Shards
+from raydpfl.dealing import shares, singles
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.process import Started
+from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
+from raydpfl.slots import cores
+
+START_SECONDS = 120.0  # an actor that has not come up by then is not coming
+DEATHS = 8  # actors that one share of a round may cost before the run gives up
+ATTEMPTS = 3  # actors that one share, or an evaluation, may keep waiting for too long
+WATCH = 3.0  # seconds in which an actor at work takes CPU time
+# what a method does, in words
+SAID = {
+    "train": "{where}: training",
+    "losses": "{where}: answering with its loss",
+    "evaluate": "the evaluation of the model",
+}
+IN_FLIGHT = 64  # calls at once when each client is its own actor
+# the actor is gone, or the node that kept what it had returned
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
+
+
+class Patience:
+    """How long one kind of call may take: `client.timeout`, or what follows from the calls before
+    it.
+
+    That is `FLOOR` and `TIMES` the longest so far, or as much for each row as the slowest so far
+    took, if that is more; twice that when the same call is made again. While none has come to its
+    end, `FIRST`, and then an actor at work (by the CPU time that it takes) goes on.
+    """
+
+    FIRST = 60.0
+    FLOOR = 10.0
+    TIMES = 10.0
+
+    def __init__(self, timeout: float | str):
+        self.fixed = None if timeout == "auto" else float(timeout)
+        self.longest = self.slowest = 0.0
+
+    def took(self, seconds: float, cost: float) -> None:
+        self.longest = max(self.longest, seconds)
+        self.slowest = max(self.slowest, seconds / max(cost, 1.0))
+
+    def seconds(self, cost: float, again: int = 0) -> float:
+        """For a call that trains `cost` rows, and was given up `again` times."""
+        if self.fixed:
+            return self.fixed
+        usual = self.FIRST
+        if self.longest:
+            usual = self.FLOOR + self.TIMES * max(self.longest, self.slowest * cost)
+        return usual * 2**again
+
+    @property
+    def knows(self) -> bool:
+        """Whether a call that is late is known to be."""
+        return bool(self.fixed or self.longest)
+
+
+@dataclass
+class _Flight:
+    """A call under way: which of the calls, on which actor, and when it is late."""
+
+    index: int
+    actor: int
+    began: float
+    late: float
+    patience: float  # seconds between the two
+
+    @classmethod
+    def begun(cls, index: int, actor: int, seconds: float) -> _Flight:
+        """A call that is made now."""
+        now = time.monotonic()
+        return cls(index, actor, now, now + seconds, seconds)
+
+
+class Actors:
+    """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        shards: str,
+        count: int,
+        per_client: bool,
+        capability: Mapping[str, str],
+    ):
+        self.per_client = per_client
+        self.replaced = 0
+        client = experiment.client
+        self._experiment = experiment
+        self._shards = Shards.open(shards)
+        self._patience = {name: Patience(client.timeout) for name in SAID}
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        self._arguments = (pickle.dumps(experiment), shards, path, capability)
+        self._class = ray.remote(ClientActor).options(
+            num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
+        )
+        self._actors: dict[int, Any] = {}
+        self._facts: dict[int, Started] = {}
+        # call -> actor, of those that were started in the place of dead ones
+        self._starting: dict[Any, int] = {}
+        self._start_clients(count)
+
+    def _start_clients(self, count: int) -> None:
+        """Starts the client actors, some at a time: starting one takes a core some seconds, and
+        with many more at once than cores Ray gives up on the slowest.
+        """
+        slots = int(ray.cluster_resources().get("CPU", 1))
+        wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
+        for start in range(0, count, wave):
+            some = range(start, min(start + wave, count))
+            self._actors |= {index: self._class.remote(*self._arguments) for index in some}
+            ready = {index: self._actors[index].ready.remote() for index in some}
+            for index, call in ready.items():
+                self._actors[index], call = self._up(self._actors[index], call)
+                self._facts[index] = ray.get(call)
+
+    def _up(self, actor: Any, ready: Any) -> tuple[Any, Any]:
+        """An actor and its call of `ready`, once that has been answered.
+
+        One that died as it started is started again: Ray takes some seconds to see that a node is
+        lost, and starts actors on it until then.
+        """
+        for _ in range(DEATHS):
+            try:
+                self._await([ready])
+                return actor, ready
+            except RayActorError as error:
+                reason = _cause(error)
+                actor = self._class.remote(*self._arguments)
+                ready = actor.ready.remote()
+        raise RunError(f"a client actor died while it started: {reason}")
+
+    @property
+    def healthy(self) -> int:
+        return len(self._actors) - len(self._starting)
+
+    def _await(self, references: list) -> list[Started]:
+        """What the actors say of themselves once they can work. Raises what stands in the way,
+        `RayActorError` for one that died.
+        """
+        timeout = START_SECONDS + 2.0 * len(references)
+        try:
+            return ray.get(references, timeout=timeout)
+        except GetTimeoutError:
+            pending = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
+            raise RunError(
+                f"{pending} of {len(references)} client actors did not come up within "
+                f"{timeout:.0f} s; the cluster has no free place for them: lower client.actors, "
+                "client.num_cpus or client.num_gpus"
+            ) from None
+        except RayTaskError as error:
+            raise _reason(error) from None
+
+    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+        return singles(lanes) if self.per_client else shares(lanes, max(1, self.healthy))
+
+    def run(
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, LaneResult]]:
+        """Yields (index of the share, its result) as they arrive.
+
+        Raises `ClientError` when a client failed, `RunError` when actors keep dying.
+        """
+        reference = ray.put(broadcast)
+        homes = [
+            int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares
+        ]
+        calls = [(reference, work, list(share)) for share in shares]
+        yield from self._results("train", calls, homes, [_rows(share) for share in shares])
+
+    def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
+        """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
+        reference = ray.put(model)
+        parts = np.array_split(
+            clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
+        )
+        homes = [int(part[0]) if self.per_client else None for part in parts]
+        calls = [(reference, t, part.tolist(), noise_seed) for part in parts]
+        found = dict(self._results("losses", calls, homes, [len(part) for part in parts]))
+        return np.concatenate([found[index] for index in range(len(parts))])
+
+    def _results(
+        self,
+        method: str,
+        calls: Sequence[tuple],
+        homes: Sequence[int | None],
+        costs: Sequence[float],
+    ) -> Iterator[tuple[int, Any]]:
+        """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of
+        `homes`, or on any that is free (None).
+        """
+        waiting = deque(range(len(calls)))
+        flying: dict[Any, _Flight] = {}
+        deaths: Counter[Any] = Counter()
+        late: dict[int, list[str]] = {}  # by call, what the actors did that it was given up on
+        patience = self._patience[method]
+        while waiting or flying:
+            while waiting and len(flying) < IN_FLIGHT:
+                index = waiting[0]
+                busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
+                actor = self._free(homes[index], busy)
+                if actor is None:
+                    break
+                waiting.popleft()
+                seconds = patience.seconds(costs[index], len(late.get(index, ())))
+                call = getattr(self._actors[actor], method).remote(*calls[index])
+                flying[call] = _Flight.begun(index, actor, seconds)
+            done = self._wait(flying)
+            if done in flying:
+                flight = flying.pop(done)
+                result = self._taken(done, flight.actor, flight.index, deaths)
+                if result is None:
+                    waiting.appendleft(flight.index)
+                else:
+                    patience.took(time.monotonic() - flight.began, costs[flight.index])
+                    yield flight.index, result
+            elif done is not None:
+                self._started(done, deaths)
+            for call in [call for call, flight in flying.items() if time.monotonic() > flight.late]:
+                if self._given_up(flying[call], patience, late, method):
+                    waiting.appendleft(flying.pop(call).index)
+
+    def _started(self, call: Any, deaths: Counter) -> None:
+        """Takes up an actor that was started in the place of a dead one, and now answers."""
+        actor = self._starting.pop(call)
+        facts = self._taken(call, actor, f"actor {actor}", deaths)
+        if facts:
+            self._facts[actor] = facts
+
+    def _wait(self, flying: dict[Any, _Flight]) -> Any:
+        """A call that is done, of those flying or of an actor that starts; None if one is late
+        before.
+        """
+        timeout = START_SECONDS
+        if flying:
+            first = min(flight.late for flight in flying.values())
+            timeout = max(0.0, first - time.monotonic()) + 0.01
+        done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
+        if not done and not flying:
+            raise RunError(
+                f"client actors died, and for {START_SECONDS:.0f} s no node has had room for "
+                "others in their place; go on with --resume"
+            )
+        return done[0] if done else None
+
+    def _taken(self, call: Any, actor: int, of: Any, deaths: Counter) -> Any:
+        """The result of a call that is done; None if its actor is dead, which is replaced then."""
+        try:
+            return ray.get(call)
+        except LOST as error:
+            deaths[of] += 1
+            if deaths[of] > DEATHS:
+                raise RunError(f"client actors keep dying in one round: {_cause(error)}") from None
+            self._replace(actor)
+            return None
+        except RayTaskError as error:
+            raise _reason(error) from None
+
+    def _given_up(
+        self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str
+    ) -> bool:
+        """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a
+        call that was given up too often.
+        """
+        facts = self._facts.get(flight.actor)
+        busy, client = _look(facts, 0.0 if patience.knows else WATCH)
+        if busy and not patience.knows:
+            flight.late = time.monotonic() + flight.patience
+            return False
+        those = late.setdefault(flight.index, [])
+        those.append(f"client {client}" if client >= 0 else "no client")
+        if len(those) >= ATTEMPTS:
+            where = ", ".join(dict.fromkeys(those))
+            what = SAID[method].format(where=where)
+            raise RunError(
+                f"{what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors "
+                f"one after another; model.kind {self._experiment.model.kind} hangs there, or "
+                "client.timeout is to be higher"
+            )
+        self._replace(flight.actor)
+        return True
+
+    def _free(self, home: int | None, busy: set[int]) -> int | None:
+        if home is not None:
+            return None if home in busy else home
+        return next((actor for actor in self._actors if actor not in busy), None)
+
+    def _replace(self, actor: int) -> None:
+        self.replaced += 1
+        ray.kill(self._actors[actor])  # a process that hangs on must not come back into the pool
+        self._actors[actor] = self._class.remote(*self._arguments)
+        self._starting[self._actors[actor].ready.remote()] = actor
+
+    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+        """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
+        reference = ray.put(model)
+        shards = self._shards
+        count = len(evaluator.batches(self._experiment.evaluate, shards))
+        edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
+        some = [range(*edge) for edge in itertools.pairwise(edges)]
+        calls = [(reference, each) for each in some]
+        found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
+        every = itertools.chain.from_iterable(found[index] for index in range(len(some)))
+        return evaluator.scored(every, shards.classes)
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def _rows(share: Sequence[Lane]) -> int:
+    return sum(
+        lane.rows * (1 if lane.slot is not None else int((lane.clients >= 0).sum()))
+        for lane in share
+    )
+
+
+def _reason(error: RayTaskError) -> Exception:
+    """What is to be raised for an error in an actor: its own, if it is one of ours."""
+    cause = getattr(error, "cause", None)
+    return (
+        cause
+        if isinstance(cause, (ConfigError, RunError))
+        else RunError(f"a client actor failed\n{error}")
+    )
+
+
+def _look(facts: Started | None, seconds: float) -> tuple[bool, int]:
+    """Whether an actor's process takes CPU time, and the client in training there (-1: none is
+    known), by a look from its node.
+    """
+    if facts is None:
+        return False, -1
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(facts.node, soft=False)
+    look = ray.remote(_seen).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    try:
+        return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
+    except RayError:
+        return False, -1
+
+
+def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
+    """Of a process of this node: see `_look`. Ray's own threads take about 1 % of a core."""
+    client = -1
+    try:
+        if progress:
+            with open(progress, "rb") as file:
+                client = int.from_bytes(file.read(8), sys.byteorder, signed=True)
+        process = psutil.Process(pid)
+        processes = [process, *process.children(recursive=True)]
+        before = sum(sum(each.cpu_times()[:2]) for each in processes)
+        time.sleep(seconds)
+        taken = sum(sum(each.cpu_times()[:2]) for each in processes) - before
+        return taken > 0.02 * seconds, client
+    except (OSError, psutil.Error):
+        return False, client
+
+
+def _cause(error: RayError) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
+        remedy = "use fewer client.actors, a smaller client.lane or a node with more memory"
+        return f"killed for memory; {remedy} ({text[:300]})"
+    return text[:300]

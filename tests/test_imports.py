@@ -1,0 +1,79 @@
+"""No process imports what it does not need: each of these costs a start as much as some rounds."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import SMALL, experiment
+
+from raydpfl.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+NEVER = (
+    "torchvision", "matplotlib", "tensorboard", "cvxpy", "optuna", "pandas", "dp_accounting",
+    "scipy.optimize", "scipy.signal", "scipy.stats", "PIL", "raydpfl.tune", "raydpfl.submit",
+)  # fmt: skip
+RAY = ("ray", "raydpfl.actors")
+# what accounting, tables and pages need, and those who train do not
+ABOVE = ("scipy", "rich", "typer", "raydpfl.coordinator", "raydpfl.plan")
+COMMAND = """
+import json, sys
+from raydpfl.cli import main
+main()
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_path):
+    config = tmp_path / "small.yaml"
+    asked = {"client": {**SMALL["client"], "actors": 0}, "measure": ["tensorboard", "clients"]}
+    noise = {"kind": "gaussian", "epsilon": 8.0, "delta": 1e-5}
+    asked |= {"noise": noise, "privacy": {"accountants": ["pld", "rdp", "paper"]}}
+    config.write_text(yaml.safe_dump(SMALL | asked))
+    command = [sys.executable, "-c", COMMAND, "run", config, "--quiet", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout))
+    assert {"torch", "raydpfl.runner"} <= loaded
+    assert not loaded & {*NEVER, *RAY}
+
+
+CLIENT = """
+import json, pickle, sys
+from raydpfl.client import ClientActor
+
+experiment, shards, d = pickle.load(open(sys.argv[1], "rb"))
+client = ClientActor(experiment, shards)
+import numpy as np
+from raydpfl.rounds import Broadcast, Lane, Work
+
+model = np.zeros(d, np.float32)
+lane = Lane(np.arange(8), np.zeros(8, int), np.ones(8), int(client.shards.sizes.max()))
+result = client.train(Broadcast(model), Work(0, 0, 1, 1.0, 0.5, 2.0**-40), [lane])
+assert len(result.columns["norm"]) == 8
+assert client.evaluate(model, [0])[0].samples > 0
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_a_client_imports_what_training_and_evaluating_need_and_no_more(tmp_path):
+    plan = Plan.make(experiment())
+    (tmp_path / "given").write_bytes(pickle.dumps((plan.experiment, str(plan.shards), plan.d)))
+    command = [sys.executable, "-c", CLIENT, tmp_path / "given"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout))
+    assert {"torch", "raydpfl.client"} <= loaded
+    assert not loaded & {*NEVER, *RAY, *ABOVE}
+
+
+def test_the_commands_are_there_without_ray():
+    code = "import sys, raydpfl.runner, raydpfl.cli; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
