@@ -151,6 +151,55 @@ def sweep(
         raise RunError(result.problem)
 
 
+REPRODUCED = (
+    "A study that comes with the project (002/fig1, or another name that --list shows; 002 or all "
+    "for several), the file of your own, or a study directory. "
+    "The import paths in a study are code that runs."
+)
+LIST = "Say what each study shows and lost; of a named one, what it would take here."
+SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
+SEEDS = "Final runs of every cell. Default: as the study says."
+INTO = "Study directory (of several studies: theirs are in it); default: a new one under runs/."
+Studies = Annotated[list[str] | None, typer.Argument(help=REPRODUCED, metavar="STUDY...")]
+
+
+@app.command()
+def reproduce(
+    studies: Studies = None,
+    scale: Annotated[str | None, _option(f"{SCALED} Default: small.")] = None,
+    out: Annotated[Path | None, _option(INTO)] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the study in --out.")
+    ] = False,
+    seeds: Annotated[int | None, _count(SEEDS)] = None,
+    listed: Annotated[bool, typer.Option("--list", help=LIST)] = False,
+    data_root: DataRoot = None,
+    address: Address = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
+    from raydpfl import study as room
+
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    if listed:
+        room.catalogue(console, studies or (), scale, seeds, data_root)
+        return
+    if not studies:
+        raise ConfigError("study", None, "the name of one; raydpfl reproduce --list shows them")
+    if resume and out is None and len(studies) == 1 and os.path.isdir(studies[0]):
+        out = Path(studies[0])
+    names = [name for given in studies for name in room.several(given)]
+    asked = [room.Study.named(name, scale, seeds) for name in names]
+    ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+    with room.Display(console, asked) as display:
+        results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
+    for result in results:
+        display.report(result)
+    problems = [f"{each.study.about.id}: {each.problem}" for each in results if each.problem]
+    if problems:
+        raise RunError("; ".join(problems))
+
+
 THERE = "The files that CONFIG names are on the cluster: send none."
 SENT = (
     "A YAML file (with a sweep section: a sweep), or the directory of a run. "

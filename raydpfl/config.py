@@ -20,7 +20,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +40,7 @@ from raydpfl import bounding, data, local, models, noise, own, scores, selection
 from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
-from raydpfl.member import Member, choose, fields_of, importing, validate, within
+from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import ASKED, standing
 
@@ -543,6 +543,28 @@ def _is_default(field: Any, value: Any) -> bool:
     default = field.default
     plain = default.model_dump(mode="json") if isinstance(default, BaseModel) else default
     return value == (list(plain) if isinstance(plain, tuple) else plain)
+
+
+def takes(tree: Mapping[str, Any], path: str) -> bool:
+    """Whether the section of this path, of the kind that it has in the tree, has such a key."""
+    section, _, key = path.rpartition(".")
+    if section in SECTIONS or not section:
+        return key in (SECTIONS[section] if section else Experiment).model_fields
+    node: Any = {**DEFAULTS, **tree}
+    for name in section.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    kind = node.get("kind") if isinstance(node, Mapping) else None
+    return key == "kind" or (isinstance(kind, str) and key in _fields(section, kind))
+
+
+def _fields(section: str, kind: str) -> Collection[str]:
+    """The keys of a section of this kind; none of an unknown one."""
+    fields = fields_of(KINDS.get(section, {}).get(kind))
+    if fields is None and section in KINDS and (":" in kind or "." in kind) and imports(section):
+        fields = fields_of(load(kind, f"{section}.kind"))
+        if section == "model":
+            fields = fields or dict(models.Module.model_fields)
+    return fields or {}
 
 
 # What a search space is named by (see `raydpfl.tune`).

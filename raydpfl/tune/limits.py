@@ -67,7 +67,7 @@ class Limits(Generic[Key]):
 
     def add(self, experiment: Experiment, seconds: float) -> None:
         """A trial that had finished before, after so many seconds."""
-        self._finished.append(_Finished(_like(experiment), _work(experiment), seconds))
+        self._finished.append(_Finished(like(experiment), work(experiment), seconds))
 
     def begin(self, key: Key, experiment: Experiment, folder: Path) -> None:
         """A trial has begun to run in `folder`, or has begun again."""
@@ -105,10 +105,10 @@ class Limits(Generic[Key]):
 
     def _silence(self, experiment: Experiment) -> float:
         """Seconds that this trial may record nothing."""
-        like = _like(experiment)
-        work = _work(experiment)
-        alike = [each for each in self._finished if each.like == like]
-        factors = [(max(1.0, work / each.work), each.seconds) for each in alike or self._finished]
+        kind = like(experiment)
+        share = work(experiment)
+        alike = [each for each in self._finished if each.like == kind]
+        factors = [(max(1.0, share / each.work), each.seconds) for each in alike or self._finished]
         nearest = min(factor for factor, _ in factors)
         longest = max(seconds for factor, seconds in factors if factor == nearest)
         return max(LEAST if alike else UNLIKE, MULTIPLE * longest * nearest)
@@ -125,7 +125,7 @@ def _sign(folder: Path) -> tuple[int, ...]:
     return tuple(times)
 
 
-def _like(experiment: Experiment) -> frozenset[tuple[str, str]]:
+def like(experiment: Experiment) -> frozenset[tuple[str, str]]:
     """What trials have in common where one's time says much of another's: all that `LIKE` names,
     and which of `NUMBERS` are numbers."""
     values = meaning(experiment)
@@ -134,7 +134,7 @@ def _like(experiment: Experiment) -> frozenset[tuple[str, str]]:
     return frozenset((key, str(value)) for key, value in kinds.items())
 
 
-def _work(experiment: Experiment) -> float:
+def work(experiment: Experiment) -> float:
     """In proportion to the samples of a round, as far as the config has numbers for them."""
     values = meaning(experiment)
     work = 1.0

@@ -32,7 +32,7 @@ from raydpfl.scores import SIGNS, TEST, set_of
 from raydpfl.tune.directory import difference, stored
 from raydpfl.tune.folder import FREE_KEYS, flat, identity, meaning, name_of
 from raydpfl.tune.source import Trial
-from raydpfl.tune.spaces import Space, find, put
+from raydpfl.tune.spaces import Space, at, find, put
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")
@@ -225,7 +225,7 @@ class Sweep:
         found = _difference(*spaces)
         if found:
             key, here, there = found
-            return key, here or _at(self.tree, key), there or _at(other.tree, key)
+            return key, here or at(self.tree, key), there or at(other.tree, key)
         values = {key: space.probes[0] for key, space in self.spaces.items()}
         pair = (self, other)
         try:
@@ -274,7 +274,7 @@ class Sweep:
             for key, space in self.spaces.items():
                 if space.count == math.inf:
                     accepted = "a grid, choice or powers_of_two; an interval needs sweep.search"
-                    raise ConfigError(key, _at(self.tree, key), f"{accepted} random or optuna")
+                    raise ConfigError(key, at(self.tree, key), f"{accepted} random or optuna")
 
     def _check_size(self) -> None:
         """Raises `ConfigError` for more settings than there are, or than can be tried."""
@@ -303,7 +303,7 @@ class Sweep:
                 key = next(key for key in values if key not in same)
                 pair = f"{before[key]!r} and {values[key]!r}"
                 accepted = f"values that differ; {pair} make the same experiment"
-                raise ConfigError(key, _at(self.tree, key), accepted)
+                raise ConfigError(key, at(self.tree, key), accepted)
 
     def _tried(self) -> Iterator[dict[str, Any]]:
         """Values that show whether every field takes its space: all that are listed beforehand, and
@@ -332,14 +332,6 @@ def inline(experiment: Experiment) -> Experiment:
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     return difference(here, there, CHANGEABLE)
-
-
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
-    node: Any = tree
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,70 @@
+"""Numbers of several runs beside one another: the mean over seeds, its spread, and differences
+between what ran with the same seeds.
+
+>>> spread = over_seeds({1: 0.7, 2: 0.8, 3: 0.9})
+>>> spread.count, round(spread.mean, 6), round(spread.std, 6)
+(3, 0.8, 0.1)
+>>> gain = paired({1: 0.71, 2: 0.82, 3: 0.93}, {1: 0.7, 2: 0.8, 3: 0.9, 4: 0.1})
+>>> gain.count, round(gain.mean, 6), round(gain.std, 6)
+(3, 0.02, 0.01)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of `count` numbers, in their own units.
+
+    Attributes:
+        mean: NaN for none.
+        std: The sample standard deviation (n - 1); NaN below two.
+        least, most: The smallest and the largest; NaN for none.
+    """
+
+    count: int
+    mean: float
+    std: float
+    least: float
+    most: float
+
+
+def over_seeds(values: Mapping[int, float | None]) -> Spread:
+    """The spread of a number over the seeds whose runs have it.
+
+    Args:
+        values: By seed; None and NaN stand for a run without it.
+    """
+    known = [values[seed] for seed in sorted(values)]
+    numbers = np.array([each for each in known if each is not None], np.float64)
+    numbers = numbers[~np.isnan(numbers)]
+    if not len(numbers):
+        return Spread(0, math.nan, math.nan, math.nan, math.nan)
+    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else math.nan
+    least = float(numbers.min())
+    most = float(numbers.max())
+    return Spread(len(numbers), float(np.mean(numbers)), std, least, most)
+
+
+def paired(values: Mapping[int, float | None], against: Mapping[int, float | None]) -> Spread:
+    """The spread of `values` - `against`, seed by seed, over the seeds that both have.
+
+    What the runs of one seed share (the data, the split, the cohorts) is no part of it, so that it
+    is often much narrower than the spreads of the two.
+
+    Args:
+        values, against: By seed; None and NaN stand for a run without the number.
+    """
+    differences: dict[int, float | None] = {}
+    for seed in values.keys() & against.keys():
+        here = values[seed]
+        there = against[seed]
+        if here is not None and there is not None:
+            differences[seed] = here - there
+    return over_seeds(differences)

@@ -1,0 +1,97 @@
+"""What `raydpfl reproduce --list` shows: the studies, what each takes here and what it lost."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from raydpfl.study import shipped
+from raydpfl.study.estimate import Estimate, estimate, measure
+from raydpfl.study.form import SCALES, Study
+
+WIDTH = 96
+
+
+def catalogue(
+    console: Console,
+    names: Sequence[str] = (),
+    scale: str | None = None,
+    seeds: int | None = None,
+    root: Path | None = None,
+) -> None:
+    """Prints all studies that come with the package, with what is known of their cost here; or the
+    named ones with all that they take at one scale, what was not timed yet being timed.
+    """
+    if not names:
+        for name in shipped.paths():
+            console.print(_entry(name), markup=False)
+        return
+    for given in names:
+        for name in shipped.several(given):
+            study = Study.named(name, scale, seeds)
+            with console.status("timing a round of each kind of run"):
+                taken = measure(study, root)
+            console.print(_entry(name, study), markup=False)
+            console.print(textwrap.indent(plan(study, taken), "  "), markup=False)
+
+
+def _entry(name: str, study: Study | None = None) -> str:
+    """A study in some lines: what it shows, and its runs at each scale, or at the one it has."""
+    about = study or Study.named(name, "smoke")
+    said = about.about
+    lines = [f"{said.id}  {said.title}"]
+    if said.answers:
+        lines.append(f"  also: {', '.join(said.answers)}")
+    for what, text in (("shows", said.shows), ("lost", said.lost)):
+        if text:
+            words = " ".join(f"{what}: {text}".split())
+            lines.append(textwrap.indent(textwrap.fill(words, WIDTH), "  "))
+    if not study:
+        for scale in SCALES:
+            one = Study.named(name, scale)
+            lines.append(f"  {scale}: {counts(one)}; {cost(estimate(one))}")
+    return "\n".join(lines)
+
+
+def counts(study: Study) -> str:
+    """How many cells and runs there are."""
+    runs = study.runs()
+    told = f"{len(study.cells)} cells, {runs['final']} final runs over {study.seeds} seeds"
+    return f"{told}, {runs['tried']} to choose values by" if runs["tried"] else told
+
+
+def cost(found: Estimate) -> str:
+    """What it takes here, in words."""
+    if found.seconds is None:
+        return f"not timed here yet ({found.timed} of {found.kinds} kinds of runs are)"
+    return f"about {duration(found.seconds)} here"
+
+
+def duration(seconds: float) -> str:
+    """A time in words.
+
+    >>> duration(42), duration(150), duration(5400), duration(400_000)
+    ('42 s', '2.5 min', '1.5 h', '4.6 days')
+    """
+    for most, unit, name in ((60, 1, "s"), (3600, 60, "min"), (172_800, 3600, "h")):
+        if seconds < most:
+            return f"{seconds / unit:.2g} {name}"
+    return f"{seconds / 86_400:.2g} days"
+
+
+def plan(study: Study, taken: Estimate) -> str:
+    """What a study would run at its scale, a line per cell, and what that takes here."""
+    lines = [f"at scale {study.scale}: {counts(study)}; {cost(taken)}"]
+    for cell in study.cells:
+        experiment = cell.experiment(next(cell.tried()), study.seed + 1)
+        tried = ", ".join(
+            f"{key} of {', '.join(map(str, each.options))}" for key, each in cell.grid.items()
+        )
+        sources = study.sources(cell)
+        taken_from = ", ".join(f"{key} from {each.arm}" for key, each in sources.items())
+        parts = [cell.named(), f"{experiment.rounds} rounds", tried, taken_from]
+        lines.append("; ".join(part for part in parts if part))
+    return "\n".join(lines)

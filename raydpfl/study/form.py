@@ -1,0 +1,440 @@
+"""A study as its file says it: `Study`. See `raydpfl.study` for the file."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from raydpfl.config import Experiment, Section, dump, read
+from raydpfl.errors import ConfigError
+from raydpfl.member import validate
+from raydpfl.study import shipped
+from raydpfl.study.cells import Cell, label, plain, private, put
+from raydpfl.study.identities import Identity, identities
+from raydpfl.study.outputs import check_outputs, published
+from raydpfl.tune.directory import stored
+from raydpfl.tune.folder import name_of
+
+SCALES = ("smoke", "small", "paper")
+PARTS = ("study", "scales", "panels", "arms", "show")
+OF_SCALES = ("seeds", "tries", "only")  # keys of a scale that change no experiment
+# the sign that makes more of a judge better; of any other number `study.better` says it
+SIGNS = {"validation_accuracy": 1, "validation_loss": -1}
+
+
+class About(Section):
+    """The section `study`."""
+
+    id: str = Field(min_length=1, pattern=r"^[\w./-]+$")
+    title: str = ""
+    shows: str = ""  # what the paper claims with it
+    answers: tuple[str, ...] = ()  # other names by which it is found
+    lost: str = ""  # what the paper does not state, and what was chosen for it
+    seeds: int = Field(default=3, ge=1)  # of the final runs: seed + 1, seed + 2, ...
+    judge: str = "validation_accuracy"  # the number by which values are chosen
+    better: Literal["larger", "smaller"] | None = None  # of a judge that is no loss or accuracy
+    validation: float = Field(default=0.1, ge=0, lt=1)  # held out while values are chosen
+    accounting: Any = None  # labels of the axis, or a mapping of each to what it means
+    same_bits: tuple[Any, ...] = ()
+    scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
+
+
+class Arm(Section):
+    """What an arm changes: `puts` are sections and dotted keys."""
+
+    name: str
+    puts: Mapping[str, Any]
+    accounting: Mapping[str, Mapping[str, Any]] = {}  # by label: what it means for this arm
+    only: Mapping[str, tuple[str, ...]] = {}  # the labels of axes at which it stands
+
+
+class Scale(Section):
+    """What a scale changes: `puts` are sections and dotted keys of all cells."""
+
+    puts: Mapping[str, Any] = {}
+    seeds: int | None = Field(default=None, ge=1)
+    tries: int | None = Field(default=None, ge=1)  # the first so many values of every grid
+    only: Mapping[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study at one scale. `given` is the file's tree; `place` the folder that its tables of
+    published numbers are named from.
+    """
+
+    given: Mapping[str, Any]
+    about: About
+    base: Mapping[str, Any]  # sections of an experiment
+    panels: Mapping[str, Mapping[str, Any]]  # by axis (with its `?`) and label
+    arms: Mapping[str, Arm]
+    accounting: Mapping[str, Mapping[str, Any] | None]  # by label: what it means, if for all arms
+    scales: Mapping[str, Scale]
+    show: tuple[Mapping[str, Any], ...]
+    scale: str
+    place: Path | None = None
+
+    @classmethod
+    def from_dict(
+        cls,
+        values: Mapping[str, Any],
+        scale: str | None = None,
+        seeds: int | None = None,
+        place: Path | None = None,
+    ) -> Study:
+        """Raises `ConfigError` naming the first field that is wrong; every experiment that the
+        study may make is tried on.
+
+        Args:
+            values: The file's tree.
+            scale: smoke, small or paper; default: the one that the tree says, or small.
+            seeds: How many final runs of every cell; default: as the scale or the study says.
+            place: The folder that published tables are named from.
+        """
+        _check_parts(values)
+        about = validate(About, "study", values["study"])
+        scale = scale or about.scale or "small"
+        scales = _scales(values.get("scales") or {})
+        if scale not in SCALES:
+            raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
+        if seeds is None:
+            seeds = scales.get(scale, Scale()).seeds or about.seeds
+        _check_judge(about)
+        study = cls(
+            given=copy.deepcopy(dict(values)),
+            about=about.model_copy(update={"seeds": _checked_seeds(seeds), "scale": scale}),
+            base={key: values[key] for key in values if key in Experiment.model_fields},
+            panels=_panels(values.get("panels") or {}),
+            arms=_arms(values.get("arms")),
+            accounting=_accounting(about.accounting),
+            scales=scales,
+            show=tuple(check_outputs(values.get("show") or [])),
+            scale=scale,
+            place=place,
+        )
+        study._check()
+        return study
+
+    @classmethod
+    def from_yaml(
+        cls, path: str | Path, scale: str | None = None, seeds: int | None = None
+    ) -> Study:
+        """As `from_dict`, from a YAML file."""
+        return cls.from_dict(read(path, "study"), scale, seeds, Path(path).absolute().parent)
+
+    @classmethod
+    def named(cls, name: str | Path, scale: str | None = None, seeds: int | None = None) -> Study:
+        """The study of this id, or of another name that one answers to; in this file; or begun in
+        this directory. Raises `ConfigError` where there is none.
+        """
+        path = Path(name)
+        if path.is_dir() and (path / "study.yaml").exists():
+            return cls.stored(path, scale, seeds)
+        if path.is_file():
+            return cls.from_yaml(path, scale, seeds)
+        return cls.from_yaml(shipped.find(str(name)), scale, seeds)
+
+    @classmethod
+    def stored(cls, folder: Path, scale: str | None = None, seeds: int | None = None) -> Study:
+        """The study of this directory. Raises `ConfigError` unless its study.yaml is whole."""
+        return cls.from_dict(stored(folder, "study"), scale, seeds, folder)
+
+    def to_yaml(self) -> str:
+        """The file with its scale and number of seeds; `from_yaml` of it is this study. Its last
+        line, `...`, tells a whole file from one that was cut.
+        """
+        tree = copy.deepcopy(dict(self.given))
+        tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
+        of_scale = (tree.get("scales") or {}).get(self.scale)
+        if of_scale:
+            of_scale.pop("seeds", None)
+        return dump(tree) + "...\n"
+
+    @property
+    def seeds(self) -> int:
+        return self.about.seeds
+
+    @property
+    def seed(self) -> int:
+        """Of the runs that values are chosen by; those of final runs follow it."""
+        return int(self.base.get("seed", 0))
+
+    @property
+    def sign(self) -> int:
+        """That which makes more of the judge better."""
+        if self.about.better:
+            return 1 if self.about.better == "larger" else -1
+        return SIGNS[self.about.judge]
+
+    @property
+    def axes(self) -> list[str]:
+        """Of the panels."""
+        return [plain(axis) for axis in self.panels]
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All of them: panels in the order of the file, and in each the accountings, and the
+        arms.
+        """
+        return [*self._cells()]
+
+    @cached_property
+    def same_bits(self) -> list[Identity]:
+        return identities(self.about.same_bits, self.cells)
+
+    def published(self) -> dict[str, Path]:
+        """The tables of published numbers that its outputs name."""
+        return published(self.show, self.place)
+
+    def runs(self) -> dict[str, int]:
+        """How many runs there are that values are chosen by, `tried`, and how many `final` ones,
+        each counted once; cells that end up at the same values may share more of these.
+        """
+        tried: set[str] = set()
+        final: set[tuple[str, str]] = set()
+        for cell in self.cells:
+            points = [*cell.tried()]
+            if cell.grid:
+                about = self.about.validation
+                tried |= {name_of(cell.experiment(each, self.seed, about)) for each in points}
+            first = name_of(cell.experiment(points[0], self.seed + 1))
+            final.add((first, str(cell.grid)))
+        return {"tried": len(tried), "final": len(final) * self.seeds}
+
+    def final_seeds(self) -> range:
+        return range(self.seed + 1, self.seed + 1 + self.seeds)
+
+    def _cells(self) -> Iterator[Cell]:
+        scale = self.scales.get(self.scale, Scale())
+        allowed = scale.only
+        every = (self._labels(axis, allowed) for axis in self.panels)
+        for chosen in itertools.product(*every):
+            labels = dict(zip(self.axes, chosen, strict=True))
+            for accounting in self._allowed("accounting", list(self.accounting) or [None], allowed):
+                for arm in self.arms.values():
+                    if _within(arm, labels, accounting, allowed):
+                        yield self._cell(arm, labels, accounting, scale)
+
+    def _labels(self, axis: str, allowed: Mapping[str, Any]) -> list[str]:
+        return self._allowed(plain(axis), list(self.panels[axis]), allowed)
+
+    @staticmethod
+    def _allowed(axis: str, every: list[Any], allowed: Mapping[str, Any]) -> list[Any]:
+        return [name for name in every if axis not in allowed or name in allowed[axis]]
+
+    def _cell(
+        self, arm: Arm, labels: Mapping[str, str], accounting: str | None, scale: Scale
+    ) -> Cell:
+        tree = put(self.base, arm.puts)
+        for axis, name in zip(self.panels, labels.values(), strict=True):
+            tree = put(tree, _changes(axis, self.panels[axis][name]))
+        if accounting is not None and private(tree):
+            tree = put(tree, self._meaning(arm, accounting))
+        tree = put(tree, scale.puts, keep=True)
+        return Cell(arm.name, labels, accounting, tree, scale.tries)
+
+    def _meaning(self, arm: Arm, accounting: str) -> Mapping[str, Any]:
+        meaning = arm.accounting.get(accounting, self.accounting[accounting])
+        if meaning is None:
+            where = f"arms.{arm.name}.accounting.{accounting}"
+            accepted = "required, as study.accounting has no meaning for all arms: dotted keys"
+            raise ConfigError(where, None, accepted)
+        return meaning
+
+    def _check(self) -> None:
+        """Raises `ConfigError` for what cannot be run, or shown."""
+        self._check_labels()
+        if not self.cells:
+            raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
+        for cell in self.cells:
+            for values in cell.tried():
+                cell.experiment(values, self.seed + 1)
+            if cell.grid:
+                cell.experiment(next(cell.tried()), self.seed, self.about.validation)
+        _ = self.same_bits
+        self.published()
+        self._check_sources()
+
+    def _check_labels(self) -> None:
+        """Raises `ConfigError` for labels in an `only` that the axis does not have."""
+        known = {axis: [*labels] for axis, labels in self.panels.items()}
+        known = {plain(axis): labels for axis, labels in known.items()}
+        known |= {"arm": [*self.arms], "accounting": [*self.accounting]}
+        onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
+        onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
+        for where, only in onlys:
+            for axis, labels in only.items():
+                if axis not in known:
+                    raise ConfigError(f"{where}.{axis}", [*labels], f"one of {', '.join(known)}")
+                for name in labels:
+                    if name not in known[axis]:
+                        accepted = f"one of {', '.join(known[axis])}"
+                        raise ConfigError(f"{where}.{axis}", name, accepted)
+
+    def _check_sources(self) -> None:
+        """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
+        needs = {cell: {source for source in self.sources(cell).values()} for cell in self.cells}
+        free: set[Cell] = set()
+        while len(free) < len(needs):
+            ready = {cell for cell, of in needs.items() if cell not in free and of <= free}
+            if not ready:
+                cell = next(cell for cell in needs if cell not in free)
+                key, taken = next(iter(cell.taken.items()))
+                accepted = f"an arm that does not wait for {cell.arm} in its turn"
+                raise ConfigError(f"{key}.from.arm", taken.arm, accepted)
+            free |= ready
+
+    def sources(self, cell: Cell) -> dict[str, Cell]:
+        """The cell that gives each number which this one takes, by dotted key."""
+        found = {}
+        for key, taken in cell.taken.items():
+            labels = {**cell.labels, **{axis: label(name) for axis, name in taken.panel.items()}}
+            if cell.accounting is not None:
+                labels.setdefault("accounting", cell.accounting)
+            labels["arm"] = taken.arm
+            giving = next((each for each in self.cells if each.at(labels)), None)
+            if giving is None:
+                arms = ", ".join(self.arms)
+                accepted = f"one of the arms that stand at the same labels ({arms})"
+                raise ConfigError(f"{key}.from.arm", taken.arm, accepted)
+            found[key] = giving
+        return found
+
+
+def _check_parts(values: Any) -> None:
+    """Raises `ConfigError` for what is no study, or has a part that studies do not have."""
+    if not isinstance(values, Mapping) or "study" not in values:
+        raise ConfigError("study", None, "required: a section with the study's id")
+    known = (*PARTS, *Experiment.model_fields)
+    for name in values:
+        if name not in known:
+            accepted = f"no such section; they are {', '.join(known)}"
+            raise ConfigError(name, values[name], accepted)
+
+
+def _checked_seeds(seeds: Any) -> int:
+    """A number of seeds. Raises `ConfigError`."""
+    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+        raise ConfigError("--seeds", seeds, "a whole number of at least 1")
+    return seeds
+
+
+def _check_judge(about: About) -> None:
+    """Raises `ConfigError` for a judge of which nobody knows what is better."""
+    if "test_" in about.judge:
+        accepted = "a number that does not look at the test set, such as validation_accuracy"
+        raise ConfigError("study.judge", about.judge, accepted)
+    if about.judge in SIGNS or about.better:
+        return
+    accepted = f"one of {', '.join(SIGNS)}, or study.better besides (larger or smaller)"
+    raise ConfigError("study.judge", about.judge, accepted)
+
+
+def _mapping(where: str, value: Any) -> dict[str, Any]:
+    """By label. Raises `ConfigError` for anything else, and for two keys of one label."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(where, value, "a mapping")
+    found = {label(key): each for key, each in value.items()}
+    if len(found) < len(value):
+        raise ConfigError(where, [*value], "labels that differ as texts")
+    return found
+
+
+def _only(where: str, value: Any) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for axis, labels in _mapping(where, value).items():
+        listed = labels if isinstance(labels, list) else [labels]
+        found[plain(axis)] = tuple(label(name) for name in listed)
+    return found
+
+
+def _panels(value: Any) -> dict[str, dict[str, Any]]:
+    panels = {}
+    for axis, labels in _mapping("panels", value).items():
+        where = f"panels.{axis}"
+        if isinstance(labels, list):
+            labels = {label(each): each for each in labels}
+        found = _mapping(where, labels)
+        if not found:
+            raise ConfigError(where, labels, "at least one label")
+        if plain(axis) in ("arm", "accounting", "seed", "status", "values", "directory"):
+            raise ConfigError(where, [*found], "another name; tables have a column of this one")
+        panels[axis] = found
+    return panels
+
+
+def _arms(value: Any) -> dict[str, Arm]:
+    found = {}
+    for name, given in _mapping("arms", {} if value is None else value).items():
+        where = f"arms.{name}"
+        changes = _mapping(where, {} if given is None else given)
+        accounting = _mapping(f"{where}.accounting", changes.pop("accounting", {}))
+        meanings = {
+            each: _mapping(f"{where}.accounting.{each}", changed or {})
+            for each, changed in accounting.items()
+        }
+        only = _only(f"{where}.only", changes.pop("only", {}))
+        _check_puts(where, changes)
+        found[name] = Arm(name=name, puts=changes, accounting=meanings, only=only)
+    if not found:
+        raise ConfigError("arms", value, "at least one arm, by its name")
+    return found
+
+
+def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a name that is neither a section nor a dotted key."""
+    for name in changes:
+        if plain(name) not in Experiment.model_fields and "." not in name:
+            sections = ", ".join(Experiment.model_fields)
+            accepted = f"no such section or dotted key; the sections are {sections}"
+            raise ConfigError(f"{where}.{name}", changes[name], accepted)
+
+
+def _scales(value: Any) -> dict[str, Scale]:
+    found = {}
+    for name, given in _mapping("scales", value).items():
+        where = f"scales.{name}"
+        if name not in SCALES:
+            raise ConfigError(where, given, f"one of {', '.join(SCALES)}")
+        changes = _mapping(where, given or {})
+        own: dict[str, Any] = {key: changes.pop(key) for key in OF_SCALES if key in changes}
+        if "only" in own:
+            own["only"] = _only(f"{where}.only", own["only"])
+        _check_puts(where, changes)
+        found[name] = validate(Scale, where, {**own, "puts": changes})
+    return found
+
+
+def _accounting(value: Any) -> dict[str, Mapping[str, Any] | None]:
+    if value is None:
+        return {}
+    if isinstance(value, list):
+        return dict.fromkeys(label(each) for each in value)
+    where = "study.accounting"
+    found = _mapping(where, value)
+    return {name: _mapping(f"{where}.{name}", each or {}) for name, each in found.items()}
+
+
+def _changes(axis: str, value: Any) -> Mapping[str, Any]:
+    """What a label of an axis changes: a section, a dotted key, or several of them."""
+    if plain(axis) in Experiment.model_fields or "." in axis:
+        return {axis: value}
+    changes = _mapping(f"panels.{axis}", {} if value is None else value)
+    _check_puts(f"panels.{axis}", changes)
+    return changes
+
+
+def _within(
+    arm: Arm, labels: Mapping[str, str], accounting: str | None, allowed: Mapping[str, Any]
+) -> bool:
+    """Whether an arm stands at these labels."""
+    mine = {**labels, "accounting": accounting, "arm": arm.name}
+    onlys: Iterable[tuple[str, tuple[str, ...]]] = [*arm.only.items(), *allowed.items()]
+    return all(mine.get(axis) in names for axis, names in onlys if axis in mine)
