@@ -1,5 +1,5 @@
-"""What a run spends: written to the ledger ahead of every round, held against the budget, and
-summed up in the end.
+"""What a run spends: checked against the budget and written to the ledger before every round, and
+turned into guarantees at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNKNOWN = "what this run has spent is unknown"
 
 
 class Account:
-    """The ledger of a run, and what its entries come to by every accountant."""
+    """The ledger of a run, and every accountant's epsilons for it."""
 
     def __init__(self, plan: Plan, ledger: Ledger):
         self.plan = plan
@@ -40,9 +40,14 @@ class Account:
         return {name: float(curve[t]) for name, curve in self.curves.items()}
 
     def spend(self, t: int, bound: float | None) -> None:
-        """Writes the spending of round t ahead of it.
+        """Writes the spending of round t to the ledger, before the round.
 
-        Raises `BudgetError` instead when the run may not spend that.
+        Args:
+            t: the round.
+            bound: in force in it; None: nothing is bounded.
+
+        Raises:
+            BudgetError: the run may not spend that; nothing is written.
         """
         spent = self.spent(t)
         budget = self.plan.experiment.privacy.budget
@@ -54,9 +59,8 @@ class Account:
             self.ledger.record(t=t, again=self.plan.again, epsilon=spent, **release)
 
     def _release(self, bound: float | None, present: bool) -> dict[str, Any]:
-        """What the ledger says of a round's release, besides its number.
-
-        The key of its noise is known of the `present` segment alone.
+        """What the ledger says of a round's release. The key of its noise is known only for the
+        `present` segment.
         """
         plan = self.plan
         assert plan.mechanism is not None
@@ -70,8 +74,8 @@ class Account:
         return release | ({"key": self._key} if present else {})
 
     def verify(self, rounds: int, bound: float | None) -> None:
-        """Raises `RunError` unless the `rounds` of a checkpoint are recorded as this plan releases
-        them. `bound` is in force in the coming round.
+        """Raises `RunError` unless the `rounds` of a checkpoint are in the ledger as this plan
+        releases them. `bound` is in force in the coming round.
         """
         if self.plan.mechanism and self.ledger.spent().rounds < rounds:
             recorded = f"the ledger has {self.ledger.spent().rounds} rounds"
@@ -97,8 +101,11 @@ class Account:
         raise RunError(f"the ledger has {what}: {UNKNOWN}{way}")
 
     def guarantees(self, rounds: int, participations: Counter) -> list[Guarantee]:
-        """What holds for all that the ledger has recorded, rounds that a crash cut off and that
-        were not done again included. `participations` are those of the `rounds` done.
+        """What holds for everything in the ledger, rounds that a crash cut off included.
+
+        Args:
+            rounds: done.
+            participations: how often each client was drawn in them.
         """
         return self.plan.guarantees(*self._recorded(rounds, participations))
 
@@ -113,8 +120,11 @@ class Account:
     def per_client(
         self, out: Path, rounds: int, participations: Counter
     ) -> dict[str, list[Any]] | None:
-        """Writes every client's own guarantee to guarantees.parquet; quantiles of epsilon over the
-        clients by accountant, for the summary. None where no client has a guarantee of its own.
+        """Writes every client's own guarantee to guarantees.parquet.
+
+        Returns:
+            Quantiles of epsilon over the clients, by accountant; None: clients have no guarantees
+            of their own.
         """
         mechanism = self.plan.mechanism
         if mechanism is None or not mechanism.by_draws:

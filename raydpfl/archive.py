@@ -1,12 +1,12 @@
-"""What comes back from a cluster: the archive of a run directory, and text that jobs have printed;
-neither is trusted.
+"""Reading what comes back from a cluster: archives of run directories, and text that jobs have
+printed. Neither is trusted.
 
-An archive holds regular files and folders under one name, and nothing else: no links, no devices,
-no name that is absolute, leads up (`..`), is hidden in another's case or Unicode form, or stands
-there twice; no more than `Limits` say. What a file is put into was opened folder by folder,
-following no link, so that neither an archive nor what already lies in the destination leads out of
-it. A gzipped tar archive is read by code of our own, for `tarfile` follows links while it unpacks
-and reads headers of any size.
+An archive may hold only regular files and folders under one name: no links, no devices, no name
+that is absolute, leads up (`..`), differs from another only in case or Unicode form, or occurs
+twice, and no more than `Limits` allow. Destination folders are opened one by one, without following
+links, so that neither an archive nor what is already in the destination leads out of it. The
+gzipped tar archive is read by code of our own, because `tarfile` follows links while it unpacks and
+reads headers of any size.
 
 >>> clean = Plain()
 >>> clean("\\x1b[31mred\\x1b") + clean("[0m\\tand \\x1b]0;title\\x07plain\\r\\n")
@@ -35,13 +35,13 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 class ArchiveError(ValueError):
-    """An archive that holds what no run directory holds."""
+    """An archive has something in it that no run directory has."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much an archive may hold: bytes and files when unpacked, and how many times its own size
-    from `ratio_from` bytes on.
+    """How much an archive may hold: bytes and files when unpacked, and, from `ratio_from` bytes on,
+    how many times its own size.
     """
 
     size: int = 64 * 10**9
@@ -53,9 +53,8 @@ class Limits:
 
 
 class Plain:
-    """Text without what a terminal would obey, called with one piece of it after another: only
-    newlines and tabs are left of the control characters, and nothing of escape sequences, those
-    that pieces cut in two included.
+    """Removes what a terminal would obey from a text that is given piece by piece: escape
+    sequences, also those that span pieces, and all control characters but newlines and tabs.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Plain:
         return "".join(character for character in text if self._shown(character))
 
     def _shown(self, character: str) -> bool:
-        """Whether this character is text, given what stood before it."""
+        """Whether this character is text, given what came before it."""
         state = self._state
         self._length = self._length + 1
         if character == "\n" or (state != "text" and self._length > STRING):
@@ -105,7 +104,7 @@ class Plain:
 
 
 def plain(text: object) -> str:
-    """All of a text as `Plain` leaves it."""
+    """A whole text, as `Plain` leaves it."""
     return Plain()(str(text))
 
 
@@ -144,12 +143,21 @@ class _Source:
 def unpack(packed: IO[bytes], name: str, into: Path, limits: Limits | None = None) -> None:
     """Unpacks the folder `name` of a gzipped tar archive into the new folder `into`.
 
-    Raises `ArchiveError`, ValueError for one that is broken, EOFError for one that is cut short,
-    and OSError.
+    Args:
+        packed: the archive.
+        name: the one folder in it.
+        into: made here.
+        limits: None: the defaults.
+
+    Raises:
+        ArchiveError: it holds what it may not, or too much.
+        ValueError: it is broken.
+        EOFError: it is cut short.
+        OSError: a file cannot be written.
     """
     source = _Source(packed, limits or Limits())
     into.mkdir()
-    # a name as any file system may take it -> as it is, and whether it is a folder
+    # by a name folded as any file system might: the name itself, and whether it is a folder
     seen: dict[str, tuple[str, bool]] = {}
     files = 0
     for path, folder, size in _members(source):
@@ -171,8 +179,8 @@ def unpack(packed: IO[bytes], name: str, into: Path, limits: Limits | None = Non
 
 
 def _members(source: _Source) -> Iterator[tuple[str, bool, int]]:
-    """(path, whether it is a folder, size) of each member; whoever takes a file reads its bytes
-    before going on.
+    """(path, whether it is a folder, size) of each member. The caller reads the bytes of a file
+    before the next member.
     """
     long: dict[str, str] = {}
     while True:
@@ -217,7 +225,7 @@ def _path(header: bytes) -> str:
 
 
 def _pax(text: bytes) -> dict[str, str]:
-    """What an extended header says: "length key=value\\n" after one another."""
+    """The keys and values of an extended header, a series of "length key=value\\n"."""
     found: dict[str, str] = {}
     while text:
         digits = text.split(b" ", 1)[0]
@@ -261,8 +269,8 @@ def _parts(path: str, name: str, limits: Limits) -> tuple[str, ...]:
 
 
 def _new(parts: tuple[str, ...], folder: bool, seen: dict[str, tuple[str, bool]]) -> None:
-    """Notes a path and the folders that it stands in. Raises `ArchiveError` for one that is there,
-    or looks as if it were.
+    """Notes a path and its folders. Raises `ArchiveError` for one that is there already, or looks
+    the same as another.
     """
     for depth in range(1, len(parts) + 1):
         entry = "/".join(parts[:depth]), folder or depth < len(parts)
@@ -275,11 +283,12 @@ def _new(parts: tuple[str, ...], folder: bool, seen: dict[str, tuple[str, bool]]
 
 
 def place(source: Path, folder: Path) -> None:
-    """Copies what is in `source`, a folder of our own, into `folder`, over files that have its
-    names.
+    """Copies the contents of `source`, a folder of our own, into `folder`, over files of the same
+    names. It follows no link in `folder`.
 
-    Follows no link within `folder`. Raises `ArchiveError`, having written nothing, where a link or
-    a file stands where a folder is to be, or a folder where a file.
+    Raises:
+        ArchiveError: a link or a file is where a folder is needed, or a folder where a file is;
+            nothing has been written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for writing in (False, True):
@@ -291,7 +300,7 @@ def place(source: Path, folder: Path) -> None:
 
 
 def _place(source: Path, into: int, shown: str, writing: bool) -> None:
-    """One folder, into the folder that is open as `into`; only looked at unless `writing`."""
+    """Copies one folder into the folder that is open as `into`; without `writing` only checks."""
     for path in sorted(source.iterdir()):
         at = f"{shown}/{path.name}"
         if path.is_dir():
@@ -324,8 +333,8 @@ def _is_folder(name: str, into: int) -> bool:
 
 
 def _replace(path: Path, into: int) -> None:
-    """Puts a file into an open folder, whole or not at all; a link of its name is replaced, not
-    followed.
+    """Puts a file into an open folder, completely or not at all; a link of that name is replaced,
+    not followed.
     """
     scratch = f".{uuid.uuid4().hex}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -1,7 +1,7 @@
-"""What clients remember from one of their rounds to the next.
+"""What clients remember from one round to their next.
 
-It is kept by the coordinator, as any actor may run any lane and a lost one must not take it along,
-and travels with the lane.
+The coordinator keeps it, since any actor may run any lane and must not take it along when it is
+lost. It travels with the lane.
 
 >>> memory = Memory({}, {})
 >>> sent = {"local": np.ones((2, 3), np.float32)}
@@ -22,7 +22,7 @@ from raydpfl.rounds import Lane, LaneResult
 
 
 class Memory:
-    """Vectors float32 [d] by member and client. A client that has none yet remembers zeros."""
+    """Vectors float32 [d], by member and client; zeros for a client that has none yet."""
 
     def __init__(self, members: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]):
         """As `arrays` gives them; empty ones before the first round."""
@@ -32,7 +32,7 @@ class Memory:
         }
 
     def given(self, lane: Lane) -> Lane:
-        """The lane, with what its clients remember."""
+        """The lane with what its clients remember."""
         if not self._by_member:
             return lane
         slots = list(enumerate(lane.clients.tolist()))
@@ -43,8 +43,8 @@ class Memory:
         return replace(lane, memory=memory)
 
     def keep(self, results: Iterable[LaneResult]) -> None:
-        """Takes up what clients will know in their next round; of one that was drawn several times
-        all changes add up.
+        """Keeps what clients will remember in their next round; the changes of one that was drawn
+        several times add up.
         """
         found: dict[tuple[str, int], list[np.ndarray]] = {}
         for result in results:
@@ -61,7 +61,7 @@ class Memory:
             kept[client] = changed.astype(np.float32)
 
     def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """By member the clients, int64 [m], ascending, and their vectors, float32 [m, d]."""
+        """By member, the clients, int64 [m] and ascending, and their vectors, float32 [m, d]."""
         members = {
             name: np.array(sorted(kept), np.int64) for name, kept in self._by_member.items() if kept
         }

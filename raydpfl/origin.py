@@ -2,11 +2,11 @@
 processor computes.
 
 The same experiment gives the same bits on the same kind of hardware, whatever runs where. Another
-processor, or a setting that keeps libraries from using it (ATEN_CPU_CAPABILITY,
+processor, or a setting that keeps libraries from using it fully (ATEN_CPU_CAPABILITY,
 MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL, oneDNN, OpenBLAS and numpy choose
-their vector instructions while they run. `capability` says what they have chosen, by the names that
-the libraries give and by the bits of a fixed computation; two processes that agree on it compute
-alike.
+their vector instructions at run time. `capability` says what they chose, by the names that the
+libraries give and by the bits of a fixed computation. Two processes that agree on it give the same
+bits.
 
 >>> stored = {"torch": "2.14.1", "code mine:Tanh": "5f70bf", "cpu": "AVX512"}
 >>> differences(stored, {"torch": "2.14.1", "code mine:Tanh": "90cd1a", "cpu": "AVX2"})
@@ -40,9 +40,9 @@ from pydantic import BaseModel
 from raydpfl.errors import RunError
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
-# those whose version may change a model's bits
+# packages whose version may change a model's bits
 COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")
-# values whose text says what they are
+# types whose text determines the value
 PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
@@ -63,12 +63,12 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def capability() -> dict[str, str]:
-    """How this process computes: `cpu`, torch's vector instructions; `settings` that bear on it;
-    `arithmetic`, a digest.
+    """How this process computes.
 
-    The digest is that of the results of products, convolutions, sums and elementary functions in
-    float32 and float64, on one thread. It takes about 10 ms and leaves the number of threads as it
-    was.
+    Returns:
+        `cpu`, torch's vector instructions; `settings`, environment variables that affect them; and
+        `arithmetic`, a digest of the results of products, convolutions, sums and elementary
+        functions in float32 and float64, on one thread (about 10 ms).
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     found = {"cpu": torch.backends.cpu.get_cpu_capability(), "arithmetic": _arithmetic()}
@@ -76,13 +76,16 @@ def capability() -> dict[str, str]:
 
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
-    """The part of `of` that `capability` gave."""
+    """The part of `of` that comes from `capability`."""
     return {name: facts[name] for name in ("cpu", "arithmetic", "settings") if name in facts}
 
 
 def check_node(host: str, expected: Mapping[str, str] | None) -> None:
-    """Raises `RunError` naming the node `host`, this process's own, where it computes otherwise
-    than `expected`, the run's `capability`.
+    """Raises `RunError` if this process does not compute as the run does.
+
+    Args:
+        host: this process's node, for the message.
+        expected: the run's `capability`; None: nothing is expected.
     """
     here = capability()
     if expected is None or expected == here:
@@ -139,13 +142,15 @@ def _computed() -> Iterator[np.ndarray]:
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user's own code that the experiment names: "code MODULE:NAME" -> 16
-    hexadecimal digits.
+    """Digests of the user's own code that the experiment names.
 
-    A digest is over the file of the module and of all that it imports of the user's own, be it only
-    when a function runs: what lies neither in the standard library nor in an installed package, but
-    for the package that the member itself belongs to. Of code without a file, typed into an
-    interpreter, it is over the code itself and what that names.
+    A digest covers the file of the module and all of the user's own modules that it imports, even
+    if only when a function runs. Own modules are neither in the standard library nor installed,
+    except those of the package that the member itself belongs to. For code without a file, typed
+    into an interpreter, the digest covers the code itself and what it names.
+
+    Returns:
+        16 hexadecimal digits by "code MODULE:NAME".
     """
     found = {}
     for name, module, member in _own(experiment):
@@ -182,7 +187,7 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
 
 
 def _of_kind(kind: Any) -> ModuleType | None:
-    """The user's module that an import path in the place of a kind names."""
+    """The user's own module that a kind names by import path; None: it names none."""
     if not isinstance(kind, str) or not (":" in kind or "." in kind):
         return None
     path = kind.partition(":")[0] if ":" in kind else kind.rpartition(".")[0]
@@ -211,7 +216,7 @@ def _files(name: str, path: Path, seen: set[str] | None = None) -> set[Path]:
 
 
 def _imported(path: Path, name: str) -> Iterator[str]:
-    """Names of the modules that a file may import anywhere, parts of packages among them."""
+    """Names of the modules that a file may import anywhere in it, also within packages."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -228,8 +233,8 @@ def _imported(path: Path, name: str) -> Iterator[str]:
 
 
 def _place(name: str) -> Path | None:
-    """The file of a module, imported by now or not; None: it has none, or there is no such module.
-    Nothing is imported.
+    """The file of a module, which need not have been imported; None: it has none, or there is no
+    such module. Nothing is imported.
     """
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
@@ -304,14 +309,14 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
 
 
 def of(experiment: BaseModel) -> dict[str, str]:
-    """All of it for a run of `experiment` in this process, by name."""
+    """Everything that a run of `experiment` in this process depends on, by name."""
     known = {name: version for name, version in versions().items() if name in COMPUTING}
     known |= {"torch": str(torch.__version__), "numpy": np.__version__}
     return known | sources(experiment) | capability()
 
 
 def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """In words, what is not as it was; empty where all is."""
+    """What has changed, in words; empty: nothing."""
     found = []
     for name in dict.fromkeys([*stored, *now]):
         before = stored.get(name)

@@ -1,7 +1,7 @@
-"""Where a run stands, and whether it may go on from there.
+"""The position of a run, and whether it can continue from there.
 
-`take_up` is what the coordinator begins with: it finds the newest checkpoint that this run can go
-on from, and refuses one that another run has written or that the ledger contradicts.
+The coordinator begins with `take_up`: it finds the newest checkpoint that the run can continue
+from, and refuses one that another run has written or that the ledger contradicts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raydpfl.tracking import Checkpoint, Extent, load
 
 @dataclass
 class Position:
-    """All that decides the coming rounds of a run."""
+    """Everything that determines the coming rounds of a run."""
 
     t: int  # rounds done; the round to come
     model: np.ndarray  # float32 [d]
@@ -54,7 +54,7 @@ class Position:
 
     @classmethod
     def first(cls, plan: Plan, model: np.ndarray) -> Position:
-        """Before the first round. `model` float32 [d]."""
+        """The position before the first round, with this model, float32 [d]."""
         return cls(0, model, plan.experiment.bounding.initial_bound, started(plan))
 
     def checkpoint(self, plan: Plan, tables: dict[str, Extent]) -> Checkpoint:
@@ -67,20 +67,21 @@ class Position:
 def take_up(
     plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, anew: bool
 ) -> tuple[Plan, Account, Position | None]:
-    """The plan as it goes on, what has been spent, and where the run stands.
+    """Begins a run, or continues it.
 
     Args:
         plan: as it was made.
         out: the run directory.
-        tables: the run's, by name; they take up their rows.
-        resume: the run goes on from its newest checkpoint, if it has one.
-        anew: under fresh noise, so that code, versions and processor may be others.
+        tables: the run's, by name; they continue with their rows.
+        resume: whether to continue from the newest checkpoint, if there is one.
+        anew: with fresh noise, so that code, versions and processor may differ.
 
     Returns:
-        The third is None before the first round.
+        The plan of the coming rounds, the account, and the position; the last is None before the
+        first round.
 
     Raises:
-        RunError: the run directory contradicts itself, or the run would be another.
+        RunError: the run directory contradicts itself, or it would be another run.
     """
     ledger = Ledger(out / "ledger.jsonl", resume=resume)
     checkpoint = newest(plan, out, tables) if resume else None
@@ -98,7 +99,7 @@ def take_up(
 
 
 def started(plan: Plan) -> dict[str, State]:
-    """What the members keep before the first round, each under the name of its section."""
+    """The members' states before the first round, by the names of their sections."""
     e = plan.experiment
     members: dict[str, Any] = {"server": e.server, "bounding": e.bounding, "local": e.local}
     members |= {f"measure.{probe.kind}": probe for probe in e.measure}
@@ -106,12 +107,12 @@ def started(plan: Plan) -> dict[str, State]:
 
 
 def newest(plan: Plan, out: Path, tables: Mapping[str, Table]) -> Checkpoint | None:
-    """The newest checkpoint in the run directory `out` that the run can go on from."""
+    """The newest checkpoint in the run directory `out` that the run can continue from."""
     return load(out / "checkpoints", lambda found: _flaw(plan, tables, found), _most(plan))
 
 
 def _most(plan: Plan) -> int:
-    """Bytes that a checkpoint of this run has at most."""
+    """The largest size of a checkpoint of this run, in bytes."""
     e = plan.experiment
     clients = len(plan.population)
     arrays = sum(map(len, started(plan).values())) + 1  # the last update, where it is measured
@@ -120,8 +121,8 @@ def _most(plan: Plan) -> int:
 
 
 def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | None:
-    """Why this run cannot go on from a checkpoint; None: it can. Raises what a broken table makes
-    its reader raise.
+    """Why this run cannot continue from a checkpoint, in words; None: it can. Raises what the
+    reader of a broken table raises.
     """
     rows = {name: table.read(found.tables[name]) for name, table in tables.items()}
     if not _sound(rows["rounds"], found.round):
@@ -135,7 +136,7 @@ def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | N
 
 
 def _sound(rows: pa.Table, rounds: int) -> bool:
-    """Whether these can be the rows of so many rounds, from 0 on."""
+    """Whether these can be the rows of rounds 0, ..., `rounds` - 1."""
     if rows["round"].to_pylist() != list(range(rounds)):
         return False
     known = ("cohort", "seconds_evaluate")
@@ -147,9 +148,9 @@ def _sound(rows: pa.Table, rounds: int) -> bool:
 
 
 def check_origin(plan: Plan, stored: dict[str, str], anew: bool) -> None:
-    """Raises `RunError` where the run began with something else that its bits depend on.
+    """Raises `RunError` if something that the bits depend on has changed since the run began.
 
-    A run that is begun `anew` needs the same mechanism on the same data, by whatever code.
+    With `anew` only the mechanism and the data must be the same.
     """
     now = plan.origin()
     if anew:

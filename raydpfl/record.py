@@ -1,4 +1,4 @@
-"""What a run writes down of its rounds: tables, the models on their way, and the summary."""
+"""What a run writes about its rounds: tables, models and the summary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PHASES = ("account", "select", "collect", "server", "record", "evaluate")
 
 
 def joined(results: Iterable[LaneResult]) -> Columns:
-    """The columns of all clients, in client order; those of no clients without results."""
+    """The columns of all clients, in client order; empty columns if there are no results."""
     every = [result.columns for result in results]
     if not every:
         return NOBODY
@@ -40,7 +40,7 @@ def joined(results: Iterable[LaneResult]) -> Columns:
 
 
 class Record:
-    """The tables of the run in the directory `out`, and what goes into them."""
+    """Writes the tables, checkpoints and other files of the run in the directory `out`."""
 
     def __init__(self, plan: Plan, out: Path):
         self.plan = plan
@@ -55,7 +55,7 @@ class Record:
         self._client_rss = 0.0
 
     def _columns(self) -> list[str]:
-        """Those of the rounds table."""
+        """The columns of the rounds table."""
         names = ["round", "cohort", "train_loss", *self.plan.experiment.evaluate.scores]
         names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
         names += ["bound", "noise_std", "clipped"]
@@ -65,12 +65,14 @@ class Record:
         return [*names, *(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
 
     def _known(self) -> tuple[str, ...]:
-        """What is known of each client."""
+        """The columns of the clients table."""
         noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
         return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
 
     def begin(self, plan: Plan, pool: Pool, at: Position, problem: Problem) -> None:
-        """Takes up what grows with the run. `plan` is the one that goes on."""
+        """Opens what grows with the run, at its position `at`. `plan` is that of the rounds to
+        come.
+        """
         self.plan = plan
         self.pool = pool
         self._pace = Pace()
@@ -83,14 +85,14 @@ class Record:
         self._assessing = [each for each in assessing if each is not None]
 
     def follow(self, at: Position) -> None:
-        """The model is now that of `at`."""
+        """Notes that the model is now that of `at`."""
         for follower in self._followers:
             follower(at.t, at.model)
 
     def row(
         self, seen: Round, results: list[LaneResult], spent: Mapping[str, float], at: Position
     ) -> dict[str, Any]:
-        """The row of a round, without its evaluation; and what its probes write besides."""
+        """The row of a round, without its evaluation. Also writes what the probes write besides."""
         e = self.plan.experiment
         columns = seen.columns
         row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
@@ -122,9 +124,7 @@ class Record:
         return row
 
     def take(self, row: dict[str, Any], clock: Clock, at: Position) -> dict[str, Any]:
-        """The row, now complete, which is kept: with the evaluation of the model where this round
-        has one.
-        """
+        """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
         clock.lap("record")
         last = at.t == self.plan.experiment.rounds
         evaluate = self.plan.experiment.evaluate
@@ -159,13 +159,15 @@ class Record:
         self._pace.took(time.monotonic() - began)
 
     def snapshot(self, at: Position) -> None:
-        """Puts the tables and a checkpoint on disk."""
+        """Writes the tables and a checkpoint to disk."""
         tables = {name: table.flush() for name, table in self.tables.items()}
         save(self.out / "checkpoints", at.checkpoint(self.plan, tables))
 
     def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
-        """Goes on for about so long with what is measured of a finished run; how many of how many
-        steps are done.
+        """Continues, for about so many seconds, what is measured of a finished run.
+
+        Returns:
+            The steps done, and of how many.
         """
         if self._after is None:
             given = {probe.kind: probe.afterwards(run) for probe in self.probes}
@@ -174,11 +176,11 @@ class Record:
         return sum(done for done, _ in steps), sum(of for _, of in steps)
 
     def measured_after(self) -> dict[str, Any]:
-        """What that came to, for the summary."""
+        """The results of that, for the summary."""
         return {kind: work.result() for kind, work in (self._after or {}).items()}
 
     def summary(self, at: Position, account: Account) -> dict[str, Any]:
-        """What is known of the run as it stands, for its summary."""
+        """What is known of the run so far, for its summary."""
         rows = self.rounds.arrow()
         names = self.plan.experiment.evaluate.scores
         evaluated = rows.select(["round", *names]).to_pylist()

@@ -1,19 +1,19 @@
-"""A run on a cluster elsewhere, through the job server of Ray: `raydpfl submit`.
+"""A run on a cluster elsewhere, through Ray's job server: `raydpfl submit`.
 
-All that is asked of the cluster is the HTTP address of its job server, a `python` with raydpfl's
-dependencies on the head's PATH, and RAYDPFL_CACHE on storage that its nodes share. This package,
-the config, your own modules and the files that it names go along (see `raydpfl.staging`). The job
-is an ordinary `raydpfl run` or `raydpfl sweep` on the head, which writes to a folder of its own
-under RAYDPFL_CACHE/runs and needs nobody to watch it: whoever follows it may go and come back.
+The cluster must have a job server with an HTTP address, a `python` with raydpfl's dependencies on
+the head's PATH, and RAYDPFL_CACHE on storage that its nodes share. This package, the config, your
+own modules and the files that the config names are sent along (see `raydpfl.staging`). The job is
+an ordinary `raydpfl run` or `raydpfl sweep` on the head. It writes to its own folder under
+RAYDPFL_CACHE/runs and needs nobody to watch it: you may leave and come back.
 
-Design note: a job server hands out what jobs print and nothing else, and its port is often the only
+Design note. A job server gives out what jobs print and nothing else, and its port is often the only
 one that a firewall lets through. So the run directory comes back as the printout of a second, short
-job: an archive in base64. (100 MB took 12 s within one machine; the head's log folder keeps that
-printout as long as the cluster lives.)
+job: an archive in base64. (100 MB took 12 s within one machine. The head's log folder keeps that
+printout as long as the cluster exists.)
 
-The head is not trusted with this machine: a run directory comes back to where its user says, or to
-where this machine remembers that they said; archives and printouts are taken as `raydpfl.archive`
-says; and the token goes to the address alone that was given, never on to where that redirects.
+The head is not trusted with this machine. A run directory comes back to where its user says, or to
+where this machine remembers that they said. Archives and printouts are read as `raydpfl.archive`
+says. The token goes only to the address that was given, never on to where that redirects.
 
 >>> entrypoint("run", "mnist-1", ["rounds=9"], address=True).replace(RUNS, "RUNS")
 'exec python -m raydpfl run config.yaml rounds=9 --out RUNS/mnist-1 --address auto'
@@ -83,8 +83,14 @@ log = logging.getLogger("raydpfl")
 def entrypoint(
     command: str, run: str, overrides: Sequence[str] = (), *, address: bool, resume: bool = False
 ) -> str:
-    """What the head's shell is to do: the `command` run or sweep, in the directory `run`, on the
-    cluster if `address`.
+    """The command line for the head's shell.
+
+    Args:
+        command: run or sweep.
+        run: the id of the run, which names its directory.
+        overrides: of the config.
+        address: whether it uses the cluster.
+        resume: whether the run continues.
     """
     words = shlex.join(["python", "-m", "raydpfl", command, "config.yaml", *overrides])
     options = " --resume" * resume + " --address auto" * address
@@ -92,12 +98,15 @@ def entrypoint(
 
 
 class JobServer:
-    """The job server of a cluster, at `address` (None: RAY_API_SERVER_ADDRESS, or port 8265 of this
-    machine).
+    """The job server of a cluster.
 
-    A job is known by its id; what it writes, by the id of the first job that wrote there, its run.
-    Raises `ConfigError` when no job server answers at `address`, or when it refuses this side's
-    token.
+    A job has an id. What it writes is known by the id of the first job that wrote there, its run.
+
+    Args:
+        address: None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine.
+
+    Raises:
+        ConfigError: no job server answers there, or it refuses the token.
     """
 
     def __init__(self, address: str | None = None):
@@ -135,13 +144,17 @@ class JobServer:
         resume: str | None = None,
         there: bool = False,
     ) -> str:
-        """Starts a run of `config`, or the sweep that it describes, as a job, and returns the job's
-        id.
+        """Starts a job that runs a config, or the sweep that it describes; returns the job's id.
 
-        `out` is where the run directory is to be brought back to (None: runs/ID), which this
-        machine remembers. `resume` goes on with what the cluster has of that run. `there`: the
-        files that the config names are on the cluster. Raises `ConfigError` for all that can be
-        refused without the data; the rest, the job itself refuses.
+        Args:
+            config: the path of its file.
+            overrides: of the config.
+            out: where `fetch` will bring the run directory; None: runs/ID.
+            resume: a run of this cluster to continue.
+            there: whether the files that the config names are already on the cluster.
+
+        Raises:
+            ConfigError: for what can be refused without the data; the job refuses the rest.
         """
         from raydpfl import staging  # loads torch, which following a job can do without
 
@@ -164,13 +177,15 @@ class JobServer:
         return job
 
     def run_of(self, job: str) -> str:
-        """Raises `ConfigError` for a job that the cluster does not know."""
+        """The id of the run that a job belongs to. Raises `ConfigError` for a job that the cluster
+        does not know.
+        """
         self._known(job)
         return self._run(job)
 
     def _run(self, job: str) -> str:
-        """The run that a job belongs to: as this machine remembers, else as the cluster says, which
-        names a folder there alone."""
+        """The run that a job belongs to: as this machine remembers, else as the cluster says, where
+        it only names a folder there."""
         if not ID.fullmatch(job):
             raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
         found = self._remembered(job).get("run") or (self._noted(job) or {}).get("run", job)
@@ -180,11 +195,17 @@ class JobServer:
         return found
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
-        """Waits for the job to end, handing to `write` all that it has printed and prints; its exit
-        code, 1 if it has none.
+        """Waits for a job to end. A broken connection is made again.
 
-        Escape codes are taken out of it. A connection that breaks is made anew. Raises `RunError`
-        when the cluster has not answered for `PATIENCE`.
+        Args:
+            job: its id.
+            write: is called with everything that the job prints, without escape codes.
+
+        Returns:
+            The job's exit code, 1 if it has none.
+
+        Raises:
+            RunError: the cluster has not answered for `PATIENCE`.
         """
         run = self.run_of(job)
         written = 0
@@ -215,7 +236,7 @@ class JobServer:
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
 
     def stop(self, job: str) -> None:
-        """Has the job end as by Ctrl-C: after the round under way, with a checkpoint. Returns at
+        """Stops a job as Ctrl-C would: after the current round, with a checkpoint. Returns at
         once.
         """
         self._known(job)
@@ -223,10 +244,17 @@ class JobServer:
             self._client.stop_job(job)
 
     def fetch(self, job: str, out: str | Path | None = None) -> Path | None:
-        """Brings the run directory of an ended job to `out` (None: where `submit` on this machine
-        said, or runs/ID). None if the job never made one.
+        """Brings back the run directory of a job that has ended.
 
-        Raises `RunError` if it did not come whole, and then leaves what is in `out` as it is.
+        Args:
+            job: its id.
+            out: where to; None: where `submit` on this machine said, or runs/ID.
+
+        Returns:
+            The directory; None: the job never made one.
+
+        Raises:
+            RunError: it did not come back complete; what is in `out` stays as it is.
         """
         self._known(job)
         run = self._run(job)
@@ -271,12 +299,12 @@ class JobServer:
         return True
 
     def command(self, option: str, job: str) -> str:
-        """What to type, to do that with this job."""
+        """What to type for this option of `raydpfl submit` with this job."""
         where = f" --address {self.address}" if self.address != ADDRESS else ""
         return f"raydpfl submit {option} {job}{where}"
 
     def _start(self, **job: Any) -> None:
-        """A head that has just come up answers before it can take a job."""
+        """Starts a job; tries again, as a new head answers before it can take jobs."""
         began = time.monotonic()
         while True:
             try:
@@ -291,7 +319,9 @@ class JobServer:
                 time.sleep(1)
 
     def _note(self, folder: Path, run: str, job: str) -> None:
-        """Notes in the folder whose it is, and on this machine where the run directory goes."""
+        """Notes in the folder which run it is for, and on this machine where the run directory
+        goes.
+        """
         text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
         remembered = self._memory(job)
         remembered.parent.mkdir(parents=True, exist_ok=True)
@@ -300,12 +330,12 @@ class JobServer:
         (folder / NOTE).write_text(text)
 
     def _memory(self, job: str) -> Path:
-        """Where this machine remembers a job of the cluster."""
+        """The file in which this machine remembers a job of the cluster."""
         name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
         return cache_root() / "jobs" / f"{name}.json"
 
     def _remembered(self, job: str) -> dict[str, str]:
-        """What this machine remembers of a job; nothing of one that was sent from elsewhere."""
+        """What this machine remembers of a job; empty if it was submitted from elsewhere."""
         try:
             found = json.loads(self._memory(job).read_text())
         except (OSError, ValueError):
@@ -347,8 +377,8 @@ class JobServer:
 
 
 def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
-    """Writes to `archive` what `pieces` have in base64 between the marks; whether they were there.
-    Raises EOFError if only the first was.
+    """Writes to `archive` what `pieces` have in base64 between the marks. Returns whether the marks
+    were there; raises EOFError if only the first was.
     """
     rest = ""
     inside = False
@@ -370,7 +400,7 @@ def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
 
 
 def _check(folder: Path, run: str) -> None:
-    """Raises `ConfigError` unless `folder` is free, or noted to be that of `run`."""
+    """Raises `ConfigError` unless `folder` is free, or noted to be for `run`."""
     try:
         free = (
             not folder.exists()
@@ -385,7 +415,7 @@ def _check(folder: Path, run: str) -> None:
 
 
 def _new_id(path: Path, run: str | None) -> str:
-    """The id of a new job for the config at `path`, or for the run that it goes on with."""
+    """The id of a new job for the config at `path`, or for the run that it continues."""
     own = path.name not in ("config.yaml", "sweep.yaml")
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if own else path.parent.name)
     stem = stem.lstrip(".-")[:80] or "run"
@@ -425,7 +455,7 @@ class _Asked:
 
 
 def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
-    """Raises `ConfigError` for a config that cannot be right."""
+    """What a config asks for. Raises `ConfigError`."""
     # they load torch, which following a job can do without
     from raydpfl.config import Experiment, overridden, read
     from raydpfl.tune import Sweep
@@ -445,17 +475,15 @@ def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
 
 
 def _use_token() -> None:
-    """Ray joins a cluster with a token that it finds, but asks a job server with one only when told
-    to.
-    """
+    """Makes Ray use a token that it finds for job servers too, which it does for clusters only."""
     named = any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH"))
     if named or (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _greet(address: str) -> None:
-    """Raises ValueError or OSError where nothing can listen, or does; warns of a token that others
-    could read.
+    """Raises ValueError or OSError if nothing listens at `address`, or could; warns of a token that
+    others could read.
     """
     url = urlsplit(address)
     if url.scheme not in ("http", "https") or not url.hostname:
@@ -482,8 +510,8 @@ def _open_token(scheme: str, host: str) -> str | None:
 
 
 def _client_class() -> type:
-    """Ray's own client of a job server, but one that follows no redirect, by which the token would
-    go elsewhere."""
+    """Ray's client of a job server, but without following redirects, which would send the token
+    elsewhere."""
     from ray.job_submission import JobSubmissionClient
 
     for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):

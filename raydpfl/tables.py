@@ -1,4 +1,4 @@
-"""Tables of a run: rows are appended to a log, and copied to a Parquet file for whoever reads them.
+"""Tables of a run: rows are appended to a log, and copied to a Parquet file for readers.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -9,15 +9,15 @@
 >>> extent.rows, rows[1]
 (2, {'round': 1, 'train_loss': 0.25, 'test_loss': None})
 
-A Parquet file cannot be appended to and stay whole: its directory stands at its end. So the rows
-themselves are in `checkpoints/NAME.arrows`, an Arrow IPC stream. A flush appends one record batch
-to it, at a cost in proportion to the new rows, and says how far the log then reaches: that
-`Extent` is what a checkpoint keeps. A run that goes on from a checkpoint cuts the log to the extent
-of it, so a kill in the midst of a write costs nothing.
+A Parquet file has its directory at the end, so rows cannot be appended while it stays readable. The
+rows are therefore in `checkpoints/NAME.arrows`, an Arrow IPC stream. A flush appends one record
+batch to it, at a cost in proportion to the new rows, and returns how far the log then reaches. A
+checkpoint keeps that `Extent`, and a run that continues from it cuts the log to it: a kill in the
+middle of a write costs nothing.
 
-`NAME.parquet` is a copy of the log, replaced whole: by the first flush that has rows, by `copy`,
-and between them as often as costs about `SHARE` of the run's time. It is whole at any instant, and
-may lag behind the log. Whatever becomes of it is mended by the next copy.
+`NAME.parquet` is a copy of the log. It is replaced by the first flush that has rows, by `copy`, and
+in between as often as costs about `SHARE` of the run's time. It is complete at any instant, may lag
+behind the log, and is repaired by the next copy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _type(name: str) -> pa.DataType:
 
 
 class Table:
-    """A table of numbers that grows with the run in `folder`, of the columns in `schema`."""
+    """A table of numbers with these columns, which grows with the run in `folder`."""
 
     def __init__(self, folder: Path, name: str, schema: pa.Schema):
         self.path = folder / f"{name}.parquet"
@@ -69,7 +69,7 @@ class Table:
         self.schema = schema
         self._names = frozenset(schema.names)
         self._pending: list[Mapping[str, Sequence[Any] | np.ndarray]] = []
-        self._copied: int | None = None  # rows in the Parquet file; None: nobody knows
+        self._copied: int | None = None  # rows in the Parquet file; None: unknown
         self._pace = Pace()
         self._begin()
 
@@ -81,11 +81,11 @@ class Table:
         """Adds rows, kept in memory until `flush`.
 
         Args:
-            columns: by name, arrays or lists of one length C each, a value per row; None is null. A
-                column of the table that is not among them is null.
+            columns: by name, arrays or lists of the same length, a value per row; None is null.
+                Columns that are left out are null.
 
         Raises:
-            ValueError: for a column that the table has not, or columns of several lengths.
+            ValueError: the table has no such column, or lengths differ.
         """
         unknown = columns.keys() - self._names
         if unknown:
@@ -95,10 +95,13 @@ class Table:
         self._pending.append(columns)
 
     def flush(self) -> Extent:
-        """Appends what is pending to the log, on disk when this returns; how far the log reaches.
+        """Appends pending rows to the log, which is on disk when this returns.
+
+        Returns:
+            How far the log reaches.
 
         Raises:
-            FileError: where the log or the copy cannot be written.
+            FileError: the log or the copy cannot be written.
         """
         message = self._message()
         if len(message):
@@ -113,8 +116,8 @@ class Table:
         return self._extent
 
     def copy(self) -> None:
-        """Puts all that has been flushed into the Parquet file, of which there is none while there
-        are no rows. Raises `FileError`.
+        """Copies all flushed rows to the Parquet file; without rows there is none. Raises
+        `FileError`.
         """
         if self._copied == self._extent.rows:
             return
@@ -124,7 +127,7 @@ class Table:
         self._pace.took(time.monotonic() - began)
 
     def resume(self, extent: Extent) -> None:
-        """Takes up the log as far as `extent`, which `flush` returned, and drops what is beyond.
+        """Continues the log from `extent`, which `flush` returned, and drops what is beyond.
 
         Raises:
             OSError, ValueError, pyarrow.ArrowException: as `read`.
@@ -137,12 +140,12 @@ class Table:
         self._copied = None
 
     def read(self, extent: Extent) -> pa.Table:
-        """The rows of the log as far as `extent`.
+        """The rows of the log up to `extent`.
 
         Raises:
-            OSError: where there is no log.
-            ValueError: where it is not as it was written, or is not of this table.
-            pyarrow.ArrowException: where it is no Arrow stream.
+            OSError: there is no log.
+            ValueError: it is not as it was written, or is not of this table.
+            pyarrow.ArrowException: it is no Arrow stream.
         """
         log = self._mapped(extent.length)
         if hashlib.sha256(log).hexdigest() != extent.sha256:
@@ -207,7 +210,7 @@ class Table:
         return pa.array(values, field.type)
 
     def _write(self, message: bytes) -> None:
-        """Appends to the log at the end of its extent, whatever stands beyond it."""
+        """Writes to the log at the end of its extent, over anything beyond."""
         with writing(self.log):
             clear(self.log.parent, folder=True)
             self.log.parent.mkdir(exist_ok=True)
@@ -228,10 +231,10 @@ def _rows_of(columns: Mapping[str, Sequence[Any] | np.ndarray]) -> int:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Replaces the Parquet file at `path` whole; a table without rows has no file.
+    """Replaces the Parquet file at `path`, completely or not at all; a table without rows has none.
 
     Raises:
-        FileError: where it cannot be written.
+        FileError: it cannot be written.
     """
     if table.num_rows:
         replace_file(path, lambda part: pq.write_table(table, part))
@@ -242,8 +245,8 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_log(folder: Path, name: str) -> pa.Table | None:
-    """The rows that a run in `folder`, alive or killed, has in the log of a table; None where none
-    can be read.
+    """The rows in the log of a table of the run in `folder`, alive or killed; None: none can be
+    read.
     """
     path = folder / "checkpoints" / f"{name}.arrows"
     batches = []

@@ -1,17 +1,16 @@
 """What a run leaves behind: checkpoints, TensorBoard events and other files that grow.
 
-A checkpoint is one `.npz` of arrays and a JSON text, read without pickle and put in place by a
-rename, so that a kill at any instant leaves the last whole one. The rows of the tables lie beside
-it (`raydpfl.tables`): it says how far they reached, and what they were. The two are all that a run
-is resumed from; `rounds.parquet` and `clients.parquet` are copies for whoever reads them, and are
-written anew, whatever has become of them. A checkpoint that is torn or does not fit the run, or
-whose rows are gone, is passed over, with a warning, for the one before it. Of the files that grow
-by the round, `dropped.jsonl` loses what is torn and the rounds that are done again, and
-`trajectory.bin` has NaN where it was cut. What stands in the place of a file and is none, as a
-directory, is set aside under another name.
+A checkpoint is one `.npz` of arrays and a JSON text. It is read without pickle and put in place by
+a rename, so a kill at any instant leaves the last complete one. The rows of the tables are in logs
+next to it (`raydpfl.tables`); it says how far they reached, with a digest. A run resumes from these
+two alone: `rounds.parquet` and `clients.parquet` are copies for readers, and are written again
+whatever happened to them. A checkpoint that is torn, does not fit the run, or has lost its rows is
+skipped, with a warning, for the one before it. Of the other files that grow with the rounds,
+`dropped.jsonl` loses torn lines and rounds that are done again, and `trajectory.bin` has NaN where
+it was cut. A directory in place of a file is set aside under another name.
 
-A file that cannot be written (no room, no right to) ends the run with a `FileError` that names it;
-the run goes on with `--resume` from its last checkpoint.
+A file that cannot be written (no space, no permission) ends the run with a `FileError` that names
+it. The run continues with `--resume` from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ log = logging.getLogger("raydpfl")
 
 @dataclass(frozen=True)
 class Extent:
-    """How far a table reaches: see `raydpfl.tables`."""
+    """How far the log of a table reaches: see `raydpfl.tables`."""
 
     rows: int
     length: int  # bytes of its log
@@ -54,7 +53,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that decides what comes after `round` rounds."""
+    """Everything that determines what comes after `round` rounds."""
 
     round: int  # rounds done
     model: np.ndarray  # float32 [d]
@@ -69,9 +68,13 @@ class Checkpoint:
     intact: bool = True  # whether it is as it was written
 
     def flaw(self, d: int, clients: int, rounds: int, states: Mapping[str, State]) -> str | None:
-        """Why a run of so many parameters, clients and rounds cannot go on from it; None: it can.
+        """Why a run cannot continue from it, in words; None: it can.
 
-        `states` are what the members start with; the names and shapes of their arrays stay.
+        Args:
+            d: parameters of the model.
+            clients: N.
+            rounds: of the run.
+            states: the members' states before the first round, whose names and shapes never change.
         """
         return (
             self._of_another_run(d, states)
@@ -81,7 +84,7 @@ class Checkpoint:
         )
 
     def _of_another_run(self, d: int, states: Mapping[str, State]) -> str | None:
-        """What has other shapes or types than this run's."""
+        """What has other shapes or types than in this run, in words."""
         if self.model.shape != (d,) or self.model.dtype != np.float32:
             shape = list(self.model.shape)
             held = f"a model of {shape} parameters in {self.model.dtype}"
@@ -99,7 +102,7 @@ class Checkpoint:
         return None if isinstance(self.origin, dict) else "it does not say what its bits depend on"
 
     def _not_finite(self) -> str | None:
-        """What holds numbers that no run goes on from."""
+        """What holds numbers that are not finite, in words."""
         if not all(np.isfinite(each).all() for each in (self.model, *self.memory.values())):
             return "its model has numbers that are not finite"
         for member, state in self.states.items():
@@ -109,7 +112,7 @@ class Checkpoint:
         return None
 
     def _out_of_range(self, clients: int, rounds: int) -> str | None:
-        """What is beyond the clients and rounds of this run."""
+        """What is beyond the clients and rounds of this run, in words."""
         seen = np.concatenate([self.participations[:, 0], *self.members.values()])
         if seen.size and not 0 <= seen.min() <= seen.max() < clients:
             return f"it knows of clients beyond the {clients:,} there are"
@@ -132,7 +135,9 @@ def _counts(participations: np.ndarray) -> bool:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes it whole or not at all, and drops all but the last `KEEP`. Raises `FileError`."""
+    """Writes a checkpoint completely or not at all, and removes all but the last `KEEP`. Raises
+    `FileError`.
+    """
     with writing(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +157,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     stored = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays}
     # numpy's stub takes what ** gives for its flag allow_pickle
     replace_file(path, lambda part: np.savez(part, **stored))  # type: ignore[arg-type]
-    # and what a kill left half written
+    # and files that a kill left half written
     for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:
         with suppress(OSError):
             old.unlink()
@@ -163,11 +168,12 @@ def load(
     flaw: Callable[[Checkpoint], str | None] = lambda found: None,
     most: float = math.inf,
 ) -> Checkpoint | None:
-    """The newest checkpoint that can be read and has no `flaw`; None where none can be read.
+    """The newest checkpoint in a folder that can be read and has no flaw; None: none can be read.
+    Those skipped are logged.
 
-    One of more than `most` bytes, or that says it holds more than its own size, is not read. Warns
-    of those that are passed over. Raises `RunError` where some can be read and all of them have
-    flaws.
+    `flaw` says why the run cannot continue from one, None if it can. A file of more than `most`
+    bytes, or that claims to unpack to more than its size, is not read. Raises `RunError` if some
+    can be read and all of those have flaws.
     """
     found = None
     flawed = None
@@ -252,7 +258,7 @@ def _read(path: Path, most: float) -> Checkpoint:
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """A digest of all that a checkpoint holds."""
+    """A digest of everything in a checkpoint."""
     found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -261,11 +267,10 @@ def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
 
 
 class Trajectory:
-    """The model before the first round and after each, float32 [d] one after another in one file; a
-    round done again is written over.
+    """The models before the first round and after each, float32 [d] one after another in one file.
+    A round done again is overwritten.
 
-    Of a run that is resumed after `rounds` rounds, models before that which the file has lost are
-    NaN.
+    If a run is resumed after `rounds` rounds and the file has lost earlier models, they are NaN.
     """
 
     def __init__(self, path: Path, d: int, rounds: int = 0):
@@ -294,15 +299,15 @@ class Trajectory:
 
     @staticmethod
     def mapped(path: Path, d: int) -> np.ndarray:
-        """As `read`, without reading it before it is looked at."""
+        """As `read`, memory-mapped."""
         return np.memmap(path, "<f4", "r").reshape(-1, d)
 
 
 class Dropped:
-    """The clients whose updates were dropped, a line of JSON each, on disk with their round; there
+    """The clients whose updates were dropped, a line of JSON each, on disk with their round. There
     is no file before the first.
 
-    A run that is resumed keeps the lines of the rounds `before`: those of other rounds come again.
+    A resumed run keeps the lines of the rounds `before` that one; the others come again.
     """
 
     def __init__(self, path: Path, before: int):
@@ -326,7 +331,7 @@ class Dropped:
         replace_file(path, lambda part: part.write("".join(kept).encode()))
 
     def append(self, t: int, dropped: Sequence[tuple[int, str]]) -> None:
-        """Adds (client, what happened) of one round. Raises `FileError`."""
+        """Adds one round's pairs of client and what happened. Raises `FileError`."""
         entries = [{"round": t, "client": client, "detail": detail} for client, detail in dropped]
         lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         with writing(self.path):
@@ -380,10 +385,10 @@ class Pace:
 
 
 class TensorBoard:
-    """The numbers of every row as scalars, in an event file that is written as they come.
+    """The numbers of every row as scalars, in a TensorBoard event file.
 
-    Those of rounds from `first` on that another event file in `folder` has are made void. Raises
-    `FileError` where they cannot be written.
+    Events of rounds from `first` on in other files of `folder` are made void. Raises `FileError` if
+    the file cannot be written.
     """
 
     def __init__(self, folder: Path, first: int):
@@ -402,7 +407,7 @@ class TensorBoard:
             self._file.flush()
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One event a row."""
+        """Writes one event per row."""
         with writing(self.folder):
             for row in rows:
                 scalars = {
@@ -427,7 +432,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes the directory that `--out` names, unless it is there. Raises `ConfigError`."""
+    """Makes the directory that `--out` names if there is none. Raises `ConfigError`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -438,7 +443,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """An OSError within is a `FileError` that names the file."""
+    """Turns an OSError from within into a `FileError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -447,8 +452,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def clear(path: Path, folder: bool = False) -> None:
-    """Sets aside, under another name, what stands in the place of a file (or of a folder) and is
-    none. Raises OSError.
+    """Sets aside, under another name, anything at `path` that is not a file (or not a folder, with
+    `folder`). Raises OSError.
     """
     if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
         return
@@ -460,8 +465,8 @@ def clear(path: Path, folder: bool = False) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Any], object]) -> None:
-    """What `write` puts into a file that it is given, at `path` whole or not at all. Raises
-    `FileError` where that fails.
+    """Writes a file completely or not at all: `write` is given an open file, which then replaces
+    that at `path`. Raises `FileError`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -474,5 +479,5 @@ def replace_file(path: Path, write: Callable[[Any], object]) -> None:
             os.replace(part, path)
         except BaseException:
             with suppress(OSError):
-                part.unlink(missing_ok=True)  # the room it takes may be all there was
+                part.unlink(missing_ok=True)  # it may take the last space on the disk
             raise

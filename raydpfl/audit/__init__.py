@@ -1,9 +1,10 @@
 """An audit: does a run give the privacy that its accountants say it gives?
 
-Canaries take the place of clients in runs of the experiment itself. A coin for each says whether it
-is there, or absent (or its opposite is there). What an observer can tell about those coins bounds
-epsilon from below [2] and estimates it [1] (`bounds`). In addition, the noise and everything else
-that is known of the audited runs is checked against what was accounted for (`checks`).
+Canaries take the place of clients in runs of the experiment itself. A coin decides for each whether
+it is there; if not, it is absent, or its opposite is there. What an observer can tell about those
+coins bounds epsilon from below [2] and estimates it [1] (see `bounds` for the references). In
+addition, the noise and everything else that is known about the audited runs is checked against what
+was accounted for (`checks`).
 
 >>> experiment = Experiment.from_dict({
 ...     "rounds": 1,
@@ -20,15 +21,19 @@ that is known of the audited runs is checked against what was accounted for (`ch
 >>> done.runs, done.passed, 0.3 < view.lower / view.claimed.epsilon < 1
 (4, True, True)
 
-**Several runs.** A population smaller than the canaries asked for is run several times, over the
-same data with other seeds. The runs are independent and each canary is in one of them, so that
-together they are one mechanism, as private for each canary as one run.
+**Several runs.** A population smaller than the number of canaries is run several times, on the same
+data with other seeds. The runs are independent and each canary is in one of them, so together they
+are one mechanism, as private for each canary as one run.
 
-**What is not audited.** The canaries' own training, which is replaced (what it gives is bounded all
-the same); the count of clients below an adaptive bound; the generator of the noise, which is for
-simulation; anything beyond the observers that the guarantees name. A lower bound far below the
-claim is the rule: it shows that privacy is no better than that, never that it is as good as
-claimed.
+**What is not audited:**
+
+- the canaries' own training, which is replaced (the result is bounded all the same);
+- the count of clients below an adaptive bound;
+- the generator of the noise, which is for simulation;
+- anything beyond the observers that the guarantees name.
+
+A lower bound is usually far below the claim. It shows that privacy is no better than that, never
+that it is as good as claimed.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ from raydpfl.tracking import make_folder, replace_file, write_json, writing
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
-WORTH_HAVING = 1000  # canaries for a bound worth having
+WORTH_HAVING = 1000  # the fewest canaries for a useful bound
 # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
 CROWD = 0.1
 
@@ -72,7 +77,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against the claims."""
+        """Whether nothing contradicts the claims."""
         return all(check.passed for check in self.checks) and not any(
             view.refuted or view.exceeded for view in self.views
         )
@@ -171,16 +176,20 @@ def audit(
     data_root: str | Path | None = None,
     on_round: Callable[[int, int], None] = lambda done, of: None,
 ) -> Audit:
-    """Audits `experiment` with `canaries` (1000 at least, for a bound worth having) in as many runs
-    as the population needs for so many.
+    """Audits an experiment, in this process, whatever `client.actors` says.
 
-    `confidence` is that of each lower bound. `delta` is where claims are looked at, the run's own
-    by default: beyond 1 / (10 `canaries`) it costs the bound much of its strength. With `out`, a
-    new or empty directory, it writes `audit.json`, `audit.png` and `config.yaml`. `on_round` is
-    told of rounds done, of how many. It all happens in this process, whatever `client.actors` says.
+    Args:
+        experiment: is run as often as the canaries need.
+        out: a new or empty directory for `audit.json`, `audit.png` and `config.yaml`; None: no
+            files are written.
+        canaries: how many; at least 1000 for a useful bound.
+        confidence: of each lower bound.
+        delta: of the comparison; None: the run's own. Above 1 / (10 canaries) bounds are weak.
+        data_root: the folder of data sets.
+        on_round: is called with the rounds done, and of how many.
 
-    Raises `ConfigError` for a run that claims nothing, and for what cannot be audited; `RunError`
-    when a run fails.
+    Raises:
+        ConfigError: the run claims nothing, or cannot be audited.
     """
     folder = Path(out) if out is not None else None
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -241,7 +250,7 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
 
 
 def _inline(e: Experiment) -> Experiment:
-    """Without Ray, and without measures, which train clients a second time."""
+    """The experiment without Ray, and without measures, some of which train clients again."""
     client = e.client.model_copy(update={"actors": 0})
     return e.model_copy(update={"client": client, "measure": ()})
 
@@ -249,7 +258,7 @@ def _inline(e: Experiment) -> Experiment:
 def _of_clients(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
-    """As many runs as it takes, in each of which some clients, or all, are canaries."""
+    """By as many runs as are needed, in each of which some or all clients are canaries."""
     records = _runs(plan, canaries, on_round)
     found = views.of_runs(plan, records, delta, confidence)
     notes = _notes(records, found)
@@ -281,7 +290,7 @@ def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> li
 def _of_samples(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
-    """One run holds canaries enough, as every sample of some clients can be one."""
+    """By one run, which holds enough canaries: every sample of some clients is one."""
     e = plan.experiment
     with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
         coordinator = steps.StepCoordinator(plan, scratch, steps.plant(plan, canaries, delta))
@@ -313,8 +322,8 @@ def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
 
 
 def _seeded(plan: Plan, seed: int) -> Plan:
-    """The same mechanism on the same data; cohorts, noise, coins and the first model of another
-    seed.
+    """The same mechanism on the same data, with cohorts, noise, coins and the first model of
+    another seed.
     """
     e = plan.experiment.model_copy(update={"seed": seed})
     exposures = composed(e.selection, seed, e.rounds, plan.population)

@@ -6,15 +6,15 @@ estimate.
 >>> one_run_bound(canaries=1000, guesses=200, right=110, delta=1e-5)  # a coin does as well
 0.0
 
-The lower bound [2] is a theorem: whatever the guesses are made from, a mechanism that is (epsilon,
-delta)-private for each canary by itself stays above it with the confidence asked for. That several
-runs are independent and hold different canaries makes them one such mechanism, so that canaries of
-several runs count together. The estimate [1] supposes that scores are Gaussian; it is sharp where
-they are, and proves nothing.
+The lower bound [2] is a theorem: however the guesses are made, the epsilon of a mechanism that is
+(epsilon, delta)-private for each canary is above it, with the confidence asked for. Several
+independent runs with different canaries are one such mechanism, so their canaries count together.
+The estimate [1] assumes that scores are Gaussian. It is sharp if they are, and proves nothing.
 
-References: [1] Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot empirical privacy
-estimation for federated learning. ICLR 2024. [2] Steinke, Nasr, Jagielski. Privacy auditing with
-one (1) training run. NeurIPS 2023. Theorem 5.2.
+References:
+[1] Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot empirical privacy estimation for
+    federated learning. ICLR 2024.
+[2] Steinke, Nasr, Jagielski. Privacy auditing with one (1) training run. NeurIPS 2023. Theorem 5.2.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from scipy.stats import binom
 from raydpfl.privacy import gaussian_epsilon
 from raydpfl.privacy.roots import safe_end
 
-_MOST = 700.0  # epsilon beyond which nobody looks
+_MOST = 700.0  # the largest epsilon that is tried
 INTERVAL = 1.96  # standard errors to either side: 95 %
 
 
 def one_run_p_value(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:
-    """The p-value of "(epsilon, delta)-private" after `right` of `guesses` on the coins of
-    `canaries` came true ([2], Theorem 5.2).
+    """The p-value of "(epsilon, delta)-private", after v = `right` of r = `guesses` on the coins of
+    m = `canaries` were right ([2], Theorem 5.2):
 
-    P[Bin(r, s) >= v] + 2 m delta max_{1 <= i <= v} P[v > Bin(r, s) >= v - i] / i, where s = 1 / (1
-    + e^-epsilon).
+        P[Bin(r, s) >= v] + 2 m delta max_{1 <= i <= v} P[v > Bin(r, s) >= v - i] / i,
+
+    where s = 1 / (1 + e^-epsilon).
     """
     if right == 0:
         return 1.0
@@ -56,11 +57,21 @@ def one_run_bound(
     confidence: float = 0.95,
     tolerance: float = 1e-9,
 ) -> float:
-    """The largest epsilon that the guesses refute: with that `confidence` the mechanism's epsilon
-    at `delta` is no lower. 0 if they refute none.
+    """The largest epsilon that the guesses refute.
 
-    `guesses` must have been fixed before the scores were seen. Raises ValueError unless 0 <= right
-    <= guesses <= canaries.
+    Args:
+        canaries: m.
+        guesses: r; it must have been fixed before the scores were seen.
+        right: v, the guesses that were right.
+        delta: that epsilon is at.
+        confidence: with which the mechanism's epsilon is no lower.
+        tolerance: of epsilon.
+
+    Returns:
+        0 if they refute none.
+
+    Raises:
+        ValueError: unless 0 <= right <= guesses <= canaries.
     """
     if not 0 <= right <= guesses <= canaries:
         raise ValueError(f"{right} right of {guesses} guesses on {canaries} canaries")
@@ -76,11 +87,15 @@ def one_run_bound(
 
 
 def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:
-    """How many of the canaries to guess on: the number from which the most is to be expected.
+    """On how many canaries to guess, for the largest bound to be expected. It is fixed before
+    anything is seen, and the expectation is 1.5 standard deviations low.
 
-    `evidence` float64 [n]: log-likelihood ratios of made-up canaries, as what is claimed would give
-    them; a guess by its sign is right with probability 1 / (1 + e^-|evidence|). So the number is
-    fixed before anything is seen. The expectation is 1.5 standard deviations low.
+    Args:
+        evidence: float64 [n], log-likelihood ratios of simulated canaries, if the claim were true.
+            A guess by the sign is right with probability 1 / (1 + e^-|evidence|).
+        canaries: in the audit.
+        delta: of the bound.
+        confidence: of the bound.
     """
     chance = expit(np.sort(np.abs(evidence))[::-1])
     right = np.cumsum(chance)
@@ -97,9 +112,11 @@ def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: f
 
 @dataclass(frozen=True)
 class OneShot:
-    """An estimate of epsilon: `epsilon` with its interval from `low` to `high` (95 %) for two
-    Gaussians of equal variance, and, for the fitted ones as they are, from the world with the
-    canary to that without (`forward`) and back (`backward`).
+    """An estimate of epsilon.
+
+    `epsilon`, with its 95 % interval from `low` to `high`, is for two Gaussians of equal variance.
+    `forward` and `backward` are for the Gaussians as fitted, from the world with the canary to that
+    without it, and back.
     """
 
     epsilon: float
@@ -119,13 +136,16 @@ def one_shot(
     worst: float,
     delta: float,
 ) -> OneShot:
-    """The estimate [1] of epsilon at `delta` for a canary of exposure `worst`.
+    """The estimate [1] of epsilon.
 
-    `statistics` float64 [m]: sqrt(d) cos(canary, what was released), N(0, 1) for a canary that is
-    not there. `exposures` float64 [m]: how far each one's presence should move it. `inside` bool
-    [m]: the coins. With `mirrored` a canary outside sends its opposite, and the two worlds are N(m,
-    s^2) and N(-m, s^2), fitted to all; else it sends nothing, and they are N(m, s^2), fitted to
-    those inside, and N(0, 1).
+    Args:
+        statistics: float64 [m], sqrt(d) cos(canary, what was released): N(0, 1) without it.
+        exposures: float64 [m], how far each canary's presence should move it.
+        inside: bool [m], the coins.
+        mirrored: whether canaries outside send their opposite: the worlds are N(m, s^2) and
+            N(-m, s^2), fitted to all. Else they are N(m, s^2), fitted to those inside, and N(0, 1).
+        worst: the exposure of the canary that the estimate is for.
+        delta: that epsilon is at.
     """
     signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
     use = np.ones(len(inside), bool) if mirrored else inside
@@ -151,8 +171,8 @@ def one_shot(
 
 
 def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
-    """The smallest epsilon >= 0 with P(A) <= e^epsilon Q(A) + delta for all A, P and Q being
-    Gaussians (mean, std); at most 700.
+    """The smallest epsilon >= 0 with P(A) <= e^epsilon Q(A) + delta for all A, for Gaussians P and
+    Q given by (mean, std); at most 700.
 
     >>> round(gaussian_pair_epsilon((1.0, 1.0), (0.0, 1.0), 1e-5), 3)
     4.377

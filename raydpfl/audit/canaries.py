@@ -1,12 +1,12 @@
 """A run with canaries, and a record of what an observer of the run sees.
 
-Canaries are real clients in all but their training. That is replaced by a random unit direction,
-far longer than the bound. A coin, tossed before the run, says whether the canary sends the
-direction or what the neighbouring relation puts in its place: its opposite under replace-one (the
-two worlds are then the whole sensitivity, twice the bound, apart), nothing where a client may be
-absent or zeroed out. Everything after the training is the code that every run goes through:
+Canaries are real clients in everything but their training, which is replaced by a random direction,
+far longer than the bound. A coin, tossed before the run, decides whether the canary sends the
+direction or what the neighbouring relation puts in its place. Under replace-one that is its
+opposite (the two worlds are then the whole sensitivity, twice the bound, apart); where a client may
+be absent or zeroed out it is nothing. Everything after the training is the code of every run:
 bounding, weights, the clients' noise, lanes and their grid, the server's noise, the ledger and the
-server's step. Directions are functions of a key, so none of them is stored.
+server's step. Directions are functions of a key, so none is stored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def on_sums(plan: Plan) -> Mechanism:
 class Canaries:
     """The clients whose training is replaced in one run.
 
-    `mirrored`: the world without a canary has its opposite instead of nothing.
+    `mirrored`: whether the world without a canary has its opposite, not nothing.
     """
 
     seed: int
@@ -121,8 +121,8 @@ class PlantedClient(ClientActor):
         return Block(alone, bounding.invert(vector[None], view).float(), NO_LOSS)
 
     def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
-        """As the client's; with a record of what each client has to contribute if all that follows
-        is right.
+        """As the client's, with a record of what each client must contribute if everything that
+        follows is right.
         """
         bounding = self.experiment.bounding
         expected = []
@@ -140,7 +140,7 @@ class PlantedClient(ClientActor):
 
 
 class PlantedCoordinator(Coordinator):
-    """The coordinator, inline, with canaries among its clients; it releases and accounts as ever,
+    """The coordinator, inline, with canaries among its clients. It releases and accounts as always,
     and keeps neither rows nor checkpoints.
     """
 
@@ -185,9 +185,9 @@ class Record:
     """What an observer sees of one run, in units of the noise that the accountants were told of,
     and what it was made from.
 
-    The observer knows all there is to know but for the coins and the noise: what clients that are
-    no canaries contribute, it takes off. Scores are sqrt(d) cos(direction, what is left): N(0, 1)
-    for a canary that is not in it ([1] of `bounds`).
+    The observer knows everything except the coins and the noise, so it subtracts what other clients
+    contribute. Scores are sqrt(d) cos(direction, what is left): N(0, 1) for a canary that is not in
+    it ([1] of `bounds`).
     """
 
     plan: Plan
@@ -235,7 +235,7 @@ class Record:
         self._rows: list[np.ndarray] = []
 
     def begin(self, t: int, bound: float, cohort: Cohort) -> None:
-        """A round begins. The std of its noise follows anew from what the accountants read."""
+        """Begins a round. The std of its noise is computed again from what the accountants read."""
         updates = on_sums(self.plan).queries[0]
         self._round = t
         self.bound = bound
@@ -253,7 +253,7 @@ class Record:
         self._planted = np.zeros(self.plan.d)
 
     def sent(self, client: int, expected: np.ndarray, vector: np.ndarray) -> None:
-        """One client's contribution leaves it: `vector`, where `expected` plus its noise should."""
+        """Notes one client's contribution `vector`, which should be `expected` plus its noise."""
         place = self.canaries.places.get(client)
         self._sum += vector
         part = self._known if place is None else self._planted
@@ -289,7 +289,7 @@ class Record:
         )
 
     def released(self, t: int, released: np.ndarray) -> None:
-        """The sum of the round is out."""
+        """Notes the released sum of round t, float64 [d]."""
         self.rounds.append(t)
         noise = self._left((released - self._known - self._planted) / self._sum_std)
         self.squares.append(float(noise @ noise))

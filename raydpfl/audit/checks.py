@@ -1,7 +1,7 @@
 """Checks of an audit, in addition to its canaries' guesses: is what ran what was accounted for?
 
-All that goes into an audited round is known except its noise, so the noise itself can be looked
-at. Exact checks never raise a false alarm. A statistical check, all its comparisons taken together,
+Everything that goes into an audited round is known except its noise, so the noise itself can be
+tested. Exact checks never raise a false alarm. A statistical check, all its comparisons together,
 raises one in at most `FALSE_ALARM` of sound runs.
 """
 
@@ -26,8 +26,8 @@ _MOST = 2_000_000  # numbers that the test of normality looks at
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `false_alarm` bounds the probability that it fails for a sound
-    run; 0 for an exact check.
+    """One thing that was checked. `false_alarm` bounds the probability that a sound run fails it; 0
+    for an exact check.
     """
 
     name: str
@@ -65,7 +65,7 @@ def ledger(records: Sequence[Record]) -> Check:
 
 
 def _unrecorded(record: Record) -> str:
-    """What a ledger lacks, or has wrong; empty for nothing."""
+    """What a ledger lacks or has wrong, in words; empty: nothing."""
     plan = record.plan
     recorded = {entry["round"]: entry for entry in record.ledger}
     missing = sorted(set(record.rounds) - recorded.keys())
@@ -115,8 +115,8 @@ def cohorts(records: Sequence[Record]) -> Check | None:
 
 
 def _total(sizes: np.ndarray, coin: float | None, population: int) -> str:
-    """What is unlikely of the number of clients that took part in all, each by a `coin` of its own;
-    empty for nothing. It spends half of the false alarms.
+    """What is unlikely about the number of participations, where each client takes part
+    independently with probability `coin`; empty: nothing. It spends half of the false alarms.
     """
     if coin is None:
         return ""
@@ -129,7 +129,7 @@ def _total(sizes: np.ndarray, coin: float | None, population: int) -> str:
 
 
 def _most(records: Sequence[Record], q: float, population: int) -> str:
-    """What is unlikely of how often the client drawn most often took part; empty for nothing. It
+    """What is unlikely about the participations of the client drawn most often; empty: nothing. It
     spends half of the false alarms.
     """
     rounds = len(records[0].rounds)

@@ -1,5 +1,5 @@
-"""The figure of an audit: for every observer, canaries' scores by coin, and what is proven and
-estimated beside what is claimed.
+"""The figure of an audit: for every observer, the canaries' scores by coin, and what is proven,
+estimated and claimed.
 """
 
 from __future__ import annotations

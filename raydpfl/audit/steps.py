@@ -1,17 +1,17 @@
 """Canary samples, for noise at local steps, guessed by an observer of every single update.
 
-Every row of some clients is a canary. A canary is one of two samples whose gradients point far
-apart: a random direction x or -x with one label, or x with one of two labels (whichever drives the
-model's gradients further apart); in regression, x with one of two opposite targets. A coin says
-which; the two worlds are the replacement of one sample.
+Every row of some clients is a canary. A canary is one of two samples whose gradients are far apart:
+a random direction x or -x with one label, or x with one of two labels, whichever drives the model's
+gradients further apart; in regression, x with one of two opposite targets. A coin decides which, so
+the two worlds differ by the replacement of one sample.
 
-All of the training is the run's own: batches, per-sample clipping, noise
-at each step. The observer knows the model that a round starts from, works out both clipped
-gradients of each canary there, and compares what the client sent with half their difference. What
-it does not know (in which batches the canary was, and how the gradients move with the client's
-steps) costs it evidence, never the bound its validity.
+The training is the run's own: batches, per-sample clipping, noise at each step. The observer knows
+the model that a round starts from, computes both clipped gradients of each canary there, and
+compares what the client sent with half their difference. It does not know in which batches the
+canary was, nor how the gradients change with the client's steps. That costs it evidence, but the
+bound stays valid.
 
-An exact check, in addition, does updates again, as plainly as can be and with the noise that was
+In addition, an exact check does updates again, as plainly as possible and with the noise that was
 accounted for.
 """
 
@@ -65,8 +65,8 @@ Pair = tuple[Samples, Samples]
 class SampleCanaries:
     """All samples of `clients` (int64 [c], ascending), one canary after another in this order.
 
-    The larger `scale`, the longer their gradients. `relabel`: the two samples of a canary are one x
-    with two labels, not x and -x.
+    The larger `scale`, the longer their gradients. `relabel`: whether the two samples of a canary
+    are one x with two labels, instead of x and -x.
     """
 
     plan: Plan
@@ -91,7 +91,7 @@ class SampleCanaries:
         )
 
     def part(self, client: int) -> slice | None:
-        """Where the canaries of a client stand; None for a client without."""
+        """The places of a client's canaries; None for a client without."""
         place = int(np.searchsorted(self.clients, client))
         if place == len(self.clients) or self.clients[place] != client:
             return None
@@ -171,7 +171,7 @@ class StepClient(ClientActor):
         return vectors
 
     def _note(self, tally: Tally, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
-        """Has the record take up what the client at a slot, int64 [1], has sent, float64 [1, d]."""
+        """Records what the client at a slot, int64 [1], has sent, float64 [1, d]."""
         slot = int(alone[0])
         local = self.experiment.local
         correction = local.correction(self._view(tally, lane, "local", alone))
@@ -190,8 +190,8 @@ class StepClient(ClientActor):
 
 
 class StepCoordinator(Coordinator):
-    """The coordinator, inline, with canary samples; it accounts as ever, and keeps neither rows nor
-    checkpoints.
+    """The coordinator, inline, with canary samples. It accounts as always, and keeps neither rows
+    nor checkpoints.
     """
 
     def __init__(self, plan: Plan, out: str, canaries: SampleCanaries):
@@ -226,7 +226,7 @@ class Sent:
 
 @dataclass
 class StepRecord:
-    """What an observer of every update has, in units of the noise accounted for."""
+    """What an observer of every update sees, in units of the noise accounted for."""
 
     plan: Plan
     canaries: SampleCanaries
@@ -259,7 +259,7 @@ class StepRecord:
         )
 
     def sent(self, sent: Sent) -> None:
-        """Takes up the evidence of an update on its client's canaries."""
+        """Adds the evidence that an update gives about its client's canaries."""
         part = self.canaries.part(sent.client)
         n = int(self.plan.population.sizes[sent.client])
         std = float(_steps(self.plan).stds[sent.client])
@@ -353,8 +353,8 @@ class StepRecord:
         ).double()
 
     def view(self, delta: float, confidence: float) -> views.View:
-        """The finding. The claim is that of the canary client that may have spent most, by
-        whichever accountant says least of it.
+        """The finding. The claim is that of the canary client that may have spent most, by the
+        accountant with the smallest epsilon for it.
         """
         claims, names = _claims(self.plan, delta)
         worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
@@ -386,8 +386,8 @@ class StepRecord:
         return views.view(scores, imagined, claimed, float(most), True, confidence)
 
     def checks(self, ledger: list[dict]) -> list[Check]:
-        """That every round is recorded with what it spends, and that updates are what a plain loop
-        with the accounted noise gives.
+        """The checks that every round is recorded with what it spends, and that updates are those
+        of a plain loop with the noise accounted for.
         """
         e = self.plan.experiment
         missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
@@ -410,7 +410,7 @@ class StepRecord:
         ]
 
     def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
-        """Which accountant's epsilon is `recorded` too small, and by how much; empty for none."""
+        """The accountant whose epsilon is `recorded` too small, and by how much; empty: none."""
         rounds = len(self.rounds)
         curves = _steps(self.plan).curves(accountants, self.plan.draws(rounds))
         for name in accountants:
@@ -458,10 +458,10 @@ class Gradients:
 
 
 def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
-    """All samples of the clients that may spend most, of as many clients as it takes for so many.
+    """All samples of the clients that may spend most, of as many clients as these canaries need.
 
-    Raises `ConfigError` where too few clients take part, or none of the samples tried has gradients
-    that come near the clip bound.
+    Raises `ConfigError` if too few clients take part, or if no sample that is tried has gradients
+    near the clip bound.
     """
     claims, _ = _claims(plan, delta)
     counts = _counts(plan)
@@ -486,8 +486,8 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
 
 
 def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
-    """Half the distance of the two gradients of a canary of the first of `clients`, in clip bounds,
-    for each kind of sample that is tried.
+    """Half the distance between the two gradients of a canary of the first of `clients`, in clip
+    bounds, for each kind of sample that is tried.
     """
     shards = Shards.open(plan.shards)
     e = plan.experiment
@@ -528,8 +528,8 @@ def _counts(plan: Plan) -> np.ndarray:
 
 
 def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
-    """The least epsilon float64 [N] at `delta` that a rigorous accountant of the run gives each
-    client's samples, and which one.
+    """The smallest epsilon at `delta` that a rigorous accountant of the run gives each client's
+    samples, float64 [N], and the accountant's name.
     """
     steps = replace(_steps(plan), delta=delta)
     counts = _counts(plan)

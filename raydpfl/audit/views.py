@@ -1,10 +1,10 @@
-"""What each observer that a guarantee speaks of can tell about canaries, beside what the guarantee
-claims.
+"""What each observer of a guarantee can tell about canaries, compared with what it claims.
 
 Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser
-does better: each guess is its sign, and the guesses are those of the largest size. With the cohort
-hidden a round's ratio is that of a mixture, the canary being there with probability q; with it
-known, and for single updates, the rounds in which the canary takes part count and no others.
+does better. Each guess is its sign, and the guesses are on the canaries with the largest evidence.
+If the cohort is hidden, a round's ratio is that of a mixture, since the canary is there with
+probability q. If it is known, and for single updates, only the rounds in which the canary takes
+part count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
 
 @dataclass(frozen=True)
 class Scores:
-    """What one observer has of m canaries, over all runs. Arrays float64 [m], `inside` bool [m]."""
+    """What one observer knows about m canaries over all runs: float64 [m], `inside` bool [m]."""
 
     inside: np.ndarray
     evidence: np.ndarray  # log-likelihood ratio, inside against outside
@@ -43,8 +43,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class View:
-    """One observer's finding: what is `claimed`, the least that the guesses prove at `confidence`
-    (`lower`), and an `estimate`.
+    """One observer's finding: what is `claimed`, the lower bound that the guesses prove at
+    `confidence` (`lower`), and an `estimate`.
     """
 
     claimed: Guarantee
@@ -59,7 +59,7 @@ class View:
 
     @property
     def reach(self) -> float:
-        """The most that so many guesses can prove, all of them being right."""
+        """The largest lower bound of so many guesses, if all are right."""
         return one_run_bound(
             self.canaries, self.guesses, self.guesses, self.claimed.delta, self.confidence
         )
@@ -71,7 +71,7 @@ class View:
 
     @property
     def exceeded(self) -> bool:
-        """Whether the estimate passes the claim by more than chance explains."""
+        """Whether the estimate exceeds the claim by more than chance explains."""
         mu = max(self.estimate.mu - EXCEEDS * self.estimate.error, 0.0)
         return mu > 0 and float(gaussian_epsilon(mu, self.claimed.delta)) > self.claimed.epsilon
 
@@ -91,8 +91,8 @@ class View:
 
 
 def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: float) -> list[View]:
-    """A view for each rigorous guarantee of a run of `plan`; the claim is the least that any of its
-    rigorous accountants gives at `delta`.
+    """A view for each rigorous guarantee of a run of `plan`; the claim is the smallest epsilon that
+    a rigorous accountant of the run gives at `delta`.
     """
     e = plan.experiment
     names = rigorous(e.privacy.accountants)
@@ -133,7 +133,9 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
 
 
 def _claimed(seen: Observed, names: Sequence[str], delta: float) -> Guarantee | None:
-    """The least that these accountants guarantee against an observer; None where none covers it."""
+    """The smallest epsilon that these accountants guarantee against an observer; None: none covers
+    it.
+    """
     if not seen.rounds:
         return None
     spent = {
@@ -155,8 +157,8 @@ def view(
     mirrored: bool,
     confidence: float,
 ) -> View:
-    """The finding for one observer. `imagined`: evidence on made-up canaries; `worst`: the exposure
-    of the canary that the claim is about.
+    """The finding for one observer. `imagined` is the evidence on simulated canaries, `worst` the
+    exposure of the canary that the claim is about.
     """
     m = len(scores.inside)
     guesses = guesses_for(imagined, m, claimed.delta, confidence)
@@ -190,8 +192,8 @@ def view(
 
 
 def _worst(mechanism: Mechanism, times: int) -> float:
-    """By how much the client that the claim is about should move its statistic: q sqrt(rounds) c /
-    std.
+    """How much the client that the claim is about should move its statistic:
+    q sqrt(rounds) c / std.
     """
     updates = mechanism.queries[0]
     share = mechanism.sampling.q if mechanism.sampling.hidden else 1.0
@@ -199,10 +201,10 @@ def _worst(mechanism: Mechanism, times: int) -> float:
 
 
 def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
-    """Of one run, and the evidence float64 [k] on as many canaries that are made up as the claim
-    has them.
+    """The scores of one run, and the evidence on as many canaries simulated by the claim, float64
+    [k].
 
-    `q` is the probability to be in a round's cohort, None where the cohort is known.
+    `q` is the probability of being in a round's cohort; None: the cohort is known.
     """
     canaries = record.canaries
     made_up = stream(canaries.seed, Purpose.CANARY, step=3)
@@ -228,7 +230,7 @@ def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.n
 
 
 def _known(record: Record, product: np.ndarray, exposures: np.ndarray) -> Scores:
-    """From the scores' products with what a canary adds to them, N(exposures^2, exposures^2) for
+    """From the products of scores with what a canary adds to them: N(exposures^2, exposures^2) for
     one that is there.
     """
     evidence = 2 * product if record.canaries.mirrored else product - exposures**2 / 2
@@ -260,8 +262,8 @@ def _available(record: Record) -> np.ndarray:
 
 
 def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
-    """C x for the rows x of `pattern`: what a participation adds to whitened sums, this round's and
-    those after it.
+    """C x for the rows x of `pattern`: what a participation adds to the whitened sums of its round
+    and those after it.
     """
     rounds = pattern.shape[1]
     total = np.zeros_like(pattern)
@@ -271,7 +273,7 @@ def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
 
 
 def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
-    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in each
+    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in a
     round.
     """
     rounds = scores.shape[1]

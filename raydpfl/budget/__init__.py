@@ -1,7 +1,6 @@
-"""The privacy budget calculator: epsilon from noise, noise from epsilon, or rounds from both, with
-nothing run.
+"""The privacy budget calculator: epsilon from noise, noise from epsilon, or rounds from both.
 
-Give two of noise, epsilon and rounds; the third is found by every accountant, against every
+Give two of noise, epsilon and rounds. The third is found by every accountant, against every
 observer:
 
 >>> found = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
@@ -22,7 +21,7 @@ Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, whoever sees e
 not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of the
 time; blind guessing detects 5%.
 
-One client's local steps (002, 003), where a sample is protected and every update is seen:
+One client's local steps (002, 003), where samples are protected and every update is seen:
 
 >>> found = of_samples(samples=600, batch=10, steps=300, participations=1, epsilon=0.3, delta=1e-2)
 >>> for answer in found.answers:  # std of the mean gradient / bound
@@ -34,11 +33,11 @@ paper 002 Theorem 5: 0.106
 paper 003: 2.277
 
 `of_config` answers for an experiment, with noise at local steps client by client (`of_personal`);
-`from_options` is the command line. What is given and found is the noise multiplier z = std of the
-sum / bound, so every answer carries its mechanism with it: sampling, bound, std and relation.
+`from_options` is the command line. Noise is given and found as the multiplier z = std of the noise
+on the sum / bound, and every answer says what it is for: sampling, bound, std and relation.
 
-One file, one concept: `asked` (the question and its options), `runs` (of a config), `question` (the
-reckoning), `report` (the answers), `shown` (what is printed).
+Each file is one concept: `asked` (the question and its options), `runs` (from a config), `question`
+(the computation), `report` (the answers), `shown` (what is printed).
 """
 
 from raydpfl.budget.asked import from_options, of_clients, of_samples

@@ -37,16 +37,15 @@ def of_clients(
     participations: int | None = None,
     v: float = 4.0,
 ) -> Budget:
-    """Whole clients are protected, `rounds` sums over cohorts are released (000, 001).
+    """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
+    001). Give two of epsilon, rounds and noise.
 
-    Two of epsilon, rounds and noise. `noise_multiplier` is the std of the sum / `bound`; `std`,
-    which needs `bound`, that of one client's noise with placement `client` and of the sum with
-    `server`. `relation` auto is add_remove for Poisson sampling, else replace_one; `placement` auto
-    is server for Poisson, else client. `participations` is the most rounds (draws, with
-    replacement) of any client, for whoever knows the cohorts; None: every round. `v` is the
-    constant of the papers' formula.
-
-    Raises `ConfigError` by the name of a parameter.
+    Noise is `noise_multiplier`, std of the sum / `bound`; or `std`, which needs `bound`: that of
+    one client's noise with placement `client`, of the noise on the sum with `server`.
+    `participations` is the largest number of rounds (with replacement: of draws) of any client,
+    against an observer who knows the cohorts; None: every round. For Poisson sampling `relation`
+    auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
+    constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
     """
     given = _place(placement)
     size = law_of(sampling).default(population) if cohort is None else cohort
@@ -77,13 +76,14 @@ def of_samples(
     sampling: str = "fixed",
     relation: str = "auto",
 ) -> Budget:
-    """One client's samples are protected, by noise on each local step, against whoever sees every
-    update (002, 003).
+    """The budget where one client's samples are protected, by noise at each local step, against an
+    observer of every update (002, 003). Give two of epsilon, participations and noise.
 
-    Two of epsilon, `participations` (the rounds the client takes part in, realised or capped; never
-    T r / N) and noise. `noise_multiplier` is the std of the noise on the sum over a batch /
-    `bound`, the per-sample clip norm; `std`, which needs `bound`, that of the noise on the mean
-    gradient. Each of the `steps` of a round draws a fresh batch, by `sampling`.
+    `participations` are the rounds that the client takes part in, as they occur or capped; never
+    T r / N. `bound` is the per-sample clip norm. Noise is `noise_multiplier`, std of the sum over a
+    batch / `bound`; or `std`, which needs `bound`: that of the noise on the mean gradient. Each of
+    the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError` on the name of a
+    parameter.
     """
     with renamed(lambda name: _OF_SAMPLES.get(name, name)):
         _check_steps(sampling, steps, participations)
@@ -103,8 +103,8 @@ _UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_s
 
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
-    """`of_clients` or `of_samples` by the options of the command line, those left out left out;
-    hyphens may stand for underscores.
+    """`of_clients` or `of_samples` from the options of the command line; hyphens may stand for
+    underscores. Options that are None count as not given. Raises `ConfigError` on an option.
     """
     if unit not in _UNITS:
         raise ConfigError("--unit", unit, "client or sample")
@@ -131,7 +131,7 @@ def _flag(name: str) -> str:
 
 
 def _place(asked: str) -> Placement | None:
-    """The placement that is asked for; None: the usual one."""
+    """The placement that was asked for; None: the usual one."""
     choices: dict[str, Placement | None] = {"auto": None, "client": "client", "server": "server"}
     if asked not in choices:
         raise ConfigError("placement", asked, "client or server")
@@ -139,19 +139,19 @@ def _place(asked: str) -> Placement | None:
 
 
 def _usual_place(sampling: Sampling) -> Placement:
-    """The clients, unless how much each has to draw would depend on a secret."""
+    """The clients, unless their share of the noise would depend on a secret."""
     return "client" if sampling.coins is None else "server"
 
 
 def _relation(asked: str, sampling: Sampling) -> Relation:
-    """The relation that is asked for; auto: replace_one, unless the law refuses it."""
+    """The relation that was asked for; auto: replace_one, unless the law refuses it."""
     if asked != "auto":
         return cast(Relation, asked)  # `_check` refuses any other word
     return "add_remove" if sampling.law.refuses("replace_one") else "replace_one"
 
 
 def _check_participations(most: int | None, rounds: int | None, sampling: Sampling) -> None:
-    """Raises `ConfigError` for more of them than there can be."""
+    """Raises `ConfigError` for more participations than there can be."""
     if most is None:
         return
     draws = sampling.cohort if sampling.repeats else 1
@@ -173,7 +173,7 @@ def _check_steps(sampling: str, steps: int, participations: int | None) -> None:
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, count: float
 ) -> float | None:
-    """z from itself or from a std, `count` of which make the std of the sum."""
+    """z as given, or from the std of one draw, `count` times which is the std of the sum."""
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "a positive finite number")
@@ -187,7 +187,7 @@ def _multiplier(
 
 
 def _in_range(field: str, given: float | None, z: float | None) -> float | None:
-    """z, given by a field. Raises `ConfigError` far outside: its squares leave the range of
+    """z, which `field` was given for. Raises `ConfigError` if its squares would leave the range of
     float64.
     """
     if z is not None and not 1e-6 <= z <= 1e6:
@@ -207,8 +207,8 @@ def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeate
 
 
 def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
-    """Raises `ConfigError` for a delta that is none, and for what no rigorous accountant covers,
-    with the nearest that one does.
+    """Raises `ConfigError` for a delta out of range, and for what no rigorous accountant covers,
+    with the nearest combination that is covered.
     """
     if not 0 < delta < 1:
         raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")

@@ -1,4 +1,4 @@
-"""The reckoning: what every accountant answers where noise, epsilon or rounds are unknown."""
+"""The computation: what every accountant answers where noise, epsilon or rounds are unknown."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RIGOROUS = ("pld", "rdp")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a mechanism, in which a 1 stands in for the noise, or the rounds, that are
-    unknown: here of sums over cohorts.
+    """What is asked about a mechanism of sums over cohorts, in which a 1 stands for the noise or
+    the rounds if they are unknown.
 
-    `participations` is the most rounds of any client, where that is known; `v` the constant of the
-    papers' formula.
+    `participations` is the largest number of rounds of any client, None if unknown; `v` is the
+    constant of 000 Theorem 3.2.
     """
 
     mechanism: Mechanism
@@ -41,9 +41,7 @@ class Question:
     report: ClassVar[type[Budget]] = Budget
 
     def budget(self, mechanism: Mechanism | None = None) -> Budget:
-        """`mechanism` is the one whose guarantees are wanted, where it is not that of the first
-        answer.
-        """
+        """The answers, with the guarantees of `mechanism`; None: of that of the first answer."""
         answers = self.answers()
         first = answers[0]
         if first.rounds == 0:
@@ -72,12 +70,12 @@ class Question:
 
     @property
     def rounds(self) -> int:
-        """Those that are given; 1 where they are unknown."""
+        """The given rounds; 1 if they are unknown."""
         return self.mechanism.rounds // self.steps
 
     @property
     def target(self) -> float:
-        """The epsilon that is given."""
+        """The given epsilon."""
         assert self.epsilon is not None
         return self.epsilon
 
@@ -86,12 +84,12 @@ class Question:
         return replace(self.mechanism.with_noise(z), rounds=rounds * self.steps)
 
     def seen(self, rounds: int) -> list[View]:
-        """What each observer meets in so many rounds."""
+        """What each observer sees in so many rounds."""
         return list(views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
     def guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
-        """What an accountant says of this noise and these rounds (of one where there are none),
-        against each observer.
+        """An accountant's guarantees for this noise and these rounds (for one round if there are
+        none), against each observer.
         """
         mechanism = self.at(z, max(rounds, 1))
         return privacy.guarantees(
@@ -117,22 +115,22 @@ class Question:
             yield Answer(guarantee, z, rounds)
 
     def _scale(self, name: str, view: View) -> float:
-        """How much of the noise that there is an accountant asks for against an observer, who meets
-        a fixed multiple of the mechanism's own.
+        """The factor on the noise multiplier that an accountant asks for against an observer, who
+        sees a fixed multiple of the mechanism's own noise.
         """
         seen = view.mechanism
         z = privacy.noise_for(self.target, seen, view.relation, self.delta, name, view.rounds)
         return z / seen.noise_multiplier
 
     def lasting(self, name: str, place: int, view: View) -> int:
-        """The most rounds in which the observer in this place meets no more than it may."""
+        """The largest number of rounds in which the observer at this place stays within epsilon."""
         most = privacy.rounds_for(
             self.target, view.mechanism, view.relation, self.delta, name, self.v
         )
         return bisect_right(_COUNTS, most, key=lambda t: self.seen(t)[place].rounds)
 
     def printed(self) -> Iterator[Answer]:
-        """By the formula of 000 and 001, which knows of the first observer alone."""
+        """By the formula of 000 and 001, which is about the first observer only."""
         name = "paper"
         view = self.seen(self.rounds)[0]
         z = self.mechanism.noise_multiplier
@@ -155,7 +153,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a formula says: of noise of `std` on a mean gradient and of `rounds` participations."""
+    """What a formula says about noise of `std` on the mean gradient, after `rounds`
+    participations.
+    """
 
     std: float
     rounds: int
@@ -165,7 +165,7 @@ class Claim:
 
 
 class SampleQuestion(Question):
-    """The same of one client's local steps, of which there are `steps` in each participation."""
+    """The same about one client's local steps, `steps` of them in each participation."""
 
     report = SampleBudget
 
@@ -228,7 +228,7 @@ class SampleQuestion(Question):
         }
 
     def _too_large(self) -> Claim:
-        """Of a batch above the number of samples, which draws with replacement alone allow."""
+        """For a batch larger than the samples, which only draws with replacement allow."""
         batches = self.mechanism.sampling
         batch = batches.cohort
         std = self.mechanism.queries[0].std / batch

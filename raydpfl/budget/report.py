@@ -1,5 +1,5 @@
-"""What the calculator answers with: a budget of clients, of one client's samples, or of all clients
-one by one.
+"""The calculator's answers: a budget of clients, of one client's samples, or of all clients one by
+one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What one accountant says against one observer.
+    """What one accountant answers against one observer.
 
-    `noise_multiplier`: std of the sum / bound, of the mechanism itself and not of what the observer
-    makes of it; infinite when no noise will do. `rounds`: of the run, or at the sample level those
-    the client takes part in; 0 when one spends too much. `guarantee`: what the accountant says of
-    that noise and those rounds (of one round, when there is none to spend). `true_epsilon`: for a
-    paper's formula, the epsilon that holds there, at the formula's own delta, by the first rigorous
-    accountant that can tell; otherwise None.
+    Args:
+        noise_multiplier: std of the noise on the sum / bound, of the mechanism itself, whatever the
+            observer sees of it; infinite if no noise is enough.
+        rounds: of the run, or, where samples are protected, those that the client takes part in; 0
+            if one spends too much.
+        guarantee: for that noise and those rounds (for one round if there are none).
+        true_epsilon: for a paper's formula, the epsilon that holds there, at the formula's own
+            delta, by the first rigorous accountant that has one; None otherwise.
     """
 
     guarantee: Guarantee
@@ -42,7 +44,7 @@ class Answer:
 
     @property
     def overclaims(self) -> bool:
-        """True for a formula that claims a smaller epsilon than holds."""
+        """Whether it is a formula that claims a smaller epsilon than holds."""
         if self.true_epsilon is None:
             return False
         return self.true_epsilon > self.guarantee.epsilon * (1 + 1e-6)
@@ -50,12 +52,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Budget:
-    """`answers` to the question, and the `guarantees` of one mechanism by every accountant against
-    every observer: whole clients are protected.
+    """The answers to a question, and one mechanism's guarantees, where whole clients are protected.
 
-    `unknown` is what the answers found. `mechanism` has the noise and rounds of the first answer
-    (pld, against whoever sees least), or those of the config. `steps` is 1, or at the sample level
-    the local steps of a round. `notes` are what a reader should know beside.
+    Args:
+        unknown: what the answers found.
+        mechanism: with the noise and rounds of the first answer (pld, against the observer who sees
+            least), or those of the config.
+        relation: the neighbouring relation of the question.
+        delta: that epsilons are at.
+        answers: of every accountant, against every observer.
+        guarantees: of the mechanism, by every accountant, against every observer.
+        epsilon: the one given; None: it was the unknown.
+        steps: 1, or the local steps of a round where samples are protected.
+        notes: what else a reader should know.
     """
 
     unknown: Unknown
@@ -64,14 +73,14 @@ class Budget:
     delta: float
     answers: tuple[Answer, ...]
     guarantees: tuple[Guarantee, ...]
-    epsilon: float | None = None  # None: it was the unknown
+    epsilon: float | None = None
     steps: int = 1
     notes: tuple[str, ...] = ()
     repeated: ClassVar[str] = "rounds"  # what composes
 
     @property
     def rounds(self) -> int:
-        """How many of them there are."""
+        """The rounds of the mechanism."""
         return self.mechanism.rounds // self.steps
 
     @property
@@ -82,8 +91,8 @@ class Budget:
 
     @property
     def noise(self) -> dict[str, float]:
-        """The noise in full: multiplier, bound, sensitivity of the sum under `relation`, std of the
-        sum and of what is drawn.
+        """The noise: multiplier, bound, sensitivity of the sum under `relation`, std of the noise
+        on the sum, and std of one draw.
         """
         query = self.mechanism.queries[0]
         place = self.mechanism.place
@@ -99,13 +108,13 @@ class Budget:
         return found | {f"std_of_the_{other.name}": other.std for other in apart}
 
     def sentence(self) -> str:
-        """What the first guarantee's epsilon means, as a bound on the power of any test at a
-        false-alarm rate of 5%.
+        """What the first guarantee's epsilon means: the largest power of any test at a false-alarm
+        rate of 5%.
         """
         return meaning(self.guarantees[0])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
+        """Everything, for strict JSON: an infinite number is the string "infinity"."""
         return {
             "unknown": self.unknown,
             "unit": self.mechanism.unit,
@@ -122,7 +131,7 @@ class Budget:
         }
 
     def render(self) -> RenderableType:
-        """For a terminal: what is released, the answers side by side, the formulas with their
+        """For a terminal: what is released, the answers in a table, the formulas with their
         conditions, and the sentence.
         """
         from raydpfl.budget import shown
@@ -142,7 +151,7 @@ class Budget:
 
 
 class SampleBudget(Budget):
-    """The samples of one client are protected, by noise at each of its local steps."""
+    """The same, where the samples of one client are protected, by noise at each local step."""
 
     repeated = "participations"
 
@@ -157,11 +166,14 @@ class SampleBudget(Budget):
 
 @dataclass(frozen=True)
 class PersonalBudget:
-    """What noise at local steps guarantees each client's samples, and what was promised them.
+    """What noise at local steps guarantees each client's samples, and what they were promised.
 
-    `rows`: `LocalSteps.table`, a row for each client that takes part. `guarantees`: those of the
-    client that spends most, by every accountant. `broken`: which clients were promised more than
-    holds, in words. `notes`: what a reader should know beside.
+    Args:
+        mechanism: what the clients release.
+        rows: `LocalSteps.table`, a row for each client that takes part.
+        guarantees: of the client that spends most, by every accountant.
+        broken: which clients were promised more than holds, in words.
+        notes: what else a reader should know.
     """
 
     mechanism: LocalSteps
@@ -176,8 +188,8 @@ class PersonalBudget:
         return [row for row in self.rows if row["epsilon_claimed"] != math.inf]
 
     def quantiles(self, column: str) -> list[float | None]:
-        """Of a column of `rows`, at `SHARES` of the clients that are not public; None where there
-        is nothing.
+        """Quantiles of a column of `rows` at `SHARES`, over the clients that are not public; None
+        for what is missing.
         """
         values = sorted(row[column] for row in self.protected if row[column] is not None)
         if not values:
@@ -189,7 +201,7 @@ class PersonalBudget:
         return meaning(self.guarantees[0])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as strict JSON can hold it: an infinite number is the string "infinity"."""
+        """Everything, for strict JSON: an infinite number is the string "infinity"."""
         mechanism = self.mechanism
         columns = dict.fromkeys(self.rows[0] if self.rows else ())
         for name in ("client", "calibrated_by", "conditions_failed"):
@@ -223,7 +235,7 @@ class PersonalBudget:
 
 
 def meaning(guarantee: Guarantee) -> str:
-    """An epsilon as a bound on the power of any test at a false-alarm rate of 5%."""
+    """What an epsilon means: the largest power of any test at a false-alarm rate of 5%."""
     if not math.isfinite(guarantee.epsilon):
         return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
     hidden = guarantee.sampling.secret

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
 
 def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget | PersonalBudget:
-    """What a run of `experiment` would guarantee, cohorts drawn as it would draw them, and the
-    noise that each accountant would ask for.
+    """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
+    ask for. Nothing is trained; the data are prepared, for the clients' sizes.
 
-    With noise at local steps, what each client's samples have. The data are prepared, for the sizes
-    of the population, but nothing is trained. Raises `ConfigError` for all that a run would refuse,
-    and for a run without noise.
+    Args:
+        experiment: of the run.
+        data_root: the folder of data sets.
+
+    Returns:
+        A `PersonalBudget`, client by client, if the noise is at local steps.
+
+    Raises:
+        ConfigError: the run would be refused, or has no noise.
     """
     from raydpfl.plan import Plan
 
@@ -49,7 +55,7 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
 
 
 def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
-    """Of sums over cohorts; `seen`: how often each client is drawn."""
+    """The budget of sums over cohorts; `seen` is how often each client is drawn."""
     e = plan.experiment
     assert e.bounding.initial_bound is not None  # there is noise on updates
     scale = e.bounding.initial_bound * plan.weight
@@ -67,7 +73,7 @@ def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
 
 
 def _lasts(plan: Plan, budget: float) -> str:
-    """For how many rounds a budget lasts, in words."""
+    """How many rounds a budget lasts for, in words."""
     curves = plan.curves()
     spent = np.min([curves[name] for name in plan.rigorous], axis=0)
     lasts = int((spent <= budget).sum())
@@ -76,8 +82,8 @@ def _lasts(plan: Plan, budget: float) -> str:
 
 
 def _without_model(experiment: Experiment) -> Experiment:
-    """The experiment as far as privacy goes, without what need not be imported: an own model
-    where its size does not count, an own server where no noise is correlated."""
+    """The experiment as far as it bears on privacy. A user's own model is not imported if its size
+    does not count, and an own server not if no noise is correlated over the rounds."""
     from raydpfl import models, server
 
     if experiment.accounted_with() & experiment.unread.keys():
@@ -96,8 +102,12 @@ def of_personal(
     participations: Participations,
     accountants: Sequence[str] = ("pld", "rdp", "paper"),
 ) -> PersonalBudget:
-    """What `mechanism` guarantees after the clients' `participations`, by client and for the one
-    that spends most.
+    """What noise at local steps guarantees, for each client and for the one that spends most.
+
+    Args:
+        mechanism: what the clients release.
+        participations: how often each takes part, by id or int64 [N].
+        accountants: their names.
     """
     try:
         mechanism.check_claims(participations)

@@ -28,7 +28,7 @@ _PROMISED = {
 
 
 def of_budget(budget: Budget) -> RenderableType:
-    """What is released, the answers side by side, the formulas with their conditions, and the
+    """What is released, the answers in a table, the formulas with their conditions, and the
     sentence.
     """
     parts: list[Any] = [_head(budget), "", _found(budget), ""]
@@ -75,7 +75,7 @@ def _found(budget: Budget) -> Table:
 
 
 def _held(budget: Budget) -> Table:
-    """The epsilons at the noise and the rounds that were found first."""
+    """The epsilons at the noise and rounds of the first answer."""
     which = f"noise multiplier {budget.noise['noise_multiplier']:.4g}"
     if budget.unknown == "rounds":
         which = f"{budget.rounds} {budget.repeated}"
@@ -116,9 +116,7 @@ def _reasons(budget: Budget) -> list[str]:
 
 
 def of_personal(budget: PersonalBudget) -> RenderableType:
-    """Quantiles over the clients, those that spend most, promises that are broken, and the
-    sentence.
-    """
+    """Quantiles over the clients, those that spend most, broken promises, and the sentence."""
     names = _columns(budget)
     parts: list[Any] = [_personal_head(budget), "", _spread(budget, names), ""]
     parts += [_worst(budget, names), ""]
@@ -153,7 +151,7 @@ def _personal_head(budget: PersonalBudget) -> Table:
 
 
 def _columns(budget: PersonalBudget) -> dict[str, str]:
-    """The columns of the rows that are shown, with what they are headed."""
+    """The columns that are shown, with their headings."""
     names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": ""}
     for name in budget.rows[0] if budget.rows else ():
         if "epsilon_" in name:
@@ -196,7 +194,7 @@ def _of_clients(
 
 
 def _table(title: str) -> Table:
-    """So narrow that 80 columns hold the numbers of all accountants."""
+    """A table so narrow that the numbers of all accountants fit in 80 columns."""
     return Table(
         title=title,
         title_justify="left",
@@ -236,7 +234,7 @@ def _cell(budget: Budget, answer: Answer) -> str:
 
 
 def _worth(budget: Budget, answer: Answer) -> str:
-    """A formula's claim beside what it is worth, and the conditions that fail."""
+    """A formula's claim, what it is worth, and the conditions that fail."""
     guarantee = answer.guarantee
     says = {
         "epsilon": f"claims epsilon {guarantee.epsilon:.4g}",
