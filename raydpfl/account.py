@@ -107,7 +107,11 @@ class Account:
             rounds: done.
             participations: how often each client was drawn in them.
         """
-        return self.plan.guarantees(*self._recorded(rounds, participations))
+        recorded = self._recorded(rounds, participations)
+        found = self.plan.guarantees(*recorded)
+        if recorded[0] == rounds and not self.plan.history:  # else nobody knows who was chosen
+            found += self.plan.of_the_chosen(rounds, participations)
+        return found
 
     def _recorded(self, rounds: int, participations: Counter) -> tuple[int, Counter]:
         recorded = max(rounds, self.ledger.spent().rounds)

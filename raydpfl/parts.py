@@ -37,9 +37,16 @@ class Parts:
     data_root: Path | None
 
     def draws(self) -> list[np.ndarray]:
-        """The clients that each round exposes, with repeats."""
+        """The clients whose participations noise is sized for, round by round, with repeats; at
+        last those who are exposed and have not come up, once.
+        """
         e = self.experiment
-        return [e.selection.exposed(e.seed, t, self.population) for t in range(e.rounds)]
+        rounds = range(e.rounds)
+        exposed = [e.selection.exposed(e.seed, t, self.population) for t in rounds]
+        if e.selection.uncounted is None:
+            return exposed
+        assumed = [e.selection.assumed(e.seed, t, self.population) for t in rounds]
+        return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
 
 
 def prepared(experiment: Experiment, data_root: Path | None) -> Parts:

@@ -331,9 +331,10 @@ class Plan:
         try:
             mechanism.check_claims(seen)
         except BudgetError as error:
-            if not self.history:
+            uncounted = e.selection.uncounted
+            if not self.history and not uncounted:
                 raise
-            log.warning("%s, as rounds were released twice", error)
+            log.warning("%s, as %s", error, uncounted or "rounds were released twice")
 
     def check_law(self) -> None:
         """Raises `RunError` where the selection declares another law by now than the mechanism was
@@ -414,6 +415,16 @@ class Plan:
         seen = participations if self.experiment.noise.simulated() else None
         composed = int(self.exposures[rounds - 1]) + self.repeated
         return self.mechanism.guarantees(seen, self.named, composed, self.terms)
+
+    def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
+        """As `guarantees`, counting only how often losses have chosen each client: none of these is
+        proved. Empty where all who are exposed are counted.
+        """
+        uncounted = self.experiment.selection.uncounted
+        if not self.mechanism or rounds == 0 or uncounted is None:
+            return []
+        found = self.mechanism.guarantees(chosen, self.named, rounds, self.terms)
+        return [one.leaving_out(uncounted, "chosen") for one in found]
 
 
 def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None:

@@ -18,9 +18,10 @@ from raydpfl import Experiment, budget, local, models, privacy, run
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
-from raydpfl.keys import Purpose, normals
+from raydpfl.keys import Purpose, normals, stream
 from raydpfl.noise.drawn import query_noise
 from raydpfl.plan import Plan
+from raydpfl.selection.power_of_choice import successive
 from raydpfl.server import Server
 from raydpfl.tracking import load
 
@@ -417,6 +418,78 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     )
     assert np.abs(shown[:, None] / np.array(exact) - 1).min() > 1e-5
     assert not any(f"{loss:.5f}" in (tmp_path / "ledger.jsonl").read_text() for loss in exact)
+
+
+def test_noise_may_be_sized_for_the_chosen_alone_and_the_truth_stands_beside(tmp_path, caplog):
+    around = {
+        "bounding": STEP,
+        "noise": {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-3},
+        "local": {"kind": "sgd", "steps": 3, "batch": 20},
+        "privacy": {"accountants": ["pld", "rdp", "paper"]},
+        "data": {"clients": 12},
+        "rounds": 4,
+        "measure": ["clients"],
+    }
+    choice = {"kind": "power_of_choice", "cohort": 2, "pool": 6}
+    chosen = experiment(**around, selection={**choice, "accounted": "chosen"})
+    whole = experiment(**around, selection=choice)
+    plan = Plan.make(chosen)
+    blind = np.zeros(12, np.int64)
+    candidates = np.zeros(12, np.int64)
+    for t in range(4):
+        drawn = successive(stream(chosen.seed, Purpose.COHORT, t=t), plan.population, 6)
+        blind[drawn[:2]] += 1
+        candidates[drawn] += 1
+    counts = np.maximum(blind, candidates > 0)
+    assert (counts < candidates).any() and (counts > 1).any()
+    sized = privacy.LocalSteps.calibrated(
+        samples=plan.population.sizes,
+        batch=20,
+        steps=3,
+        bound=0.5,
+        delta=1e-3,
+        participations=counts,
+        budgets=2.0,
+    )
+    assert np.array_equal(plan.mechanism.stds, sized.stds)
+    assert ((sized.stds > 0) == (candidates > 0)).all()
+    more = Plan.make(whole).mechanism.stds
+    assert (more[counts < candidates] > sized.stds[counts < candidates]).all()
+
+    result = run(chosen, tmp_path / "out")
+    assert "protects" in caplog.text and "as if cohorts were drawn blindly" in caplog.text
+    clients = pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_numpy()
+    took_part = np.bincount(clients, minlength=12)
+    said = {each.accountant: each for each in result.guarantees}
+    for name in ("pld", "rdp"):
+        assert said[name].kind == "rigorous"
+        assert said[name].epsilon == sized.epsilons(name, candidates).max() > 2.0
+        alone = said[f"{name} of the chosen"]
+        assert alone.kind == "unproven" and alone.epsilon == sized.epsilons(name, took_part).max()
+        assert any("losses choose, is not counted" in each for each in alone.exclusions)
+        assert not any("losses choose" in each for each in said[name].exclusions)
+    assert said["paper 003 of the chosen"].kind == "paper"
+    assert {each["accountant"] for each in result.summary["holds"]} == {"pld"}
+    assert result.rounds["epsilon_pld"][-1].as_py() == said["pld"].epsilon
+    assert not any("chosen" in each.accountant for each in Plan.make(whole).guarantees(4, {1: 1}))
+
+
+@pytest.mark.parametrize(
+    ("selection", "noise"),
+    [
+        ({"loss_bound": 2.0, "loss_std": 1.0}, {"placement": "step"}),
+        ({}, {"placement": "client"}),
+    ],
+)
+def test_the_chosen_alone_are_accounted_only_where_that_has_a_meaning(selection, noise):
+    steps = noise["placement"] == "step"
+    choice = {"kind": "power_of_choice", "cohort": 2, "pool": 6, "accounted": "chosen"}
+    with pytest.raises(ConfigError, match=r"selection\.accounted = 'chosen': candidates"):
+        experiment(
+            selection={**choice, **selection},
+            noise={"kind": "gaussian", "multiplier": 1.0, **noise},
+            bounding=STEP if steps else {"kind": "clip", "bound": 1.0},
+        )
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])

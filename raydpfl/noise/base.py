@@ -30,7 +30,7 @@ class Facts:
     rounds: int  # that a guarantee composes
     weight: float  # the largest of any client
     survivors: int  # the fewest clients that are left in any round
-    draws: Callable[[], list[np.ndarray]]  # the clients that each round exposes, with repeats
+    draws: Callable[[], list[np.ndarray]]  # whose participations it is sized for, with repeats
     data_root: Path | None = None
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -278,6 +278,17 @@ class Guarantee:
         # where samples are protected, the scope names the client that is worst by this accountant
         clients = self.sampling if self.unit == "client" else None
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
+
+    def leaving_out(self, what: str, whose: str) -> Guarantee:
+        """The same as a number that nothing proves, as it leaves out `what`, in words; its
+        accountant is named as that `of the` clients it counts.
+        """
+        return replace(
+            self,
+            kind="unproven" if self.kind == "rigorous" else self.kind,
+            accountant=f"{self.accountant} of the {whose}",
+            exclusions=(*self.exclusions, what),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON: facts in words, tuples as lists, and an infinite epsilon as the

@@ -181,6 +181,20 @@ class Selection(Member):
         """
         return self.draw(seed, t, population).clients
 
+    def assumed(self, seed: int, t: int, population: Population) -> np.ndarray:
+        """The clients whose part in round t noise at local steps is sized for, int64 [k], one that
+        is drawn twice standing twice: by default all who are exposed. A member that gives others
+        says in `uncounted` what it leaves out.
+        """
+        return self.exposed(seed, t, population)
+
+    @property
+    def uncounted(self) -> str | None:
+        """What the noise is sized without, in words, so that clients may spend more than they were
+        promised; None: nothing.
+        """
+        return None
+
     @property
     def asks(self) -> bool:
         """Whether clients are exposed that do not take part."""

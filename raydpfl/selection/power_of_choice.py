@@ -16,7 +16,7 @@ Query(name='losses', bound=2.0, std=0.5, apart=True)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -27,6 +27,9 @@ from raydpfl.noise.drawn import query_noise
 from raydpfl.privacy import Query, Sampling
 from raydpfl.selection.base import Ask, Cohort, Population
 from raydpfl.selection.sized import Sized
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 class PowerOfChoice(Sized):
@@ -48,16 +51,24 @@ class PowerOfChoice(Sized):
 
     Without noise no accountant covers the query, and every guarantee says so. Either way candidates
     are counted as if each took part in the round and everyone knew it.
+
+    With `accounted: chosen` noise at local steps is that of a rival that looks at no losses: for
+    the participations of `cohort` clients drawn blindly among the candidates, at least one for
+    whoever is ever a candidate. The guarantees still count all candidates, and so exceed what was
+    promised; epsilons that count the chosen alone stand beside them, and are not called rigorous.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"cohort": 5, "pool": 12},
         {"cohort": 5, "pool": 12, "loss_bound": 3.0, "loss_std": 1.0},
+        {"cohort": 5, "pool": 12, "accounted": "chosen"},
     )
+    newer: ClassVar[frozenset[str]] = frozenset({"accounted"})
     kind: str = "power_of_choice"
     pool: int = Field(ge=1)
     loss_bound: float | None = Field(default=None, gt=0, le=1e15)
     loss_std: float = Field(default=0.0, ge=0, le=1e15)  # 0: the losses are exact
+    accounted: Literal["candidates", "chosen"] = "candidates"
 
     @model_validator(mode="after")
     def _pool(self) -> PowerOfChoice:
@@ -65,6 +76,13 @@ class PowerOfChoice(Sized):
             raise ConfigError(
                 "selection.pool", self.pool, f"at least selection.cohort, {self.cohort}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _alone(self) -> PowerOfChoice:
+        if self.accounted == "chosen" and self.loss_std:
+            accepted = "candidates with selection.loss_std: noised losses are counted, of all asked"
+            raise ConfigError("selection.accounted", self.accounted, accepted)
         return self
 
     @model_validator(mode="after")
@@ -106,6 +124,12 @@ class PowerOfChoice(Sized):
         noise = query_noise(noise_seed, t, self.loss_std, client, query="losses")
         return float(clipped.mean()) + noise
 
+    def check(self, experiment: Experiment) -> None:
+        noise = experiment.noise
+        if self.accounted == "chosen" and noise.private() and noise.protects() != "sample":
+            accepted = "candidates, unless noise is drawn at local steps"
+            raise ConfigError("selection.accounted", self.accounted, accepted)
+
     def fits(self, count: int) -> None:
         super().fits(count)
         if self.pool > count:
@@ -116,6 +140,22 @@ class PowerOfChoice(Sized):
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
         """The candidates. Raises `ConfigError` when fewer than `pool` clients have data."""
         return np.sort(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
+
+    def assumed(self, seed: int, t: int, population: Population) -> np.ndarray:
+        """The candidates; or a cohort of them that no losses have chosen, those drawn first."""
+        if self.accounted == "candidates":
+            return self.exposed(seed, t, population)
+        drawn = successive(stream(seed, Purpose.COHORT, t=t), population, self.pool)
+        return np.sort(drawn[: self.cohort])
+
+    @property
+    def uncounted(self) -> str | None:
+        if self.accounted == "candidates":
+            return None
+        return (
+            "noise is sized as if cohorts were drawn blindly among the candidates: that all of "
+            "these are asked, and that losses choose, is not counted (selection.accounted: chosen)"
+        )
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         """The candidates with the largest losses. Of equal losses the lower client's comes first;
