@@ -420,19 +420,21 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     assert not any(f"{loss:.5f}" in (tmp_path / "ledger.jsonl").read_text() for loss in exact)
 
 
-def test_noise_may_be_sized_for_the_chosen_alone_and_the_truth_stands_beside(tmp_path, caplog):
-    around = {
-        "bounding": STEP,
-        "noise": {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-3},
-        "local": {"kind": "sgd", "steps": 3, "batch": 20},
-        "privacy": {"accountants": ["pld", "rdp", "paper"]},
-        "data": {"clients": 12},
-        "rounds": 4,
-        "measure": ["clients"],
-    }
-    choice = {"kind": "power_of_choice", "cohort": 2, "pool": 6}
-    chosen = experiment(**around, selection={**choice, "accounted": "chosen"})
-    whole = experiment(**around, selection=choice)
+CHOICE = {"kind": "power_of_choice", "cohort": 2, "pool": 6}
+CHOSEN = {
+    "bounding": STEP,
+    "noise": {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-3},
+    "local": {"kind": "sgd", "steps": 3, "batch": 20},
+    "privacy": {"accountants": ["pld", "rdp", "paper"]},
+    "data": {"clients": 12},
+    "rounds": 4,
+    "measure": ["clients"],
+    "selection": {**CHOICE, "accounted": "chosen"},
+}
+
+
+def test_noise_for_the_chosen_is_that_of_a_blind_choice_among_the_candidates():
+    chosen = experiment(**CHOSEN)
     plan = Plan.make(chosen)
     blind = np.zeros(12, np.int64)
     candidates = np.zeros(12, np.int64)
@@ -442,7 +444,7 @@ def test_noise_may_be_sized_for_the_chosen_alone_and_the_truth_stands_beside(tmp
         candidates[drawn] += 1
     counts = np.maximum(blind, candidates > 0)
     assert (counts < candidates).any() and (counts > 1).any()
-    sized = privacy.LocalSteps.calibrated(
+    expected = privacy.LocalSteps.calibrated(
         samples=plan.population.sizes,
         batch=20,
         steps=3,
@@ -450,28 +452,36 @@ def test_noise_may_be_sized_for_the_chosen_alone_and_the_truth_stands_beside(tmp
         delta=1e-3,
         participations=counts,
         budgets=2.0,
-    )
-    assert np.array_equal(plan.mechanism.stds, sized.stds)
-    assert ((sized.stds > 0) == (candidates > 0)).all()
-    more = Plan.make(whole).mechanism.stds
-    assert (more[counts < candidates] > sized.stds[counts < candidates]).all()
+    ).stds
+    assert np.array_equal(plan.mechanism.stds, expected)
+    assert ((expected > 0) == (candidates > 0)).all()
+    more = Plan.make(experiment(**{**CHOSEN, "selection": CHOICE})).mechanism.stds
+    fewer = counts < candidates
+    assert (more[fewer] > expected[fewer]).all()
 
+
+def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous(tmp_path, caplog):
+    chosen = experiment(**CHOSEN)
+    plan = Plan.make(chosen)
     result = run(chosen, tmp_path / "out")
     assert "protects" in caplog.text and "as if cohorts were drawn blindly" in caplog.text
     clients = pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_numpy()
     took_part = np.bincount(clients, minlength=12)
+    candidates = np.bincount(np.concatenate(plan.draws(4)), minlength=12)
     said = {each.accountant: each for each in result.guarantees}
     for name in ("pld", "rdp"):
         assert said[name].kind == "rigorous"
-        assert said[name].epsilon == sized.epsilons(name, candidates).max() > 2.0
+        assert said[name].epsilon == plan.mechanism.epsilons(name, candidates).max() > 2.0
         alone = said[f"{name} of the chosen"]
-        assert alone.kind == "unproven" and alone.epsilon == sized.epsilons(name, took_part).max()
+        assert alone.kind == "unproven"
+        assert alone.epsilon == plan.mechanism.epsilons(name, took_part).max()
         assert any("losses choose, is not counted" in each for each in alone.exclusions)
         assert not any("losses choose" in each for each in said[name].exclusions)
     assert said["paper 003 of the chosen"].kind == "paper"
     assert {each["accountant"] for each in result.summary["holds"]} == {"pld"}
     assert result.rounds["epsilon_pld"][-1].as_py() == said["pld"].epsilon
-    assert not any("chosen" in each.accountant for each in Plan.make(whole).guarantees(4, {1: 1}))
+    whole = Plan.make(experiment(**{**CHOSEN, "selection": CHOICE}))
+    assert not whole.of_the_chosen(4, {1: 1})
 
 
 @pytest.mark.parametrize(
