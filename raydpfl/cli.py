@@ -407,7 +407,7 @@ def check(
         print(json.dumps([asdict(promise) for promise in found], indent=2))
     else:
         print(contract.render(found))
-    broken = [promise for promise in found if not promise.kept]
+    broken = [promise for promise in found if promise.kept is False]
     if broken:
         first = broken[0]
         where = f" ({first.example})" if first.example else ""

@@ -294,13 +294,8 @@ class Trajectory:
 
     @staticmethod
     def read(path: Path, d: int) -> np.ndarray:
-        """Float32 [models, d]."""
+        """The models, float32 [models, d]."""
         return np.fromfile(path, "<f4").reshape(-1, d)
-
-    @staticmethod
-    def mapped(path: Path, d: int) -> np.ndarray:
-        """As `read`, memory-mapped."""
-        return np.memmap(path, "<f4", "r").reshape(-1, d)
 
 
 class Dropped:

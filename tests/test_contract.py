@@ -251,3 +251,25 @@ def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
     found = check(liar)
     broken = {promise.name: promise.finding for promise in found if not promise.kept}
     assert LIARS[liar] in broken, render(found)
+
+
+class Falling(Server):
+    """Fails once it has seen a mean update of a real run."""
+
+    lr: float = 1.0
+
+    def direction(self, update: np.ndarray, state: dict[str, np.ndarray]) -> np.ndarray:
+        if np.abs(update).min() > 0 and np.abs(update).max() < 1:
+            raise ArithmeticError("no direction")
+        return update
+
+
+def test_what_needs_a_run_that_fails_is_not_tried():
+    found = check(Falling)
+    kept = {promise.name: promise.kept for promise in found}
+    runs = [name for name in kept if name.startswith("same bits") or name == "epsilon"]
+    assert kept["runs"] is False and kept["pickles"] is True
+    assert runs and all(kept[name] is None for name in runs)
+    table = render(found)
+    assert "not tried  epsilon" in table
+    assert f"{sum(map(bool, kept.values()))} of {len(kept)} promises are kept, 7 not tried" in table

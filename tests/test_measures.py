@@ -85,7 +85,7 @@ def test_every_few_rounds_of_a_trajectory_are_those_of_the_whole(tmp_path):
     few = experiment(measure=[{"kind": "trajectory", "every": 3}], rounds=5)
     run(few, tmp_path / "few")
     run(experiment(measure=["trajectory"], rounds=5), tmp_path / "all")
-    paths = [Trajectory.mapped(tmp_path / name / "trajectory.bin", 7850) for name in ("few", "all")]
+    paths = [Trajectory.read(tmp_path / name / "trajectory.bin", 7850) for name in ("few", "all")]
     assert np.array_equal(paths[0], paths[1][::3]) and len(paths[0]) == 2
 
 

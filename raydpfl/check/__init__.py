@@ -1,10 +1,10 @@
-"""Does a member keep the promises of its family? The contract of every member, built in or one's
-own.
+"""Does a member keep the promises of its family? This is the contract of every member, built in or
+your own.
 
 `raydpfl check mine:Tanh` runs every example of a class through the promises of its family: bound
 and sensitivity for hostile vectors, the same bits however a run is carried out, noise and draws by
-the laws that are declared, an epsilon that is that of what is released, config and checkpoint round
-trips. The same is, for the members that come with the project, a suite of tests.
+the declared laws, the epsilon of what is released, config and checkpoint round trips. For the
+members that come with the project, the tests do the same.
 
 >>> found = check("bounding:clip")
 >>> all(promise.kept for promise in found)
@@ -16,12 +16,13 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: member = 'nothing': a class by import path (package.module:Name), or a \
 member as in bounding:clip
 
-Promises are functions of a case, in a file a family. What statistics decide raises a false alarm in
-at most one check of a million.
+Promises are functions of a case, in a file for each family. A promise that is looked at by
+statistics raises a false alarm in at most one check of a million.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,10 +81,10 @@ def check(
     overrides: Sequence[str] = (),
     on_promise: Callable[[Promise], object] = lambda promise: None,
 ) -> list[Promise]:
-    """What came of every promise, for every example of a member.
+    """Looks at every promise, for every example of a member.
 
     Args:
-        target: the import path of a class of one's own (`mine:Tanh`), a member that comes with the
+        target: the import path of your own class (`mine:Tanh`), a member that comes with the
             project (`bounding:clip`, or `clip`), or a class.
         overrides: fields of the small experiment around it, `section.key=value`. Those of the
             member's own section change its examples.
@@ -216,14 +217,16 @@ def _shown(values: Mapping[str, Any]) -> str:
 def render(found: Sequence[Promise]) -> str:
     """A table of the promises, one a line, under each example."""
     width = max(len(promise.name) for promise in found)
+    words = {True: "kept", False: "BROKEN", None: "not tried"}
+    wide = max(6, *(len(words[promise.kept]) for promise in found))
     lines = []
     shown = None
     for promise in found:
         if promise.example != shown:
             shown = promise.example
             lines.append(f"{shown or 'no fields set'}:")
-        kept = "kept  " if promise.kept else "BROKEN"
-        lines.append(f"  {kept}  {promise.name:{width}}  {promise.finding}")
-    broken = [promise for promise in found if not promise.kept]
-    lines.append(f"{len(found) - len(broken)} of {len(found)} promises are kept")
+        lines.append(f"  {words[promise.kept]:{wide}}  {promise.name:{width}}  {promise.finding}")
+    seen = Counter(promise.kept for promise in found)
+    untried = f", {seen[None]} not tried" if seen[None] else ""
+    lines.append(f"{seen[True]} of {len(found)} promises are kept{untried}")
     return "\n".join(lines)

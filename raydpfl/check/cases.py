@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from raydpfl import measure
-from raydpfl.check.promise import Untaken
+from raydpfl.check.promise import Untaken, Untried
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config import FAMILIES, Experiment, overridden
-from raydpfl.errors import ConfigError
+from raydpfl.errors import RAISED, ConfigError
 from raydpfl.member import Member, choose
 from raydpfl.plan import Plan
 
@@ -86,6 +86,7 @@ class Case:
     section: str
     values: dict[str, Any]  # the section as a config has it
     overrides: tuple[str, ...] = ()
+    _failed: bool = field(default=False, init=False)  # the inline run
 
     @cached_property
     def folder(self) -> Path:
@@ -143,13 +144,21 @@ class Case:
         return self.plan.d
 
     def ran(self, name: str, **how: Any) -> Watched:
-        """A run of the experiment, in a directory of this name: see `carried_out`."""
+        """A run of the experiment, in a directory of this name: see `carried_out`. Raises `Untried`
+        once the inline run has failed.
+        """
+        if self._failed:
+            raise Untried("it needs a run, which fails")
         return carried_out(self.plan, self.folder / name, **how)
 
     @cached_property
     def whole(self) -> Watched:
         """The inline run, from the first round to the last."""
-        return self.ran("whole")
+        try:
+            return self.ran("whole")
+        except RAISED as error:  # a user's code may raise anything
+            self._failed = not isinstance(error, Untaken)
+            raise
 
     @cached_property
     def sizes(self) -> np.ndarray:

@@ -33,18 +33,26 @@ FALSE_ALARM = 1e-6  # of one promise that is looked at by chance, on a member th
 class Promise:
     """One promise of a member's family.
 
-    `finding` says what was seen; of a broken promise, the promise and what breaks it. `example`:
-    the member's settings, in words.
+    Args:
+        name: of the promise.
+        kept: whether it is kept; None: it was not tried.
+        finding: what was seen; of a broken promise, the promise and what breaks it; of one that was
+            not tried, why.
+        example: the member's settings, in words.
     """
 
     name: str
-    kept: bool
+    kept: bool | None
     finding: str
     example: str = ""
 
 
 class Broken(Exception):
     """A promise is not kept: what breaks it, in words."""
+
+
+class Untried(Exception):
+    """A promise cannot be looked at, because something that it needs has failed already."""
 
 
 class Untaken(Exception):
@@ -61,8 +69,8 @@ def hold(condition: object, otherwise: str) -> None:
 
 
 def looked_at(promise: Look, case: Any, example: str = "") -> Promise | None:
-    """Whether a case keeps a promise; None where that cannot be looked at. Whatever else the
-    member's code raises breaks it too.
+    """Whether a case keeps a promise; None: no experiment takes the member. Whatever the member's
+    code raises breaks a promise too.
     """
     name = promise.__name__.replace("_", " ")
     try:
@@ -70,6 +78,8 @@ def looked_at(promise: Look, case: Any, example: str = "") -> Promise | None:
             return Promise(name, True, promise(case), example)
     except Untaken:
         return None
+    except Untried as error:
+        return Promise(name, None, str(error), example)
     except Broken as error:
         reason = str(error)
     except RAISED as error:  # a user's code may raise anything
