@@ -15,6 +15,7 @@ from raydpfl import data
 from raydpfl.data.features import principal_components
 from raydpfl.data.features import resnet18 as resnet18_features
 from raydpfl.data.features.pca import Pca
+from raydpfl.data.features.random_filters import RandomFilters
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
 
@@ -209,3 +210,54 @@ def test_a_crop_larger_than_the_image_is_refused(tmp_path):
         ConfigError, match=r"data.features.crop = 64: at most data.features.resize, 32"
     ):
         table(tmp_path, images(2), features={"kind": "resnet18", "resize": 32, "crop": 64})
+
+
+def filtered(x, **keys):
+    return RandomFilters(**keys).columns(x, x[:1], None)[0]
+
+
+def test_random_filters_are_what_a_slow_sum_over_patches_gives():
+    x = images(2, 3, 9)
+    member = RandomFilters(filters=3, size=4, pool=2)
+    weights = member._weights(3).astype(np.float64)
+    np.testing.assert_allclose(weights.reshape(3, -1).mean(1), 0, atol=1e-8)
+    np.testing.assert_allclose((weights**2).reshape(3, -1).sum(1), 1, rtol=1e-6)
+    expected = np.zeros((2, 6, 2, 2))
+    for row, image in enumerate(x / 255):
+        for top in range(6):
+            for left in range(6):
+                patch = image[:, top : top + 4, left : left + 4]
+                found = (weights * patch).sum((1, 2, 3)) / (patch.std() + 10 / 255)
+                parts = np.concatenate([found.clip(0), (-found).clip(0)])
+                expected[row, :, top // 3, left // 3] += parts / 9
+    columns = member.columns(x, x[:1], None)
+    np.testing.assert_allclose(columns[0], expected.reshape(2, -1), atol=1e-5)
+    np.testing.assert_allclose(columns[1], columns[0][:1], atol=1e-6)
+
+
+def test_random_filters_depend_on_their_seed_and_on_no_other_image():
+    x = images(5, 1, 12)
+    assert filtered(x).shape == (5, 512) and filtered(x).dtype == np.float32
+    assert np.array_equal(filtered(x), filtered(x.copy()))
+    np.testing.assert_allclose(filtered(x)[3:], filtered(x[3:]), atol=1e-6)
+    assert not np.allclose(filtered(x), filtered(x, seed=1))
+    assert RandomFilters().exclusions == ()
+    # brighter, or with twice the contrast: nearly the same
+    dim = (images(1, 1, 12) // 4 + 30).astype(np.uint8)
+    np.testing.assert_allclose(filtered(dim + 60), filtered(dim), atol=1e-4)
+
+
+def test_flat_images_have_small_features():
+    assert np.abs(filtered(np.full((1, 3, 12, 12), 200, np.uint8))).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("x", "keys", "message"),
+    [
+        (images(3).astype(np.float32), {}, "data.features.kind = 'random_filters': images; the"),
+        (images(3), {"size": 8}, r"data.features.size = 8: at most 7, for images of \(8, 8\)"),
+    ],
+)
+def test_what_random_filters_cannot_be_made_of_is_refused(x, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        filtered(x, **keys)

@@ -76,6 +76,7 @@ def test_the_real_data_sets_are_read_by_name():
         "fashion_mnist",
         "emnist_digits",
         "cifar10",
+        "cifar10_jpeg",
         "cifar100",
         "svhn",
         "table",

@@ -133,6 +133,39 @@ def test_a_class_of_ones_own_is_listed_and_has_nothing_to_fetch(tmp_path, monkey
         data.catalogue(tmp_path, ["faces"])
 
 
+def test_cifar10_as_jpeg_images_is_read_from_its_folder_under_the_root(tmp_path):
+    described = data.parse({"kind": "cifar10_jpeg", "clients": 2})
+    with pytest.raises(ConfigError) as refused:
+        described.split(0, tmp_path)
+    assert str(refused.value) == (
+        "data.kind = 'cifar10_jpeg': cifar10_jpeg/train.parquet and cifar10_jpeg/test.parquet "
+        f"under {tmp_path} (--data-root, RAYDPFL_DATA)"
+    )
+    assert not list(tmp_path.iterdir())
+    smooth = np.add.outer(np.arange(32), np.arange(32))[..., None] + np.arange(3) * 20
+    pixels = np.stack([smooth + 9 * row for row in range(10)]).astype(np.uint8)
+    column = [encoded(image, "JPEG") for image in pixels]
+    (tmp_path / "cifar10_jpeg").mkdir()
+    for part in ("train", "test"):
+        table = pa.table({"image": column, "label": np.arange(10)})
+        pq.write_table(table, tmp_path / "cifar10_jpeg" / f"{part}.parquet")
+    found = described.samples(0, tmp_path)
+    assert found.x.shape == (10, 3, 32, 32) and found.x.dtype == np.uint8
+    assert np.abs(found.x.astype(int) - pixels.transpose(0, 3, 1, 2)).mean() < 5  # it is lossy
+    assert np.array_equal(found.y, np.arange(10)) and len(described.identity(tmp_path)) == 2
+    (row,) = data.catalogue(tmp_path, ["cifar10_jpeg"])
+    assert row["where"] == str(tmp_path / "cifar10_jpeg")
+
+
+@needs_data
+def test_cifar10_as_jpeg_images_has_the_published_mean_and_deviation():
+    described = data.parse({"kind": "cifar10_jpeg", "clients": 2, "normalize": True})
+    if "not under" in type(described).located(Path(os.environ["RAYDPFL_DATA"])):
+        pytest.skip("not under RAYDPFL_DATA")
+    found = described.samples(0, None)
+    assert found.x.shape == (50000, 3, 32, 32) and (np.bincount(found.y) == 5000).all()
+
+
 def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path):
     for prefix in ("train", "t10k"):
         write_idx(
@@ -323,7 +356,7 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
         ({"y": "nan", "regression": True}, "data.y = 'nan': finite numbers, for regression"),
         (
             {"features": {"kind": "ica"}},
-            "data.features.kind = 'ica': one of pca, resnet18, or the import path",
+            "data.features.kind = 'ica': one of pca, resnet18, random_filters, or the import",
         ),
         (
             {"features": {"kind": "pca", "components": 2}},

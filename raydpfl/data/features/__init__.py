@@ -14,7 +14,7 @@ it reads) alone. Principal components learned from rows that lie about a circle 
 
 What a front end learns from the training rows is a query of them that no accountant counts: it is
 listed among the exclusions of the run's guarantee. Components from a file and the weights of a
-pretrained net are taken to come from public data, and cost nothing.
+pretrained net are taken to come from public data, and cost nothing; nor do random filters.
 """
 
 from __future__ import annotations
@@ -25,4 +25,6 @@ from raydpfl.member import family
 
 __all__ = ["FAMILY", "Features", "principal_components"]
 
-FAMILY: dict[str, type[Features]] = family(__name__, Features, ("pca", "resnet18"))
+FAMILY: dict[str, type[Features]] = family(
+    __name__, Features, ("pca", "resnet18", "random_filters")
+)

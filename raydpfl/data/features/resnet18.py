@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,8 +11,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from raydpfl.data.features.base import Features
+from raydpfl.data.features.kept import kept
 from raydpfl.errors import ConfigError
-from raydpfl.files import STILL, cache_root, digest, file_identity, find_file, impatient, put, whole
+from raydpfl.files import STILL, digest, file_identity, find_file, impatient
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,17 +76,8 @@ class ResNet18Features(Features):
                 raise ConfigError("data.features.weights", self.weights, STILL)
             return columns
 
-        def table(images: np.ndarray) -> np.ndarray:
-            key = [
-                *weights,
-                self.resize,
-                self.crop,
-                images.shape,
-                _digest(np.ascontiguousarray(images)),
-            ]
-            return _kept(_digest(repr(key).encode()), lambda: extract(images))
-
-        return table(x), table(test_x)
+        about = [*weights, self.resize, self.crop]
+        return kept(about, x, extract), kept(about, test_x, extract)
 
     def _file(self, root: Path | None) -> Path:
         return find_file("data.features.weights", self.weights, root)
@@ -177,17 +167,3 @@ def _check_published() -> None:
     if path.exists() and not digest(path).startswith(published):
         accepted = f"{path} as it was published; remove the file, so that it is downloaded again"
         raise ConfigError("data.features.weights", "imagenet", accepted)
-
-
-def _digest(data: bytes | np.ndarray) -> str:
-    return hashlib.sha256(data if isinstance(data, bytes) else data.data).hexdigest()
-
-
-def _kept(name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array of this name in the cache, computed and put there unless it is there as it was
-    computed.
-    """
-    folder = cache_root() / "features" / name
-    if not whole(folder):
-        put(folder, lambda scratch: np.save(scratch / "columns.npy", compute()))
-    return np.load(folder / "columns.npy")

@@ -22,7 +22,8 @@ from raydpfl.member import family
 __all__ = ["FAMILY", "Data", "Dealt", "Samples", "Split"]
 
 FIRST = (
-    "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn",
+    "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar10_jpeg",
+    "cifar100", "svhn",
     "table", "synthetic", "quadratics", "scalar_quadratics",
 )  # fmt: skip
 FAMILY: dict[str, type[Data]] = family(__name__, Data, FIRST)
