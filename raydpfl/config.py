@@ -23,7 +23,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -31,6 +31,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     SerializeAsAny,
     StrictInt,
     field_validator,
@@ -42,7 +43,7 @@ from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
 from raydpfl.privacy import Relation, Terms, budgets
-from raydpfl.privacy.accountants import ASKED, standing
+from raydpfl.privacy.accountants import ASKED, named, standing
 
 log = logging.getLogger("raydpfl")
 
@@ -58,10 +59,21 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-if TYPE_CHECKING:
-    Asked = str
-else:
-    Asked = Literal[ASKED]
+def asked_for(value: Any) -> str:
+    """The name of an accountant, or the import path of a user's own, which is imported where that
+    is allowed. Raises `ValueError`.
+    """
+    if isinstance(value, str) and (value in ASKED or ":" in value):
+        if value not in ASKED and imports("privacy"):
+            with renamed(lambda _: "privacy.accountants"):
+                named(value)
+        return value
+    *most, last = map(repr, ASKED)
+    known = f"{', '.join(most)} or {last}"
+    raise ValueError(f"should be {known}; or the import path of your own (package.module:Name)")
+
+
+Asked = Annotated[str, PlainValidator(asked_for)]
 Whole = Annotated[StrictInt, BeforeValidator(whole)]
 
 

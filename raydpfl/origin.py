@@ -183,6 +183,9 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
             yield from _own(getattr(node, name))
     elif isinstance(node, (list, tuple)):
         for each in node:
+            module = _of_kind(each) if isinstance(each, str) and ":" in each else None
+            if module is not None:  # an accountant
+                yield each, module, getattr(module, each.partition(":")[2], None)
             yield from _own(each)
 
 

@@ -14,6 +14,7 @@ from conftest import experiment
 from raydpfl import privacy, run
 from raydpfl.check import check, render
 from raydpfl.errors import ConfigError
+from raydpfl.origin import sources
 from raydpfl.privacy import Mechanism, Query, Sampling
 
 HERE = Path(__file__).parent / "strangers"
@@ -79,6 +80,36 @@ def test_noise_for_a_law_of_ones_own_is_not_that_of_another_of_its_name(tmp_path
     fixed = Mechanism(Sampling("fixed", 50, 10), (Query("updates", 1.0, 1.0),), rounds=4)
     assert few == pytest.approx(privacy.noise_for(2.0, fixed, "replace_one", 1e-5), rel=2e-4)
     assert many > few
+
+
+def test_an_accountant_of_ones_own_is_checked_and_named_in_a_config(tmp_path):
+    assert all(promise.kept for promise in check("exact:Exact"))
+    broken = [promise.name for promise in check("exact:Half") if not promise.kept]
+    assert broken == ["rigorous"]
+    asked = {"accountants": ["exact:Exact", "pld"], "relation": "zero_out"}
+    noise = {"multiplier": None, "epsilon": 3.0, "placement": "server"}
+    given = experiment(selection={"kind": "full"}, noise=noise, privacy=asked)
+    result = run(given, tmp_path / "run")
+    found = {each.accountant: each.epsilon for each in result.guarantees}
+    assert found["exact:Exact"] == pytest.approx(found["pld"], rel=1e-6)
+    assert found["exact:Exact"] == pytest.approx(3.0, rel=1e-3)
+    spent = result.rounds["epsilon_exact_exact"].to_pylist()
+    assert spent == sorted(spent) and spent[-1] == pytest.approx(3.0, rel=1e-3)
+    assert any(name.startswith("code exact:") for name in sources(given))
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("exact:Empty", "a class with a method curve"),
+        ("lion:Lion", "a subclass of raydpfl.privacy.accountants.Accountant"),
+        ("exact:Nobody", "an import path"),
+    ],
+)
+def test_what_is_no_accountant_is_refused_in_one_line(name, why):
+    with pytest.raises(ConfigError) as caught:
+        experiment(privacy={"accountants": [name]})
+    assert str(caught.value).startswith(f"privacy.accountants = {name!r}: {why}")
 
 
 COMMAND = [sys.executable, "-c", "from raydpfl.cli import main; main()", "check"]

@@ -206,7 +206,8 @@ def _table(title: str) -> Table:
 
 
 def _label(guarantee: Guarantee) -> str:
-    return ACCOUNTANTS[guarantee.accountant].label or guarantee.accountant
+    known = ACCOUNTANTS.get(guarantee.accountant)
+    return known.label if known and known.label else guarantee.accountant
 
 
 def _mark(guarantee: Guarantee) -> str:

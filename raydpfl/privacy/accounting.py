@@ -34,7 +34,7 @@ import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import paper
-from raydpfl.privacy.accountants import ACCOUNTANTS, ASKED, Accountant
+from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant, named
 from raydpfl.privacy.facts import Relation, one_of
 from raydpfl.privacy.guarantee import Cohorts, Guarantee, Observer
 from raydpfl.privacy.places import View, views
@@ -59,16 +59,14 @@ def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | N
     return named(accountant).covers(mechanism, relation)
 
 
-def named(accountant: str) -> Accountant:
-    """The accountant of this name. Raises `ConfigError` for one that cannot be asked for."""
-    if accountant not in ASKED:
-        raise ConfigError("accountant", accountant, f"one of {', '.join(ASKED)}")
-    return ACCOUNTANTS[accountant]
-
-
 def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
     """Those of these accountants whose epsilons are guarantees, in the same order."""
-    return tuple(name for name in accountants if ACCOUNTANTS[name].rigorous)
+    return tuple(name for name in accountants if _known(name).rigorous)
+
+
+def _known(name: str) -> Accountant:
+    """The accountant of this name, a formula for local steps too."""
+    return ACCOUNTANTS[name] if name in ACCOUNTANTS else named(name)
 
 
 def epsilon(

@@ -25,6 +25,7 @@ from typing import Any
 from raydpfl.errors import ConfigError
 from raydpfl.files import cache_root, check, keep_json, read_json
 from raydpfl.own import is_own
+from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accounting import UNREACHED, epsilon
 from raydpfl.privacy.facts import Relation
 from raydpfl.privacy.mechanism import Mechanism
@@ -46,8 +47,8 @@ def noise_for(
 ) -> float:
     """The noise multiplier that spends at most a given epsilon.
 
-    Answers are cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, those
-    for a sampling law of your own excepted.
+    Answers are cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but
+    not those for a sampling law or an accountant of your own.
 
     Args:
         target: epsilon, positive and finite.
@@ -70,7 +71,8 @@ def noise_for(
     _check(target)
     rounds = mechanism.rounds if rounds is None else rounds
     asked = (target, mechanism, relation, delta, accountant, rounds, v)
-    if is_own(type(mechanism.sampling.law)):  # whose name does not say what its code computes
+    # the name of a user's own does not say what its code computes
+    if is_own(type(mechanism.sampling.law)) or is_own(type(named(accountant))):
         return _search(*asked)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
     return cached(question, lambda: _search(*asked))

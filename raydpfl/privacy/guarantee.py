@@ -20,6 +20,7 @@ read back from a file (`Told`) is words only.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -328,8 +329,10 @@ def column(accountant: str) -> str:
 
     >>> column("paper 002 tCDP")
     'epsilon_paper_002_tcdp'
+    >>> column("mine.gdp:Exact")
+    'epsilon_mine_gdp_exact'
     """
-    return f"epsilon_{accountant.lower().replace(' ', '_')}"
+    return "epsilon_" + re.sub("[^a-z0-9_]", "_", accountant.lower())
 
 
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:

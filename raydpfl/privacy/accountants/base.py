@@ -35,7 +35,7 @@ class Accountant:
     array([0.926, 1.356, 1.698])
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""  # a user's own is named by its import path
     label: ClassVar[str] = ""  # the heading of its column in tables; empty: its name
     rigorous: ClassVar[bool] = True
     needs: ClassVar[str] = ""

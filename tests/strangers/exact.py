@@ -1,0 +1,35 @@
+"""An accountant for sums over everyone: many Gaussians are one."""
+
+import numpy as np
+
+from raydpfl.privacy import gaussian_delta, gaussian_epsilon
+from raydpfl.privacy.accountants import Accountant
+
+
+class Exact(Accountant):
+    """The curve of Balle and Wang (2018) at mu sqrt(rounds); a hidden cohort is not covered."""
+
+    def covers(self, mechanism, relation):
+        if mechanism.sampling.hidden:
+            return "a hidden cohort is not covered by exact; nearest: pld"
+        return super().covers(mechanism, relation)
+
+    def curve(self, event, delta, counts):
+        return gaussian_epsilon(event.unamplified(counts), delta)
+
+    def delta_of(self, event, epsilon, count):
+        return float(gaussian_delta(epsilon, np.array(event.unamplified(count))))
+
+
+class Half(Exact):
+    """Claims half of what holds."""
+
+    def curve(self, event, delta, counts):
+        return super().curve(event, delta, counts) / 2
+
+    def delta_of(self, event, epsilon, count):
+        return super().delta_of(event, 2 * epsilon, count)
+
+
+class Empty(Accountant):
+    """Has no curve."""
