@@ -339,7 +339,7 @@ def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any])
     return _read(config, overrides, set(Experiment.model_fields) - {"model", "server"})[0]
 
 
-AUDITED = "Where audit.json and audit.png go; default: a new directory under runs/."
+AUDITED = "Where audit.json, audit.png and the scores go; default: a new one under runs/."
 CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
 CLAIMED = "Where claims are looked at. Default: the run's own."
 
@@ -412,6 +412,21 @@ def check(
         first = broken[0]
         where = f" ({first.example})" if first.example else ""
         raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
+
+
+REPORTED = "The directory of a run, a sweep, an audit or a study; or those of several runs."
+WRITTEN = "Where the report goes. Default: DIR/report; of several runs, a new ./report-NAMES."
+
+
+@app.command()
+def report(
+    directories: Annotated[list[Path], typer.Argument(help=REPORTED, metavar="DIR...")],
+    out: Annotated[Path | None, _option(WRITTEN)] = None,
+) -> None:
+    """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
+    from raydpfl.report import write
+
+    print(f"Report: {write(directories, out) / 'index.html'}")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import conftest
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy.stats import norm
@@ -623,7 +624,12 @@ def test_a_report_is_a_figure_and_a_file_of_plain_json(tmp_path):
         "audit.json",
         "audit.png",
         "config.yaml",
+        "scores.parquet",
     }
+    scores = pq.read_table(tmp_path / "out" / "scores.parquet")
+    assert scores["score"].to_pylist() == [
+        score for view in done.views for score in view.statistics.tolist()
+    ]
     stored = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert stored["passed"] is True and stored["verdict"] == done.verdict
     assert stored["views"][0]["lower"] == done.views[0].lower and len(stored["checks"]) == len(

@@ -46,6 +46,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from raydpfl.audit import checks, steps, views
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
 from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record, on_sums
@@ -56,6 +59,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.parts import composed
 from raydpfl.plan import Plan
 from raydpfl.privacy import rigorous
+from raydpfl.tables import write_table
 from raydpfl.tracking import make_folder, replace_file, write_json, writing
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
@@ -139,6 +143,19 @@ class Audit:
             "checks": [check.to_dict() for check in self.checks],
         }
 
+    def scores(self) -> pa.Table:
+        """A row per observer and canary that it has a score of, as `scores.parquet` has it: `view`
+        is the place of the observer among the views, `inside` is 1 where the coin put it in.
+        """
+        columns = {
+            "view": np.repeat(
+                np.arange(len(self.views)), [len(view.inside) for view in self.views]
+            ),
+            "inside": np.concatenate([view.inside for view in self.views]).astype(np.int8),
+            "score": np.concatenate([view.statistics for view in self.views]),
+        }
+        return pa.table(columns)
+
     def text(self) -> str:
         """The report, for a terminal."""
         lines = []
@@ -180,16 +197,16 @@ def audit(
 
     Args:
         experiment: is run as often as the canaries need.
-        out: a new or empty directory for `audit.json`, `audit.png` and `config.yaml`; None: no
-            files are written.
+        out: a new or empty directory for `audit.json`, `audit.png`, `scores.parquet` and
+            `config.yaml`; None: no files are written.
         canaries: how many; at least 1000 for a useful bound.
         confidence: of each lower bound.
         delta: of the comparison; None: the run's own. Above 1 / (10 canaries) bounds are weak.
         data_root: the folder of data sets.
         on_round: is called with the rounds done, and of how many.
 
-    Raises:
-        ConfigError: the run claims nothing, or cannot be audited.
+        Raises:
+            ConfigError: the run claims nothing, or cannot be audited.
     """
     folder = Path(out) if out is not None else None
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -216,6 +233,7 @@ def _write(done: Audit, plan: Plan, folder: Path) -> None:
     replace_file(folder / "config.yaml", lambda file: file.write(config))
     with writing(folder / "audit.png"):
         draw(done.views, folder / "audit.png")
+    write_table(folder / "scores.parquet", done.scores())
     write_json(folder / "audit.json", done.to_dict())
 
 

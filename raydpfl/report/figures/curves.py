@@ -1,0 +1,277 @@
+"""A number of every round, over rounds, seconds or epsilon."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import field_validator
+
+from raydpfl.report.figures.base import (
+    Figure,
+    Need,
+    Placed,
+    group_keys,
+    name_of,
+    seeds_of,
+)
+from raydpfl.report.reading import Group, Panel, Run
+from raydpfl.report.style import Key, Look, look, scale
+from raydpfl.report.words import Quantity, listed, quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BOUNDING = "measure: [bounding]"
+HINTS = {
+    "snr": f"{BOUNDING}, with noise on updates or sums",
+    "angle_p50": BOUNDING,
+    "bias_across": BOUNDING,
+    "epsilon": "noise that an accountant covers",
+    "epsilon_*": "noise that an accountant covers",
+}
+MARKS = 12  # markers on a line at most
+# What a column is, in a sentence.
+ABOUT = {
+    "test_accuracy": "On the test set, at the rounds that were evaluated.",
+    "test_loss": "The test loss is of the rounds that were evaluated.",
+    "train_loss": "The training loss is the mean over the cohort's local steps.",
+    "snr": "The norm of what is sent over the norm of its noise, where the noise is drawn: of a "
+    "client the means over the cohort, of the server the sums (001 Fig. 2).",
+    "angle_p50": "Quantiles over the cohort.",
+    "bias_within": "Within clients: the mean of |alpha - alpha~|, from the randomness of their "
+    "steps (000 Theorem 3.1).",
+    "bias_across": "Across clients: the mean of |alpha~ - its mean|, from their differences (000 "
+    "Theorem 3.1).",
+}
+CLIPPED = "The share of the cohort whose updates bounding shortened."
+CLIPPED_SAMPLES = "The share of gradients longer than the bound, averaged over the cohort."
+X_WORDS = {"round": "round", "seconds": "second", "epsilon": "epsilon"}
+
+
+class Curves(Figure):
+    """Columns of rounds.parquet (`of`: one, or several; `epsilon_*`: all that begin so) over `x`:
+    `round`, `seconds`, `epsilon` (the one that holds) or another column. Several runs of a group
+    are a mean line with a band. `main` is the one column that is drawn where there are several
+    groups.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"of": "test_accuracy"},
+        {"of": ["test_loss", "train_loss"], "x": "seconds"},
+    )
+    placed: ClassVar[tuple[Placed, ...]] = (
+        *(Placed("Accuracy and loss", {"of": "test_accuracy", "x": x}) for x in X_WORDS),
+        *(
+            Placed(
+                "Accuracy and loss",
+                {"of": ["test_loss", "train_loss"], "main": "test_loss", "x": x},
+            )
+            for x in ("round", "seconds")
+        ),
+        *(
+            Placed("Privacy", {"of": "epsilon_*", "main": "epsilon", "x": x})
+            for x in ("round", "seconds")
+        ),
+        Placed("Bounding and noise", {"of": "clipped"}, 1),
+        Placed("Bounding and noise", {"of": "snr"}, 2),
+        Placed(
+            "Bounding and noise",
+            {"of": ["angle_p10", "angle_p50", "angle_p90"], "main": "angle_p50"},
+            3,
+        ),
+        Placed(
+            "Bounding and noise", {"of": ["bias_within", "bias_across"], "main": "bias_across"}, 5
+        ),
+    )
+
+    kind: str = "curves"
+    of: tuple[str, ...] = ("test_accuracy",)
+    x: str = "round"
+    main: str = ""
+    log: bool | None = None
+
+    @field_validator("of", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def needs(self) -> Sequence[Need]:
+        first = self.main or self.of[-1]
+        hint = HINTS.get(first, HINTS.get(self.x, ""))
+        if first.startswith("epsilon"):
+            return (Need("rounds", ("epsilon", self.x), hint),)
+        return (Need("rounds", (first, self.x), hint),)
+
+    def slug(self) -> str:
+        return name_of(self.of[0].strip("*_"), "by", self.x)
+
+    def headline(self) -> str:
+        by = X_WORDS.get(self.x, quantity(self.x).words)
+        how = "over epsilon" if self.x == "epsilon" else f"by {by}"
+        return f"{_title(self.of)} {how}"
+
+    def columns(self, panels: Sequence[Panel]) -> list[str]:
+        """The columns that are drawn."""
+        runs = [run for panel in panels for group in panel.groups for run in group.runs]
+        several = any(len(panel.groups) > 1 for panel in panels)
+        found: dict[str, None] = {}
+        for name in (self.main,) if several and self.main else self.of:
+            if "*" in name:
+                known = [each for run in runs for each in run.epsilons]
+                found |= dict.fromkeys(each for each in known if fnmatch.fnmatch(each, name))
+            else:
+                found[name] = None
+        return [name for name in found if any(run.has("rounds", (name,)) for run in runs)]
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        columns = self.columns(panels)
+        lines = [
+            line(group, name, self.x)
+            for panel in panels
+            for group in panel.groups
+            for name in columns
+        ]
+        drawn = [each for each in lines if each is not None]
+        if not drawn:
+            return None
+        x = np.concatenate([each[0] for each in drawn])
+        y = np.concatenate([each[place] for each in drawn for place in (2, 3)])
+        return {"columns": columns, "x": x, "y": y}
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        columns = common["columns"]
+        for group in panel.groups:
+            for place, name in enumerate(columns):
+                found = line(group, name, self.x)
+                if found is None:
+                    continue
+                x, mean, low, high = found
+                drawn = self._look(group, place, len(panel.groups), columns)
+                if len(group.runs) > 1:
+                    axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
+                axes.plot(
+                    x,
+                    mean,
+                    color=drawn.colour,
+                    linestyle=drawn.dash,
+                    marker=drawn.marker,
+                    markevery=max(1, len(x) // MARKS),
+                )
+        scale(axes, "x", quantity(self.x), common["x"])
+        scale(axes, "y", self._measured(columns), common["y"], self.log)
+
+    def _measured(self, columns: Sequence[str]) -> Quantity:
+        first = quantity(columns[0])
+        begin = columns[0].split("_")[0]
+        if len(columns) == 1 and begin not in ("angle", "bias"):
+            return first
+        word = begin if begin in ("epsilon", "angle", "bias") else columns[0].split("_")[-1]
+        return Quantity(first.name, word, first.unit, first.percent, first.wide)
+
+    def _look(self, group: Group, place: int, groups: int, columns: Sequence[str]) -> Look:
+        if groups == 1 and len(columns) > 1:
+            return look(place)
+        return look(group.place, None if len(columns) == 1 else place)
+
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+        columns = common["columns"]
+        groups = group_keys(panels)
+        if len(columns) == 1:
+            return groups
+        if not groups:
+            run = panels[0].groups[0].runs[0]
+            return [Key(_of_column(name, run), look(place)) for place, name in enumerate(columns)]
+        keys = {group.label: group for panel in panels for group in panel.groups}
+        return [
+            Key(f"{key.label}: {quantity(name).words}", look(keys[key.label].place, place))
+            for key in groups
+            for place, name in enumerate(columns)
+        ]
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        columns = common["columns"]
+        about = [_about(name, panels) for name in columns]
+        text = " ".join(each for each in about if each)
+        if any(name.startswith("epsilon_") for name in columns):
+            text += f" {_whose(panels)} Rigorous ones hold; a formula is what its paper prints."
+        elif "epsilon" in (*columns, self.x):
+            text += f" {_whose(panels)}"
+        if self.x == "seconds":
+            text += " Seconds count rounds and evaluations, not the start of the run."
+        return f"{text}{seeds_of(panels)} From rounds.parquet.".strip()
+
+
+def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
+    """What is drawn of a group: x, mean, least and greatest, float64 [n] each, at the rounds that
+    all of its runs know; None for none.
+    """
+    runs = [run for run in group.runs if run.has("rounds", (name, x))]
+    if not runs:
+        return None
+    rounds = [_known(run, name, x) for run in runs]
+    shared = rounds[0]
+    for each in rounds[1:]:
+        shared = np.intersect1d(shared, each)
+    if not len(shared):
+        return None
+    places = [np.isin(run.table("rounds")["round"], shared) for run in runs]
+    across = np.array([_values(run, x)[at] for run, at in zip(runs, places, strict=True)])
+    values = np.array([_values(run, name)[at] for run, at in zip(runs, places, strict=True)])
+    return across.mean(0), values.mean(0), values.min(0), values.max(0)
+
+
+def _values(run: Run, name: str) -> np.ndarray:
+    found = run.series(name)
+    assert found is not None  # see `Run.has`
+    return found
+
+
+def _known(run: Run, name: str, x: str) -> np.ndarray:
+    """The rounds of which a run knows both."""
+    known = np.isfinite(_values(run, name)) & np.isfinite(_values(run, x))
+    return run.table("rounds")["round"][known]
+
+
+def _about(name: str, panels: Sequence[Panel]) -> str:
+    runs = [run for panel in panels for group in panel.groups for run in group.runs]
+    if name == "clipped":
+        samples = any(run.per_sample for run in runs)
+        updates = not all(run.per_sample for run in runs)
+        parts = [CLIPPED if updates else "", CLIPPED_SAMPLES if samples else ""]
+        return " With per-sample clipping: ".join(part for part in parts if part)
+    return ABOUT.get(name, "")
+
+
+def _title(columns: Sequence[str]) -> str:
+    if columns[0].startswith("epsilon"):
+        return "Epsilon"
+    if columns[0].startswith("angle"):
+        return "Angles of clients' updates to the last global update"
+    if columns[0].startswith("bias"):
+        return "Bias of clipping"
+    if len(columns) > 1:
+        return "Loss" if columns[0].endswith("loss") else listed([*columns])
+    return quantity(columns[0]).words.capitalize()
+
+
+def _of_column(name: str, run: Run) -> str:
+    """A column in the legend of one run: of an epsilon, its kind too."""
+    words = quantity(name).words
+    if not name.startswith("epsilon_"):
+        return words
+    kinds = {"rigorous": "rigorous", "paper": "formula", "unproven": "not proved"}
+    return f"{words.removeprefix('epsilon, ')} ({kinds[run.kind_of(name)]})"
+
+
+def _whose(panels: Sequence[Panel]) -> str:
+    """Whose epsilon it is, against whom."""
+    for panel in panels:
+        for group in panel.groups:
+            for one in [*group.runs[0].holds, *group.runs[0].guarantees]:
+                what = f"Epsilon is that of one {one.unit} against whoever sees {one.observer}"
+                sampling = str(one.sampling).split(";")[0]
+                return f"{what} ({sampling}), at delta {one.delta:g}."
+    return "Epsilon is that of the ledger, by accountant."

@@ -1,0 +1,95 @@
+"""With which probability clients are selected, over their sizes and budgets (003 Fig. 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from raydpfl.report.figures.base import Figure, Need, Placed, name_of
+from raydpfl.report.reading import Panel, Run
+from raydpfl.report.style import REFERENCE, Key, look, scale, thin
+from raydpfl.report.words import quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST = 500  # clients of a run that are drawn
+COLUMNS = {"size": "samples", "budget": "budget"}
+
+
+class Selection(Figure):
+    """A point for each client: `of` of selection.parquet over its size or its budget."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"x": "budget"})
+    placed: ClassVar[tuple[Placed, ...]] = tuple(Placed("Selection", {"x": x}) for x in COLUMNS)
+
+    kind: str = "selection"
+    of: str = "probability"
+    x: Literal["size", "budget"] = "size"
+
+    @property
+    def column(self) -> str:
+        """The column of what is across."""
+        return COLUMNS[self.x]
+
+    def needs(self) -> Sequence[Need]:
+        hint = "measure: [selection], and a selection that draws clients one by one"
+        return (Need("selection", (self.column, self.of), hint),)
+
+    def slug(self) -> str:
+        return name_of("selection", "by", self.x)
+
+    def headline(self) -> str:
+        return f"Probability of selection over the clients' {self.x}s"
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        runs = [run for panel in panels for group in panel.groups for run in group.runs]
+        found = [points(run, self.column, self.of) for run in runs]
+        return np.concatenate([*found, *([self._share(runs[0])] if self.x == "size" else [])])
+
+    def _share(self, run: Run) -> np.ndarray:
+        """The probabilities by size alone, float64 [n, 2]."""
+        return points(run, self.column, "share")
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        for group in panel.groups:
+            drawn = look(group.place)
+            found = points(group.runs[0], self.column, self.of)
+            axes.plot(
+                *found[thin(len(found), MOST)].T,
+                linestyle="none",
+                marker=drawn.marker,
+                color=drawn.colour,
+                alpha=0.6,
+                markeredgewidth=0,
+            )
+        if self.x == "size":
+            line = self._share(panel.groups[0].runs[0]).T
+            axes.plot(*line, color=REFERENCE.colour, linestyle=REFERENCE.dash, linewidth=1)
+        scale(axes, "x", quantity(self.column), common[:, 0])
+        scale(axes, "y", quantity(self.of), common[:, 1])
+        axes.set_ylim(bottom=0)
+
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+        keys = [Key(key.label, key.look, "point") for key in super().keys(panels, common)]
+        return [*keys, Key("by size alone", REFERENCE)] if self.x == "size" else keys
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        text = "A point is a client: the probability of a draw, as the selection has it."
+        if self.x == "budget":
+            text += " Clients without a budget have no point."
+        if any(len(group.runs) > 1 for panel in panels for group in panel.groups):
+            text += " Of several seeds, the first."
+        return f"{text} From selection.parquet."
+
+
+def points(run: Run, x: str, y: str) -> np.ndarray:
+    """Both columns of the clients that have both, float64 [n, 2], by the first."""
+    table = run.table("selection")
+    if y not in table:
+        return np.empty((0, 2))
+    known = np.isfinite(table[x]) & np.isfinite(table[y])
+    found = np.stack([table[x][known], table[y][known]], 1)
+    return found[np.argsort(found[:, 0], kind="stable")]

@@ -1,0 +1,109 @@
+"""The path of the model, seen in a plane that is common to all runs (001 Fig. 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from raydpfl.measure.trajectory import together
+from raydpfl.report.figures.base import Figure, Missing, Need, Piece, Placed
+from raydpfl.report.reading import Case, Panel, Run
+from raydpfl.report.style import INK, Key, Look, look, scale, thin
+from raydpfl.report.words import Quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 80  # models of a run that are drawn
+START = Look(INK, "none", "o")
+END = Look(INK, "none", "X")
+OPTIMUM = Look(INK, "none", "*")
+
+
+class Trajectory(Figure):
+    """Every model of a run on the two principal directions of the models of all runs together, so
+    that paths in one figure can be compared, whatever panel they are in.
+    """
+
+    placed: ClassVar[tuple[Placed, ...]] = (Placed("Path of the model", {}),)
+
+    kind: str = "trajectory"
+
+    def needs(self) -> Sequence[Need]:
+        return (Need("trajectory", (), "measure: [trajectory]"),)
+
+    def headline(self) -> str:
+        return "Path of the model on common axes"
+
+    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
+        found = super().make(cases)
+        sizes = {case.run.path.shape[1] for case in cases if case.run.path is not None}
+        if len(sizes) < 2:
+            return found
+        counts = ", ".join(f"{size:,}" for size in sorted(sizes))
+        why = f"models of {counts} parameters have no axes in common"
+        return [Missing(self.title or self.headline(), why)]
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        runs = [run for panel in panels for group in panel.groups for run in group.runs]
+        paths = [_drawn(run) for run in runs]
+        if sum(len(path) for path in paths) < 2 or len({path.shape[1] for path in paths}) > 1:
+            return None
+        placed, marks = together(paths, _optimum(runs))
+        return {"paths": dict(zip(runs, placed, strict=True)), "marks": marks}
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        for group in panel.groups:
+            drawn = look(group.place)
+            for run in group.runs:
+                path = common["paths"][run]
+                axes.plot(
+                    *path.T,
+                    color=drawn.colour,
+                    linestyle=drawn.dash,
+                    marker=drawn.marker,
+                    markersize=3,
+                    markevery=max(1, len(path) // 20),
+                    alpha=0.85,
+                )
+                axes.plot(*path[0], marker="o", markersize=7, color=INK, zorder=5)
+                axes.plot(*path[-1], marker="X", markersize=8, color=drawn.colour, zorder=5)
+        for mark in common["marks"]:
+            axes.plot(*mark, marker="*", markersize=13, color=INK, zorder=6)
+        every = np.concatenate([*common["paths"].values(), common["marks"]])
+        for which, words, values in zip("xy", ("first", "second"), every.T, strict=True):
+            scale(axes, which, Quantity("direction", f"{words} direction"), values)
+
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+        keys = [*super().keys(panels, common), Key("start", START, "point")]
+        keys.append(Key("end", END, "point"))
+        return [*keys, Key("optimum", OPTIMUM, "point")] if len(common["marks"]) else keys
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        runs = len(common["paths"])
+        of = "the models of all runs together" if runs > 1 else "the models of the run"
+        text = f"Models of the rounds, on the two principal directions of {of}."
+        text += " Distances are those of the parameters, seen in this plane."
+        if runs > sum(len(panel.groups) for panel in panels):
+            text += " A line is one run; seeds of one setting look alike."
+        files = "trajectory.bin and optimum.bin" if len(common["marks"]) else "trajectory.bin"
+        return f"{text} From {files}."
+
+
+def _drawn(run: Run) -> np.ndarray:
+    """The models that are drawn, float32 [n, d]: evenly chosen, and none that was lost."""
+    path = run.path
+    assert path is not None  # see `Run.has`
+    kept = path[thin(len(path), POINTS)]
+    return kept[np.isfinite(kept).all(1)]
+
+
+def _optimum(runs: Sequence[Run]) -> np.ndarray | None:
+    """The optimum that the first run with one has written, float64 [1, d]."""
+    for run in runs:
+        found = run.optimum
+        if found is not None:
+            return found[None]
+    return None

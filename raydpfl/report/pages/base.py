@@ -1,0 +1,59 @@
+"""The base of pages: one for each kind of directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import yaml
+
+from raydpfl.report.figures import FAMILY, Piece, Words
+from raydpfl.report.page import Page, Section
+from raydpfl.report.reading import Case
+
+# The sections that runs have, in this order; the kinds of items say where they stand.
+SECTIONS = (
+    "Accuracy and loss",
+    "Privacy",
+    "Bounding and noise",
+    "Path of the model",
+    "Selection",
+    "Time",
+)
+
+
+class Source:
+    """Base of the family: a kind of directory, how it is known, and the page that is made of it."""
+
+    name: ClassVar[str] = ""
+    several: ClassVar[bool] = False  # whether it is made of several directories
+
+    def fits(self, folder: Path) -> bool:
+        """Whether a directory is of this kind."""
+        raise NotImplementedError
+
+    def page(self, folders: Sequence[Path]) -> Page:
+        """The page of these directories. It reads them and nothing else."""
+        raise NotImplementedError
+
+
+def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[Section]:
+    """The sections of runs with all items that are placed there, on the axis `run`.
+
+    Args:
+        cases: the runs.
+        more: what stands before these in a section, by its title.
+    """
+    found: dict[str, list[Piece]] = {title: [*more.get(title, ())] for title in SECTIONS}
+    places = [(cls, place) for cls in FAMILY.values() for place in cls.placed]
+    for cls, place in sorted(places, key=lambda pair: pair[1].rank):
+        item = cls.model_validate({**place.fields, "colour": "run"})
+        found[place.section] += item.make(cases)
+    return [Section(title, pieces) for title, pieces in found.items()]
+
+
+def config_text(tree: Mapping[str, object], name: str) -> Words:
+    """A config as it stands in its file."""
+    text = yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=88)
+    return Words("", [f"The complete config, from {name}."], text)

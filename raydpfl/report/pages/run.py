@@ -1,0 +1,215 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from raydpfl.privacy import Guarantee, sentences
+from raydpfl.report.figures import Piece, Words
+from raydpfl.report.page import Page, Section, Tile
+from raydpfl.report.pages.base import Source, config_text, placed
+from raydpfl.report.reading import Case, Run
+from raydpfl.report.style import thin
+from raydpfl.report.tables import Table
+from raydpfl.report.words import number, quantity
+
+BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
+ROWS = 25  # of the table of rounds
+KINDS = {"rigorous": "rigorous", "paper": "formula as printed", "unproven": "not proved"}
+
+
+class RunSource(Source):
+    """A run: config.yaml, and rounds.parquet or summary.json."""
+
+    name = "run"
+
+    def fits(self, folder: Path) -> bool:
+        begun = any((folder / name).exists() for name in BEGUN)
+        audited = (folder / "audit.json").exists()
+        return (folder / "config.yaml").is_file() and begun and not audited
+
+    def page(self, folders: Sequence[Path]) -> Page:
+        run = Run(folders[0], folders[0].resolve().name)
+        cases = [Case({"run": run.name}, run)]
+        tables = [*rounds_table(run), *numbers(run)]
+        sections = [*placed(cases, {"Privacy": privacy(run)}), Section("Numbers", tables)]
+        sections.append(Section("Config", [config_text(run.config, "config.yaml")]))
+        return Page(
+            f"Run {run.name}",
+            [what(run), outcome(run)],
+            tiles(run),
+            sections,
+            state(run),
+            run.flaws,
+        )
+
+
+def what(run: Run) -> str:
+    """What was run, in a sentence: data, model, and the six choices."""
+    tree = run.config
+    kinds = {
+        name: section.get("kind") for name, section in tree.items() if isinstance(section, dict)
+    }
+    data = tree.get("data", {})
+    clients = run.summary.get("population", data.get("clients"))
+    parts = [f"{kinds.get('data')}, {number(clients)} clients", f"model {kinds.get('model')}"]
+    parts += [
+        f"{name} {kinds[name]}"
+        for name in ("selection", "local", "bounding", "noise", "weights", "server")
+        if kinds.get(name)
+    ]
+    return f"{'; '.join(parts)}; seed {tree.get('seed')}, {number(tree.get('rounds'))} rounds."
+
+
+def outcome(run: Run) -> str:
+    """The main result in a sentence."""
+    found = []
+    for name in ("test_accuracy", "test_loss"):
+        value = run.number(name)
+        if value is not None:
+            measured = quantity(name)
+            found.append(f"{measured.words} {number(value, measured.percent)}")
+    if not found:
+        return f"No round has been evaluated. {spent(run)}"
+    rounds = run.summary.get("rounds", len(run.table("rounds").get("round", ())))
+    return f"After {number(rounds)} rounds: {', '.join(found)}. {spent(run)}"
+
+
+def spent(run: Run) -> str:
+    """What holds, in words."""
+    if not run.summary:
+        return "What it guarantees will stand in its summary.json."
+    if not run.guarantees:
+        return "No privacy is guaranteed: there was no noise that an accountant accounted for."
+    if not run.holds:
+        return "No rigorous guarantee holds."
+    return f"What holds: {_bare(run.holds[0]).sentence()}"
+
+
+def tiles(run: Run) -> list[Tile]:
+    """The numbers at the top."""
+    found = []
+    for name in ("test_accuracy", "test_loss"):
+        value = run.number(name)
+        if value is not None:
+            measured = quantity(name)
+            note = "last round, on the test set"
+            found.append(Tile(measured.words, number(value, measured.percent), note))
+    if run.holds:
+        one = run.holds[0]
+        note = f"delta {one.delta:g}, one {one.unit}, {one.accountant}; against {one.observer}"
+        found.append(Tile("epsilon that holds", number(one.epsilon), note))
+    for one in [each for each in run.guarantees if each.kind == "paper"][:1]:
+        note = "the formula as printed"
+        if one.conditions_failed:
+            note += "; its conditions fail"
+        found.append(Tile(f"epsilon by {one.accountant}", number(one.epsilon), note))
+    seconds = run.summary.get("seconds")
+    if seconds is not None:
+        speed = number(run.summary.get("clients_per_second"))
+        found.append(
+            Tile("time of training", f"{number(seconds)} s", f"{speed} clients per second")
+        )
+    return found
+
+
+def state(run: Run) -> list[str]:
+    """What to know before reading on."""
+    found = []
+    status = run.summary.get("status")
+    if status is None:
+        found.append("There is no summary.json: the run goes on, or was killed.")
+    elif status != "completed":
+        reason = run.summary.get("reason")
+        found.append(f"The run ended as {status}{f': {reason}' if reason else ''}.")
+    return found
+
+
+def privacy(run: Run) -> list[Piece]:
+    """All guarantees, as a table and in words."""
+    if not run.guarantees:
+        return [Words("", [spent(run)])]
+    plain = [guarantee_row(one, run.holds) for one in run.guarantees]
+    head = ("kind", "accountant", "epsilon", "delta", "holds", "unit", "relation", "against")
+    table = Table(
+        "guarantees",
+        "Guarantees",
+        "Epsilons of different kinds are never compared: rigorous ones are guarantees, a formula "
+        "is what a paper prints, whether or not its conditions hold. From summary.json.",
+        (*head, "sampling", "conditions that fail"),
+        plain,
+    )
+    words = [*sentences([_bare(one) for one in run.guarantees])]
+    excluded = dict.fromkeys(each for one in run.guarantees for each in one.exclusions)
+    words += [f"Not accounted for: {each}." for each in excluded]
+    return [table, Words("The same in words", words)]
+
+
+def _bare(one: Guarantee) -> Guarantee:
+    """Without what is not accounted for, which is told once for all."""
+    return Guarantee.from_dict({**one.to_dict(), "exclusions": []})
+
+
+def guarantee_row(one: Guarantee, holds: Sequence[Guarantee]) -> list[object]:
+    """A guarantee as a row of the table."""
+    return [
+        KINDS[one.kind],
+        one.accountant,
+        one.epsilon,
+        one.delta,
+        "yes" if one in holds else "",
+        one.unit,
+        one.relation.replace("_", " "),
+        str(one.observer),
+        str(one.sampling),
+        "; ".join(one.conditions_failed),
+    ]
+
+
+def rounds_table(run: Run) -> list[Piece]:
+    """The rounds that were evaluated."""
+    loss = run.series("test_loss")
+    if loss is None or not np.isfinite(loss).any():
+        return []
+    places = np.flatnonzero(np.isfinite(loss))
+    kept = places[thin(len(places), ROWS)]
+    names = ["round", "test_accuracy", "test_loss", "train_loss", *run.epsilons, "seconds"]
+    names = [name for name in names if run.has("rounds", (name,))]
+    columns = [run.series(name) for name in names]
+    rows = [[float(values[at]) for values in columns if values is not None] for at in kept]
+    shown = [quantity(name) for name in names]
+    text = "Rounds that were evaluated"
+    if len(kept) < len(places):
+        text += f", {len(kept)} of {len(places)}"
+    percents = {place for place, each in enumerate(shown) if each.percent}
+    head = [each.label for each in shown]
+    return [Table("rounds", "Rounds", f"{text}. From rounds.parquet.", head, rows, percents)]
+
+
+def numbers(run: Run) -> list[Piece]:
+    """Every number and short text of the summary."""
+    rows = [
+        [name, value]
+        for name, value in _flat(run.summary)
+        if isinstance(value, (int, float, str)) and len(str(value)) < 200
+    ]
+    if not rows:
+        return []
+    caption = "What summary.json says of the run."
+    return [Table("summary", "Summary", caption, ("name", "value"), rows)]
+
+
+def _flat(tree: dict[str, object], path: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{path}{name}.")
+        elif isinstance(value, list):
+            if all(isinstance(each, (int, float)) for each in value):
+                found.append((f"{path}{name}", ", ".join(number(each) for each in value)))
+        elif value is not None:
+            found.append((f"{path}{name}", value))
+    return found

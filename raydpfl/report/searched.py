@@ -1,0 +1,151 @@
+"""What was tried: a metric over each value that was searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raydpfl.report.figures import Drawing, Missing, Piece
+from raydpfl.report.figures.base import name_of
+from raydpfl.report.figures.points import numeric, positions
+from raydpfl.report.style import INK, Key, Look, Part, look, scale
+from raydpfl.report.words import Quantity, quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LINES = 7  # combinations of the other values that have a line each
+TICKS = 9  # searched values that each have a tick
+BEST = Look(INK, "none", "*")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting: its searched values by key, in print; the metric of each run; whether it is the
+    best.
+    """
+
+    values: Mapping[str, str]
+    scores: Sequence[float]
+    best: bool = False
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.scores)) if self.scores else math.nan
+
+
+def drawings(tried: Sequence[Tried], metric: str, source: str) -> list[Piece]:
+    """A figure of the metric over each searched value that took several.
+
+    Args:
+        tried: the settings.
+        metric: the name of what they are judged by.
+        source: the file it is read from.
+    """
+    known = [each for each in tried if each.scores]
+    title = f"{quantity(metric).words.capitalize()} over what was searched"
+    if not known:
+        return [Missing(title, f"needs a setting with its {metric} in {source}")]
+    keys = dict.fromkeys(key for each in known for key in each.values)
+    several = [key for key in keys if len({each.values.get(key) for each in known}) > 1]
+    return [_drawing(known, key, several, metric, source) for key in several]
+
+
+def _drawing(
+    tried: Sequence[Tried], key: str, several: Sequence[str], metric: str, source: str
+) -> Drawing:
+    others = [each for each in several if each != key]
+    lines = dict.fromkeys(_others(each, others) for each in tried)
+    legend: list[Key] = []
+    lined = bool(others) and len(lines) <= LINES
+    if lined:
+        legend = [Key(name, look(place)) for place, name in enumerate(lines)]
+    if any(each.best for each in tried):
+        legend.append(Key("best", BEST, "point"))
+    caption = "A point is a run in its last round."
+    if lined or not others:
+        caption += " Lines go through the means over the seeds, other values being equal."
+    else:
+        caption += f" Other values vary among the points: {', '.join(others)}."
+    named = key.rpartition(".")[2]
+    part = Part("", lambda axes: _draw(axes, tried, key, [*lines] if lined else None, metric))
+    return Drawing(
+        name_of("searched", key),
+        f"{quantity(metric).words.capitalize()} over {key}",
+        f"{caption} The best mean is marked. From {source}.",
+        [part],
+        legend if len(legend) > 1 or named else [],
+    )
+
+
+def _others(each: Tried, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {each.values.get(key, '')}" for key in keys)
+
+
+def _draw(
+    axes: Axes, tried: Sequence[Tried], key: str, lines: list[str] | None, metric: str
+) -> None:
+    several = [name for each in tried for name in each.values if name != key]
+    kept = [name for name in dict.fromkeys(several) if _varies(tried, name)]
+    labels = sorted(dict.fromkeys(each.values.get(key, "") for each in tried), key=_order)
+    across = dict(zip(labels, positions(labels), strict=True))
+    by_line: dict[str, list[Tried]] = {}
+    for each in tried:
+        by_line.setdefault(_others(each, kept) if lines else "", []).append(each)
+    for name, inside in by_line.items():
+        drawn = look(lines.index(name) if lines else 0)
+        points = [(across[each.values[key]], score) for each in inside for score in each.scores]
+        axes.plot(
+            *zip(*points, strict=True),
+            linestyle="none",
+            marker=drawn.marker,
+            color=drawn.colour,
+            alpha=0.7,
+            markeredgewidth=0,
+        )
+        if lines or not kept:
+            means = sorted((across[each.values[key]], each.mean) for each in inside)
+            axes.plot(*zip(*means, strict=True), color=drawn.colour, linestyle=drawn.dash)
+    for each in tried:
+        if each.best:
+            place = across[each.values[key]]
+            axes.plot(place, each.mean, marker="*", markersize=15, color=INK, zorder=5)
+    _axes(axes, key, labels, [score for each in tried for score in each.scores], metric)
+
+
+def _axes(axes: Axes, key: str, labels: list[str], scores: list[float], metric: str) -> None:
+    if numeric(labels):
+        places = positions(labels)
+        wide = bool(places.min() > 0 and places.max() / places.min() >= 8)
+        scale(axes, "x", Quantity(key, key, wide=True), places, wide)
+        if len(places) <= TICKS:
+            axes.set_xticks(places)
+    else:
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.set_xlabel(key)
+    scale(axes, "y", quantity(metric), scores)
+
+
+def _varies(tried: Sequence[Tried], key: str) -> bool:
+    return len({each.values.get(key) for each in tried}) > 1
+
+
+def _order(label: str) -> tuple[bool, float, str]:
+    """Numbers by size, before words."""
+    return (False, float(label), label) if numeric([label]) else (True, 0.0, label)
+
+
+def in_print(value: Any) -> str:
+    """A searched value as a label.
+
+    >>> in_print(0.30000000000000004), in_print(None), in_print("sgd"), in_print(2.0)
+    ('0.3', 'none', 'sgd', '2')
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "none"
+    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)

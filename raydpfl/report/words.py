@@ -1,0 +1,112 @@
+"""The names of quantities as axes and tables say them, and numbers with sensible digits.
+
+>>> quantity("test_accuracy").label, quantity("seconds_clients").label
+('test accuracy', 'seconds clients (s)')
+>>> number(0.788512, percent=True), number(1225.92), number(0.000123456), number(None)
+('78.85 %', '1,226', '0.0001235', '')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of a run. `name`: of its column; `unit`: in print, empty for none; `percent`: a
+    share that is told in percent; `wide`: it may span decades, so that a logarithmic axis fits.
+    """
+
+    name: str
+    words: str
+    unit: str = ""
+    percent: bool = False
+    wide: bool = False
+
+    @property
+    def label(self) -> str:
+        """The words with their unit, for an axis or the head of a table."""
+        return f"{self.words} ({self.unit})" if self.unit else self.words
+
+
+_KNOWN = (
+    Quantity("round", "round"),
+    Quantity("seconds", "time of training", "s"),
+    Quantity("test_accuracy", "test accuracy", percent=True),
+    Quantity("best_test_accuracy", "best test accuracy", percent=True),
+    Quantity("test_accuracy_weighted", "test accuracy by size", percent=True),
+    Quantity("validation_accuracy", "validation accuracy", percent=True),
+    Quantity("test_loss", "test loss", wide=True),
+    Quantity("train_loss", "training loss", wide=True),
+    Quantity("validation_loss", "validation loss", wide=True),
+    Quantity("suboptimality", "suboptimality f(w) - f*", wide=True),
+    Quantity("clipped", "share clipped", percent=True),
+    Quantity("snr", "signal to noise", wide=True),
+    Quantity("norm", "norm of an update", wide=True),
+    Quantity("angle", "angle to the last update", "degrees"),
+    Quantity("angle_p10", "10 % quantile", "degrees"),
+    Quantity("angle_p50", "median", "degrees"),
+    Quantity("angle_p90", "90 % quantile", "degrees"),
+    Quantity("alpha_mean", "mean of alpha"),
+    Quantity("bias_within", "within clients"),
+    Quantity("bias_across", "across clients"),
+    Quantity("update_norm", "norm of the mean update", wide=True),
+    Quantity("clients_per_second", "clients per second"),
+    Quantity("epsilon", "epsilon that holds", wide=True),
+    Quantity("probability", "probability of selection", percent=True),
+    Quantity("samples", "samples of a client"),
+    Quantity("budget", "budget of a client", "epsilon"),
+)
+_BY_NAME = {each.name: each for each in _KNOWN}
+
+
+def quantity(name: str) -> Quantity:
+    """What is known of the column `name`; of any other, its name in words."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    words = name.replace("_", " ")
+    if name.startswith("epsilon_"):
+        return Quantity(name, f"epsilon, {accountant(name)}", wide=True)
+    if name.startswith("seconds_"):
+        return Quantity(name, words, "s")
+    return Quantity(name, words, percent=name.endswith("_accuracy"), wide=name.endswith("_loss"))
+
+
+def accountant(column: str) -> str:
+    """The name of an accountant as the column of its epsilons has it.
+
+    >>> accountant("epsilon_paper_002_tcdp")
+    'paper 002 tcdp'
+    """
+    return column.removeprefix("epsilon_").replace("_", " ")
+
+
+def number(value: Any, percent: bool = False) -> str:
+    """A value in print: four digits, thousands set apart; empty for none."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if math.isnan(value):
+        return ""
+    if math.isinf(value):
+        return "infinite" if value > 0 else "-infinite"
+    if percent:
+        return f"{100 * value:.2f} %"
+    if isinstance(value, int) or (value == round(value) and abs(value) < 1e15):
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """Names in a row.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} {last} {names[-1]}"

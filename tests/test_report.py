@@ -1,0 +1,433 @@
+"""Reports: every figure is drawn from a directory alone, pages need nothing else, and what is not
+there is left out by name."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import SMALL
+from test_bad_input import complain
+
+from raydpfl import Experiment, cli
+from raydpfl.errors import ConfigError
+from raydpfl.report import write
+from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
+from raydpfl.report.pages import page_of
+from raydpfl.report.reading import Case, Run, arrange
+from raydpfl.report.tables import Table, csv_of, html_of, markdown
+
+ROUNDS = 6
+CLIENTS = 12
+D = 5
+GUARANTEE = {
+    "kind": "rigorous",
+    "accountant": "pld",
+    "unit": "client",
+    "relation": "replace_one",
+    "observer": "every aggregate",
+    "sampling": "fixed size 4 of 12, cohort hidden",
+    "epsilon": 3.0,
+    "delta": 1e-5,
+    "exclusions": ["what is not counted"],
+    "conditions_failed": [],
+}
+PAPER = {**GUARANTEE, "kind": "paper", "accountant": "paper", "epsilon": 1.0}
+
+
+def rounds(draw: np.random.Generator) -> dict:
+    done = np.arange(ROUNDS)
+    evaluated = done % 2 == 1
+    found = {"round": done, "cohort": np.full(ROUNDS, 4)}
+    for name in ("test_loss", "test_accuracy"):
+        values = draw.uniform(0.3, 0.9, ROUNDS)
+        found[name] = [
+            value if known else None for value, known in zip(values, evaluated, strict=True)
+        ]
+    found |= {"epsilon_pld": 3.0 * (done + 1) / ROUNDS, "epsilon_paper": (done + 1) / ROUNDS}
+    found |= {"bound": np.full(ROUNDS, 1.0), "snr": draw.uniform(0.1, 1, ROUNDS)}
+    for name in ("train_loss", "clipped", "norm_p10", "bias_within", "bias_across", "norm_mean"):
+        found[name] = draw.uniform(0.1, 0.5, ROUNDS)
+    found |= {"norm_p50": found["norm_p10"] + 0.5, "norm_p90": found["norm_p10"] + 1.0}
+    found |= {name: draw.uniform(60, 90, ROUNDS) for name in ("angle_p10", "angle_p50")}
+    found |= {"angle_p90": draw.uniform(90, 99, ROUNDS), "update_angle": np.full(ROUNDS, 80.0)}
+    found |= {"update_norm": np.full(ROUNDS, 0.7)}
+    for name in ("select", "collect", "account", "server", "record", "evaluate"):
+        found[f"seconds_{name}"] = draw.uniform(0.1, 0.2, ROUNDS)
+    return found | {"seconds": np.full(ROUNDS, 1.0), "clients_per_second": np.full(ROUNDS, 4.0)}
+
+
+def clients(draw: np.random.Generator) -> dict:
+    count = ROUNDS * CLIENTS
+    norm = draw.uniform(0.2, 3.0, count)
+    found = {"round": np.repeat(np.arange(ROUNDS), CLIENTS), "client": np.arange(count) % CLIENTS}
+    return found | {
+        "norm": norm,
+        "factor": np.minimum(1.0, 1.0 / norm),
+        "angle": draw.uniform(40, 120, count),
+    }
+
+
+def made(folder, seed=0, **changes):
+    """The directory of a run with all tables there are; `changes` of its summary."""
+    draw = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    config = Experiment.from_dict({**SMALL, "seed": seed}).to_dict()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    tables = {"rounds": rounds(draw), "clients": clients(draw)}
+    budgets = draw.uniform(0.1, 9, CLIENTS)
+    spent = {"epsilon_claimed": budgets, "epsilon_pld": budgets, "epsilon_paper": budgets / 2}
+    tables["guarantees"] = {"client": np.arange(CLIENTS), **spent}
+    sizes = np.arange(CLIENTS) + 5
+    probability = {"share": sizes / sizes.sum(), "probability": draw.dirichlet(np.ones(CLIENTS))}
+    tables["selection"] = {"client": np.arange(CLIENTS), "samples": sizes, **probability}
+    tables["selection"]["budget"] = budgets
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    draw.normal(size=(ROUNDS + 1, D)).astype("<f4").tofile(folder / "trajectory.bin")
+    summary = {"status": "completed", "rounds": ROUNDS, "test_accuracy": 0.75, "test_loss": 0.5}
+    summary |= {"seconds": 6.0, "clients_per_second": 4.0, "parameters": D, "seed": seed}
+    summary |= {"population": CLIENTS, "guarantees": [GUARANTEE, PAPER], "holds": [GUARANTEE]}
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = made(tmp_path_factory.mktemp("report") / "first & <b>")
+    write([folder])
+    return folder
+
+
+def page(folder, name="report") -> str:
+    return (folder / name / "index.html").read_text()
+
+
+def lean(folder, *more, seed=0):
+    """The directory of a run with few columns and little to draw."""
+    made(folder, seed)
+    for name in ("clients", "guarantees", "selection"):
+        (folder / f"{name}.parquet").unlink()
+    columns = ["round", "cohort", "test_accuracy", *more]
+    table = pq.read_table(folder / "rounds.parquet").select(columns)
+    pq.write_table(table, folder / "rounds.parquet")
+    return folder
+
+
+def pieces(*folders) -> dict:
+    """What a report shows and leaves out, by name or title, without drawing it."""
+    every = [piece for section in page_of(folders).sections for piece in section.pieces]
+    return {getattr(piece, "name", piece.title): piece for piece in every}
+
+
+class Balance(HTMLParser):
+    """Whether every tag is closed, and what ids there are."""
+
+    VOID = ("meta", "link", "br", "hr", "img", "input")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        given = dict(attributes)
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given[name] for name in ("href", "src") if name in given]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.slow
+def test_a_page_is_well_formed_and_needs_neither_script_nor_network(run):
+    text = page(run)
+    found = Balance(text)
+    assert not found.open and len(set(found.ids)) == len(found.ids)
+    assert "http" not in text and "//" not in text.replace("://", "")
+    assert not found.tags & {"script", "link", "img", "iframe", "object"} and "@import" not in text
+    inside = [link.removeprefix("#") for link in found.links if link.startswith("#")]
+    assert set(inside) <= set(found.ids)
+    files = [link for link in found.links if not link.startswith("#")]
+    assert files and all((run / "report" / link).is_file() for link in files)
+
+
+@pytest.mark.slow
+def test_names_are_escaped(run):
+    assert "first &amp; &lt;b&gt;" in page(run) and "first & <b>" not in page(run)
+
+
+@pytest.mark.slow
+def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
+    cases = [Case({"run": "one"}, Run(run, "one"))]
+    names = {path.stem for path in (run / "report" / "figures").iterdir()}
+    placed = [(cls, place) for cls in FAMILY.values() for place in cls.placed]
+    assert len(placed) > 12
+    for cls, place in placed:
+        (drawing,) = cls.model_validate({**place.fields, "colour": "run"}).make(cases)
+        assert drawing.name in names
+    for name in names:
+        stem = run / "report" / "figures" / name
+        root = ElementTree.fromstring(stem.with_name(f"{name}.svg").read_text())
+        assert root.tag.endswith("svg") and "currentColor" in ElementTree.tostring(root).decode()
+        assert stem.with_name(f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert stem.with_name(f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.slow
+def test_the_svgs_of_a_page_are_well_formed(run):
+    found = re.findall(r"<svg role.*?</svg>", page(run), flags=re.DOTALL)
+    assert len(found) > 12
+    for each in found:
+        ElementTree.fromstring(each)
+        assert "#010203" not in each and "<text" in each and "DejaVu" not in each
+
+
+@pytest.mark.slow
+def test_tables_are_written_as_markdown_and_csv(run):
+    folder = run / "report" / "tables"
+    rows = list(csv.DictReader((folder / "guarantees.csv").open()))
+    assert [(row["kind"], float(row["epsilon"]), row["holds"]) for row in rows] == [
+        ("rigorous", 3.0, "yes"),
+        ("formula as printed", 1.0, ""),
+    ]
+    assert "| rigorous | pld | 3 |" in (folder / "guarantees.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_same_directory_gives_the_same_bytes(run):
+    files = [path for path in sorted((run / "report").rglob("*")) if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    write([run])
+    assert [path for path in sorted((run / "report").rglob("*")) if path.is_file()] == files
+    assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.parametrize(
+    ("file", "gone", "why"),
+    [
+        ("clients", "cloud", "angle and norm in clients.parquet (measure: [clients, bounding])"),
+        ("selection", "selection-by-size", "samples and probability in selection.parquet"),
+        ("guarantees", "personal", "epsilon_claimed in guarantees.parquet"),
+        ("trajectory", "trajectory", "trajectory.bin (measure: [trajectory])"),
+    ],
+)
+def test_a_missing_table_leaves_its_figure_out_and_says_so(file, gone, why, tmp_path):
+    folder = made(tmp_path / "run")
+    assert isinstance(pieces(folder)[gone], Drawing)
+    (path,) = folder.glob(f"{file}.*")
+    path.unlink()
+    found = pieces(folder)
+    left_out = [piece.why for piece in found.values() if isinstance(piece, Missing)]
+    assert any(each.startswith(f"needs {why}") for each in left_out) and gone not in found
+
+
+@pytest.mark.slow
+def test_what_is_left_out_stands_at_the_end_of_the_page(tmp_path):
+    folder = lean(tmp_path / "run")
+    (folder / "trajectory.bin").unlink()
+    write([folder])
+    left_out = page(folder).partition('id="left-out"')[2]
+    assert "Path of the model on common axes" in left_out
+    assert not (folder / "report" / "figures" / "norms.svg").exists()
+
+
+def test_a_damaged_table_is_told_and_the_rest_is_drawn(tmp_path):
+    folder = made(tmp_path / "run")
+    (folder / "clients.parquet").write_bytes(b"PAR1 nothing")
+    found = page_of([folder])
+    assert [flaw.partition(" (")[0] for flaw in found.flaws] == ["clients.parquet cannot be read"]
+    assert isinstance(pieces(folder)["norms"], Drawing)
+
+
+def test_a_run_that_goes_on_has_a_page_without_a_summary(tmp_path):
+    folder = made(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    found = page_of([folder])
+    assert found.warnings == ["There is no summary.json: the run goes on, or was killed."]
+    assert not any("No privacy" in each for each in found.lead)
+    assert isinstance(pieces(folder)["epsilon-by-round"], Drawing)
+
+
+@pytest.mark.slow
+def test_a_report_of_fewer_figures_leaves_none_of_the_earlier_one(tmp_path):
+    folder = lean(tmp_path / "run")
+    write([folder])
+    (folder / "report" / "figures" / "mine.txt").write_text("kept")
+    (folder / "trajectory.bin").unlink()
+    write([folder])
+    names = {path.name for path in (folder / "report" / "figures").glob("*")}
+    assert "trajectory.png" not in names and {"mine.txt", "test_accuracy-by-round.png"} <= names
+
+
+@pytest.mark.slow
+def test_several_runs_are_compared_on_common_axes(tmp_path):
+    folders = [lean(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "c"))]
+    out = write(folders, tmp_path / "out")
+    rows = list(csv.DictReader((out / "tables" / "results.csv").open()))
+    assert [row["run"] for row in rows] == ["a", "b", "c"]
+    differences = (out / "tables" / "differences.csv").read_text().splitlines()
+    assert differences == ["key,a,b,c", "seed,0,1,2"]
+    assert "models of all runs together" in (out / "index.html").read_text()
+
+
+def test_runs_with_models_of_several_sizes_have_no_path_in_common(tmp_path):
+    folders = [made(tmp_path / "a"), made(tmp_path / "b", parameters=1)]
+    missing = pieces(*folders)["Path of the model on common axes"]
+    assert missing.why == "models of 1, 5 parameters have no axes in common"
+
+
+def test_nothing_but_seeds_is_averaged(tmp_path):
+    folder = made(tmp_path / "run")
+    labels = [("x", "1"), ("x", "2"), ("y", "1"), ("y", "1")]
+    cases = [Case({"arm": arm, "size": size}, Run(folder, "r")) for arm, size in labels]
+    panels = arrange(cases, "arm")
+    assert [panel.title for panel in panels] == ["size 1", "size 2"]
+    assert [[len(group.runs) for group in panel.groups] for panel in panels] == [[1, 2], [1]]
+
+
+# ---- sweeps and audits ----
+
+
+def swept(folder, folders):
+    rows = {"setting": [0, 1], "local.lr": [0.1, 0.2], "seed": [0, 0]}
+    rows |= {"status": ["completed"] * 2, "rounds": [6, 6], "test_accuracy": [0.5, 0.75]}
+    rows |= {"test_loss": [0.9, 0.5], "epsilon_pld": [3.0, 3.0], "seconds": [6.0, 6.0]}
+    pq.write_table(pa.table(rows | {"directory": folders}), folder / "results.parquet")
+    (folder / "sweep.yaml").write_text("local: {lr: {grid: [0.1, 0.2]}}\n")
+    best = {"values": {"local.lr": 0.2}, "mean": 0.75, "spread": None, "seeds": [0]}
+    summary = {"status": "completed", "settings": 2, "metric": "test_accuracy", "best": best}
+    summary |= {"trials": {"completed": 2}, "choice": "It flatters.", "seconds": 13.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.slow
+def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
+    for seed, name in enumerate(("a", "b")):
+        made(tmp_path / "trials" / name, seed)
+    swept(tmp_path, ["trials/a", "trials/b"])
+    write([tmp_path])
+    text = page(tmp_path)
+    assert "It flatters." in text and "local.lr 0.2: test accuracy 75.00 %" in text
+    assert (tmp_path / "report" / "figures" / "searched-local.lr.svg").exists()
+    rows = list(csv.DictReader((tmp_path / "report" / "tables" / "settings.csv").open()))
+    assert [(row["local.lr"], row["best"]) for row in rows] == [("0.2", "best"), ("0.1", "")]
+
+
+@pytest.mark.slow
+def test_an_audit_shows_its_bounds_against_the_claims(tmp_path):
+    estimate = {"epsilon": 2.0, "low": 1.5, "high": 2.5}
+    view = {"claimed": GUARANTEE, "canaries": 8, "guesses": 4, "right": 4, "lower": 0.5}
+    view |= {"reach": 1.0, "confidence": 0.95, "estimate": estimate}
+    view |= {"refuted": False, "exceeded": True}
+    check = {"name": "keys", "passed": False, "finding": "<used twice>", "false_alarm": 1e-4}
+    facts = {"passed": False, "verdict": "In doubt.", "runs": 1, "seed": 3, "notes": []}
+    (tmp_path / "audit.json").write_text(json.dumps(facts | {"views": [view], "checks": [check]}))
+    scores = {"view": [0] * 8, "inside": [0, 1] * 4, "score": np.arange(8.0)}
+    pq.write_table(pa.table(scores), tmp_path / "scores.parquet")
+    write([tmp_path])
+    text = page(tmp_path)
+    assert "In doubt." in text and "&lt;used twice&gt;" in text and "FAILED" in text
+    (row,) = csv.DictReader((tmp_path / "report" / "tables" / "views.csv").open())
+    assert (row["epsilon claimed"], row["proven at least"], row["claim"]) == (
+        "3.0",
+        "0.5",
+        "in doubt",
+    )
+    drawn = {path.name for path in (tmp_path / "report" / "figures").iterdir()}
+    assert {"bounds.svg", "scores.svg"} <= drawn
+
+
+# ---- what is refused ----
+
+
+def test_what_is_no_directory_of_ours_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    said = complain(["report", tmp_path], monkeypatch, capsys)
+    assert said.endswith("a run, a sweep, an audit or a study; this one holds none of them")
+    said = complain(["report", tmp_path / "nowhere"], monkeypatch, capsys)
+    assert said.endswith("there is no such directory")
+    folder = made(tmp_path / "run")
+    (tmp_path / "audit.json").write_text("{}")
+    said = complain(["report", folder, tmp_path], monkeypatch, capsys)
+    assert said.endswith("where several are compared; this one is of another kind (audit)")
+    said = complain(["report", tmp_path], monkeypatch, capsys)
+    assert "the file of an audit (it is not what an audit writes)" in said
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+    folder = made(tmp_path / "run")
+    (folder / "report").write_text("in the way")
+    said = complain(["report", folder], monkeypatch, capsys)
+    assert said.startswith("--out = ") and "a directory that can be made" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    said = complain(["report", folder, "--out", tmp_path / "full"], monkeypatch, capsys)
+    assert "a new or empty directory, or that of a report" in said
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_an_item_of_a_show_list_names_what_is_wrong_with_it():
+    with pytest.raises(ConfigError, match=r"show\[2\].log = 'x'"):
+        parse({"curves": "test_accuracy", "log": "x"}, "show[2]")
+    with pytest.raises(ConfigError, match=r"show\[0\].colr = 'arm': no such key"):
+        parse({"curves": "test_accuracy", "colr": "arm"}, "show[0]")
+    with pytest.raises(ConfigError, match="of the axes of the study: arm, data"):
+        parse({"curves": "test_accuracy", "facet": ["dato"]}, "show[0]", ["arm", "data"])
+    assert parse({"trajectory": {}, "colour": "arm"}, "show[0]", ["arm"]).kind == "trajectory"
+
+
+# ---- the command, and what it costs others ----
+
+
+@pytest.mark.slow
+def test_a_run_and_its_report_by_the_commands(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+    words = ["run", str(tmp_path / "small.yaml"), "measure=[clients, bounding, trajectory]"]
+    for each in (
+        [*words, "--out", str(tmp_path / "o"), "--quiet"],
+        ["report", str(tmp_path / "o")],
+    ):
+        monkeypatch.setattr(sys, "argv", ["raydpfl", *each])
+        cli.main()
+    assert capsys.readouterr().out.strip() == f"Report: {tmp_path / 'o' / 'report' / 'index.html'}"
+    left_out = page(tmp_path / "o").partition('id="left-out"')[2]
+    assert set(re.findall(r"<li><strong>(.*?)</strong>", left_out)) == {
+        "Every client&#x27;s epsilon against its budget",
+        "Probability of selection over the clients&#x27; budgets",
+        "Probability of selection over the clients&#x27; sizes",
+    }
+
+
+@pytest.mark.slow
+def test_neither_a_run_nor_reading_a_study_loads_matplotlib():
+    code = "import sys, raydpfl.cli, raydpfl.runner, raydpfl.shown, raydpfl.report.figures\n"
+    code += "sys.exit(any(name.startswith('matplotlib') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_tables_say_the_same_in_three_forms():
+    table = Table("t", "T", "Of.", ("name", "share"), [["<a|b>", 0.5], ["c", None]], {1})
+    assert "| <a\\|b> | 50.00 % |" in markdown(table)
+    assert csv_of(table) == "name,share\n<a|b>,0.5\nc,\n"
+    assert "&lt;a|b&gt;" in html_of(table) and "50.00 %" in html_of(table)
