@@ -68,20 +68,23 @@ def run(
     on_rows: Callable[[list[dict]], object] = lambda rows: None,
     on_measure: Callable[[int, int], object] = lambda done, of: None,
 ) -> Result:
-    """Runs `experiment` into the directory `out` (default: a new one under `runs/`).
+    """Runs an experiment.
 
-    `resume` goes on from the checkpoint in `out`; with `fresh_noise` under noise, and secret
-    cohorts, that the run has not had before, so that code, versions or processor may have changed:
-    rounds released beyond the checkpoint then count twice. `data_root` is where data sets lie
-    (default: RAYDPFL_DATA). `address` joins a Ray cluster; a Ray that this process had started is
-    used, and left running. `on_rows` is given the rows that each round completed; if it returns
-    True the run ends there, "stopped". `on_measure` is told, about once a second, how many of how
-    many steps of measures that follow the last round are done.
+    Args:
+        out: the run directory; None: a new one under `runs/`.
+        resume: continue from the checkpoint in `out`.
+        fresh_noise: with new noise and secret cohorts, so that code, versions or processor may
+            differ; rounds released after the checkpoint then count twice.
+        data_root: the folder of data sets; None: RAYDPFL_DATA.
+        address: of a Ray cluster to join. A Ray that this process had started is left running.
+        on_start: is given the plan, before the first round.
+        on_rows: is given the rows that each round completed; if it returns True the run ends.
+        on_measure: is told the steps done, of how many, of measures after the last round.
 
     Raises:
-        ConfigError: when the experiment cannot be run, before anything is started or written.
-        RunError: when it failed on the way.
-        KeyboardInterrupt: by Ctrl-C and SIGTERM; with all saved once there was a round.
+        ConfigError: it cannot be run; nothing has been started or written.
+        RunError: it failed.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; everything is saved once there was a round.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_folder(folder, resume, fresh_noise)

@@ -49,6 +49,11 @@ UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
     """Why an accountant does not cover a mechanism under a relation.
 
+    Args:
+        accountant: its name.
+        mechanism: what runs.
+        relation: the neighbouring relation.
+
     Returns:
         The reason, with the nearest combination that is covered, in words; None: it covers it.
 
@@ -106,11 +111,17 @@ def epsilon_curve(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> np.ndarray:
-    """Epsilon at `delta` after 1, 2, ..., `rounds` rounds, float64 [rounds].
+    """Epsilon after each round.
 
-    Arguments and errors are those of `epsilon`, and so is the composition: the two agree to about
-    1e-9, and neither is below the truth. pld pays one inverse FFT a round, rdp adds up one Renyi
-    curve.
+    The composition is that of `epsilon`: the two agree to about 1e-9, and neither is below the
+    truth. pld pays one inverse FFT a round, rdp adds up one Renyi curve.
+
+    Args:
+        rounds: the last one, at least 1; None: the mechanism's own. The other arguments, and the
+            errors, are those of `epsilon`.
+
+    Returns:
+        float64 [rounds], after 1, 2, ..., `rounds` rounds.
     """
     return _epsilons(
         mechanism, relation, delta, 1, mechanism.rounds if rounds is None else rounds, accountant, v
@@ -125,9 +136,11 @@ def delta(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> float:
-    """Delta of a mechanism at `epsilon` (finite, at least 0) after some rounds; 1 without noise.
+    """Delta of a mechanism after some rounds; 1 without noise.
 
-    The other arguments, and the errors, are those of the function `epsilon`.
+    Args:
+        epsilon: that delta is at, finite and at least 0. The other arguments, and the errors, are
+            those of the function `epsilon`.
     """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a finite number, zero or above")

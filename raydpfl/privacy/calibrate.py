@@ -86,10 +86,13 @@ def rounds_for(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> int:
-    """The largest number of rounds that spend at most `target` epsilon; 0 if one round spends more,
+    """The largest number of rounds that spend at most a given epsilon; 0 if one round spends more,
     and 2^20 at most.
 
-    Arguments and errors are those of `noise_for`.
+    Args:
+        target: epsilon, positive and finite.
+        mechanism: what runs, with its noise. The other arguments, and the errors, are those of
+            `noise_for`.
     """
     _check(target)
 

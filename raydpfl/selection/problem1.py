@@ -194,8 +194,7 @@ def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray)
 
 
 def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """How far p is from the optimality conditions of 003 Problem 1, for float64 [N]; 0 where it is
-    optimal.
+    """How far p is from the optimality conditions of 003 Problem 1; 0 where it is optimal.
 
     It is the largest of |sum p - 1|, the most negative p_k, and the stationarity gap. The gap is
     the distance between the bounds that clients put on nu (see the derivation), as a fraction of
@@ -203,6 +202,11 @@ def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarr
     the solver. A client counts as unmoved only if p_k = p^u_k to the bit, so this judges exact
     solutions, not those of iterative solvers. Where f is small (nearly all mass is on public
     clients), the rounding of p alone can make it 1e-16 / f.
+
+    Args:
+        probabilities: p, float64 [N].
+        unbiased: p^u, float64 [N].
+        cost: c, float64 [N].
     """
     value = objective(probabilities, unbiased, cost)
     pull = cost * probabilities
@@ -216,7 +220,7 @@ def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarr
 
 def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     """The probabilities by CVXPY and CLARABEL, float64 [N]: the reference that `solve` is tested
-    against, for costs up to about 1e6.
+    against. Raises `ConfigError` as `solve` does, and `cvxpy.SolverError`.
 
     As a second-order cone program at tolerance 1e-10, Problem 1 gives f to 1e-9 but p only to 1e-5,
     since f is flat. So p is polished. With
@@ -226,9 +230,9 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     a fixed t leaves a quadratic program that is not flat. Four of these at 1e-12, each with the
     last value of t, give p to 1e-7 (1e-5 with public clients).
 
-    Raises:
-        ConfigError: as `solve`.
-        cvxpy.SolverError: CLARABEL fails.
+    Args:
+        unbiased: p^u, as for `solve`.
+        cost: c, as for `solve`, up to about 1e6.
     """
     unbiased, cost = _checked(unbiased, cost)
     import cvxpy  # takes a second, and only the reference needs it
