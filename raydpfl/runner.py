@@ -81,10 +81,8 @@ def run(
         on_rows: is given the rows that each round completed; if it returns True the run ends.
         on_measure: is told the steps done, of how many, of measures after the last round.
 
-    Raises:
-        ConfigError: it cannot be run; nothing has been started or written.
-        RunError: it failed.
-        KeyboardInterrupt: by Ctrl-C or SIGTERM; everything is saved once there was a round.
+    Raises `ConfigError` with nothing started or written, `RunError` for a run that failed, and
+    `KeyboardInterrupt` by Ctrl-C or SIGTERM, with everything saved once there was a round.
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_folder(folder, resume, fresh_noise)
