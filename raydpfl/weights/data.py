@@ -20,7 +20,8 @@ class DataWeights(Weights):
     kind: str = "data"
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
-        return sizes * (population / samples)
+        # the product first, so that the weights of clients of one size are 1 to the bit
+        return sizes * float(population) / samples
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
         if not experiment.selection.weighs_data():
