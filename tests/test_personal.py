@@ -810,6 +810,22 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
     assert pa.table({name: [row[name] for row in rows] for name in rows[0]}).num_rows == len(rows)
 
 
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formulas_claims_for_many_clients_are_those_for_one_after_another(name):
+    generator = np.random.default_rng(3)
+    samples = generator.integers(40, 900, 50)
+    batch = np.minimum(64, samples)
+    stds = generator.uniform(0.1, 4.0, 50)
+    counts = generator.integers(1, 30, 50)
+    together = FORMULAS[name].claims(
+        stds, 1e-5, counts, bound=2.0, batch=batch, samples=samples, steps=5
+    )
+    for k in range(50):
+        client = {"bound": 2.0, "batch": int(batch[k]), "samples": int(samples[k])}
+        alone = FORMULAS[name].printed(float(stds[k]), 1e-5, steps=5 * int(counts[k]), **client)
+        assert together[k] == pytest.approx(alone[0].value, rel=1e-13)
+
+
 def test_a_delta_above_one_over_a_clients_samples_is_warned_of():
     found = LocalSteps([600, 50], 10, 5, 1.0, 1e-2, [1.0, 1.0])
     (warning,) = found.warnings([1, 1])

@@ -295,12 +295,22 @@ class LocalSteps(Release):
         # float64, exact for these integers
         kinds = np.stack([self.samples[noisy], self.stds[noisy], counts[noisy]], 1)
         _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-        each = [
-            self._curve(accountant, k, int(counts[k]), int(counts[k]))[0]
-            for k in noisy[first].tolist()
-        ]
-        found[noisy] = np.array(each)[member.reshape(-1)]
+        found[noisy] = self._spent_by(accountant, noisy[first], counts)[member.reshape(-1)]
         return found
+
+    def _spent_by(self, accountant: str, clients: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Epsilon float64 [k] of each of these clients, who have noise, after its participations,
+        of which `counts` int64 [N] are all.
+        """
+        if accountant in FORMULAS:
+            whose: dict[str, Any] = {"bound": self.bound, "steps": self.steps}
+            whose |= {"batch": self.batches[clients], "samples": self.samples[clients]}
+            claims = FORMULAS[accountant].claims
+            return claims(self.stds[clients], self.delta, counts[clients], **whose)
+        each = [
+            self._curve(accountant, k, int(counts[k]), int(counts[k]))[0] for k in clients.tolist()
+        ]
+        return np.array(each)
 
     def curves(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     from raydpfl.privacy.facts import Relation, Unit
@@ -155,15 +156,27 @@ class Formula(Accountant):
         """
         raise NotImplementedError
 
-    def claims(self, std: float, delta: float, counts: np.ndarray, **client: Any) -> np.ndarray:
-        """Its epsilons float64 [n] after `counts` int64 [n] participations of `client["steps"]`
-        steps each.
+    def claims(
+        self,
+        std: ArrayLike,
+        delta: float,
+        counts: np.ndarray,
+        *,
+        bound: float,
+        batch: ArrayLike,
+        samples: ArrayLike,
+        steps: int,
+    ) -> np.ndarray:
+        """Its epsilons float64 [n] after `counts` int64 [n] participations of `steps` steps each:
+        of one client, or of n clients whose `std`, `batch` and `samples` are [n].
         """
-        steps = client.pop("steps")
+        columns = np.broadcast_arrays(std, counts, batch, samples)
         return np.array(
             [
-                self.printed(std, delta, steps=steps * count, **client)[0].value
-                for count in counts.tolist()
+                self.printed(z, delta, bound=bound, batch=b, samples=n, steps=steps * count)[
+                    0
+                ].value
+                for z, count, b, n in zip(*(each.tolist() for each in columns), strict=True)
             ]
         )
 
