@@ -149,8 +149,8 @@ class Record:
             raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
 
     def save(self, at: Position, copies: bool = True) -> None:
-        """Puts the tables and a checkpoint of all that decides the coming rounds on disk. Without
-        `copies` the Parquet files are written when due.
+        """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
+        due.
         """
         began = time.monotonic()
         self.snapshot(at)

@@ -1,4 +1,4 @@
-"""A member as it is looked at: one of its examples, in a small experiment around it."""
+"""A case: one example of a member, in a small experiment around it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SCALAR: dict[str, Any] = {
     "local": {"kind": "sgd", "steps": 3, "batch": "full", "lr": 0.01},
     "noise": NONE,
 }
-# What is around a member, private ones first: the first that does not refuse it is taken.
+# The experiments around a member, private ones first: the first that takes it is used.
 AROUNDS: tuple[dict[str, Any], ...] = (
     {},
     {"noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3, "placement": "server"}},
@@ -72,7 +72,7 @@ AROUNDS: tuple[dict[str, Any], ...] = (
     {"local": DECAY},
     SCALAR,
 )
-# The sections of a config whose members are looked at, each with its family and its base.
+# The sections of a config whose members are checked, each with its family and base.
 SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
     **FAMILIES,
     "measure": (measure.FAMILY, measure.Probe),
@@ -81,7 +81,7 @@ SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
 
 @dataclass(eq=False)
 class Case:
-    """An example of a member of the section, and the experiments that it is tried in."""
+    """An example of a member of a section, and the experiments that it is tried in."""
 
     section: str
     values: dict[str, Any]  # the section as a config has it
@@ -90,13 +90,13 @@ class Case:
 
     @cached_property
     def folder(self) -> Path:
-        """Where its runs are written; gone with the case."""
+        """The folder of its runs, which is removed with the case."""
         self._holder = tempfile.TemporaryDirectory(prefix="raydpfl-check-")
         return Path(self._holder.name)
 
     @cached_property
     def member(self) -> Any:
-        """The member alone. Raises `ConfigError`."""
+        """The member. Raises `ConfigError`."""
         family, base = SECTIONS[self.section]
         return choose(self.section, self.values, family, base)
 
@@ -107,7 +107,7 @@ class Case:
 
     @cached_property
     def _found(self) -> tuple[Plan | None, str]:
-        """The first plan that nobody refuses, and why there is none that is private, if so."""
+        """The first plan that nobody refuses, and why earlier ones were refused, if they were."""
         refusals: list[str] = []
         for around in AROUNDS:
             tree = overridden(self.tree(**around), self._around())
@@ -120,13 +120,13 @@ class Case:
         return None, refusals[0]
 
     def _around(self) -> list[str]:
-        """The overrides that are not of the section itself, which the example has already."""
+        """The overrides of other sections; the example has those of its own."""
         return [text for text in self.overrides if not text.startswith(f"{self.section}.")]
 
     @property
     def plan(self) -> Plan:
-        """Of a small experiment with the member in it, private where it can be. Raises `Untaken`
-        where none takes it.
+        """The plan of a small experiment with the member in it, private if possible. Raises
+        `Untaken` if none takes it.
         """
         plan, why = self._found
         if plan is None:
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def why(self) -> str:
-        """Why the experiment is no other, in words."""
+        """Why an earlier experiment was refused, in words; empty: the first was taken."""
         return self._found[1]
 
     @property
@@ -170,7 +170,7 @@ def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, A
     """The class's examples as sections of a config.
 
     Raises:
-        ConfigError: it has none, or what it has is no tuple of mappings.
+        ConfigError: it has none, or they are no tuple of mappings.
     """
     found = cls.examples
     accepted = (

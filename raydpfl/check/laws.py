@@ -1,9 +1,9 @@
 """What a sampling law promises: see `raydpfl.privacy.laws`.
 
-A law claims that a secret cohort amplifies privacy, and by how much. No law can claim more than
-what a client enjoys whose data are alone in moving the sum: it is in the cohort with probability q,
-and everyone else sends 0. One round then shows a mixture of two Gaussians, whose privacy loss is an
-integral over a line. It is a lower bound on what any sound law says of a round.
+A law claims that a secret cohort amplifies privacy, and by how much. No law may claim more than
+what holds for a client whose data alone move the sum: it is in the cohort with probability q, and
+everyone else sends 0. One round then shows a mixture of two Gaussians, whose privacy loss is an
+integral over a line. No sound law claims less than this loss for a round.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def covered(case: LawCase) -> str:
 
 @dataclass(frozen=True)
 class Lone:
-    """One round as it looks where a single client alone moves the sum: two densities on a line."""
+    """One round in which a single client alone moves the sum: two densities on a line."""
 
     p: np.ndarray  # float64 [points], with the client's data
     q: np.ndarray  # float64 [points], with other data, or none
@@ -122,7 +122,7 @@ class Lone:
 
 
 def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """How often a client may stand in a cohort, and the chance of each."""
+    """How often a client may be in a cohort, and the probability of each number."""
     if not sampling.hidden:
         return np.array([1]), np.array([1.0])
     if not sampling.repeats:

@@ -1,6 +1,6 @@
-"""A promise, and what came of looking whether it is kept.
+"""Promises, and whether they are kept.
 
-A promise is a function of a case. Its docstring is the promise in words; it returns what was found,
+A promise is a function of a case. Its docstring is the promise in words. It returns what was found,
 or raises `Broken` with what is wrong.
 
 >>> def even(case):
@@ -26,7 +26,7 @@ from raydpfl.errors import RAISED
 from raydpfl.keys import Purpose, keyed_globals, stream
 
 SEED = 20  # of all made-up numbers
-FALSE_ALARM = 1e-6  # of one promise that is looked at by chance, on a member that keeps it
+FALSE_ALARM = 1e-6  # of one promise that is checked by statistics, for a member that keeps it
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Small runs of one plan, in every way that a run is carried out, without Ray."""
+"""Small runs of one plan in every way that runs are carried out, without Ray."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raydpfl.selection import Cohort
 
 
 class Dealt(Inline):
-    """Several client actors in this process, or one per client (`actors` 0); all that passes
-    between them and the coordinator is pickled, and comes last first.
+    """Several client actors in this process, or one per client (`actors` 0). Everything between
+    them and the coordinator is pickled, and the last result comes first.
     """
 
     def __init__(self, experiment: Experiment, shards: str, actors: int):
@@ -94,9 +94,9 @@ def carried_out(
     Args:
         plan: of the run.
         out: made if it is not there.
-        actors: to how many client actors its lanes are dealt; 0: one per client, None: inline.
+        actors: the number of client actors; 0: one per client, None: inline.
         until: rounds after which it pauses; None: all.
-        resume: it goes on from the checkpoint in `out`.
+        resume: whether it continues from the checkpoint in `out`.
     """
     out.mkdir(parents=True, exist_ok=True)
     coordinator = Watched(plan, str(out), resume=resume)

@@ -65,8 +65,11 @@ class WithReplacement(Law):
         return Participations(times, times * min(sampling.cohort, times), repeats=True)
 
     def most(self, sampling, rounds, exposure):
-        """The binomial law of the likeliest client, for 1 / p_max clients. P[Bin(n, p_i) >= m] /
-        p_i is largest at p_i = p_max, so the sum over all clients is at most that of these.
+        """The binomial law of the likeliest client, for 1 / p_max clients: of all clients
+
+            P[Bin(n, p_i) >= m] / p_i
+
+        is largest for it, so the sum over all clients is at most that of these.
         """
         chance = sampling.p_max or 1 / sampling.population
         return rounds * sampling.cohort, chance, 1 / chance
