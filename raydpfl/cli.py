@@ -252,13 +252,29 @@ def submit(
         _fail(f"{job} ended with exit code {code}{hint}", code)
 
 
+SHOWN = "A YAML file, the directory of a run, a sweep or a study, or the name of a study."
+TIMED = (
+    "Prepare the data, put every setting together with them, and time a round of each kind of run. "
+    "The import paths in CONFIG are then code that runs."
+)
+
+
 @app.command()
-def show(config: Config, overrides: Overrides = None) -> None:
-    """Print a config complete, with defaults; own members are not imported and stand as written."""
-    experiment = _read(config, overrides, imports=())[0]
-    print(experiment.to_yaml(), end="")
-    for section, path in experiment.unread.items():
-        print(f"# {section}: {path} was not imported, so its own defaults are not here.")
+def show(
+    config: Annotated[str, typer.Argument(help=SHOWN, metavar="CONFIG")],
+    overrides: Overrides = None,
+    timed: Annotated[bool, typer.Option("--timed", help=TIMED)] = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Print a config complete, with defaults; own members are not imported and stand as written. Of
+    a sweep or a study also what it would run, whether each of it can be, and how long it takes.
+    """
+    from raydpfl.outline import outline
+
+    found = outline(config, overrides or (), timed, data_root)
+    print(found.text, end="")
+    if found.refused:
+        raise found.refused
 
 
 ASKED = (

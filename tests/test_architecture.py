@@ -17,10 +17,10 @@ ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
 # where the later names the earlier.
 ORDER = [
-    "__main__", "cli", "budget", "audit", "check", "submit", "staging", "archive", "study", "tune",
-    "report", "shown", "runner", "coordinator", "record", "witnessing", "adapting", "position",
-    "account", "memory", "placement", "actors", "dealing", "slots", "client", "evaluator",
-    "process", "cluster",
+    "__main__", "cli", "outline", "budget", "audit", "check", "submit", "staging", "archive",
+    "study", "tune", "report", "shown", "runner", "coordinator", "record", "witnessing",
+    "adapting", "position", "account", "memory", "placement", "actors", "dealing", "slots",
+    "client", "evaluator", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
     "compare", "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy",

@@ -412,7 +412,7 @@ def test_text_that_looks_like_a_number_is_read_back_as_text():
     assert parse_yaml(dump(tree)) == tree
 
 
-@pytest.mark.parametrize("command", ["run", "audit", "budget", "show"])
+@pytest.mark.parametrize("command", ["run", "audit", "budget"])
 def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     config = tmp_path / "small.yaml"

@@ -52,7 +52,7 @@ def _entry(name: str, study: Study | None = None) -> str:
     if not study:
         for scale in SCALES:
             one = Study.named(name, scale)
-            lines.append(f"  {scale}: {counts(one)}; {cost(estimate(one))}")
+            lines.append(f"  {scale}: {counts(one)}; {estimate(one).words()}")
     return "\n".join(lines)
 
 
@@ -63,28 +63,9 @@ def counts(study: Study) -> str:
     return f"{told}, {runs['tried']} to choose values by" if runs["tried"] else told
 
 
-def cost(found: Estimate) -> str:
-    """What it takes here, in words."""
-    if found.seconds is None:
-        return f"not timed here yet ({found.timed} of {found.kinds} kinds of runs are)"
-    return f"about {duration(found.seconds)} here"
-
-
-def duration(seconds: float) -> str:
-    """A time in words.
-
-    >>> duration(42), duration(150), duration(5400), duration(400_000)
-    ('42 s', '2.5 min', '1.5 h', '4.6 days')
-    """
-    for most, unit, name in ((60, 1, "s"), (3600, 60, "min"), (172_800, 3600, "h")):
-        if seconds < most:
-            return f"{seconds / unit:.2g} {name}"
-    return f"{seconds / 86_400:.2g} days"
-
-
 def plan(study: Study, taken: Estimate) -> str:
     """What a study would run at its scale, a line per cell, and what that takes here."""
-    lines = [f"at scale {study.scale}: {counts(study)}; {cost(taken)}"]
+    lines = [f"at scale {study.scale}: {counts(study)}; {taken.words()}"]
     for cell in study.cells:
         experiment = cell.experiment(next(cell.tried()), study.seed + 1)
         tried = ", ".join(

@@ -1,98 +1,29 @@
-"""What a study would take on this machine: one timed round per kind of run that it has.
-
-Runs are of one kind where a round of theirs is the same work: the data, the model, the methods, the
-cohort, steps and batch. What was timed is kept in the cache, for this number of cores.
-"""
+"""What a study would take on this machine, by `raydpfl.tune.estimate`."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from raydpfl import runner
 from raydpfl.config import Experiment
-from raydpfl.files import cache_root, keep_json, read_json
-from raydpfl.slots import cores
 from raydpfl.study.form import Study
-from raydpfl.tune.folder import name_of
-from raydpfl.tune.limits import like, work
-
-log = logging.getLogger("raydpfl")
-TIMED = 2  # rounds, of which the last one counts: the first has much to set up
-START = 0.1  # seconds between a run's end and the next one's beginning in the same process
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Runs of one kind: an example, and of all their rounds and how many they are."""
-
-    name: str
-    example: Experiment
-    runs: int
-    rounds: int
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """`seconds` with all cores at work; None as long as a kind of run was not timed. `kinds` of
-    runs there are, `timed` of them known.
-    """
-
-    seconds: float | None
-    kinds: int
-    timed: int
+from raydpfl.tune import estimate as machine
+from raydpfl.tune.estimate import Estimate
 
 
 def estimate(study: Study) -> Estimate:
     """From what has been timed on this machine."""
-    found = kinds(study)
-    known = [(kind, _known(kind)) for kind in found]
-    parts = [_cost(kind, times) for kind, times in known if times is not None]
-    whole = len(parts) == len(found)
-    return Estimate(sum(parts) / cores() if whole else None, len(found), len(parts))
+    return machine.estimate(runs(study))
 
 
 def measure(
     study: Study, root: Path | None, on_kind: Callable[[int, int], object] = lambda done, of: None
 ) -> Estimate:
-    """Times what has not been timed yet, here and now, without Ray. `root`: where data sets lie.
-
-    Raises `ConfigError`, `RunError` for a run that cannot begin.
-    """
-    left = [kind for kind in kinds(study) if _known(kind) is None]
-    level = log.level
-    log.setLevel(logging.ERROR)  # what each run warns of is told when it is run
-    try:
-        for done, kind in enumerate(left):
-            on_kind(done, len(left))
-            keep_json(_path(kind), _timed(kind.example, root))
-    finally:
-        log.setLevel(level)
-    return estimate(study)
+    """Times what has not been timed yet: see `raydpfl.tune.estimate.measure`."""
+    return machine.measure(runs(study), root, on_kind)
 
 
-def kinds(study: Study) -> list[Kind]:
-    """The kinds of runs of a study, each run counted once."""
-    found: dict[str, Kind] = {}
-    seen = set()
-    for experiment, runs in _experiments(study):
-        name = name_of(experiment)
-        if name in seen:
-            continue
-        seen.add(name)
-        kind = _kind(experiment)
-        before = found.get(kind, Kind(kind, experiment, 0, 0))
-        rounds = before.rounds + runs * experiment.rounds
-        found[kind] = Kind(kind, before.example, before.runs + runs, rounds)
-    return list(found.values())
-
-
-def _experiments(study: Study) -> Iterator[tuple[Experiment, int]]:
+def runs(study: Study) -> Iterator[tuple[Experiment, int]]:
     """Each that would be run, and how often; of the values to be chosen the first stand for all."""
     for cell in study.cells:
         points = [*cell.tried()]
@@ -100,43 +31,3 @@ def _experiments(study: Study) -> Iterator[tuple[Experiment, int]]:
             for values in points:
                 yield cell.experiment(values, study.seed, study.about.validation), 1
         yield cell.experiment(points[0], study.seed + 1), study.seeds
-
-
-def _kind(experiment: Experiment) -> str:
-    """The name of the kind of run that this is."""
-    said = (sorted(like(experiment)), work(experiment), cores())
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
-
-
-def _path(kind: Kind) -> Path:
-    return cache_root() / "rounds" / f"{kind.name}.json"
-
-
-def _known(kind: Kind) -> tuple[float, float] | None:
-    """Seconds to begin a run and of a round, as they were timed."""
-    try:
-        begin, each = read_json(_path(kind))
-        return float(begin), float(each)
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _cost(kind: Kind, times: tuple[float, float]) -> float:
-    """Seconds of one core."""
-    begin, each = times
-    return kind.runs * (begin + START) + kind.rounds * each
-
-
-def _timed(experiment: Experiment, root: Path | None) -> tuple[float, float]:
-    """Runs the first rounds: seconds to begin the run, and of the last of them."""
-    rows: list[dict] = []
-
-    def enough(more: list[dict]) -> bool:
-        rows.extend(more)
-        return len(rows) >= TIMED
-
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="raydpfl-timed-") as folder:
-        runner.run(experiment, Path(folder) / "run", data_root=root, on_rows=enough)
-    whole = time.perf_counter() - began
-    return max(0.0, whole - sum(row["seconds"] for row in rows)), rows[-1]["seconds"]

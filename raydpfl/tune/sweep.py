@@ -72,6 +72,14 @@ class Search(Section):
     timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `limits`
     on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
 
+    def complete(self) -> dict[str, Any]:
+        """With all defaults, but for fields that mean nothing here."""
+        values = self.model_dump(mode="json")
+        for name, (other, accepted) in _ONLY_WITH.items():
+            if values[other] not in accepted:
+                del values[name]
+        return values
+
 
 @dataclass(eq=False)
 class Setting:
@@ -115,18 +123,32 @@ class Setting:
 @dataclass(frozen=True)
 class Sweep:
     """An experiment with search spaces. `tree` is the config as given, overrides put in, without
-    the section `sweep`.
+    the section `sweep`; `imports` are the sections whose import paths are imported (None: all).
     """
 
     tree: dict[str, Any]
     search: Search
     spaces: dict[str, Space]
+    imports: tuple[str, ...] | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sweep:
         """Raises `ConfigError` naming the first field that is wrong; every value of a grid, and
         both ends of an interval, are tried on.
         """
+        sweep = cls.untried(values, overrides)
+        sweep.check_search()
+        sweep.check_settings()
+        return sweep
+
+    @classmethod
+    def untried(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Iterable[str] = (),
+        imports: Iterable[str] | None = None,
+    ) -> Sweep:
+        """As `from_dict`, but for the settings, which may be such that make no experiment."""
         tree = overridden(values, overrides)
         section = tree.pop("sweep", {})
         search = validate(Search, "sweep", section)
@@ -136,9 +158,7 @@ class Sweep:
             if getattr(search, other) not in accepted and given is not None:
                 only = f"nothing unless sweep.{other} is {' or '.join(accepted)}"
                 raise ConfigError(f"sweep.{name}", given, only)
-        sweep = cls(tree, search, find(tree))
-        sweep._check()
-        return sweep
+        return cls(tree, search, find(tree), None if imports is None else tuple(imports))
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Sweep:
@@ -188,7 +208,8 @@ class Sweep:
         """The setting of these values, with no trials yet. Raises `ConfigError` when they make no
         experiment.
         """
-        return Setting(dict(values), Experiment.from_dict(put(self.tree, values)))
+        tree = put(self.tree, values)
+        return Setting(dict(values), Experiment.from_dict(tree, imports=self.imports))
 
     def trial(self, experiment: Experiment) -> Experiment:
         """What a trial of this experiment runs: `inline`, and chosen by validation without a look
@@ -238,9 +259,17 @@ class Sweep:
     def seed(self) -> int:
         return int(self.tree.get("seed", 0))
 
-    def _check(self) -> None:
+    def check_search(self) -> None:
+        """Raises `ConfigError` where there is nothing to search, or too much, whatever the settings
+        are.
+        """
         self._check_spaces()
         self._check_size()
+
+    def check_settings(self) -> None:
+        """Raises `ConfigError` for a setting that makes no experiment, and for what the settings
+        together rule out.
+        """
         search = self.search
         least = min(experiment.rounds for experiment in self.probes)
         if search.scheduler != "none" and search.grace > least:
@@ -296,7 +325,7 @@ class Sweep:
     def _check_distinct(self) -> None:
         """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
         made: dict[str, dict[str, Any]] = {}
-        for values, experiment in zip(self._tried(), self.probes, strict=True):
+        for values, experiment in zip(self.tried(), self.probes, strict=True):
             before = made.setdefault(name_of(experiment, self.spaces), values)
             if identity(before) != identity(values):
                 same = [key for key in values if _text(before[key]) == _text(values[key])]
@@ -305,7 +334,7 @@ class Sweep:
                 accepted = f"values that differ; {pair} make the same experiment"
                 raise ConfigError(key, at(self.tree, key), accepted)
 
-    def _tried(self) -> Iterator[dict[str, Any]]:
+    def tried(self) -> Iterator[dict[str, Any]]:
         """Values that show whether every field takes its space: all that are listed beforehand, and
         the ends of every interval."""
         if self.search.search != "grid":
@@ -319,7 +348,7 @@ class Sweep:
     @cached_property
     def probes(self) -> list[Experiment]:
         """The experiments that tell whether the sweep can be run, as trials."""
-        return [self.trial(self.setting(values).experiment) for values in self._tried()]
+        return [self.trial(self.setting(values).experiment) for values in self.tried()]
 
 
 def inline(experiment: Experiment) -> Experiment:

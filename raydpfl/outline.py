@@ -1,0 +1,118 @@
+"""What a file asks for, before any of it is run (`raydpfl show`): an experiment complete, with all
+defaults; a sweep with its settings, or a study with its cells, whether each can be run, and how
+long that would take here.
+
+The text is YAML: what is said besides stands in comments, so it is a config again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raydpfl.config import Experiment, dump, is_space, overridden, read
+from raydpfl.errors import ConfigError
+
+DIRECTORIES = ("config.yaml", "sweep.yaml", "study.yaml")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`text` is what to print. `refused`: why the first setting that cannot be run cannot be."""
+
+    text: str
+    refused: ConfigError | None = None
+
+
+def outline(
+    asked: str, overrides: Sequence[str] = (), timed: bool = False, root: Path | None = None
+) -> Outline:
+    """What a file, a directory or the name of a study asks for.
+
+    Of an experiment or a sweep nothing is imported that it names, unless it is `timed`.
+
+    Args:
+        asked: A YAML file, the directory of a run, a sweep or a study, or a study's name.
+        overrides: As `section.key=value`; none for a study.
+        timed: Prepares the data, puts the plan of every setting together, and times a round of each
+            kind of run that was not timed here before.
+        root: Where data sets lie.
+
+    Raises:
+        ConfigError: For what is no experiment, sweep or study.
+    """
+    path = _path(asked)
+    given = read(path) if path else {}
+    if path is None or (isinstance(given, Mapping) and "study" in given):
+        return _study(asked, overrides, timed, root)
+    tree = overridden(given, overrides)
+    imports = None if timed else ()
+    if "sweep" in tree or _searched(tree):
+        return _sweep(tree, imports, timed, root)
+    return _experiment(tree, imports, timed, root)
+
+
+def _path(asked: str) -> Path | None:
+    """The file to read; None for what can only be the name of a study."""
+    path = Path(asked)
+    if path.is_dir():
+        found = (path / name for name in DIRECTORIES if (path / name).exists())
+        return next(found, path / DIRECTORIES[0])
+    return path if path.suffix or os.path.lexists(path) else None
+
+
+def _searched(node: Mapping[str, Any]) -> bool:
+    """Whether some field has a search space."""
+    nodes = [value for value in node.values() if isinstance(value, Mapping)]
+    return any(is_space(value) or _searched(value) for value in nodes)
+
+
+def _comments(lines: Iterable[str]) -> str:
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _unread(experiment: Experiment) -> list[str]:
+    return [
+        f"{section}: {path} was not imported, so its own defaults are not here."
+        for section, path in experiment.unread.items()
+    ]
+
+
+def _experiment(
+    tree: Mapping[str, Any], imports: Iterable[str] | None, timed: bool, root: Path | None
+) -> Outline:
+    experiment = Experiment.from_dict(tree, imports=imports)
+    said = _unread(experiment)
+    if timed:
+        from raydpfl.tune.estimate import measure
+
+        said.append(f"That takes {measure([(experiment, 1)], root).words()}.")
+    return Outline(experiment.to_yaml() + _comments(said))
+
+
+def _sweep(
+    tree: Mapping[str, Any], imports: Iterable[str] | None, timed: bool, root: Path | None
+) -> Outline:
+    from raydpfl.tune import Sweep
+    from raydpfl.tune.dry import dry_run
+
+    found = dry_run(Sweep.untried(tree, imports=imports), timed, root)
+    unread = dict.fromkeys(line for each in found.made.values() for line in _unread(each))
+    refused = next(iter(found.refused.values()), None)
+    return Outline(dump(found.complete()) + _comments([*unread, *found.lines()]), refused)
+
+
+def _study(asked: str, overrides: Sequence[str], timed: bool, root: Path | None) -> Outline:
+    from raydpfl.study import Study
+    from raydpfl.study.catalogue import plan
+    from raydpfl.study.estimate import estimate, measure
+
+    if overrides:
+        accepted = "none for a study: change its file (raydpfl reproduce has --scale and --seeds)"
+        raise ConfigError("override", overrides[0], accepted)
+    study = Study.named(asked)
+    taken = measure(study, root) if timed else estimate(study)
+    return Outline(study.to_yaml() + _comments(plan(study, taken).splitlines()))

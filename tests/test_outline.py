@@ -1,0 +1,197 @@
+"""What is said of a config, a sweep or a study before any of it is run."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+from conftest import SMALL, experiment
+from test_bad_input import complain
+
+from raydpfl import Experiment, cli
+from raydpfl.errors import ConfigError
+from raydpfl.outline import outline
+from raydpfl.tune import Sweep, estimate
+
+STUDY = {
+    "study": {"id": "rates", "title": "Two methods", "seeds": 2},
+    **SMALL,
+    "arms": {"Clip": {}, "Normalise": {"bounding": {"kind": "normalize", "bound": 1.0}}},
+}
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch, capsys):
+    """What `raydpfl show` prints of a tree."""
+    monkeypatch.chdir(tmp_path)
+
+    def show(tree, *arguments):
+        (tmp_path / "asked.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        monkeypatch.setattr(sys, "argv", ["raydpfl", "show", "asked.yaml", *arguments])
+        cli.main()
+        return capsys.readouterr().out
+
+    return show
+
+
+def remarks(text):
+    return [line.removeprefix("# ") for line in text.splitlines() if line.startswith("#")]
+
+
+SEARCHED = {
+    "a grid": [{"local": {"grid": [0.1, 0.2]}}, {"repeats": 3}, "6 runs"],
+    "stopped early": [
+        {"bounding": {"powers_of_two": [-1, 1]}},
+        {"scheduler": "asha", "grace": 2},
+        "3 runs",
+    ],
+    "drawn": [{"local": {"loguniform": [0.01, 1.0]}}, {"search": "random", "samples": 4}, "4 runs"],
+    "proposed": [{"local": {"uniform": [0.1, 1.0]}}, {"search": "optuna", "samples": 5}, "5 runs"],
+}
+FIELDS = {"local": "lr", "bounding": "bound"}
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_a_sweep_is_shown_complete_and_is_that_sweep(name, shown):
+    (spaces, search, runs) = SEARCHED[name]
+    tree = {**SMALL, "sweep": search}
+    for section, space in spaces.items():
+        tree[section] = {**SMALL[section], FIELDS[section]: space}
+    text = shown(tree)
+    sweep = Sweep.from_dict(tree)
+    again = Sweep.from_dict(yaml.safe_load(text))
+    assert again.differs(sweep) is None and again.spaces == sweep.spaces
+    assert [*again.listed()] == [*sweep.listed()] if search.get("search") != "optuna" else True
+    written = yaml.safe_load(text)
+    assert written["local"]["momentum"] == 0.0 and "timeout" in written["sweep"]  # defaults
+    said = remarks(text)
+    assert said[0].endswith(f"{runs} of 4 rounds.")
+    for line in (setting.named() for setting in map(sweep.setting, sweep.tried())):
+        assert f"  {line}" in said
+    assert "All of them make an experiment." in said
+
+
+def test_whole_sections_and_kinds_that_are_searched_stand_as_they_were_given(shown):
+    servers = {"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}
+    bounding = {"kind": {"grid": ["clip", "normalize"]}, "bound": 0.5}
+    tree = {**SMALL, "server": servers, "bounding": bounding}
+    written = yaml.safe_load(shown(tree))
+    assert written["server"] == servers and written["bounding"] == bounding
+    assert Sweep.from_dict(written).size == 4
+
+
+def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, monkeypatch, capsys):
+    tree = {**SMALL, "selection": {"kind": "uniform", "cohort": {"grid": [20, 51, 0, 10]}}}
+    (tmp_path / "asked.yaml").write_text(yaml.safe_dump(tree))
+    text = outline(str(tmp_path / "asked.yaml")).text
+    said = remarks(text)
+    least = "should be greater than or equal to 1"
+    most = "at most the population of 50 clients"
+    assert f"  selection.cohort=0  cannot be run: selection.cohort = 0: {least}" in said
+    assert f"  selection.cohort=51  cannot be run: selection.cohort = 51: {most}" in said
+    assert "  selection.cohort=20" in said and "  selection.cohort=10" in said
+    assert "2 of these 4 cannot be run." in said
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "show", str(tmp_path / "asked.yaml")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.out == text
+    assert printed.err == f"raydpfl: selection.cohort = 51: {most}\n"
+
+
+def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "asked.yaml").write_text(yaml.safe_dump(SMALL))
+    cases = {
+        "sweep.search=tpe": "sweep.search = 'tpe': should be",
+        "local.lr={uniform: [0.1, 1]}": "local.lr = {'uniform': [0.1, 1]}: a grid, choice",
+        "local.lr={grid: [1, 1.0]}": "local.lr = {'grid': [1, 1.0]}: values that differ",
+    }
+    for override, line in cases.items():
+        said = complain(["show", tmp_path / "asked.yaml", override], monkeypatch, capsys)
+        assert said.startswith(line)
+
+
+def test_only_data_show_that_a_setting_cannot_be_dealt(shown, tmp_path):
+    """200 shards a client are more than the data have; that is looked at when it is asked for."""
+    shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
+    tree = {**SMALL, "data": {**SMALL["data"], "partition": shards}}
+    assert "All of them make an experiment." in remarks(shown(tree))
+    found = outline("asked.yaml", timed=True)
+    assert found.refused.field == "data.clients"
+    assert "1 of these 2 cannot be run." in remarks(found.text)
+
+
+def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    tree = {**SMALL, "local": {**SMALL["local"], "lr": {"grid": [0.1, 0.2]}}}
+    untimed = "How long that takes is not timed here yet (0 of 1 kinds of runs are); --timed says"
+    assert remarks(shown(tree))[-1].startswith(untimed)
+    said = remarks(shown(tree, "--timed"))
+    assert said[-2] == "All of them can be run."
+    assert said[-1].startswith("That takes about ") and said[-1].endswith(" s here.")
+    assert remarks(shown(tree))[-1] == said[-1]  # what was timed is known
+    assert remarks(shown(tree, "sweep={scheduler: asha, grace: 2}"))[-1].startswith(
+        "That takes at most about "
+    )
+    assert not list(tmp_path.glob("runs*"))
+
+
+def test_what_runs_take_is_counted_by_their_rounds(monkeypatch):
+    monkeypatch.setattr(estimate, "_known", lambda kind: (0.4, 0.01))
+    monkeypatch.setattr(estimate, "cores", lambda: 4)
+    runs = [(experiment(seed=seed), 2) for seed in range(10)]
+    found = estimate.estimate([*runs, *runs])  # each counted once
+    assert found.seconds == pytest.approx(20 * (0.5 + 4 * 0.01) / 4)
+    assert (found.kinds, found.timed) == (1, 1)
+    alone = estimate.estimate([(experiment(), 1)])
+    assert alone.seconds == pytest.approx(0.54)  # a single run has a single core
+
+
+def test_an_experiment_is_shown_with_what_it_takes(shown, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    text = shown(SMALL, "--timed")
+    assert Experiment.from_dict(yaml.safe_load(text)) == experiment()
+    assert remarks(text)[0].startswith("That takes about ")
+    assert remarks(shown(SMALL)) == []
+
+
+def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    text = shown(STUDY)
+    assert yaml.safe_load(text)["arms"] == STUDY["arms"]
+    said = remarks(text)
+    assert said[0].startswith("at scale small: 2 cells, 4 final runs over 2 seeds; not timed")
+    assert [line.partition(";")[0] for line in said[1:]] == ["Clip", "Normalise"]
+    assert "; about " in remarks(shown(STUDY, "--timed"))[0]
+    with pytest.raises(ConfigError, match="none for a study"):
+        outline("asked.yaml", ["rounds=3"])
+    with pytest.raises(ConfigError, match="study = 'nowhere': the file of a study, or one of"):
+        outline("nowhere")
+    first = outline("002/fig1").text
+    assert yaml.safe_load(first)["study"]["id"] == "002/fig1"
+
+
+def test_a_sweeps_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_clip.py").write_text(
+        "from pathlib import Path\n"
+        "from raydpfl.bounding import Clip\n"
+        f"Path({str(tmp_path / 'imported')!r}).touch()\n"
+        "class Own(Clip):\n    pass\n"
+    )
+    tree = {**SMALL, "bounding": {"kind": "own_clip:Own", "bound": {"grid": [0.5, 1.0]}}}
+    said = remarks(shown(tree))
+    assert said[0] == "bounding: own_clip:Own was not imported, so its own defaults are not here."
+    assert not (tmp_path / "imported").exists()
+    assert "All of them can be run." in remarks(shown(tree, "--timed"))
+    assert (tmp_path / "imported").exists()
+
+
+def test_the_directory_of_a_sweep_is_shown_as_its_file_is(tmp_path):
+    tree = {**SMALL, "sweep": {"repeats": 2}}
+    (tmp_path / "sweep.yaml").write_text(Sweep.from_dict(tree).to_yaml())
+    said = remarks(outline(str(tmp_path)).text)
+    assert said[0] == "1 setting of the seed alone, each with 2 seeds: 2 runs of 4 rounds."
