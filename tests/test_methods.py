@@ -21,6 +21,7 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.noise.drawn import query_noise
 from raydpfl.plan import Plan
+from raydpfl.privacy import holding
 from raydpfl.selection.power_of_choice import successive
 from raydpfl.server import Server
 from raydpfl.tracking import load
@@ -327,6 +328,50 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
     who = stds["pld"] > 0
     assert (stds["rdp"][who] > stds["pld"][who]).all()
     assert (stds["tcdp"][who] >= stds["pld"][who]).all()
+
+
+OF_SUMS = {
+    "000 DP-FedAvg": {"bounding": {"kind": "clip", "bound": 0.5}},
+    "001 DP-NormFedAvg": {
+        "bounding": {"kind": "normalize", "bound": 0.5},
+        "server": {"kind": "momentum", "momentum": 0.8},
+    },
+    "001 DP-NormFedAvg, sums of gradients": {
+        "bounding": {"kind": "normalize", "bound": 0.5, "scaling": "gradient"},
+    },
+    "003": {
+        "bounding": STEP,
+        "selection": {"kind": "privacy_aware", "cohort": 10, "scale": 0.01},
+        "local": {"kind": "sgd", "steps": 4, "batch": 32},
+    },
+}
+
+
+@pytest.mark.parametrize("method", OF_SUMS)
+def test_000_001_and_003_have_their_papers_noise_and_the_exact_one_at_one_epsilon(method):
+    """Either way the paper's epsilon and those that truly hold are told, all at one delta."""
+    formula = "paper 003" if method == "003" else "paper"
+    noise = {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-3}
+    asked = {"accountants": ["pld", "rdp", "paper"]}
+    if method == "003":
+        asked = {"accountants": ["pld", "paper"]}
+    said = {}
+    for calibration in ("paper", "rigorous"):
+        sized = {**noise, "calibration": calibration}
+        plan = Plan.make(experiment(**OF_SUMS[method], noise=sized, privacy=asked))
+        plan.check_claims()
+        guarantees = plan.guarantees(4, plan.participations(4))
+        assert {each.delta for each in guarantees if "Theorem 5" not in each.accountant} == {1e-3}
+        first = {}
+        for each in guarantees:
+            first.setdefault(each.accountant, each)
+        assert {each.accountant for each in holding(guarantees)} == {"pld"}
+        assert first[formula].kind == "paper" and first["pld"].kind == "rigorous"
+        said[calibration] = first
+    assert said["paper"][formula].epsilon == pytest.approx(2.0, rel=1e-6)
+    assert said["paper"]["pld"].epsilon != pytest.approx(2.0, rel=0.01)
+    assert 1.99 < said["rigorous"]["pld"].epsilon <= 2.0
+    assert said["rigorous"][formula].epsilon != pytest.approx(2.0, rel=0.01)
 
 
 def test_the_table_of_guarantees_names_who_has_which_noise(tmp_path, caplog):
