@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import experiment
+from test_study import check_same_tables, command, cut_short, longer, written
 from test_submit import end, summary, token_environment
 
 from raydpfl import Experiment, cli, run
+from raydpfl.study import Study, reproduce
 
 pytestmark = pytest.mark.slow
 
@@ -144,6 +147,24 @@ def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
     for row in rows:
         alone = run(experiment(local={"lr": row["local.lr"]}), tmp_path / str(row["local.lr"]))
         assert row["status"] == "completed" and row["model_sha256"] == alone.summary["model_sha256"]
+
+
+def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_one_node(
+    tmp_path, cluster
+):
+    config = longer(tmp_path)
+    (whole,) = reproduce(Study.named(config), out=tmp_path / "whole")
+    out = tmp_path / "out"
+    there = ("--address", "auto")
+    process = subprocess.Popen(
+        command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL
+    )
+    done = cut_short(process, out, 4, signal.SIGKILL)
+    resume = command(config, out, "--resume", *there)
+    last = subprocess.run(resume, timeout=240, capture_output=True, text=True, env=cluster[1])
+    assert last.returncode == 0, last.stderr[-3000:]
+    assert done.items() <= written(out).items()
+    check_same_tables(whole.out, out)
 
 
 def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inline_run(

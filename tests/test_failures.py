@@ -173,6 +173,42 @@ def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_p
     assert error.value.field == "PYTHONPATH" and socket.gethostname() in str(error.value)
 
 
+def work_in(folder: Path) -> dict:
+    """What the process of a trial in this directory of a sweep is told."""
+    (folder / "out" / "trials" / "a").mkdir(parents=True)
+    told = {
+        "experiment": experiment().to_dict(),
+        "folder": str(folder / "out" / "trials" / "a"),
+        "status": "waiting",
+        "bundles": [],
+    }
+    return told | {
+        "mark": str(folder / "out" / "sweep.yaml"),
+        "metric": "test_loss",
+        "data_root": None,
+        "pause": False,
+        "home": str(folder),
+        "path": [],
+        "node": None,
+    }
+
+
+def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, monkeypatch):
+    # Ray Tune starts a process for a trial and then, where another one has become free meanwhile,
+    # has that one run it.
+    from raydpfl.tune.trial import TrialActor
+
+    monkeypatch.chdir(tmp_path)
+    told = work_in(tmp_path)
+    (tmp_path / "out" / "sweep.yaml").touch()
+    unused = TrialActor(told)
+    unused.stop()
+    assert not [*(tmp_path / "out" / "trials" / "a").iterdir()]
+    used = TrialActor(told)
+    assert used.step()["round"] == 2 and used.step()["round"] == 4
+    used.stop()
+
+
 @pytest.mark.parametrize("lacks", ["home", "sweep"])
 def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
     lacks, tmp_path, monkeypatch
@@ -180,22 +216,7 @@ def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
     from raydpfl.tune.trial import TrialActor
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "out" / "trials" / "a").mkdir(parents=True)
-    told = {
-        "experiment": experiment().to_dict(),
-        "folder": str(tmp_path / "out" / "trials" / "a"),
-        "status": "waiting",
-        "bundles": [],
-    }
-    told |= {
-        "mark": str(tmp_path / "out" / "sweep.yaml"),
-        "metric": "test_loss",
-        "data_root": None,
-        "pause": False,
-        "home": str(tmp_path),
-        "path": [],
-        "node": None,
-    }
+    told = work_in(tmp_path)
     if lacks == "home":
         told["home"] = str(tmp_path / "nowhere")
     field, value, accepted = TrialActor(told).step()["refused"]

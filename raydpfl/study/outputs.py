@@ -52,6 +52,8 @@ def published(show: Iterable[Mapping[str, Any]], place: Path | None) -> dict[str
     folders = [place, place / "published"] if place else []
     for number, each in enumerate(show):
         name = each.get("published")
+        if isinstance(name, Mapping):  # the file, and how its columns are read
+            name = name.get("file", name)
         if name is None:
             continue
         tried = [folder / str(name) for folder in (*folders, shipped.PUBLISHED)]

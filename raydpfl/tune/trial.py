@@ -71,8 +71,7 @@ class TrialActor(tune.Trainable):
         self._permits: queue.Queue[None] = queue.Queue()
         self._asked = self._stopping = False
         self._report: dict[str, Any] = {"round": 0, config["metric"]: math.nan}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def reset_config(self, config: dict[str, Any]) -> bool:
         self.cleanup()
@@ -80,6 +79,10 @@ class TrialActor(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
+        # Not before: Ray Tune starts processes for trials that it then has another process run.
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
         if self._asked:
             self._permits.put(None)
         self._asked = True
@@ -87,6 +90,8 @@ class TrialActor(tune.Trainable):
 
     def cleanup(self) -> None:
         """Ends a run that goes on still; it is one that the scheduler has stopped."""
+        if self._thread is None:
+            return
         self._stopping = True
         self._permits.put(None)
         self._thread.join(ENDING)

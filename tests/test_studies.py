@@ -1,0 +1,56 @@
+"""All studies that ship, run at the scale of smoke: that they come to their end, that the
+identities hold which the papers' mathematics gives, and what they leave behind. Never an accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from raydpfl.study import Study, shipped
+
+pytestmark = pytest.mark.slow
+STUDIES = [*shipped.paths()]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> Path:
+    """The directory of all studies, run in one go as by hand: without data sets, in one Ray."""
+    out = tmp_path_factory.mktemp("smoke") / "out"
+    words = ["reproduce", "all", "--scale", "smoke", "--out", str(out), "--data-root", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "raydpfl", *words], capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_comes_to_its_end_and_its_tables_have_every_cell(name, smoke):
+    study = Study.stored(smoke / name)
+    summary = json.loads((smoke / name / "summary.json").read_text())
+    assert (summary["status"], study.scale) == ("completed", "smoke")
+    results = pq.read_table(smoke / name / "results.parquet").to_pylist()
+    assert len(results) == len(study.cells) * study.seeds
+    cells = {
+        (*(row[axis] for axis in study.axes), row["arm"], row["accounting"]) for row in results
+    }
+    assert cells == {(*cell.labels.values(), cell.arm, cell.accounting) for cell in study.cells}
+    assert {row["status"] for row in results} <= {"completed", "budget"}
+    tried = pq.read_table(smoke / name / "tuning.parquet").to_pylist()
+    tuned = [cell for cell in study.cells if cell.grid]
+    assert sum(row["chosen"] for row in tried) == len(tuned)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_identities_of_a_study_hold(name, smoke):
+    study = Study.stored(smoke / name)
+    found = json.loads((smoke / name / "summary.json").read_text())["identities"]
+    assert len(found) == len(study.about.same_bits)
+    for identity in found:
+        assert identity["held"] is True and identity["compared"] > identity["one_run"]

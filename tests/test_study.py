@@ -1,0 +1,645 @@
+"""Studies: what a file stands for, in what order it is run, what its tables say, and that a study
+which was killed ends as one that was not.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from conftest import SMALL
+from test_same_bits import kill_tree
+
+from raydpfl import cli
+from raydpfl.compare import over_seeds, paired
+from raydpfl.errors import ConfigError
+from raydpfl.study import Course, Study, reproduce, shipped
+from raydpfl.study.course import OUTPUTS, Together
+from raydpfl.study.identities import looked_at, words
+from raydpfl.study.progress import numbers
+from raydpfl.tune.directory import Directory
+from raydpfl.tune.folder import name_of
+
+ARMS = ("Free", "Data", "Uniform")  # of which none takes a number
+MACHINE = ["seconds", "wall_seconds", "clients_per_second", "peak_rss_mb"]
+OWN = """
+from raydpfl.bounding import Bounding
+
+
+class Halve(Bounding):
+    \"\"\"Norms of at most a half of the bound, whatever they were.\"\"\"
+
+    bound: float = 1.0
+
+    def factor(self, norm, bound):
+        return 0.5 * bound / max(bound, norm)
+"""
+
+
+def tree(**parts) -> dict:
+    """A small study: two panels, four arms of which one tunes, one takes a number, two are the same
+    method.
+    """
+    base = {key: SMALL[key] for key in ("data", "model", "selection", "local", "privacy")}
+    base = copy.deepcopy(base) | {"rounds": 2, "measure": [], "evaluate": {"every": 2}}
+    base["data"] |= {"clients": 20}
+    base["selection"] |= {"cohort": 8}
+    noise = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "common": True}
+    arms = {
+        "Free": {},
+        "Clip": {
+            "bounding": {
+                "kind": "clip",
+                "bound": {"from": {"arm": "Free", "value": "norm_mean", "times": 0.5}},
+            },
+            "noise": noise,
+            "local.lr": {"tune": [0.05, 0.2]},
+        },
+        "Data": {
+            "bounding": {"kind": "clip", "bound": 1.0},
+            "noise": noise,
+            "weights": {"kind": "data"},
+        },
+        "Uniform": {"bounding": {"kind": "clip", "bound": 1.0}, "noise": noise},
+    }
+    made = {
+        "study": {"id": "mine/small", "seeds": 2, "same_bits": [["Data", "Uniform"]]},
+        **base,
+        "panels": {"data.partition": {"iid": {"kind": "iid"}, "shards": {"kind": "shards"}}},
+        "arms": arms,
+        "show": [{"table": "test_accuracy", "rows": ["data.partition"], "columns": "arm"}],
+    }
+    return {**made, **parts}
+
+
+def study(**parts) -> Study:
+    return Study.from_dict(tree(**parts))
+
+
+# --- what a file stands for ---
+
+
+def test_cells_are_all_arms_at_all_labels_and_a_section_of_an_arm_is_whole():
+    asked = study(
+        panels={"data.clients": [20, 40], "size": {"few": {"rounds": 1}, "many": {"rounds": 3}}},
+        arms={
+            "Free": {},
+            "Clip": {"bounding": {"kind": "clip", "bound": 2.0}, "server": {"kind": "momentum"}},
+        },
+        server={"kind": "adam", "lr": 0.1},
+        study={"id": "a"},
+    )
+    assert [cell.named() for cell in asked.cells] == [
+        f"{arm} data.clients={clients} size={size}"
+        for clients in (20, 40)
+        for size in ("few", "many")
+        for arm in ("Free", "Clip")
+    ]
+    clip = asked.cells[3].experiment({}, 7)
+    assert (clip.seed, clip.rounds, clip.data.clients, clip.bounding.bound) == (7, 3, 20, 2.0)
+    assert clip.server.kind == "momentum" and clip.server.lr == 1.0  # none of Adam's
+    assert clip.client.actors == 0
+
+
+def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for():
+    given = tree(scales={"smoke": {"data.kind": "mnist", "rounds": 1, "seeds": 1, "tries": 1}})
+    small = Study.from_dict(given, "small")
+    smoke = Study.from_dict(given, "smoke")
+    assert [small.seeds, smoke.seeds] == [2, 1]
+    for cell in smoke.cells:
+        made = cell.experiment(next(cell.tried()), 1)
+        assert (made.data.kind, made.data.clients, made.rounds) == ("mnist", 20, 1)
+        assert made.data.partition.kind == cell.labels["data.partition"]
+    given["scales"]["smoke"]["data.kind"] = "synthetic"  # which is split by its own law
+    assert Study.from_dict(given, "smoke").cells[0].tree["data"] == {
+        "kind": "synthetic",
+        "clients": 20,
+    }
+    assert [len([*cell.tried()]) for cell in small.cells[:2]] == [1, 2]
+    assert [len([*cell.tried()]) for cell in smoke.cells[:2]] == [1, 1]
+
+
+def test_only_some_labels_of_an_arm_or_of_a_scale():
+    given = tree(scales={"smoke": {"only": {"arm": ["Free", "Data"], "data.partition": "iid"}}})
+    given["study"]["same_bits"] = []
+    given["arms"]["Data"]["only"] = {"data.partition": ["shards"]}
+    assert len(Study.from_dict(given).cells) == 7
+    assert [cell.named() for cell in Study.from_dict(given, "smoke").cells] == [
+        "Free data.partition=iid"
+    ]
+
+
+def test_a_key_that_may_be_skipped_is_left_out_where_the_kind_has_none():
+    asked = study(panels={"noise.multiplier?": [1.0, 2.0]})
+    assert asked.axes == ["noise.multiplier"]
+    free = [cell for cell in asked.cells if cell.arm == "Free"]
+    data = [cell for cell in asked.cells if cell.arm == "Data"]
+    assert len({name_of(cell.experiment({}, 1)) for cell in free}) == 1
+    assert [cell.experiment({}, 1).noise.multiplier for cell in data] == [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"noise\.multiplier = 1\.0: no such key.*in Free"):
+        study(panels={"noise.multiplier": [1.0]})
+
+
+def test_accounting_is_an_axis_that_arms_without_privacy_ignore():
+    given = tree()
+    given["study"] |= {"accounting": {"paper": {"noise.v": 9.0}, True: {}}}
+    given["arms"]["Uniform"]["accounting"] = {"paper": {"noise.v": 2.0}}
+    given["study"]["same_bits"] = [["Data", "Uniform", {"accounting": True}]]
+    asked = Study.from_dict(given)
+    found = {(cell.arm, cell.accounting): cell for cell in asked.cells[:8]}
+    assert name_of(found["Free", "paper"].experiment({}, 1)) == name_of(
+        found["Free", "true"].experiment({}, 1)
+    )
+    v = {
+        key: cell.experiment(
+            {"local.lr": 0.1, "bounding.bound": 1.0} if key[0] == "Clip" else {}, 1
+        ).noise
+        for key, cell in found.items()
+    }
+    assert [v[arm, "paper"].v for arm in ("Clip", "Data", "Uniform")] == [9.0, 9.0, 2.0]
+    assert v["Data", "true"].v == 4.0
+    (identity,) = asked.same_bits
+    assert {cell.accounting for place in identity.places for cell in place} == {"true"}
+
+
+def test_runs_are_counted_once_however_many_cells_share_them():
+    asked = study(panels={"noise.multiplier?": [1.0, 2.0]})
+    # Free is one experiment at both labels; Clip tries two values at each
+    assert asked.runs() == {"tried": 4, "final": 2 * (1 + 3 * 2)}
+
+
+def test_a_study_is_what_its_own_yaml_says(tmp_path):
+    given = tree(scales={"smoke": {"rounds": 1, "seeds": 1}})
+    for scale, seeds in (("smoke", None), ("smoke", 5), ("paper", 4)):
+        asked = Study.from_dict(given, scale, seeds)
+        (tmp_path / "study.yaml").write_text(asked.to_yaml())
+        again = Study.stored(tmp_path)
+        assert (again.scale, again.seeds) == (asked.scale, asked.seeds)
+        assert [cell.tree for cell in again.cells] == [cell.tree for cell in asked.cells]
+    (tmp_path / "study.yaml").write_text(asked.to_yaml().removesuffix("...\n"))
+    with pytest.raises(ConfigError, match="it is cut"):
+        Study.stored(tmp_path)
+
+
+def changed(path: str, value) -> dict:
+    """The tree of the small study with one thing changed."""
+    made = tree()
+    *sections, last = path.split("/")
+    node = made
+    for name in sections:
+        node = node[int(name) if name.isdigit() else name]
+    node[last] = value
+    return made
+
+
+WRONG = {
+    "study/id": ("a b", r"study\.id = 'a b'"),
+    "study/seed": (1, r"study\.seed = 1: no such key"),
+    "study/judge": (
+        "test_accuracy",
+        r"study\.judge = 'test_accuracy': a number that does not look",
+    ),
+    "study/better": ("higher", r"study\.better = 'higher'"),
+    "study/same_bits": ([["Data"]], r"study\.same_bits\.0 = .*at least two arms"),
+    "study/accounting": (["paper"], r"arms\.Clip\.accounting\.paper = None: required"),
+    "studies": ({}, "studies = {}: no such section"),
+    "arms": ({}, "arms = {}: at least one arm"),
+    "arms/Free": ({"bouding": {}}, r"arms\.Free\.bouding = {}: no such section or dotted key"),
+    "arms/Data/bounding": ({"kind": "clap"}, r"bounding\.kind = 'clap': one of .*in Data data"),
+    "arms/Data/only": ({"data": ["iid"]}, r"arms\.Data\.only\.data = \['iid'\]: one of data\.part"),
+    "arms/Clip/local.lr": ({"tune": []}, r"local\.lr = {'grid': \[\]}: grid: a list of at least"),
+    "arms/Clip/bounding/bound/from/arm": ("Fre", r"bounding\.bound\.from\.arm = 'Fre': one of the"),
+    "arms/Clip/bounding/bound/from": (
+        {"arm": "Clip", "value": "x"},
+        "does not wait for Clip in its turn",
+    ),
+    "panels": ({"arm": ["a"]}, r"panels\.arm = .*another name"),
+    "panels/data.partition": ([], r"panels\.data\.partition = {}: at least one label"),
+    "scales": ({"tiny": {}}, r"scales\.tiny = {}: one of smoke, small, paper"),
+    "show": ([{"tabel": "x"}], r"show\.0 = .*one of curves, table"),
+    "show/0/published": ("nothing.csv", r"show\.0\.published = 'nothing.csv': a file beside"),
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_what_is_wrong_with_a_file_is_said_by_field(path):
+    value, said = WRONG[path]
+    with pytest.raises(ConfigError, match=said) as error:
+        Study.from_dict(changed(path, value))
+    assert "\n" not in str(error.value)
+
+
+def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_its_names():
+    names = []
+    for name, path in shipped.paths().items():
+        for scale in ("smoke", "small", "paper"):
+            assert Study.named(name, scale).about.id == name
+        names += [name, *shipped.header(path).get("answers", ())]
+    assert len(set(names)) == len(names)
+    assert {shipped.find(name) for name in names} == {*shipped.paths().values()}
+    with pytest.raises(ConfigError, match="study = '009/fig1': the file of a study, or one of"):
+        Study.named("009/fig1")
+
+
+# --- in what order it is run ---
+
+
+def a_number(text: str) -> float:
+    """A number between 0 and 1 that looks like chance and is none."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
+
+
+def finish(trial, failing: tuple[str, ...]) -> None:
+    """What a run would have left, without the run."""
+    name = name_of(trial.experiment)
+    if any(each in trial.named() for each in failing):
+        trial.status = "failed"
+        trial.reason = "diverged"
+        return
+    tried = trial.experiment.evaluate.validation > 0
+    trial.status = "completed"
+    trial.summary = {
+        "status": "completed",
+        "seed": trial.seed,
+        "model_sha256": name,
+        "guarantees": [],
+    }
+    trial.summary |= {"norm_mean": a_number("norm" + name), "seconds": 1.0}
+    score = "validation_accuracy" if tried else "test_accuracy"
+    trial.summary[score] = a_number(score + name)
+
+
+def play(course, order: int, failing: tuple[str, ...] = ()) -> list:
+    """Has all trials of a source finish, several at once, in one of many orders; in which order
+    they were handed out.
+    """
+    chance = random.Random(order)
+    running = []
+    given = []
+    for trial in course.proposals():
+        if trial is not None:
+            given.append(trial)
+            running.append(trial)
+        if trial is None or len(running) > chance.randrange(4):
+            assert running, "waits for nothing"
+            finish(running.pop(chance.randrange(len(running))), failing)
+    for trial in running:
+        finish(trial, failing)
+    return given
+
+
+def course_of(asked: Study, folder: Path) -> Course:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Course(asked, Directory(folder, "study", OUTPUTS), lambda course: None)
+
+
+def told(course: Course) -> tuple[list, list]:
+    found = course.gather(over=True)
+    return found.results.to_pylist(), found.tuning.to_pylist()
+
+
+def test_whatever_the_order_of_the_results_the_same_is_run_and_chosen(tmp_path):
+    asked = study()
+    results = []
+    for order in range(12):
+        course = course_of(asked, tmp_path / str(order))
+        given = play(course, order)
+        assert len(given) == len(set(given)) == sum(asked.runs().values())
+        results.append(told(course))
+    assert all(each == results[0] for each in results)
+    final, tried = results[0]
+    by = {(row["data.partition"], row["arm"], row["seed"]): row for row in final}
+    for partition in ("iid", "shards"):
+        norms = [a_number("norm" + by[partition, "Free", seed]["model_sha256"]) for seed in (1, 2)]
+        bound = 0.5 * sum(norms) / 2
+        rows = [row for row in tried if row["data.partition"] == partition]
+        assert [json.loads(row["values"])["bounding.bound"] for row in rows] == [bound] * 2
+        best = max(rows, key=lambda row: row["validation_accuracy"])
+        assert [row["chosen"] for row in rows] == [row is best for row in rows]
+        assert by[partition, "Clip", 1]["values"] == best["values"]
+    assert {row["seed"] for row in tried} == {0} and {row["seed"] for row in final} == {1, 2}
+
+
+def test_values_are_tried_on_rows_held_out_and_never_on_the_test_set(tmp_path):
+    course = course_of(study(), tmp_path)
+    for trial in play(course, 0):
+        evaluate = trial.experiment.evaluate
+        tried = trial.label.endswith("tried")
+        assert (evaluate.test, evaluate.validation) == ((False, 0.1) if tried else (True, 0.0))
+        assert (trial.seed == 0) == tried
+
+
+def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(tmp_path):
+    for better, pick in (("smaller", min), ("larger", max)):
+        given = tree()
+        given["study"] |= {"judge": "norm_mean", "better": better}
+        course = course_of(Study.from_dict(given), tmp_path / better)
+        play(course, 1)
+        rows = told(course)[1]
+        for partition in ("iid", "shards"):
+            scores = {
+                row["norm_mean"]: row["chosen"]
+                for row in rows
+                if row["data.partition"] == partition
+            }
+            assert scores[pick(scores)] and sum(scores.values()) == 1
+    assert Study.from_dict(changed("study/judge", "validation_loss")).sign == -1
+
+
+def test_a_value_whose_run_fails_is_not_chosen_and_no_failure_of_the_study(tmp_path):
+    course = course_of(study(study={"id": "a", "seeds": 2}), tmp_path)
+    play(course, 3, failing=("local.lr=0.05 tried",))
+    found = course.gather(over=True)
+    assert {json.loads(row["values"]).get("local.lr") for row in found.results.to_pylist()} == {
+        None,
+        0.2,
+    }
+    assert found.problem is None and found.summary["tried"]["failed"] == 2
+
+
+def test_a_cell_without_a_value_or_a_number_has_no_result_and_the_others_have(tmp_path):
+    course = course_of(study(study={"id": "a", "seeds": 2}), tmp_path)
+    play(course, 4, failing=("Clip data.partition=iid", "Free data.partition=shards seed=2"))
+    found = course.gather(over=True)
+    rows = [(row["arm"], row["data.partition"], row["status"]) for row in found.results.to_pylist()]
+    assert not [row for row in rows if row[0] == "Clip"]
+    assert rows.count(("Free", "shards", "failed")) == 1 and len(rows) == 2 * 6
+    reasons = {each["cell"]: each["reason"] for each in found.summary["failed"]}
+    assert (
+        "none of the 2 values tried has a result (diverged)" in reasons["Clip data.partition=iid"]
+    )
+    assert reasons["Clip data.partition=shards"] == (
+        "the runs of Free data.partition=shards have no number norm_mean"
+    )
+    assert found.problem.startswith("without a result: Clip data.partition=iid: none of")
+    assert found.problem.endswith("and 2 more; go on with --resume")
+
+
+def test_several_studies_take_turns_where_one_has_to_wait(tmp_path):
+    others = [study(study={"id": name, "seeds": 1}) for name in ("a", "b")]
+    courses = [course_of(each, tmp_path / each.about.id) for each in others]
+    given = play(Together(courses, tmp_path), 5)
+    assert len(given) == 2 * sum(others[0].runs().values())
+    alone = course_of(others[0], tmp_path / "alone")
+    play(alone, 6)
+    assert told(courses[0]) == told(courses[1]) == told(alone)
+
+
+# --- identities and comparisons ---
+
+
+def test_an_identity_is_held_where_the_models_of_every_seed_are_equal():
+    asked = study()
+    (identity,) = asked.same_bits
+    models = {cell: {1: (cell.arm, "same"), 2: (cell.arm, "same")} for cell in asked.cells}
+    found = looked_at(identity, models)
+    assert (found["held"], found["compared"], found["one_run"]) == (True, 4, 0)
+    cell = next(each for each in asked.cells if each.arm == "Uniform")
+    models[cell][2] = ("Uniform", "other")
+    found = looked_at(identity, models)
+    assert found["held"] is False and len(found["broken"]) == 1
+    assert "broken in 1 of 4, first at seed 2 (Data same, Uniform other)" in words(found)
+    for each in asked.cells:
+        models[each] = {1: None}
+    assert looked_at(identity, models)["held"] is None
+    models = {each: {1: ("one", "same")} for each in asked.cells}
+    assert looked_at(identity, models)["one_run"] == 2
+
+
+def test_a_broken_identity_is_named_and_fails_the_study(tmp_path):
+    course = course_of(study(), tmp_path)
+    play(course, 7)  # the digests of `finish` are those of the experiments, which differ
+    found = course.gather(over=True)
+    assert found.problem.startswith("an identity is broken: Data and Uniform have the same bits")
+    assert found.summary["status"] == "failed"
+
+
+def test_paired_differences_are_over_the_seeds_that_both_have():
+    gain = paired({1: 0.5, 2: None, 3: 0.9, 4: 0.1}, {1: 0.4, 2: 0.3, 3: 0.6})
+    assert (gain.count, round(gain.mean, 9), round(gain.least, 9)) == (2, 0.2, 0.1)
+    assert over_seeds({1: None, 2: float("nan")}).count == 0
+    assert str(over_seeds({1: 2.0}).std) == "nan"
+
+
+def test_numbers_of_a_summary_have_dotted_names_one_level_down():
+    found = numbers({"a": 1, "b": {"c": 2.5, "d": "x", "e": True}, "f": [1], "g": None})
+    assert found == {"a": 1, "b.c": 2.5}
+
+
+# --- a study that is run ---
+
+
+@pytest.fixture(scope="module")
+def ran(shared_ray, tmp_path_factory):
+    """A small study with a member of its user's own as a fifth arm."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "halving.py").write_text(OWN)
+    given = tree()
+    given["arms"]["Mine"] = {
+        **given["arms"]["Uniform"],
+        "bounding": {"kind": "halving:Halve", "bound": {"tune": [0.5, 1.0]}},
+    }
+    given["show"][0]["published"] = "mine.csv"
+    (folder / "mine.csv").write_text("arm,accuracy\nMine,0.5\n")
+    (folder / "study.yaml").write_text(yaml.safe_dump(given))
+    sys.path.insert(0, str(folder))
+    try:
+        (result,) = reproduce(Study.named(folder / "study.yaml"), out=folder / "out")
+    finally:
+        sys.path.remove(str(folder))
+    return result
+
+
+def test_a_study_runs_tunes_and_compares_with_an_arm_of_the_users_own(ran):
+    assert ran.problem is None and ran.summary["status"] == "completed"
+    assert ran.summary["final"]["runs"] == ran.summary["final"]["completed"] == 20
+    assert ran.summary["tried"]["runs"] == 8
+    rows = ran.results.to_pylist()
+    assert {row["arm"] for row in rows} == {"Free", "Clip", "Data", "Uniform", "Mine"}
+    assert pq.read_table(ran.out / "results.parquet").equals(ran.results)
+    for row in rows:
+        trial = ran.out / row["directory"]
+        summary = json.loads((trial / "summary.json").read_text())
+        assert row["test_accuracy"] == summary["test_accuracy"] is not None
+        assert row["model_sha256"] == summary["model_sha256"] and row["seed"] == summary["seed"]
+        assert ("epsilon_rdp" in row and row["epsilon_rdp"] is not None) == (row["arm"] != "Free")
+    assert json.loads(ran.results.schema.metadata[b"rigorous"]) == ["epsilon_rdp"]
+    assert (ran.out / "published" / "mine.csv").exists()
+
+
+def test_no_run_that_values_were_chosen_by_has_seen_the_test_set(ran):
+    tried = ran.tuning.to_pylist()
+    assert len(tried) == 8 and sum(row["chosen"] for row in tried) == 4
+    for row in tried:
+        trial = ran.out / row["directory"]
+        rounds = pq.read_table(trial / "rounds.parquet").to_pydict()
+        assert rounds["test_loss"] == rounds["test_accuracy"] == [None, None]
+        assert rounds["validation_accuracy"][-1] == row["validation_accuracy"] is not None
+
+
+def test_the_identity_holds_and_the_choice_is_told(ran):
+    (identity,) = ran.summary["identities"]
+    assert identity["held"] is True and identity["compared"] == 4 and not identity["one_run"]
+    tuning = ran.summary["tuning"]
+    assert tuning["settings"] == {
+        "Free": [0, 0],
+        "Clip": [2, 2],
+        "Data": [0, 0],
+        "Uniform": [0, 0],
+        "Mine": [2, 2],
+    }
+    assert not tuning["equal"] and "8 private runs is itself a query" in tuning["statement"]
+
+
+def test_a_number_of_another_arm_is_the_mean_over_its_seeds(ran):
+    rows = ran.results.to_pylist()
+    for partition in ("iid", "shards"):
+        here = [row for row in rows if row["data.partition"] == partition]
+        mean = sum(row["norm_mean"] for row in here if row["arm"] == "Free") / 2
+        for row in here:
+            if row["arm"] == "Clip":
+                assert json.loads(row["values"])["bounding.bound"] == pytest.approx(0.5 * mean)
+
+
+def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, shared_ray, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(ran.out, out)
+    before = written(out)
+    given = yaml.safe_load((out / "study.yaml").read_text())
+    del given["arms"]["Mine"], given["arms"]["Clip"]
+    given["arms"]["Sixth"] = {"server": {"kind": "momentum"}}
+    given["study"]["seeds"] = 3
+    (again,) = reproduce(Study.from_dict(given, place=out), out=out, resume=True)
+    assert again.problem is None
+    after = written(out)
+    assert before.items() <= after.items() and len(after) == len(before) + 2 * (3 + 3)
+    assert before.keys() == {*written(ran.out)}
+    rows = again.results.to_pylist()
+    assert {row["directory"] for row in ran.results.to_pylist() if row["arm"] in ARMS} <= {
+        row["directory"] for row in rows
+    }
+    assert [row["arm"] for row in rows] == [arm for arm in (*ARMS, "Sixth") for _ in range(3)] * 2
+    with pytest.raises(ConfigError, match="--scale = 'paper': 'small', as in the study"):
+        reproduce(Study.from_dict(given, "paper"), out=out, resume=True)
+
+
+# --- however it ends ---
+
+
+def written(out: Path) -> dict[str, int]:
+    """When each trial that has completed wrote its summary, in ns."""
+    return {
+        path.parent.name: path.stat().st_mtime_ns
+        for path in out.glob("trials/*/summary.json")
+        if json.loads(path.read_text())["status"] == "completed"
+    }
+
+
+def command(config: Path, out: Path, *more: str) -> list[str]:
+    words = ["reproduce", str(config), "--out", str(out), "--quiet", *more]
+    return [sys.executable, "-m", "raydpfl", *words]
+
+
+def longer(folder: Path) -> Path:
+    """The file of a study of 20 runs that last long enough to be killed between two of them."""
+    given = tree(rounds=6)
+    given["local"] |= {"steps": 60}
+    config = folder / "study.yaml"
+    config.write_text(yaml.safe_dump(given))
+    return config
+
+
+def cut_short(
+    process: subprocess.Popen, out: Path, trials: int, end: signal.Signals
+) -> dict[str, int]:
+    """Ends a study once so many trials have finished; those that had, as `written` has them."""
+    until = time.monotonic() + 240
+    while len(written(out)) < trials and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert process.poll() is None
+    if end == signal.SIGINT:
+        os.kill(process.pid, end)
+        assert process.wait(120) == 130
+    else:
+        kill_tree(process)
+    done = written(out)
+    assert trials <= len(done) < 20
+    return done
+
+
+def check_same_tables(here: Path, there: Path) -> None:
+    """All but what is measured of the machine, to the last digit."""
+    for name in ("results", "tuning"):
+        tables = [pq.read_table(each / f"{name}.parquet") for each in (here, there)]
+        dropped = [column for column in MACHINE if column in tables[0].column_names]
+        first, second = (table.drop_columns(dropped) for table in tables)
+        assert first.equals(second) and len(first) > 0
+
+
+@pytest.mark.slow
+def test_a_study_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(tmp_path):
+    config = longer(tmp_path)
+    whole = subprocess.run(command(config, tmp_path / "whole"), capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    out = tmp_path / "out"
+    for trials, end in ((2, signal.SIGINT), (9, signal.SIGKILL)):
+        more = ["--resume"] if out.exists() else []
+        process = subprocess.Popen(command(config, out, *more), stderr=subprocess.DEVNULL)
+        done = cut_short(process, out, trials, end)
+    last = subprocess.run(command(config, out, "--resume"), capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr
+    assert done.items() <= written(out).items()  # nothing that had finished was run again
+    check_same_tables(tmp_path / "whole", out)
+
+
+# --- the command ---
+
+
+def complain(arguments, monkeypatch, capsys) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "reproduce", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return end.value.code, said
+
+
+def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(changed("study/id", "a b")))
+    for arguments, field in (
+        (["study.yaml"], "study.id = 'a b'"),
+        (["nowhere"], "study = 'nowhere'"),
+        ([], "study = None"),
+        (["002/fig1", "--scale", "tiny"], "--scale = 'tiny'"),
+        (["002/fig1", "--seeds", "0"], "--seeds = 0"),
+        (["002/fig1", "002/fig1a"], "study = ['002/fig1', '002/fig1']"),
+    ):
+        code, said = complain(arguments, monkeypatch, capsys)
+        assert code == 2 and field in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["study.yaml"]
+
+
+def test_the_list_names_every_study_what_it_shows_and_what_is_lost(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "reproduce", "--list"])
+    cli.main()
+    said = capsys.readouterr().out
+    for name, path in shipped.paths().items():
+        about = shipped.header(path)
+        assert f"{name}  {about['title']}" in said
+        assert all(other in said for other in about.get("answers", ()))
+    assert "smoke: " in said and "lost: " in said
