@@ -101,9 +101,9 @@ def outcome(result: Result, most: int | None = None) -> Table:
     names = [*study.axes, *(["accounting"] if study.accounting else []), "arm"]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
-        shown.add_column(escape(name))
+        shown.add_column(escape(name), no_wrap=True)
     for name in (scores.named(metric), "epsilon", "seeds"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("values")
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
