@@ -591,6 +591,8 @@ def is_space(value: Any) -> bool:
 def _one_run(tree: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for what is no section, and for a sweep, which is not one run."""
     sweeps = "no part of one run: raydpfl sweep runs a config with search spaces"
+    if "study" in tree:
+        raise ConfigError("study", tree["study"], "no part of one run: raydpfl reproduce runs it")
     if "sweep" in tree:
         raise ConfigError("sweep", tree["sweep"], sweeps)
     unknown = [key for key in tree if key not in Experiment.model_fields]

@@ -129,6 +129,9 @@ def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for()
     }
     assert [len([*cell.tried()]) for cell in small.cells[:2]] == [1, 2]
     assert [len([*cell.tried()]) for cell in smoke.cells[:2]] == [1, 1]
+    # of one value there is nothing to choose
+    assert smoke.cells[1].fixed == {"local.lr": 0.05} and not smoke.cells[1].grid
+    assert smoke.runs() == {"tried": 0, "final": 8}
 
 
 def test_only_some_labels_of_an_arm_or_of_a_scale():
@@ -341,6 +344,21 @@ def test_values_are_tried_on_rows_held_out_and_never_on_the_test_set(tmp_path):
         assert (trial.seed == 0) == tried
 
 
+def test_a_label_stays_what_it_is_where_runs_have_a_number_of_its_name(tmp_path):
+    course = course_of(study(panels={"rounds": [1, 2]}), tmp_path)
+    play(course, 2)
+    assert {row["rounds"] for row in told(course)[0]} == {"1", "2"}
+
+
+def test_one_value_is_no_choice_and_is_not_tried(tmp_path):
+    given = changed("arms/Clip/local.lr", {"tune": [0.2]})
+    course = course_of(Study.from_dict(given), tmp_path)
+    play(course, 2)
+    final, tried = told(course)
+    clip = {row["values"] for row in final if row["arm"] == "Clip"}
+    assert not tried and {json.loads(text)["local.lr"] for text in clip} == {0.2}
+
+
 def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(tmp_path):
     for better, pick in (("smaller", min), ("larger", max)):
         given = tree()
@@ -453,7 +471,7 @@ def ran(shared_ray, tmp_path_factory):
     }
     given["show"][0]["published"] = "mine.csv"
     (folder / "mine.csv").write_text("arm,accuracy\nMine,0.5\n")
-    (folder / "study.yaml").write_text(yaml.safe_dump(given))
+    (folder / "study.yaml").write_text(yaml.safe_dump(given, sort_keys=False))
     sys.path.insert(0, str(folder))
     try:
         (result,) = reproduce(Study.named(folder / "study.yaml"), out=folder / "out")
@@ -557,7 +575,7 @@ def longer(folder: Path) -> Path:
     given = tree(rounds=6)
     given["local"] |= {"steps": 60}
     config = folder / "study.yaml"
-    config.write_text(yaml.safe_dump(given))
+    config.write_text(yaml.safe_dump(given, sort_keys=False))
     return config
 
 

@@ -117,10 +117,20 @@ class Cell:
         return find(self.tree)
 
     @property
-    def grid(self) -> dict[str, Options]:
-        """The values to try, by dotted key."""
+    def _options(self) -> dict[str, Options]:
         found = {key: value for key, value in self.open.items() if isinstance(value, Options)}
         return {key: Options(value.options[: self.tries]) for key, value in found.items()}
+
+    @property
+    def grid(self) -> dict[str, Options]:
+        """The values to try, by dotted key; empty where there is nothing to choose."""
+        found = self._options
+        return found if any(len(each.options) > 1 for each in found.values()) else {}
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The values of which there is one each, where there is nothing to choose."""
+        return {} if self.grid else {key: each.options[0] for key, each in self._options.items()}
 
     @property
     def taken(self) -> dict[str, From]:
@@ -154,7 +164,7 @@ class Cell:
 
     def tried(self) -> Iterator[dict[str, Any]]:
         """Every choice of the values to try, with placeholders for the numbers to come."""
-        known = dict.fromkeys(self.taken, PLACEHOLDER)
+        known = {**dict.fromkeys(self.taken, PLACEHOLDER), **self.fixed}
         return ({**known, **point} for point in points(self.grid))
 
     def named(self, values: Mapping[str, Any] | None = None) -> str:

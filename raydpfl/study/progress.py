@@ -49,7 +49,8 @@ class Progress:
     @property
     def values(self) -> dict[str, Any]:
         """What it leaves open, as its final runs have it."""
-        return {**(self.taken or {}), **(self.chosen.values if self.chosen else {})}
+        chosen = self.chosen.values if self.chosen else self.cell.fixed
+        return {**(self.taken or {}), **chosen}
 
     def advance(self, of: Mapping[Cell, Progress], add: Add) -> bool:
         """Makes the runs that can be made now; whether there were any, or a problem."""

@@ -34,7 +34,7 @@ def results(study: Study, progress: Sequence[Progress]) -> pa.Table:
     rows = []
     for each in progress:
         for trial in each.finals:
-            rows.append({**_row(each, each.values, trial), **_numbers(trial)})
+            rows.append({**_numbers(trial), **_row(each, each.values, trial)})
     columns = {**_axes(study), **FIRST, "values": pa.string(), **LAST}
     return _table(rows, columns | _measured(rows, columns), {})
 
