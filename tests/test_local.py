@@ -144,6 +144,8 @@ LOCALS = {
     "both": Sgd(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, lr_decay=0.9),
     "full gradient": Sgd(steps=3, batch="full", lr=0.3, momentum=0.5, weight_decay=0.02),
     "epochs": Sgd(steps=7, batch=6, lr=0.2, sampling="epochs"),
+    "share": Sgd(steps=5, batch={"share": 0.4}, lr=0.3, momentum=0.5),
+    "share, epochs": Sgd(steps=5, batch={"share": 0.4}, lr=0.3, sampling="epochs"),
     "proximal": Sgd(steps=5, batch=6, lr=0.3, proximal=0.8),
     "proximal and all": Sgd(
         steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8
@@ -1131,3 +1133,32 @@ def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     assert resolve(module, Sgd(), rows=20, shape=(1, 28, 28)) == "sample_space"
     assert asked == [None] * 3
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.25, 0.5, 0.9, 1.0])
+def test_a_batch_by_share_is_that_share_of_every_clients_rows(share):
+    local = Sgd(steps=3, batch={"share": share})
+    sizes = np.arange(200)
+    found = local.batch_sizes(sizes)
+    assert found[0] == 0 and (found[1:] >= 1).all() and (found <= sizes).all()
+    assert (np.diff(found) >= 0).all()
+    assert np.abs(found - share * sizes)[round(1 / share) :].max(initial=0) <= 0.5 + 1e-9
+    assert [local.batch_size(rows) for rows in (1, 60, 199)] == found[[1, 60, 199]].tolist()
+    # a lane is as wide as the largest batch of those that may be in it
+    assert local.batch_size(int(local.rows_used(sizes).max())) == found.max()
+
+
+@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
+def test_a_client_draws_the_batches_of_its_share_whoever_trains_beside_it(sampling):
+    local = Sgd(steps=6, batch={"share": 0.3}, sampling=sampling)
+    sizes = [40, 0, 7, 1000, 1, 90]
+    clients = [3, -1, 8, 9, 10, 11]
+    index, counts = batches(1, 5, clients, [0] * 6, sizes, local)
+    assert counts.tolist() == [12, 0, 2, 300, 1, 27] and index.shape == (6, 6, 300)
+    for slot, (size, count) in enumerate(zip(sizes, counts.tolist(), strict=True)):
+        alone, _ = batches(1, 5, clients[slot : slot + 1], [0], [size], local)
+        own = index[slot, :, :count]
+        assert np.array_equal(own, alone[0, :, :count]) and not index[slot, :, count:].any()
+        if sampling == "fresh":
+            assert all(len(np.unique(step)) == count for step in own)
+        assert own.max(initial=0) < max(size, 1)

@@ -11,15 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+from conftest import experiment
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 from pyarrow import csv, feather, parquet
 from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 
-from raydpfl import keys
+from raydpfl import keys, run
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.local import Sgd, batches
+from raydpfl.plan import Plan
 from raydpfl.privacy import (
     Event,
     Guarantee,
@@ -924,3 +926,53 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
         LocalSteps.calibrated(**asked)
     assert len(calls) < 15
     assert LocalSteps.calibrated(**asked, accountant="rdp").epsilons("rdp", [1])[0] <= 1
+
+
+def test_batches_by_share_are_accounted_at_each_clients_own_rate():
+    """As each client with that batch alone: q_k = b_k / n_k."""
+    samples = np.array([100, 505, 20, 60])
+    batches = Sgd(batch={"share": 0.1}).batch_sizes(samples)
+    stds = np.array([0.2, 0.3, 0.4, 1.0])
+    counts = [4, 1, 3, 30]
+    together = LocalSteps(samples, batches, 5, 1.0, 1e-5, stds)
+    assert together.batches.tolist() == [10, 50, 2, 6]
+    for accountant in ("pld", "rdp"):
+        found = together.epsilons(accountant, counts)
+        for k in range(4):
+            alone = LocalSteps(samples[[k]], int(batches[k]), 5, 1.0, 1e-5, stds[[k]])
+            assert found[k] == pytest.approx(alone.epsilons(accountant, [counts[k]])[0], rel=1e-9)
+    assert together.digest() != LocalSteps(samples, 10, 5, 1.0, 1e-5, stds).digest()
+    assert together.batch_words() == "2 to 50 samples, by the client's size"
+
+
+def test_one_number_for_all_clients_is_the_same_as_one_for_each():
+    samples = np.array([100, 505, 20])
+    stds = np.array([0.2, 0.3, 0.4])
+    one = LocalSteps(samples, 30, 5, 1.0, 1e-5, stds)
+    each = LocalSteps(samples, np.array([30, 30, 20]), 5, 1.0, 1e-5, stds)
+    assert np.array_equal(one.epsilons("rdp", [2, 2, 2]), each.epsilons("rdp", [2, 2, 2]))
+
+
+@pytest.mark.parametrize("batch", [np.array([3, 3]), np.array([3, 0, 1]), np.array([1.5, 1, 1])])
+def test_batches_that_are_none_per_client_are_refused(batch):
+    with pytest.raises(ConfigError, match=r"batch = .*: an integer, at least 1, or one per client"):
+        LocalSteps(np.array([5, 5, 5]), batch, 5, 1.0, 1e-5, np.ones(3))
+
+
+@pytest.mark.parametrize("calibration", ["rigorous", "paper"])
+def test_a_run_with_batches_by_share_holds_each_clients_budget(calibration, tmp_path):
+    sections = {
+        "data": {"kind": "fashion_mnist_mini", "clients": 50, "sizes": {"kind": "spread"}},
+        "local": {"kind": "sgd", "steps": 3, "batch": {"share": 0.1}, "lr": 0.1},
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-5, "calibration": calibration},
+        "privacy": {"accountants": ["rdp", "paper"]},
+    }
+    plan = Plan.make(experiment(**sections))
+    mechanism = plan.mechanism
+    assert np.array_equal(mechanism.batches, np.round(0.1 * mechanism.samples))
+    result = run(experiment(**sections), tmp_path / "run")
+    assert result.summary["status"] == "completed"
+    if calibration == "rigorous":
+        rigorous = [g.epsilon for g in result.guarantees if g.kind == "rigorous"]
+        assert rigorous and max(rigorous) == pytest.approx(2.0, rel=2e-3)

@@ -135,9 +135,9 @@ def of_personal(budget: PersonalBudget) -> RenderableType:
 def _personal_head(budget: PersonalBudget) -> Table:
     mechanism = budget.mechanism
     head = Table.grid(padding=(0, 2))
-    batch = "all samples" if mechanism.batch is None else f"{mechanism.batch} samples"
     order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
-    steps = f"{mechanism.steps} local steps a participation, each on {batch}{order}"
+    batch = f"{mechanism.batch_words()}{order}"
+    steps = f"{mechanism.steps} local steps a participation, each on {batch}"
     head.add_row("released", f"every update of {len(budget.rows)} clients: {steps}")
     moves = f"replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B"
     head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; {moves}")

@@ -5,12 +5,13 @@ step does with the gradient of its batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from raydpfl.member import Member
 from raydpfl.rounds import Facts, State, View
@@ -83,6 +84,33 @@ def _add(to: list[torch.Tensor], what: list[torch.Tensor], alpha: float) -> None
         torch._foreach_add_(to, what, alpha=alpha)
 
 
+def _a_mapping(value: Any) -> Any:
+    if isinstance(value, Mapping | Share):
+        return value
+    raise ValueError("a share of the rows, as in {share: 0.1}")
+
+
+class Share(BaseModel):
+    """A batch as a share q of a client's own rows, q n_k rounded, one row at least: so the sampling
+    rate is the same for all clients, whatever their sizes.
+
+    >>> Share(share=0.1).of(np.array([0, 3, 25, 600]))
+    array([ 0,  1,  2, 60])
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    share: float = Field(gt=0, le=1)
+
+    def of(self, sizes: np.ndarray) -> np.ndarray:
+        """Rows in a batch, int64 [C], of clients with so many rows, int64 [C]."""
+        rounded = np.round(np.round(self.share * sizes, 9)).astype(np.int64)
+        return np.clip(rounded, np.minimum(sizes, 1), sizes)
+
+
+Shared = Annotated[Share, BeforeValidator(_a_mapping)]
+
+
 class Local(Member):
     """Base of the family: Q steps, each on a batch of the client's own rows.
 
@@ -108,8 +136,8 @@ class Local(Member):
     """
 
     steps: int = Field(default=20, ge=1)  # Q
-    # B; a client with fewer rows uses all of them, as `full` always does
-    batch: Annotated[int, Field(ge=1)] | Literal["full"] = 10
+    # B; a client with fewer rows uses all of them, as `full` always does; or a share of its rows
+    batch: Annotated[int, Field(ge=1)] | Literal["full"] | Shared = 10
     # each step its own uniform subset; or shuffled rows in turn, each once an epoch
     sampling: Literal["fresh", "epochs"] = "fresh"
     lr: float = Field(default=0.1, gt=0)  # eta_l of round 0
@@ -139,13 +167,24 @@ class Local(Member):
 
     def batch_size(self, rows: int) -> int:
         """Rows in each batch of a client that has `rows`."""
-        return rows if self.batch == "full" else min(self.batch, rows)
+        return int(self.batch_sizes(np.array([rows]))[0])
+
+    def batch_sizes(self, sizes: np.ndarray) -> np.ndarray:
+        """Rows in each batch of clients that have so many rows, int64 [C], as accountants and every
+        way of training know them; they never fall as `sizes`, int64 [C], rise.
+        """
+        if self.batch == "full":
+            return sizes
+        if isinstance(self.batch, Share):
+            return self.batch.of(sizes)
+        return np.minimum(sizes, self.batch)
 
     def rows_used(self, sizes: np.ndarray) -> np.ndarray:
         """How many of its rows each client can train on in a round at most, int64 [C], from its
-        number of rows, `sizes` int64 [C].
+        number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, as the size
+        of a lane's batches is known by them.
         """
-        return sizes if self.batch == "full" else np.minimum(sizes, self.steps * self.batch)
+        return np.minimum(sizes, self.steps * self.batch) if isinstance(self.batch, int) else sizes
 
     def fresh(self, x: torch.Tensor) -> Any:
         """What the rule keeps from one step to the next, at a round's start.

@@ -44,16 +44,18 @@ def batches(
     """
     counts = np.asarray(sizes, dtype=np.int64)
     width = local.batch_size(int(counts.max(initial=1)) if rows is None else rows)
-    batch_sizes = counts if local.batch == "full" else np.minimum(counts, local.batch)
+    batch_sizes = local.batch_sizes(counts)
     index = np.zeros((len(counts), local.steps, width), dtype=np.int64)
     every = batch_sizes == counts
     index[every, :, :] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
     # A client with many rows ranks them alone: how many bits they take may not show in the others.
     few = (counts <= RANKED * batch_sizes) & (counts <= 1 << BITS) & (local.sampling == "fresh")
     ranked = np.flatnonzero(few & ~every)
-    if len(ranked):  # all of these have batches of the full width
+    if len(ranked):
         words = _words(seed, t, clients, draws, counts, ranked, local.steps)
-        index[ranked] = _shuffled(words)[:, :, :width]
+        most = int(batch_sizes[ranked].max())
+        real = np.arange(most) < batch_sizes[ranked, None, None]
+        index[ranked, :, :most] = np.where(real, _shuffled(words)[:, :, :most], 0)
     for slot in np.flatnonzero(~few & ~every).tolist():
         n = int(counts[slot])
         b = int(batch_sizes[slot])

@@ -32,6 +32,7 @@ class Sgd(Local):
         {"steps": 4, "batch": 5},
         {"steps": 2, "batch": "full", "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1},
         {"steps": 4, "batch": 5, "sampling": "epochs", "schedule": "inverse_sqrt"},
+        {"steps": 4, "batch": {"share": 0.2}},
     )
     kind: str = "sgd"
     weight_decay: float = Field(default=0.0, ge=0)

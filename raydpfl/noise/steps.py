@@ -28,7 +28,7 @@ def release(noise: Gaussian, facts: Facts) -> LocalSteps:
     e = facts.experiment
     what: dict[str, Any] = {
         "samples": facts.sizes,
-        "batch": None if e.local.batch == "full" else e.local.batch,
+        "batch": _batch(e, facts.sizes),
         "steps": e.local.steps,
         "bound": e.bounding.sample_bound,
         "delta": noise.delta,
@@ -40,6 +40,16 @@ def release(noise: Gaussian, facts: Facts) -> LocalSteps:
         silent = LocalSteps(stds=np.zeros(len(facts.sizes)), **what)
         return replace(silent, stds=_given(noise, silent))
     return _calibrated(noise, facts, what)
+
+
+def _batch(experiment: Experiment, sizes: np.ndarray) -> int | np.ndarray | None:
+    """Rows of a batch: one number, of which a smaller client uses all its rows, one for each
+    client, int64 [N], or None for all of them.
+    """
+    batch = experiment.local.batch
+    if batch == "full":
+        return None
+    return batch if isinstance(batch, int) else experiment.local.batch_sizes(sizes)
 
 
 def _given(noise: Gaussian, silent: LocalSteps) -> np.ndarray:
@@ -75,7 +85,7 @@ def variances(
     if noise.epsilon is None:
         return None
     held = np.maximum(sizes, 1)  # a client without samples is never drawn
-    batches = np.minimum(held, experiment.local.batch_size(int(sizes.max())))
+    batches = experiment.local.batch_sizes(held)
     budgets = drawn_budgets(noise, experiment.seed, len(sizes), root)
     return paper.budget_variance(budgets, noise.delta, batch=batches, samples=held)
 

@@ -77,7 +77,8 @@ class LocalSteps(Release):
 
     Args:
         samples: n_k, int64 [N].
-        batch: B; a client with fewer samples uses all of them. None: all samples at every step.
+        batch: B; a client with fewer samples uses all of them. Or B_k of each, int64 [N]. None: all
+            samples at every step.
         steps: Q, local steps of one participation.
         bound: the per-sample clip norm.
         delta: the delta of all epsilons.
@@ -101,7 +102,7 @@ class LocalSteps(Release):
     """
 
     samples: np.ndarray
-    batch: int | None
+    batch: int | np.ndarray | None
     steps: int
     bound: float
     delta: float
@@ -118,9 +119,9 @@ class LocalSteps(Release):
 
     def __post_init__(self) -> None:
         one_of("sampling", self.sampling, Literal["fresh", "epochs"])
-        for name, value in (("steps", self.steps), ("batch", self.batch)):
-            if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
-                raise ConfigError(name, value, "an integer, at least 1")
+        if not (isinstance(self.steps, int | np.integer) and self.steps >= 1):
+            raise ConfigError("steps", self.steps, "an integer, at least 1")
+        self._check_batch()
         if not (0 < self.bound < math.inf):
             raise ConfigError("bound", self.bound, "a positive finite number")
         if not (0 < self.delta < 1):
@@ -133,12 +134,22 @@ class LocalSteps(Release):
         if self.claims is not None:
             object.__setattr__(self, "claims", _budgets(self.claims, len(self.samples)))
 
+    def _check_batch(self) -> None:
+        """Raises `ConfigError` for what is no size of a batch, and for not one per client."""
+        if self.batch is None:
+            return
+        given = np.asarray(self.batch)
+        least = np.minimum(self.samples, 1) if given.ndim else 1
+        fits = given.shape in ((), np.shape(self.samples))
+        if not (fits and given.dtype.kind in "iu" and (given >= least).all()):
+            raise ConfigError("batch", self.batch, "an integer, at least 1, or one per client")
+
     @classmethod
     def calibrated(
         cls,
         *,
         samples: ArrayLike,
-        batch: int | None,
+        batch: int | np.ndarray | None,
         steps: int,
         bound: float,
         delta: float,
@@ -259,10 +270,18 @@ class LocalSteps(Release):
         """Bool [N]: clients with an infinite budget, which need no protection."""
         return np.zeros(len(self.samples), bool) if self.claims is None else np.isinf(self.claims)
 
+    def batch_words(self) -> str:
+        """How many samples a client's batches have, in words."""
+        if self.batch is None:
+            return "all samples"
+        if not isinstance(self.batch, np.ndarray):
+            return f"{self.batch} samples"
+        return f"{self.batch.min()} to {self.batch.max()} samples, by the client's size"
+
     def digest(self) -> str:
         """SHA-256 of all fields, in hexadecimal."""
         plain: list[Any] = [
-            self.batch,
+            self.batch.tolist() if isinstance(self.batch, np.ndarray) else self.batch,
             self.steps,
             self.bound,
             self.delta,
