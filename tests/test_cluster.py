@@ -161,7 +161,7 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     )
     done = cut_short(process, out, 4, signal.SIGKILL)
     resume = command(config, out, "--resume", *there)
-    last = subprocess.run(resume, timeout=240, capture_output=True, text=True, env=cluster[1])
+    last = subprocess.run(resume, timeout=600, capture_output=True, text=True, env=cluster[1])
     assert last.returncode == 0, last.stderr[-3000:]
     assert done.items() <= written(out).items()
     check_same_tables(whole.out, out)

@@ -244,6 +244,7 @@ def test_what_is_wrong_with_a_file_is_said_by_field(path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_its_names():
     names = []
     for name, path in shipped.paths().items():
@@ -357,6 +358,35 @@ def test_one_value_is_no_choice_and_is_not_tried(tmp_path):
     final, tried = told(course)
     clip = {row["values"] for row in final if row["arm"] == "Clip"}
     assert not tried and {json.loads(text)["local.lr"] for text in clip} == {0.2}
+
+
+def test_values_that_are_chosen_at_one_label_are_taken_at_the_others(tmp_path):
+    given = tree()
+    given["study"] |= {"chosen_at": {"data.partition": "shards"}, "same_bits": []}
+    asked = Study.from_dict(given)
+    assert asked.runs()["tried"] == 2
+    results = []
+    for order in range(6):
+        course = course_of(asked, tmp_path / str(order))
+        assert len(play(course, order)) == sum(asked.runs().values())
+        results.append(told(course))
+    assert all(each == results[0] for each in results)
+    final, tried = results[0]
+    assert {row["data.partition"] for row in tried} == {"shards"}
+    (best,) = [json.loads(row["values"]) for row in tried if row["chosen"]]
+    clip = [row for row in final if row["arm"] == "Clip"]
+    values = {row["data.partition"]: json.loads(row["values"]) for row in clip}
+    assert values["shards"] == best and values["iid"]["local.lr"] == best["local.lr"]
+    # the number of another arm is that of the cell's own label
+    assert values["iid"]["bounding.bound"] != best["bounding.bound"]
+
+    course = course_of(asked, tmp_path / "failing")
+    play(course, 1, failing=("tried",))
+    reasons = [each["reason"] for each in course.gather(over=True).summary["failed"]]
+    assert "no values were chosen: Clip data.partition=shards: none of the 2 values" in reasons[0]
+    given["arms"]["Clip"]["only"] = {"data.partition": ["iid"]}
+    with pytest.raises(ConfigError, match=r"study\.chosen_at = .*Clip stands with the same"):
+        Study.from_dict(given)
 
 
 def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(tmp_path):
@@ -583,13 +613,13 @@ def cut_short(
     process: subprocess.Popen, out: Path, trials: int, end: signal.Signals
 ) -> dict[str, int]:
     """Ends a study once so many trials have finished; those that had, as `written` has them."""
-    until = time.monotonic() + 240
+    until = time.monotonic() + 600
     while len(written(out)) < trials and process.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     assert process.poll() is None
     if end == signal.SIGINT:
         os.kill(process.pid, end)
-        assert process.wait(120) == 130
+        assert process.wait(240) == 130
     else:
         kill_tree(process)
     done = written(out)
@@ -652,6 +682,7 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["study.yaml"]
 
 
+@pytest.mark.slow
 def test_the_list_names_every_study_what_it_shows_and_what_is_lost(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["raydpfl", "reproduce", "--list"])
     cli.main()

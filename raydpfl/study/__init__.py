@@ -18,6 +18,7 @@ study:
   judge: validation_accuracy    # what values are chosen by: a number of summary.json
   better: larger            # or smaller; of a judge that is no validation_accuracy or _loss
   validation: 0.1           # share of every client's rows held out while values are chosen
+  chosen_at: {budget: low}  # values are chosen at these labels alone, and taken at all others
   accounting:               # an axis, if given: what each label means for private arms
     paper: {noise.calibration: paper}
     true: {noise.calibration: rigorous}

@@ -175,7 +175,7 @@ class Cell:
         parts += [f"{key}={short(value)}" for key, value in (values or {}).items()]
         return " ".join(parts)
 
-    def at(self, labels: Mapping[str, str]) -> bool:
+    def at(self, labels: Mapping[str, str | None]) -> bool:
         """Whether it stands at these labels, of which `arm` and `accounting` may be two."""
         mine = {**self.labels, "arm": self.arm, "accounting": self.accounting}
         return all(mine.get(axis) == name for axis, name in labels.items())

@@ -66,7 +66,9 @@ class Course(Source):
         self.on_change = on_change
         self.metric = study.about.judge
         self.began = time.monotonic()
-        self.progress = [Progress(study, cell) for cell in study.cells]
+        self.progress = [
+            Progress(study, cell, study.sources(cell), study.chooser(cell)) for cell in study.cells
+        ]
         self._of = {each.cell: each for each in self.progress}
         self._found: dict[str, Trial] = {}  # by the name of the directory
         self._next: deque[Trial] = deque()  # found, and not handed out

@@ -27,7 +27,7 @@ def runs(study: Study) -> Iterator[tuple[Experiment, int]]:
     """Each that would be run, and how often; of the values to be chosen the first stand for all."""
     for cell in study.cells:
         points = [*cell.tried()]
-        if cell.grid:
+        if cell.grid and study.chooser(cell) is cell:
             for values in points:
                 yield cell.experiment(values, study.seed, study.about.validation), 1
         yield cell.experiment(points[0], study.seed + 1), study.seeds

@@ -41,6 +41,7 @@ class About(Section):
     judge: str = "validation_accuracy"  # the number by which values are chosen
     better: Literal["larger", "smaller"] | None = None  # of a judge that is no loss or accuracy
     validation: float = Field(default=0.1, ge=0, lt=1)  # held out while values are chosen
+    chosen_at: Mapping[str, Any] = {}  # labels of axes along which values are chosen at one alone
     accounting: Any = None  # labels of the axis, or a mapping of each to what it means
     same_bits: tuple[Any, ...] = ()
     scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
@@ -193,6 +194,21 @@ class Study:
         """The tables of published numbers that its outputs name."""
         return published(self.show, self.place)
 
+    def chooser(self, cell: Cell) -> Cell:
+        """The cell whose choice of values this one takes: itself, or that at `study.chosen_at`.
+
+        Raises `ConfigError` where there is none with the same values to try.
+        """
+        labels = {axis: label(name) for axis, name in self.about.chosen_at.items()}
+        if not cell.grid or cell.at(labels):
+            return cell
+        asked = {**cell.labels, "accounting": cell.accounting, "arm": cell.arm, **labels}
+        for each in self.cells:
+            if each.at(asked) and each.grid == cell.grid:
+                return each
+        accepted = f"labels at which {cell.arm} stands with the same values to try"
+        raise ConfigError("study.chosen_at", dict(self.about.chosen_at), accepted)
+
     def runs(self) -> dict[str, int]:
         """How many runs there are that values are chosen by, `tried`, and how many `final` ones,
         each counted once; cells that end up at the same values may share more of these.
@@ -201,7 +217,7 @@ class Study:
         final: set[tuple[str, str]] = set()
         for cell in self.cells:
             points = [*cell.tried()]
-            if cell.grid:
+            if cell.grid and self.chooser(cell) is cell:
                 about = self.about.validation
                 tried |= {name_of(cell.experiment(each, self.seed, about)) for each in points}
             first = name_of(cell.experiment(points[0], self.seed + 1))
@@ -251,6 +267,8 @@ class Study:
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
         self._check_labels()
+        for cell in self.cells:
+            self.chooser(cell)
         if not self.cells:
             raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
         for cell in self.cells:
@@ -269,6 +287,7 @@ class Study:
         known |= {"arm": [*self.arms], "accounting": [*self.accounting]}
         onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
         onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
+        onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))
         for where, only in onlys:
             for axis, labels in only.items():
                 if axis not in known:
@@ -280,7 +299,10 @@ class Study:
 
     def _check_sources(self) -> None:
         """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
-        needs = {cell: {source for source in self.sources(cell).values()} for cell in self.cells}
+        needs = {cell: {*self.sources(cell).values()} for cell in self.cells}
+        for cell in self.cells:
+            if self.chooser(cell) is not cell:
+                needs[cell].add(self.chooser(cell))
         free: set[Cell] = set()
         while len(free) < len(needs):
             ready = {cell for cell, of in needs.items() if cell not in free and of <= free}

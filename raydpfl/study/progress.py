@@ -31,9 +31,12 @@ class Progress:
 
     study: Study
     cell: Cell
+    sources: Mapping[str, Cell]  # what gives each number that it takes, by dotted key
+    chooser: Cell  # whose choice of values it takes, which may be itself
     taken: dict[str, float] | None = None  # numbers from other arms; None: not all known yet
     tries: list[Try] = field(default_factory=list)
-    chosen: Try | None = None
+    chosen: Try | None = None  # of its own
+    picked: dict[str, Any] = field(default_factory=dict)  # of its grid
     finals: list[Trial] = field(default_factory=list)
     problem: str | None = None  # why it can come to no result
 
@@ -49,8 +52,7 @@ class Progress:
     @property
     def values(self) -> dict[str, Any]:
         """What it leaves open, as its final runs have it."""
-        chosen = self.chosen.values if self.chosen else self.cell.fixed
-        return {**(self.taken or {}), **chosen}
+        return {**(self.taken or {}), **self.cell.fixed, **self.picked}
 
     def advance(self, of: Mapping[Cell, Progress], add: Add) -> bool:
         """Makes the runs that can be made now; whether there were any, or a problem."""
@@ -58,10 +60,10 @@ class Progress:
             return False
         if self.taken is None and not self._take(of):
             return self.problem is not None
-        if self.cell.grid and not self.tries:
+        if self.chooser is self.cell and self.cell.grid and not self.tries:
             self._try(add)
             return True
-        if self.cell.grid and not self._choose():
+        if self.cell.grid and not self._pick(of):
             return self.problem is not None
         for seed in self.study.final_seeds():
             experiment = self.cell.experiment(self.values, seed)
@@ -71,7 +73,7 @@ class Progress:
     def _take(self, of: Mapping[Cell, Progress]) -> bool:
         """Takes the numbers of other arms; False as long as one is missing."""
         found = {}
-        for key, cell in self.study.sources(self.cell).items():
+        for key, cell in self.sources.items():
             giving = of[cell]
             if not giving.over:
                 return False
@@ -92,6 +94,18 @@ class Progress:
             experiment = self.cell.experiment(values, self.study.seed, about.validation)
             trial = add(f"{self.cell.named(values)} tried", experiment)
             self.tries.append(Try(values, trial))
+
+    def _pick(self, of: Mapping[Cell, Progress]) -> bool:
+        """Takes up which values were chosen, here or elsewhere; False as long as none are."""
+        giving = of[self.chooser]
+        if giving is self and not self._choose():
+            return False
+        if giving.chosen is None:
+            if giving.problem:
+                self.problem = f"no values were chosen: {giving.cell.named()}: {giving.problem}"
+            return False
+        self.picked = {key: giving.chosen.values[key] for key in self.cell.grid}
+        return True
 
     def _choose(self) -> bool:
         """Chooses among the values that were tried, the first of equals; False as long as one run

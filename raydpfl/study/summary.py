@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.study.cells import Cell
+from raydpfl.study.cells import Cell, label
 from raydpfl.study.form import Study
 from raydpfl.study.identities import looked_at, words
 from raydpfl.study.progress import Progress
@@ -99,6 +99,7 @@ def tuned(study: Study, progress: Sequence[Progress]) -> dict[str, Any]:
         "judge": study.about.judge,
         "validation": study.about.validation,
         "seed": study.seed,
+        "at": {axis: label(name) for axis, name in study.about.chosen_at.items()},
         "settings": {arm: list(ends) for arm, ends in ranges.items()},
         "equal": len(set(ranges.values())) == 1,
         "statement": _statement(study, progress, ranges),
@@ -115,7 +116,10 @@ def _statement(
         f"{arm} {least}" if least == most else f"{arm} {least} to {most}"
         for arm, (least, most) in ranges.items()
     )
-    told = f"Values were chosen in each cell by the {about.judge.replace('_', ' ')} of one run"
+    where = "".join(f" at {axis}={label(name)}" for axis, name in about.chosen_at.items())
+    told = (
+        f"Values were chosen in each cell{where} by the {about.judge.replace('_', ' ')} of one run"
+    )
     told += f" (seed {study.seed}) per setting"
     if about.validation:
         told += f", on {about.validation:.0%} of every client's rows, held out of training"
