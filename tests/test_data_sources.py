@@ -559,6 +559,20 @@ def test_iid_synthetic_clients_share_one_model_and_the_test_rows_are_new():
     assert len(np.unique(np.concatenate([x, test_x]), axis=0)) == len(x) + len(test_x)
 
 
+@pytest.mark.parametrize("kind", ["power-law", "balanced", "spread"])
+def test_synthetic_test_rows_are_the_same_share_of_each_clients_own(kind):
+    keys = {"kind": "synthetic", "clients": 40, "samples": 50, "sizes": {"kind": kind}}
+    split = data.parse(keys | {"test_samples": 2000, "features": 3}).split(0, None)
+    test_x, test_y = split.test()
+    # v_k tells clients apart; 2000 rows to test as 2000 to train are a half of each client's
+    rows = np.split(test_x, np.cumsum(split.sizes)[:-1])
+    assert len(test_y) == split.sizes.sum() == 2000
+    for client in np.flatnonzero(split.sizes >= 40):
+        own = split.rows(client, client + 1)[0]
+        # means of 40 rows or more, of std 1 or less: 6 std
+        assert np.abs(own.mean(0) - rows[client].mean(0)).max() < 6 * (2 / 40) ** 0.5
+
+
 def png(width: int, height: int, rows: bytes = b"") -> bytes:
     """A grey PNG that says it is so large, with as many rows as are given."""
 
