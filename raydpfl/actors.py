@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
@@ -32,9 +31,9 @@ from ray.exceptions import (
 
 from raydpfl import evaluator
 from raydpfl.client import ClientActor
-from raydpfl.config import Experiment
+from raydpfl.config import Client, Experiment
 from raydpfl.data import Shards
-from raydpfl.dealing import shares, singles
+from raydpfl.dealing import Costs, rows, shares, singles
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.process import Started
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
@@ -50,6 +49,9 @@ SAID = {
     "losses": "{where}: answering with its loss",
     "evaluate": "the evaluation of the model",
 }
+SMALL = 1 << 16  # bytes; Ray sends an argument of up to 100 kB with the call
+PIECE = 0.25  # seconds of a piece of a round, of which an actor may take several
+PIECES = 4
 IN_FLIGHT = 64  # calls at once when each client is its own actor
 # the actor is gone, or the node that kept what it had returned
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
@@ -109,86 +111,100 @@ class _Flight:
 
 
 class Actors:
-    """Ray actors: `count` of them sharing all lanes, or one per client of the population."""
+    """Ray actors: `count` of them sharing all lanes, or one per client of the population.
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        shards: str,
-        count: int,
-        per_client: bool,
-        capability: Mapping[str, str],
-    ):
-        self.per_client = per_client
+    Their processes start at once, some at a time: starting one takes a core some seconds, and with
+    many more at once than cores Ray gives up on the slowest. They work once they are `told` what
+    for. It may be handed to another process, by pickling, between two rounds.
+    """
+
+    def __init__(self, client: Client, count: int):
+        self.per_client = client.actors == "per-client"
         self.replaced = 0
-        client = experiment.client
-        self._experiment = experiment
-        self._shards = Shards.open(shards)
+        self._client = client
+        self._count = count
+        self._costs = Costs()
         self._patience = {name: Patience(client.timeout) for name in SAID}
-        path = tuple(os.path.abspath(entry) for entry in sys.path)
-        self._arguments = (pickle.dumps(experiment), shards, path, capability)
-        self._class = ray.remote(ClientActor).options(
-            num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
-        )
+        self._given: tuple | None = None  # what `ready` of each is told
         self._actors: dict[int, Any] = {}
         self._facts: dict[int, Started] = {}
-        # call -> actor, of those that were started in the place of dead ones
+        # call -> actor, of those that have been told and have not answered yet
         self._starting: dict[Any, int] = {}
-        self._start_clients(count)
-
-    def _start_clients(self, count: int) -> None:
-        """Starts the client actors, some at a time: starting one takes a core some seconds, and
-        with many more at once than cores Ray gives up on the slowest.
-        """
         slots = int(ray.cluster_resources().get("CPU", 1))
-        wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
-        for start in range(0, count, wave):
-            some = range(start, min(start + wave, count))
-            self._actors |= {index: self._class.remote(*self._arguments) for index in some}
-            ready = {index: self._actors[index].ready.remote() for index in some}
-            for index, call in ready.items():
-                self._actors[index], call = self._up(self._actors[index], call)
-                self._facts[index] = ray.get(call)
+        self._wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
+        self._class = self._options()
+        self._more()
 
-    def _up(self, actor: Any, ready: Any) -> tuple[Any, Any]:
-        """An actor and its call of `ready`, once that has been answered.
+    def _options(self) -> Any:
+        client = self._client
+        return ray.remote(ClientActor).options(
+            num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
+        )
 
-        One that died as it started is started again: Ray takes some seconds to see that a node is
-        lost, and starts actors on it until then.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_class"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._class = self._options()
+
+    def told(self, experiment: Experiment, shards: str, capability: Mapping[str, str]) -> None:
+        """Tells the actors what they work for: a complete experiment and the folder of its data."""
+        opened = Shards.open(shards)
+        self._kind = experiment.model.kind
+        self._classes = opened.classes
+        self._batches = len(evaluator.batches(experiment.evaluate, opened))
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        self._given = (pickle.dumps(experiment), shards, path, capability)
+        for index in self._actors:
+            self._tell(index)
+
+    def _tell(self, index: int) -> None:
+        assert self._given is not None
+        self._starting[self._actors[index].ready.remote(*self._given)] = index
+
+    def _more(self) -> None:
+        """Starts as many of the actors that are missing as may start at once."""
+        coming = len(self._starting) if self._given else len(self._actors)
+        for index in range(
+            len(self._actors), min(self._count, len(self._actors) + self._wave - coming)
+        ):
+            self._actors[index] = self._class.remote()
+            if self._given:
+                self._tell(index)
+
+    def up(self, least: int, check: Callable[[], None]) -> None:
+        """Waits until so many actors can work. Raises what stands in the way, and what `check`
+        raises, which is called several times a second.
         """
-        for _ in range(DEATHS):
-            try:
-                self._await([ready])
-                return actor, ready
-            except RayActorError as error:
-                reason = _cause(error)
-                actor = self._class.remote(*self._arguments)
-                ready = actor.ready.remote()
-        raise RunError(f"a client actor died while it started: {reason}")
+        timeout = START_SECONDS + 2.0 * self._count
+        until = time.monotonic() + timeout
+        deaths: Counter[Any] = Counter()
+        while self.healthy < least:
+            check()
+            done, _ = ray.wait([*self._starting], num_returns=1, timeout=0.1)
+            if done:
+                self._started(done[0], deaths)
+            elif time.monotonic() > until:
+                raise RunError(
+                    f"{least - self.healthy} of {self._count} client actors did not come up within "
+                    f"{timeout:.0f} s; the cluster has no free place for them: lower "
+                    "client.actors, client.num_cpus or client.num_gpus"
+                )
 
     @property
     def healthy(self) -> int:
-        return len(self._actors) - len(self._starting)
-
-    def _await(self, references: list) -> list[Started]:
-        """What the actors say of themselves once they can work. Raises what stands in the way,
-        `RayActorError` for one that died.
-        """
-        timeout = START_SECONDS + 2.0 * len(references)
-        try:
-            return ray.get(references, timeout=timeout)
-        except GetTimeoutError:
-            pending = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
-            raise RunError(
-                f"{pending} of {len(references)} client actors did not come up within "
-                f"{timeout:.0f} s; the cluster has no free place for them: lower client.actors, "
-                "client.num_cpus or client.num_gpus"
-            ) from None
-        except RayTaskError as error:
-            raise _reason(error) from None
+        return len(self._actors) - len(self._starting) if self._given else 0
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
-        return singles(lanes) if self.per_client else shares(lanes, max(1, self.healthy))
+        if self.per_client:
+            return singles(lanes)
+        costs = self._costs.of(lanes)
+        actors = max(1, self.healthy)
+        each = 1.0
+        if self._costs.known:  # a long round in pieces, so that whoever is ahead takes more of them
+            each = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
+        return shares(lanes, actors * round(each), costs)
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
@@ -197,12 +213,16 @@ class Actors:
 
         Raises `ClientError` when a client failed, `RunError` when actors keep dying.
         """
-        reference = ray.put(broadcast)
+        given = _given(broadcast, len(shares))
         homes = [
             int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares
         ]
-        calls = [(reference, work, list(share)) for share in shares]
-        yield from self._results("train", calls, homes, [_rows(share) for share in shares])
+        calls = [(given, work, list(share)) for share in shares]
+        costs = [rows(share) for share in shares]
+        for index, result in self._results("train", calls, homes, costs):
+            if not self.per_client:
+                self._costs.took(shares[index], result.seconds)
+            yield index, result
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
@@ -257,11 +277,12 @@ class Actors:
                     waiting.appendleft(flying.pop(call).index)
 
     def _started(self, call: Any, deaths: Counter) -> None:
-        """Takes up an actor that was started in the place of a dead one, and now answers."""
+        """Takes up an actor that was started, and now answers."""
         actor = self._starting.pop(call)
         facts = self._taken(call, actor, f"actor {actor}", deaths)
         if facts:
             self._facts[actor] = facts
+        self._more()
 
     def _wait(self, flying: dict[Any, _Flight]) -> Any:
         """A call that is done, of those flying or of an actor that starts; None if one is late
@@ -286,7 +307,7 @@ class Actors:
         except LOST as error:
             deaths[of] += 1
             if deaths[of] > DEATHS:
-                raise RunError(f"client actors keep dying in one round: {_cause(error)}") from None
+                raise RunError(f"client actors keep dying: {_cause(error)}") from None
             self._replace(actor)
             return None
         except RayTaskError as error:
@@ -310,7 +331,7 @@ class Actors:
             what = SAID[method].format(where=where)
             raise RunError(
                 f"{what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors "
-                f"one after another; model.kind {self._experiment.model.kind} hangs there, or "
+                f"one after another; model.kind {self._kind} hangs there, or "
                 "client.timeout is to be higher"
             )
         self._replace(flight.actor)
@@ -318,37 +339,38 @@ class Actors:
 
     def _free(self, home: int | None, busy: set[int]) -> int | None:
         if home is not None:
-            return None if home in busy else home
+            return home if home in self._actors and home not in busy else None
         return next((actor for actor in self._actors if actor not in busy), None)
 
     def _replace(self, actor: int) -> None:
-        self.replaced += 1
+        self.replaced += actor in self._facts  # others had not come up yet
         ray.kill(self._actors[actor])  # a process that hangs on must not come back into the pool
-        self._actors[actor] = self._class.remote(*self._arguments)
-        self._starting[self._actors[actor].ready.remote()] = actor
+        self._actors[actor] = self._class.remote()
+        self._tell(actor)
 
     def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
         """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
         reference = ray.put(model)
-        shards = self._shards
-        count = len(evaluator.batches(self._experiment.evaluate, shards))
+        count = self._batches
         edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
         some = [range(*edge) for edge in itertools.pairwise(edges)]
         calls = [(reference, each) for each in some]
         found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
         every = itertools.chain.from_iterable(found[index] for index in range(len(some)))
-        return evaluator.scored(every, shards.classes)
+        return evaluator.scored(every, self._classes)
 
     def close(self) -> None:
         for actor in self._actors.values():
             ray.kill(actor)
 
 
-def _rows(share: Sequence[Lane]) -> int:
-    return sum(
-        lane.rows * (1 if lane.slot is not None else int((lane.clients >= 0).sum()))
-        for lane in share
-    )
+def _given(broadcast: Broadcast, times: int) -> Any:
+    """What stands for the broadcast in so many calls: itself, where it is small, else a reference
+    to it in the object store, which costs a millisecond.
+    """
+    told = [array.nbytes for state in broadcast.told.values() for array in state.values()]
+    size = broadcast.model.nbytes + sum(told)
+    return broadcast if size <= SMALL and size * times <= 4 * SMALL else ray.put(broadcast)
 
 
 def _reason(error: RayTaskError) -> Exception:

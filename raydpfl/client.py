@@ -76,7 +76,7 @@ class Tally:
         """What goes back, in client order, in which joined lanes need not be trained."""
         columns = {name: np.concatenate(each) for name, each in self.columns.items()}
         memory = {name: np.concatenate(each) for name, each in self.memory.items()}
-        order = np.lexsort((columns.pop("draw"), columns["client"]))
+        order = np.lexsort((columns["draw"], columns["client"]))
         if (np.diff(order) != 1).any():
             columns = {name: values[order] for name, values in columns.items()}
             memory = {name: vectors[order] for name, vectors in memory.items()}

@@ -51,10 +51,11 @@ class Session:
 
     `address` local starts a Ray of this process's own, whatever else runs here; any other joins
     that one. Raises `ConfigError` for a cluster that cannot be joined or a process that is
-    connected already, `RunError` for a Ray that does not start.
+    connected already, `RunError` for a Ray that does not start. While it is not `relied` on, the
+    process goes on without it when it is lost.
     """
 
-    def __init__(self, address: str, **options: Any):
+    def __init__(self, address: str, relied: bool = True, **options: Any):
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         import ray
@@ -65,6 +66,7 @@ class Session:
             )
         self.lost: str | None = None  # why it cannot be used any more
         self.coordinator: int | None = None  # the process of one on this node, once there is one
+        self.relied = relied
         self._ended = threading.Event()
         # without which there is no Ray: its control store and its raylet
         self._own: list[psutil.Process] = []
@@ -158,7 +160,7 @@ class Session:
         self.lost = f"{what}; go on with --resume"
         if self._mark:
             reaper.reap(self._mark)
-        if not self._ended.wait(GRACE):
+        if not self._ended.wait(GRACE) and self.relied:
             # a progress bar has hidden the cursor
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""
             os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())

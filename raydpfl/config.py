@@ -103,6 +103,7 @@ class Privacy(Section):
 class Client(Section):
     """How clients become actors, and how they train."""
 
+    # auto: in this process, until actors that start behind the rounds pay (`raydpfl.launch`)
     actors: Whole | Literal["auto", "per-client"] = "auto"
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)

@@ -9,15 +9,16 @@ function of (experiment, seed, t) alone.
 from __future__ import annotations
 
 import os
-import sys
+import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raydpfl import adapting, dealing, models, placement, sums, witnessing
+from raydpfl import adapting, dealing, models, origin, sums, witnessing
 from raydpfl.data import Shards
 from raydpfl.measure import Finished, Problem, Round
+from raydpfl.placement import Inline, Pool
 from raydpfl.plan import Plan
 from raydpfl.position import Position, take_up
 from raydpfl.process import heard
@@ -28,8 +29,7 @@ from raydpfl.tracking import Clock
 
 
 class Coordinator:
-    """Runs the rounds of a plan in the directory `out`. `actors`: 0 inline, or how many client
-    actors to start.
+    """Runs the rounds of a plan in the directory `out`. `pool`: its clients; None: in this process.
 
     With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is
     none. With `anew` it goes on under fresh noise, so that code, versions and processor may be
@@ -40,16 +40,14 @@ class Coordinator:
         self,
         plan: Plan,
         out: str,
-        actors: int,
+        pool: Pool | None = None,
         resume: bool = False,
-        path: tuple[str, ...] = (),
         anew: bool = False,
     ):
-        sys.path.extend(entry for entry in path if entry not in sys.path)
         self.plan = plan
         self.experiment = plan.experiment
         self.out = Path(out)
-        self._actors = actors
+        self._given = pool
         self._resume = resume
         self._anew = anew
 
@@ -73,7 +71,9 @@ class Coordinator:
         self.witness = witnessing.of(self.plan, self.at.t, self.accounts.draws)
         if self._anew or not self.at.t:  # what the bits depend on, before anything is released
             self.record.snapshot(self.at)
-        self.pool = placement.pool(self.plan, self._actors)
+        # This may be a worker of Ray's, under other settings than the run's.
+        origin.check_node(platform.node(), origin.of_capability(self.plan.platform))
+        self.pool = self._given or Inline(self.experiment, str(self.plan.shards))
         self.record.begin(self.plan, self.pool, self.at, self.problem)
         self._added: np.ndarray | None = None  # the server's noise in the round under way
 

@@ -17,42 +17,96 @@ def lanes(
     width: int,
     stds: np.ndarray | None = None,
 ) -> list[Lane]:
-    """The cohort cut into lanes of `width`, in client order, the last one filled up with empty
-    slots.
+    """The cohort cut into lanes of `width` clients of about one size, the last one filled up with
+    empty slots.
 
     `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
-    steps) are those of the cohort's clients; a lane's rows are those of its largest.
+    steps) are those of the cohort's clients; a lane's rows are those of its largest. The cut is by
+    size, and by place in the cohort among equals; within a lane clients are in the order of the
+    cohort. So it is a function of the cohort and the sizes, and clients of one size are cut as they
+    stand.
     """
     if not len(cohort):
         return []
     count = -(-len(cohort) // width)
-    clients = _cut(cohort.clients, count, width, -1)
-    draws = _cut(cohort.draws, count, width)
-    weighted = _cut(weights, count, width)
-    noised = [None] * count if stds is None else _cut(stds, count, width)
-    rows = np.maximum(_cut(sizes, count, width).max(axis=1), 1).tolist()
+    order = np.full(count * width, len(cohort))
+    order[: len(cohort)] = np.argsort(sizes, kind="stable")
+    places = np.sort(order.reshape(count, width), axis=1)
+    clients = _at(cohort.clients, places, -1)
+    draws = _at(cohort.draws, places)
+    weighted = _at(weights, places)
+    noised = [None] * count if stds is None else _at(stds, places)
+    rows = np.maximum(_at(sizes, places).max(axis=1), 1).tolist()
     parts = zip(clients, draws, weighted, rows, noised, strict=True)
     return [Lane(*each[:4], stds=each[4]) for each in parts]
 
 
-def _cut(values: np.ndarray, count: int, width: int, fill: int = 0) -> np.ndarray:
-    """[r] as [count, width], the last row filled up."""
-    found = np.full(count * width, fill, values.dtype)
-    found[: len(values)] = values
-    return found.reshape(count, width)
+def _at(values: np.ndarray, places: np.ndarray, fill: int = 0) -> np.ndarray:
+    """The values, [r], at these places, [count, width]; `fill` at place r."""
+    return np.append(values, np.array([fill], values.dtype))[places]
 
 
-def shares(lanes: Sequence[Lane], actors: int) -> list[list[Lane]]:
-    """The lanes dealt to at most `actors` shares, in order, each with about the same number of
-    rows.
+class Costs:
+    """What lanes cost, in seconds, as the rounds so far have shown: so much for each client, and so
+    much for each of its rows.
+
+    Nothing but who runs which lane depends on it.
     """
-    cost = np.array([lane.rows * int((lane.clients >= 0).sum()) for lane in lanes], float)
-    middle = np.cumsum(cost) - cost / 2
-    owner = (middle / max(cost.sum(), 1.0) * actors).astype(int)
-    dealt: list[list[Lane]] = [[] for _ in range(actors)]
-    for lane, actor in zip(lanes, owner, strict=True):
-        dealt[actor].append(lane)
-    return [share for share in dealt if share]
+
+    FADE = 0.9  # of what a share has shown, when another has
+
+    def __init__(self) -> None:
+        self._products = np.zeros((2, 2))
+        self._seconds = np.zeros(2)
+
+    def took(self, lanes: Sequence[Lane], seconds: float) -> None:
+        """A share of these lanes has taken so long."""
+        facts = sum(map(_facts, lanes), np.zeros(2))
+        self._products = self.FADE * self._products + np.outer(facts, facts)
+        self._seconds = self.FADE * self._seconds + facts * seconds
+
+    def of(self, lanes: Sequence[Lane]) -> np.ndarray:
+        """Of each lane, float64 [lanes], in seconds; before the first is known, in rows."""
+        facts = np.array([_facts(lane) for lane in lanes]).reshape(-1, 2)
+        return facts @ self._each()
+
+    @property
+    def known(self) -> bool:
+        return bool(self._seconds.any())
+
+    def _each(self) -> np.ndarray:
+        """Seconds a client and a row, neither below 0."""
+        if not self.known:
+            return np.array([0.0, 1.0])
+        (clients, both), (_, rows) = self._products
+        if clients * rows - both**2 > 1e-6 * clients * rows:  # they can be told apart
+            found = np.linalg.solve(self._products, self._seconds)
+            if (found >= 0).all():
+                return found
+        alone = self._seconds / np.array([clients, rows])
+        left = [self._seconds @ each for each in (np.array([alone[0], 0]), np.array([0, alone[1]]))]
+        return np.array([0, alone[1]]) if left[1] >= left[0] else np.array([alone[0], 0])
+
+
+def _facts(lane: Lane) -> np.ndarray:
+    """What the cost of a lane is made of: clients, and their rows."""
+    count = float((lane.clients >= 0).sum())
+    return np.array([count, count * lane.rows])
+
+
+def shares(lanes: Sequence[Lane], count: int, costs: np.ndarray) -> list[list[Lane]]:
+    """The lanes dealt to at most `count` shares of about one cost, the costliest first.
+
+    `costs`: of each lane. The costliest lane that is left goes to the share that has least.
+    """
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    loads = np.zeros(count)
+    for index in np.argsort(-costs, kind="stable").tolist():
+        least = int(np.argmin(loads))
+        dealt[least].append(index)
+        loads[least] += costs[index]
+    order = np.argsort(-loads, kind="stable").tolist()
+    return [[lanes[index] for index in sorted(dealt[share])] for share in order if dealt[share]]
 
 
 def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
@@ -60,3 +114,11 @@ def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
     return [
         [lane.alone(slot)] for lane in lanes for slot in np.flatnonzero(lane.clients >= 0).tolist()
     ]
+
+
+def rows(lanes: Sequence[Lane]) -> int:
+    """How many rows the clients of these lanes train on together, padding included."""
+    return sum(
+        lane.rows * (1 if lane.slot is not None else int((lane.clients >= 0).sum()))
+        for lane in lanes
+    )

@@ -5,7 +5,8 @@ lost. It travels with the lane.
 
 >>> memory = Memory({}, {})
 >>> sent = {"local": np.ones((2, 3), np.float32)}
->>> memory.keep([LaneResult(np.zeros(3), {"client": np.array([4, 9])}, sent)])
+>>> columns = {"client": np.array([4, 9]), "draw": np.zeros(2, int)}
+>>> memory.keep([LaneResult(np.zeros(3), columns, sent)])
 >>> lane = Lane(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
 >>> memory.given(lane).memory["local"]
 {0: array([1., 1., 1.], dtype=float32)}
@@ -46,12 +47,14 @@ class Memory:
         """Keeps what clients will remember in their next round; the changes of one that was drawn
         several times add up.
         """
-        found: dict[tuple[str, int], list[np.ndarray]] = {}
+        found: dict[tuple[str, int], dict[int, np.ndarray]] = {}
         for result in results:
+            who = [(result.columns[name].tolist()) for name in ("client", "draw")]
             for name, vectors in result.memory.items():
-                for client, vector in zip(result.columns["client"].tolist(), vectors, strict=True):
-                    found.setdefault((name, client), []).append(vector)
-        for (name, client), each in found.items():
+                for client, draw, vector in zip(*who, vectors, strict=True):
+                    found.setdefault((name, client), {})[draw] = vector
+        for (name, client), by_draw in found.items():
+            each = [by_draw[draw] for draw in sorted(by_draw)]
             kept = self._by_member.setdefault(name, {})
             if len(each) == 1:
                 kept[client] = each[0]

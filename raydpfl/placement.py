@@ -1,23 +1,21 @@
 """Where clients run: in this process, or in actors of Ray (`raydpfl.actors`).
 
-The two pools have one method, `run(model, work, shares)`: results are taken up as they arrive, and
-nothing depends on their order.
+All pools have one method, `run(model, work, shares)`: results are taken up as they arrive, and
+nothing depends on their order, nor on who runs what.
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 
-from raydpfl import evaluator, interrupts, origin
+from raydpfl import dealing, evaluator, interrupts
 from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.errors import RunError
-from raydpfl.plan import Plan
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
 
 
@@ -117,18 +115,67 @@ class Inline:
         pass
 
 
-def pool(plan: Plan, actors: int) -> Pool:
-    """The clients of a run: so many actors, or in this process (0).
+class Moving:
+    """The clients in this process, until there are others to take the lanes over.
 
-    Raises `RunError` where this node computes otherwise than the run does.
+    `others` is asked for them before every piece of work, and gives None while there are none.
+    While there are none a round is cut in pieces of about `PIECE` seconds, so that a long one is
+    taken over in its midst.
     """
-    capability = origin.of_capability(plan.platform)
-    # This may be a worker of Ray's, under other settings than the run's.
-    origin.check_node(platform.node(), capability)
-    experiment = plan.experiment
-    if not actors:
-        return Inline(experiment, str(plan.shards))
-    from raydpfl.actors import Actors  # which knows Ray: a run in this process does without it
 
-    apart = experiment.client.actors == "per-client"
-    return Actors(experiment, str(plan.shards), actors, apart, capability)
+    PIECE = 0.5
+
+    def __init__(self, experiment: Experiment, shards: str, others: Callable[[], Pool | None]):
+        self._pool: Pool = Inline(experiment, shards)
+        self._others = others
+        self._here = True
+        self._costs = dealing.Costs()
+        self.per_client = False
+
+    @property
+    def healthy(self) -> int:
+        return self._pool.healthy
+
+    @property
+    def replaced(self) -> int:
+        return self._pool.replaced
+
+    def _now(self) -> Pool:
+        """The clients, who are others from the moment on that there are any."""
+        if self._here:
+            others = self._others()
+            if others is not None:
+                self._here = False
+                self._pool = others
+        return self._pool
+
+    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+        pool = self._now()
+        if not self._here:
+            return pool.shares(lanes)
+        if not self._costs.known:  # nobody knows yet how long a lane takes
+            return [[lane] for lane in lanes]
+        costs = self._costs.of(lanes)
+        return dealing.shares(lanes, max(1, round(costs.sum() / self.PIECE)), costs)
+
+    def run(
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
+    ) -> Iterator[tuple[int, LaneResult]]:
+        for index, share in enumerate(shares):
+            pool = self._now()
+            if not self._here:
+                for place, result in pool.run(broadcast, work, shares[index:]):
+                    yield index + place, result
+                return
+            for _, result in pool.run(broadcast, work, [share]):
+                self._costs.took(share, result.seconds)
+                yield index, result
+
+    def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
+        return self._now().losses(model, t, clients, noise_seed)
+
+    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+        return self._now().evaluate(model)
+
+    def close(self) -> None:
+        self._pool.close()

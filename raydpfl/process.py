@@ -64,25 +64,15 @@ class Progress:
 class Process:
     """Base of what runs in a process of its own: `make` opens all that the work needs.
 
-    In the process of the caller that is done at once. An actor is given the experiment pickled, and
-    is made by `ready`: so what its node lacks comes back as an error that names both. `capability`,
-    of the run (`raydpfl.origin.capability`), is what its node has to compute like.
+    In the process of the caller that is done at once. An actor's process starts without them, and
+    `ready` makes it: so a process may start before there is an experiment, and what its node lacks
+    comes back as an error that names both.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment | bytes,
-        shards: str,
-        path: Sequence[str] = (),
-        capability: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, experiment: Experiment | None = None, shards: str = ""):
         self.own = False  # whether code of the user's own takes part
-        self._pickled = b""
-        self._given = (shards, path, capability)
-        self.progress = Progress(shared=isinstance(experiment, bytes))
-        if isinstance(experiment, bytes):
-            self._pickled = experiment
-        else:
+        self.progress = Progress(shared=experiment is None)
+        if experiment is not None:
             self.make(experiment, shards)
 
     def make(self, experiment: Experiment, shards: str) -> None:
@@ -92,20 +82,29 @@ class Process:
         """What code of the user's own draws within from the generators of the process is keyed."""
         return keyed_globals(seed, **key) if self.own else nullcontext()
 
-    def ready(self) -> Started:
-        """Where it runs, once it can work. Raises `ConfigError` naming the host, what it lacks, and
-        what to set.
+    def ready(
+        self,
+        pickled: bytes,
+        shards: str,
+        path: Sequence[str],
+        capability: Mapping[str, str] | None = None,
+    ) -> Started:
+        """Where it runs, once it can work.
+
+        Args:
+            pickled: the experiment.
+            shards: the folder of its data.
+            path: where the process that started the run has found modules of the user's own.
+            capability: of the run (`raydpfl.origin.capability`), what its node has to compute like.
+
+        Raises:
+            ConfigError: naming the host, what it lacks, and what to set.
         """
-        shards, path, capability = self._given
-        # Where a user's own module was found by the process that started the run.
         sys.path.extend(entry for entry in path if entry not in sys.path)
         host = place()
-        if not os.path.exists(os.path.join(shards, "data.json")):
-            lacks = f"on node {host} it has no prepared data"
-            accepted = f"one directory for all nodes of the cluster; {lacks}"
-            raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
+        _check_data(shards, host)
         try:
-            experiment = pickle.loads(self._pickled)
+            experiment = pickle.loads(pickled)
         except (ImportError, AttributeError) as error:
             accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
             raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
@@ -121,6 +120,14 @@ class Process:
         return Started(
             os.getpid(), host, ray.get_runtime_context().get_node_id(), self.progress.path
         )
+
+
+def _check_data(shards: str, host: str) -> None:
+    """Raises `ConfigError` where the node `host` has no prepared data in the folder `shards`."""
+    if not os.path.exists(os.path.join(shards, "data.json")):
+        accepted = f"one directory for all nodes of the cluster; on node {host} it has no "
+        accepted += "prepared data"
+        raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
 
 
 @contextmanager

@@ -36,7 +36,9 @@ def joined(results: Iterable[LaneResult]) -> Columns:
     every = [result.columns for result in results]
     if not every:
         return NOBODY
-    return {name: np.concatenate([each[name] for each in every]) for name in every[0]}
+    columns = {name: np.concatenate([each[name] for each in every]) for name in every[0]}
+    order = np.lexsort((columns.pop("draw"), columns["client"]))
+    return {name: values[order] for name, values in columns.items()}
 
 
 class Record:
@@ -108,7 +110,7 @@ class Record:
             row[f"norm_p{q}"] = float(np.quantile(finite, q / 100)) if len(finite) else None
         row["update_norm"] = float(np.linalg.norm(seen.update))
         row["lr"] = e.local.learning_rate(seen.t)
-        dropped = [each for result in results for each in result.dropped]
+        dropped = sorted(each for result in results for each in result.dropped)
         if dropped:
             self.dropped.append(seen.t, dropped)
         row |= {"dropped": len(dropped), "replaced": self.pool.replaced}

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +24,16 @@ import torch
 from filelock import Timeout
 
 from raydpfl import interrupts, measure, models
-from raydpfl.cluster import LOOK, Session
 from raydpfl.config import Experiment, read
-from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
-from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained, told
+from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.files import LOCK, holding
+from raydpfl.launch import Call, Places
 from raydpfl.measure import Board
 from raydpfl.origin import versions
 from raydpfl.plan import FREE, Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.process import peak_rss_mb
-from raydpfl.slots import cores, wanted
 from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
@@ -86,14 +83,14 @@ def run(
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_folder(folder, resume, fresh_noise)
-    with interrupts.handled(), _Ray(experiment, address) as cluster:
+    with interrupts.handled(), Places(experiment, address) as places:
         with contained():
             plan = Plan.make(experiment, Path(data_root) if data_root else None)
             plan.check_claims()
         if resume:
             _same_run(plan.experiment, folder)
         drive = _Drive(plan, folder, on_start, on_rows, on_measure)
-        done = drive.begin(cluster, resume, fresh_noise)
+        done = drive.begin(places, resume, fresh_noise)
         interrupts.check()
     return _result(plan, folder, *done)
 
@@ -197,7 +194,7 @@ class _Drive:
     What is called on the way is as `run` says.
     """
 
-    call: Callable  # calls a method of the coordinator, once there is one
+    call: Call  # a method of the coordinator, once there is one
 
     def __init__(
         self,
@@ -215,22 +212,22 @@ class _Drive:
         self.boards: list[Board] = []
 
     def begin(
-        self, cluster: _Ray, resume: bool, fresh_noise: bool
+        self, places: Places, resume: bool, fresh_noise: bool
     ) -> tuple[dict[str, Any], np.ndarray]:
         """Takes the directory and starts what the run needs; then as `carry_out`."""
         plan = self.plan
         folder = self.folder
-        actors = cluster.actors(plan)
+        self.places = places
+        places.actors(plan)
         interrupts.check()
         made = not folder.exists()
         make_folder(folder)
         with alone(folder), _undone(folder, made, resume), _threads_kept():
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
-            cluster.start(plan, actors)
             self.on_start(plan)
             self.began = time.monotonic()
-            self.call = cluster.coordinator(plan, str(folder), actors, resume, fresh_noise)
+            self.call = places.coordinator(plan, str(folder), resume, fresh_noise)
             return self.carry_out()
 
     def carry_out(self) -> tuple[dict[str, Any], np.ndarray]:
@@ -239,11 +236,11 @@ class _Drive:
         Raises:
             KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
         """
-        self.boards = _boards(self.plan, self.folder, self.call("position"))
+        done = self.call("position")
+        self.boards = _boards(self.plan, self.folder, done)
         try:
             with interrupts.deferred():
-                rounds = self.plan.experiment.rounds
-                status, failure, whole = _rounds(self.call, rounds, self.boards, self.on_rows)
+                status, failure, whole = self._rounds(done)
                 summary, model = self._summary(status, failure, whole)
         finally:
             for board in self.boards:
@@ -258,6 +255,33 @@ class _Drive:
         if failure and status != "budget":
             raise failure
         return summary, model
+
+    def _rounds(self, done: int) -> tuple[str, BaseException | None, bool]:
+        """Does the rounds that are left after `done`: the status they end with, what ended them
+        early, and whether the last one is whole.
+        """
+        rounds = self.plan.experiment.rounds
+        enough = False
+        try:
+            self.places.begun(done)
+            while done < rounds and not interrupts.asked() and not enough:
+                with contained():
+                    row = self.call("round")
+                done += 1
+                for board in self.boards:
+                    board.write([row])
+                enough = self.on_rows([row]) is True
+                if not enough:
+                    self.call = self.places.after_round(self.call, str(self.folder), done)
+        except BudgetError as error:
+            return "budget", error, True
+        except OSError as error:
+            return "failed", FileError(str(error)), False
+        except Exception as error:
+            return "failed", error, False
+        if done < rounds and interrupts.asked():
+            return "interrupted", KeyboardInterrupt("interrupted by a signal"), True
+        return "stopped" if done < rounds else "completed", None, True
 
     def _left(self, status: str) -> list[str]:
         """The measures that are computed once all rounds are done."""
@@ -274,6 +298,7 @@ class _Drive:
             by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
             summary["peak_rss_mb_by_process"] = by_process
             summary["peak_rss_mb"] = max(by_process.values())
+            summary["ray"] = self.places.told()
             summary["versions"] = versions()
             summary["reason"] = str(failure) if failure else None
             summary["wall_seconds"] = time.monotonic() - self.began
@@ -291,35 +316,6 @@ class _Drive:
         return summary, model
 
 
-def _rounds(
-    call: Callable,
-    rounds: int,
-    boards: Sequence[Board],
-    on_rows: Callable[[list[dict]], object],
-) -> tuple[str, BaseException | None, bool]:
-    """Does the rounds that are left: the status they end with, what ended them early, and whether
-    the last one is whole.
-    """
-    enough = False
-    try:
-        while call("position") < rounds and not interrupts.asked() and not enough:
-            with contained():
-                rows = [call("round")]
-            for board in boards:
-                board.write(rows)
-            enough = on_rows(rows) is True
-        left = call("position") < rounds
-    except BudgetError as error:
-        return "budget", error, True
-    except OSError as error:
-        return "failed", FileError(str(error)), False
-    except Exception as error:
-        return "failed", error, False
-    if left and interrupts.asked():
-        return "interrupted", KeyboardInterrupt("interrupted by a signal"), True
-    return "stopped" if left else "completed", None, True
-
-
 def _boards(plan: Plan, folder: Path, t: int) -> list[Board]:
     """What shows the rows of a run of which t rounds are done."""
     given = [probe.board(folder, t) for probe in plan.experiment.measure]
@@ -327,7 +323,7 @@ def _boards(plan: Plan, folder: Path, t: int) -> list[Board]:
 
 
 def _measured_after(
-    call: Callable, folder: Path, kinds: list[str], on_measure: Callable[[int, int], object]
+    call: Call, folder: Path, kinds: list[str], on_measure: Callable[[int, int], object]
 ) -> dict:
     """What is measured of the finished run, a second at a time. An interrupt ends it at once."""
     try:
@@ -344,7 +340,7 @@ def _measured_after(
         raise
 
 
-def _finish(call: Callable, status: str, failure: BaseException | None, whole: bool) -> dict:
+def _finish(call: Call, status: str, failure: BaseException | None, whole: bool) -> dict:
     try:
         with contained():
             return call("finish", status, whole) | {"model": call("parameters")}
@@ -378,141 +374,3 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
                     )
         elif measure.settled(value) != measure.settled(before):
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
-
-
-class _Ray:
-    """Ray for one run: started here, joined by address, or found running in this process; or not
-    used at all.
-
-    A run that finds itself in a placement group (the trial of a sweep) keeps to the group: its
-    coordinator is this process, and its clients take the group's bundles.
-    """
-
-    def __init__(self, experiment: Experiment, address: str | None):
-        self.inline = experiment.client.actors == 0
-        if self.inline and address:
-            raise ConfigError(
-                "--address", address, "client.actors above 0; 0 runs in this process, without Ray"
-            )
-        self.address = address
-        self.client = experiment.client
-        self.session: Session | None = None
-
-    def __enter__(self) -> _Ray:
-        if self.inline and self.client.num_gpus > 0 and not torch.cuda.is_available():
-            raise ConfigError("client.num_gpus", self.client.num_gpus, "0; this machine has no GPU")
-        if not self.inline:
-            import ray
-
-            if self.address:
-                self.session = Session(self.address)
-            self.elastic = not ray.is_initialized()
-            self.group = None if self.elastic else ray.util.get_current_placement_group()
-            if self.elastic:  # what this machine alone can refuse, before the data are touched
-                wanted(self.client, 1, 1, self._nodes(), True)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.session:
-            self.session.close()
-
-    def check(self) -> None:
-        """Raises `RunError` where the control store of Ray is lost."""
-        if self.session:
-            self.session.check()
-
-    def _nodes(self) -> list[dict[str, float]]:
-        if self.elastic:
-            return [{"CPU": cores(), "GPU": torch.cuda.device_count()}]
-        if self.group:
-            return self.group.bundle_specs
-        import ray
-
-        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-    def actors(self, plan: Plan) -> int:
-        """How many client actors the run takes; 0 inline."""
-        if self.inline:
-            return 0
-        experiment = plan.experiment
-        lane = experiment.client.lane
-        assert isinstance(lane, int)  # the plan has settled what auto is
-        most = max(1, round(plan.cohort / lane))
-        return wanted(
-            experiment.client, len(plan.population), most, self._nodes(), self.elastic, plan.d
-        )
-
-    def start(self, plan: Plan, actors: int) -> None:
-        if not self.inline and self.elastic:
-            logical = max(cores(), int(actors * self.client.num_cpus + 0.999))
-            self.session = Session("local", num_cpus=logical, include_dashboard=False)
-
-    def coordinator(
-        self, plan: Plan, out: str, actors: int, resume: bool, fresh_noise: bool
-    ) -> Callable:
-        """`call(method, *arguments)` on the coordinator, an actor beside this process or a plain
-        object in it.
-        """
-        path = tuple(os.path.abspath(entry) for entry in sys.path)
-        # an actor on a joined cluster stands in another directory
-        arguments = (plan, os.path.abspath(out), actors, resume, path, fresh_noise)
-        with contained():
-            if self.inline or self.group:
-                return _inline(Coordinator(*arguments))
-            return self._remote(arguments)
-
-    def _remote(self, arguments: tuple) -> Callable:
-        """Calls on a coordinator in an actor on this node, which is started."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        remote = ray.remote(Coordinator).options(
-            num_cpus=0, max_restarts=0, scheduling_strategy=here
-        )
-        actor = remote.remote(*arguments)
-
-        def call(method: str, *given: Any) -> Any:
-            try:
-                waiting = getattr(actor, method).remote(*given)
-                while not ray.wait([waiting], timeout=LOOK)[0]:
-                    self.check()
-                return ray.get(waiting)
-            except ray.exceptions.RayTaskError as error:
-                raise _raised(error) from None
-            except ray.exceptions.RayActorError as error:
-                self.check()
-                reason = " ".join(str(error).split())[:300]
-                raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
-
-        process, warnings = call("start")
-        if self.session:
-            self.session.coordinator = process
-        for warning in warnings:
-            log.warning(warning)
-        return call
-
-
-def _raised(error: Any) -> Exception:
-    """What a method of a coordinator in an actor raised (a RayTaskError), as if it had run here."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, OSError):
-        return FileError(str(cause))
-    if isinstance(cause, (RunError, ConfigError)):
-        return cause
-    return RunError(f"the coordinator failed\n{error}")
-
-
-def _inline(plain: Coordinator) -> Callable:
-    """Calls on a coordinator in this process, which is started."""
-
-    def call(method: str, *given: Any) -> Any:
-        try:
-            return getattr(plain, method)(*given)
-        except (RunError, ConfigError, MemoryError, OSError):
-            raise
-        except Exception as error:  # an own member may raise anything
-            raise RunError(f"the run failed: {told(error)}") from error
-
-    call("start")
-    return call

@@ -97,6 +97,9 @@ def report(console: Console, result: Result) -> None:
         time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
         console.print(f"{said}, after {time}")
     _guarantees(console, result)
+    ray = summary["ray"]
+    if ray["why_not"] and ray["asked"]:
+        console.print(f"Ray was not started: {ray['why_not']}.", markup=False)
     console.print(f"Run directory: {result.out}", markup=False)
 
 

@@ -18,9 +18,9 @@ ROOT = Path(raydpfl.__file__).parent
 # where the later names the earlier.
 ORDER = [
     "__main__", "cli", "outline", "budget", "audit", "check", "submit", "staging", "archive",
-    "study", "tune", "report", "shown", "runner", "coordinator", "record", "witnessing",
-    "adapting", "position", "account", "memory", "placement", "actors", "dealing", "slots",
-    "client", "evaluator", "process", "cluster",
+    "study", "tune", "report", "shown", "runner", "launch", "hosted", "coordinator", "record",
+    "witnessing", "adapting", "position", "account", "memory", "placement", "actors", "dealing",
+    "slots", "client", "evaluator", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
     "compare", "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy",
@@ -30,6 +30,7 @@ ORDER = [
 KNOW_RAY = {
     "runner",
     "actors",
+    "launch",
     "process",
     "cluster",
     "tune",

@@ -153,9 +153,8 @@ def test_the_timeout_is_no_part_of_what_a_run_computes(tmp_path):
 
 
 def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_path):
-    actor = ClientActor(pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
     with pytest.raises(ConfigError) as error:
-        actor.ready()
+        ClientActor().ready(pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
     assert error.value.field == "RAYDPFL_CACHE" and error.value.value == str(tmp_path)
     assert socket.gethostname() in str(error.value)
 
@@ -170,7 +169,7 @@ def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_p
         pickled = pickle.dumps(experiment(bounding={"kind": "only_at_home:Mine", "bound": 1.0}))
     sys.modules.pop("only_at_home")
     with pytest.raises(ConfigError, match="only_at_home") as error:
-        ClientActor(pickled, shards, ("/nowhere",)).ready()
+        ClientActor().ready(pickled, shards, ("/nowhere",))
     assert error.value.field == "PYTHONPATH" and socket.gethostname() in str(error.value)
 
 

@@ -432,7 +432,7 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure=["clients"], rounds=3)
     plan = Plan.make(chosen)
     exact = []
-    coordinator = Coordinator(plan, str(tmp_path), 0)
+    coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     for t in range(3):
         losses = exact_losses(chosen, plan, coordinator.at.model, t)
@@ -756,7 +756,6 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         coordinator = Coordinator(
             Plan.make(experiment(**turns, noise={**noise, "bands": bands})),
             str(tmp_path / str(bands)),
-            0,
         )
         (tmp_path / str(bands)).mkdir()
         coordinator.start()
@@ -940,7 +939,7 @@ def test_an_adaptive_bound_rests_at_its_quantile_when_clients_drop_out(tmp_path)
 
 def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
     plan = Plan.make(experiment(noise={"kind": "gaussian", "epsilon": 5.0}))
-    coordinator = Coordinator(plan, str(tmp_path), 0)
+    coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     coordinator.round()
     coordinator.save()
@@ -948,7 +947,7 @@ def test_a_resumed_run_with_another_mechanism_is_refused(tmp_path):
         plan, ratio=3 * plan.ratio, mechanism=plan.mechanism.with_noise(3 * plan.ratio)
     )
     with pytest.raises(RunError, match="its bits would differ"):
-        Coordinator(louder, str(tmp_path), 0, resume=True).start()
+        Coordinator(louder, str(tmp_path), resume=True).start()
 
 
 SELECTIONS = {

@@ -97,7 +97,7 @@ def test_the_law_is_refused_to_noise_that_lacks_it(broken):
 
 
 def started(tmp_path, **changes) -> Coordinator:
-    coordinator = Coordinator(Plan.make(experiment(**{**TINY, **changes})), str(tmp_path), 0)
+    coordinator = Coordinator(Plan.make(experiment(**{**TINY, **changes})), str(tmp_path))
     coordinator.start()
     return coordinator
 

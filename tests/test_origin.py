@@ -170,13 +170,13 @@ def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
     """An actor's process compares itself with the run's as it comes up."""
     plan = Plan.make(experiment())
     expected = {**origin.capability(), "cpu": "SVE256"}
-    actor = ClientActor(pickle.dumps(plan.experiment), str(plan.shards), (), expected)
+    given = (pickle.dumps(plan.experiment), str(plan.shards), (), expected)
     here = origin.capability()["cpu"]
     with pytest.raises(
         RunError,
         match=f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY",
     ):
-        actor.ready()
+        ClientActor().ready(*given)
     origin.check_node("here", origin.capability())
 
 
@@ -248,7 +248,7 @@ def begun(out, saved: int, releases: int, **sections) -> None:
     killed.
     """
     out.mkdir()
-    coordinator = Coordinator(Plan.make(experiment(**sections)), str(out), 0)
+    coordinator = Coordinator(Plan.make(experiment(**sections)), str(out))
     coordinator.start()
     (out / "config.yaml").write_text(coordinator.experiment.to_yaml())
     for t in range(releases):
@@ -541,7 +541,7 @@ def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(
     of = origin.of
     monkeypatch.setattr(origin, "of", lambda e: {**of(e), "torch": "other"})
     Coordinator(
-        Plan.make(experiment(**LONG)), str(tmp_path / "run"), 0, resume=True, anew=True
+        Plan.make(experiment(**LONG)), str(tmp_path / "run"), resume=True, anew=True
     ).start()
     with pytest.raises(RunError, match=r"has key .* for round 0, .*--resume --fresh-noise goes on"):
         run(experiment(**LONG), tmp_path / "run", resume=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raydpfl.config import Client
-from raydpfl.dealing import lanes, shares, singles
+from raydpfl.dealing import Costs, lanes, rows, shares, singles
 from raydpfl.errors import ConfigError
 from raydpfl.rounds import Lane
 from raydpfl.selection import Cohort
@@ -21,39 +21,77 @@ def cut(sizes, width) -> list[Lane]:
     return lanes(Cohort.of(clients), np.ones(len(sizes)), sizes, width, stds=sizes / 10)
 
 
-def test_lanes_hold_every_client_once_in_order_and_are_padded_to_one_width():
+def test_lanes_hold_every_client_once_are_cut_by_size_and_are_padded_to_one_width():
     made = cut([4, 9, 2, 7, 5], 2)
-    assert [lane.clients.tolist() for lane in made] == [[0, 3], [6, 9], [12, -1]]
-    assert [lane.rows for lane in made] == [9, 7, 5]
+    assert [lane.clients.tolist() for lane in made] == [[0, 6], [9, 12], [3, -1]]
+    assert [lane.rows for lane in made] == [4, 7, 9]
     assert all(len(lane.weights) == len(lane.draws) == 2 for lane in made)
-    assert [lane.stds.tolist() for lane in made] == [[0.4, 0.9], [0.2, 0.7], [0.5, 0.0]]
+    assert [lane.stds.tolist() for lane in made] == [[0.4, 0.2], [0.7, 0.5], [0.9, 0.0]]
+
+
+def test_clients_of_one_size_are_cut_as_they_stand_in_the_cohort():
+    made = cut([6] * 7, 3)
+    assert [lane.clients.tolist() for lane in made] == [[0, 3, 6], [9, 12, 15], [18, -1, -1]]
+
+
+def test_lanes_of_unequal_clients_hardly_pad():
+    drawn = np.random.default_rng(0).lognormal(np.log(50), 1.0, 320).astype(int) + 1
+    sizes = np.minimum(drawn, 200)  # of 20 steps of 10, no more rows are used
+    made = cut(sizes, 16)
+    assert sizes.sum() / rows(made) > 0.85
+    assert sizes.sum() / sum(16 * each.max() for each in sizes.reshape(-1, 16)) < 0.4
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
 def test_shares_deal_every_lane_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
-    dealt = shares(made, actors)
+    dealt = shares(made, actors, Costs().of(made))
     assert len(dealt) <= actors
-    assert [lane.clients.tolist() for share in dealt for lane in share] == [
-        lane.clients.tolist() for lane in made
-    ]
+    firsts = [lane.clients.tolist() for lane in made]
+    given = [[firsts.index(lane.clients.tolist()) for lane in share] for share in dealt]
+    assert sorted(index for share in given for index in share) == list(range(len(made)))
+    assert all(share == sorted(share) for share in given)
 
 
 def test_shares_have_about_the_same_number_of_rows():
     made = cut([10] * 64, 4)
-    assert [len(share) for share in shares(made, 4)] == [4, 4, 4, 4]
+    assert [len(share) for share in shares(made, 4, Costs().of(made))] == [4, 4, 4, 4]
+    unequal = cut(np.random.default_rng(1).lognormal(4, 1, 150).astype(int) + 1, 8)
+    loads = [rows(share) for share in shares(unequal, 2, Costs().of(unequal))]
+    assert max(loads) / sum(loads) < 0.55
+
+
+def test_what_lanes_cost_is_learned_from_the_rounds():
+    generator = np.random.default_rng(2)
+    costs = Costs()
+    made = cut(generator.lognormal(4, 1, 200).astype(int) + 1, 8)
+    assert not costs.known and costs.of(made).tolist() == [rows([lane]) for lane in made]
+    for _ in range(40):
+        some = [made[index] for index in generator.permutation(len(made))[:10]]
+        clients = sum(int((lane.clients >= 0).sum()) for lane in some)
+        costs.took(some, 0.002 * clients + 0.0001 * rows(some))
+    expected = [0.002 * 8 + 0.0001 * rows([lane]) for lane in made]
+    assert costs.of(made) == pytest.approx(expected, rel=1e-6)
+
+
+def test_lanes_of_one_size_alone_tell_what_a_client_costs_all_in_all():
+    costs = Costs()
+    made = cut([10] * 64, 4)
+    costs.took(made[:4], 0.4)
+    costs.took(made, 1.6)
+    assert costs.of(made) == pytest.approx([0.1] * 16)
 
 
 def test_an_empty_cohort_has_no_shares():
-    assert shares([], 2) == [] and singles([]) == []
+    assert shares([], 2, np.zeros(0)) == [] and singles([]) == []
 
 
 def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
     made = cut([4, 9, 2], 2)
     assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [
-        ([0, 3], 0),
-        ([0, 3], 1),
-        ([6, -1], 0),
+        ([0, 6], 0),
+        ([0, 6], 1),
+        ([3, -1], 0),
     ]
 
 

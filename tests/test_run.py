@@ -158,7 +158,7 @@ def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_p
         )
         plan = Plan.make(noisy)
         (tmp_path / str(seed)).mkdir()
-        coordinator = Coordinator(plan, str(tmp_path / str(seed)), 0)
+        coordinator = Coordinator(plan, str(tmp_path / str(seed)))
         coordinator.start()
         before = coordinator.at.model.astype(float)
         coordinator.round()
@@ -171,7 +171,7 @@ def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_p
 
 def test_the_ledger_is_written_before_the_clients_are_asked(tmp_path, monkeypatch):
     plan = Plan.make(experiment())
-    coordinator = Coordinator(plan, str(tmp_path), 0)
+    coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     seen = []
     collect = coordinator.collect

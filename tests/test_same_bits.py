@@ -215,7 +215,7 @@ def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:
     an inline run does it (None).
     """
     out.mkdir()
-    coordinator = Coordinator(plan, str(out), 0)
+    coordinator = Coordinator(plan, str(out))
     coordinator.start()
     if actors is not None:
         coordinator.pool = Dealt(plan.experiment, str(plan.shards), actors)
@@ -267,7 +267,7 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
     models = []
     for pauses in (0, 1):
         for resume in range(pauses + 1):
-            coordinator = Coordinator(plan, str(tmp_path / str(pauses)), 0, resume=bool(resume))
+            coordinator = Coordinator(plan, str(tmp_path / str(pauses)), resume=bool(resume))
             (tmp_path / str(pauses)).mkdir(exist_ok=True)
             coordinator.start()
             while coordinator.position() < (plan.experiment.rounds if resume == pauses else 2):
@@ -286,7 +286,7 @@ def test_what_is_known_of_clients_is_the_same_however_lanes_are_dealt_and_after_
         parameters_of(plan, tmp_path / str(actors), actors)
     (tmp_path / "resumed").mkdir()
     for rounds in (2, plan.experiment.rounds):
-        coordinator = Coordinator(plan, str(tmp_path / "resumed"), 0, resume=rounds > 2)
+        coordinator = Coordinator(plan, str(tmp_path / "resumed"), resume=rounds > 2)
         coordinator.start()
         while coordinator.position() < rounds:
             coordinator.round()

@@ -145,7 +145,7 @@ class PlantedCoordinator(Coordinator):
     """
 
     def __init__(self, plan: Plan, out: str, canaries: Canaries):
-        super().__init__(plan, out, 0)
+        super().__init__(plan, out)
         self.seen = Record(plan, canaries)
 
     def start(self) -> tuple[int, list[str]]:

@@ -195,7 +195,7 @@ class StepCoordinator(Coordinator):
     """
 
     def __init__(self, plan: Plan, out: str, canaries: SampleCanaries):
-        super().__init__(plan, out, 0)
+        super().__init__(plan, out)
         self.seen = StepRecord(plan, canaries)
 
     def start(self) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ import numpy as np
 from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
-from raydpfl.dealing import shares, singles
+from raydpfl.dealing import Costs, shares, singles
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.record import joined
@@ -33,7 +33,9 @@ class Dealt(Inline):
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         """See `Inline.shares`."""
-        return singles(lanes) if self.per_client else shares(lanes, len(self.clients))
+        if self.per_client:
+            return singles(lanes)
+        return shares(lanes, len(self.clients), Costs().of(lanes))
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
@@ -47,7 +49,7 @@ class Dealt(Inline):
     def _actor(self, index: int, lane: Lane) -> ClientActor:
         if lane.slot is not None and self.per_client:
             return self.clients[int(lane.clients[lane.slot])]
-        return self.clients[index]
+        return self.clients[index % len(self.clients)]
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """See `Inline.losses`."""
@@ -61,7 +63,7 @@ class Watched(Coordinator):
     """A coordinator that keeps what its clients have sent."""
 
     def __init__(self, plan: Plan, out: str, **options: Any):
-        super().__init__(plan, out, 0, **options)
+        super().__init__(plan, out, **options)
         self.totals: list[np.ndarray] = []  # of each round, float64 [d]
         self.columns: list[Columns] = []
         self.bounds: list[float | None] = []

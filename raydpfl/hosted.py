@@ -1,0 +1,36 @@
+"""The coordinator in an actor of Ray, whose process starts before there is a run to coordinate."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+from raydpfl import coordinator
+from raydpfl.placement import Pool
+
+
+class Coordinator(coordinator.Coordinator):
+    """See `raydpfl.coordinator.Coordinator`."""
+
+    def __init__(self) -> None:
+        pass
+
+    def warm(self, plan: bytes, path: tuple[str, ...]) -> None:
+        """Computes what `begin` will need and this process then knows."""
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        known = pickle.loads(plan)
+        known.curves(known.counted_draws())
+
+    def begin(
+        self,
+        plan: bytes,
+        path: tuple[str, ...],
+        out: str,
+        pool: Pool,
+        resume: bool,
+        anew: bool,
+    ) -> tuple[int, list[str]]:
+        """As `start`, of a plan that is pickled. `path`: where modules of the user's own are."""
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        super().__init__(pickle.loads(plan), out, pool, resume, anew)
+        return self.start()

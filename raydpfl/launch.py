@@ -1,0 +1,453 @@
+"""Where a run's coordinator and clients are: in this process, or in actors of Ray, which a thread
+brings up while this process does something else.
+
+- `client.actors: 0`: here, and Ray is not even imported.
+- A number of actors, `per-client`, an address, GPUs: as asked. Ray and the processes start while
+  the data are prepared and the noise is calibrated, and the first round waits for them.
+- `auto`: the run begins here at once. Ray starts only where the rounds that are left take longer
+  than that gains (`Worth`); then actors take the lanes over as soon as they have come up, in the
+  midst of a round, and after that round the coordinator moves to an actor too, by the checkpoint
+  that a resumed run would go on from. No bit depends on who runs what. A Ray that does not start is
+  warned of, and the run goes on here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raydpfl import interrupts
+from raydpfl.cluster import LOOK, Session
+from raydpfl.config import Experiment
+from raydpfl.coordinator import Coordinator
+from raydpfl.errors import ConfigError, FileError, RunError, contained, told
+from raydpfl.origin import of_capability
+from raydpfl.placement import Moving, Pool
+from raydpfl.plan import Plan
+from raydpfl.slots import cores, wanted
+
+if TYPE_CHECKING:
+    from raydpfl.actors import Actors
+
+log = logging.getLogger("raydpfl")
+Call = Callable[..., Any]  # calls a method of the coordinator, wherever it is
+TICK = 0.05  # seconds between two looks of who waits
+HERE = "client.actors is 0"
+SHORT = "the run was over before it would have been up"
+NO_GAIN = "one client actor would be no faster than this process"
+
+
+class _Closed(Exception):
+    """The run ends while its actors come up."""
+
+
+class Worth:
+    """Whether to start Ray for the rounds that are left.
+
+    n actors take about 1/n of the time that this process takes, once they are up. While they come
+    up, `STARTS` seconds (`SOON` where Ray is up), the rounds go on here. The clock is that of the
+    processor: on a machine that others use, rounds and start are slower alike.
+    """
+
+    STARTS = 8.0  # Ray, and a process that imports torch for each actor, on two cores
+    SOON = 3.0  # these processes alone
+    SURE = 1.0  # seconds of rounds that are enough to judge by
+    FIRST = 2.0  # seconds of a round that is not over, likewise
+
+    def __init__(self, rounds: int, actors: int, starts: float):
+        self._rounds = rounds
+        self._share = 1 - 1 / max(actors, 1)
+        self._starts = starts
+        self._ended: list[float] = []  # when the first round and the last one have
+
+    def begin(self, done: int, now: float) -> None:
+        """So many rounds are done when the run begins, at `now` seconds of some clock."""
+        self._left = self._rounds - done
+        self._began = now
+        self._count = 0
+        self._ended = []
+
+    def round(self, now: float) -> None:
+        """Another round is done."""
+        self._count += 1
+        self._left -= 1
+        self._ended[1:] = [now] if self._ended else []
+        if not self._ended:
+            self._ended = [now]
+
+    def gains(self, now: float) -> bool:
+        """Whether the run would end sooner."""
+        last = self._ended[-1] if self._ended else self._began
+        each = now - last if now - last >= self.FIRST else 0.0  # the round under way, so far
+        if len(self._ended) == 2:
+            first, last = self._ended
+            if last - first >= self.SURE:  # the first is left out: what it warms up it does once
+                each = max(each, (last - first) / (self._count - 1))
+        return each * self._left * self._share > self._starts
+
+
+class Places:
+    """Ray for one run: started here, joined by address, or found running in this process; or not
+    used at all.
+
+    A run that finds itself in a placement group (the trial of a sweep) keeps to the group: its
+    coordinator is this process, and its clients take the group's bundles.
+    """
+
+    def __init__(self, experiment: Experiment, address: str | None):
+        client = experiment.client
+        self.inline = client.actors == 0
+        if self.inline and address:
+            raise ConfigError(
+                "--address", address, "client.actors above 0; 0 runs in this process, without Ray"
+            )
+        self.address = address
+        self.client = client
+        self.session: Session | None = None
+        self.group: Any = None
+        self.elastic = False
+        self.clients: Actors | None = None
+        self._host: Any = None  # the coordinator's actor
+        self._plan: Plan | None = None
+        self._count = 0
+        self._worth: Worth | None = None
+        self._failure: BaseException | None = None
+        self._planned = threading.Event()
+        self._connected = threading.Event()
+        self._up = threading.Event()
+        self._begun = threading.Event()
+        self._closing = threading.Event()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._moved: int | None = None  # the round from which Ray is used
+        self._warned = False
+        self._used = False  # whether client actors have had lanes of a run that began here
+
+    def __enter__(self) -> Places:
+        if self.inline:
+            if self.client.num_gpus > 0 and not torch.cuda.is_available():
+                accepted = "0; this machine has no GPU"
+                raise ConfigError("client.num_gpus", self.client.num_gpus, accepted)
+            return self
+        running = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+        self.elastic = not self.address and not running
+        if running and not self.address:
+            self.group = sys.modules["ray"].util.get_current_placement_group()
+        if self.elastic:  # what this machine alone can refuse, before the data are touched
+            wanted(self.client, 1, 1, self._nodes(), True)
+        if not self.late:
+            self._begin(self._bring_up)
+        return self
+
+    @property
+    def late(self) -> bool:
+        """Whether the run begins in this process, and Ray comes when it pays."""
+        asked = self.inline or self.address or self.group or self.client.num_gpus > 0
+        return self.client.actors == "auto" and not asked
+
+    def _begin(self, what: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=what, name="raydpfl-launch", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self._closing.set()
+        self._planned.set()
+        try:
+            if self._thread and self._begun.is_set():
+                self._up.wait()
+            self._close()
+        finally:
+            self._over.set()
+
+    def _close(self) -> None:
+        if self.session:
+            self.session.close()
+        elif self._thread:  # of a Ray that is left running nothing of ours goes on
+            import ray
+
+            with suppress(Exception):
+                if self.clients:
+                    self.clients.close()
+                if self._host is not None:
+                    ray.kill(self._host)
+
+    def check(self) -> None:
+        """Raises `RunError` where the control store of Ray is lost."""
+        if self.session:
+            self.session.check()
+
+    def _nodes(self) -> list[dict[str, float]]:
+        if self.elastic:
+            return [{"CPU": cores(), "GPU": torch.cuda.device_count()}]
+        if self.group:
+            return self.group.bundle_specs
+        import ray
+
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    # --- in the thread ---
+
+    def _bring_up(self) -> None:
+        """Connects, starts processes, and tells them what they work for once there is a plan."""
+        self._begun.set()
+        try:
+            self._check_open()
+            self._connect()
+            self._connected.set()
+            self._processes()
+            self._planned.wait()
+            self._check_open()
+            self._tell()
+            self._up.set()
+        except BaseException as error:
+            self._failure = error
+            self._connected.set()
+            self._up.set()
+        # what it has started dies with the thread, not with the process (PR_SET_PDEATHSIG)
+        self._over.wait()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise _Closed
+
+    def _connect(self) -> None:
+        """Starts Ray, or joins it."""
+        if self.address:
+            self.session = Session(self.address)
+        elif self.elastic:
+            if self.client.actors == "per-client":  # how many nobody knows before there are data
+                self._planned.wait()
+                self._check_open()
+            asked = self.client.actors
+            count = asked if isinstance(asked, int) else self._count
+            logical = max(cores(), int(count * self.client.num_cpus + 0.999))
+            self.session = Session(
+                "local", relied=not self.late, num_cpus=logical, include_dashboard=False
+            )
+
+    def _processes(self) -> None:
+        """Starts the coordinator's process and, where their number is known, those of clients."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from raydpfl.actors import Actors
+        from raydpfl.hosted import Coordinator as Hosted
+
+        if not self.group:
+            node = ray.get_runtime_context().get_node_id()
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+            self._host = ray.remote(Hosted).options(**options).remote()
+        # elsewhere only as many as were found to fit
+        if not self._planned.is_set() and not (
+            self.elastic and isinstance(self.client.actors, int)
+        ):
+            self._planned.wait()
+            self._check_open()
+        count = self._count or int(self.client.actors)
+        self.clients = Actors(self.client, count)
+
+    def _tell(self) -> None:
+        plan = self._plan
+        assert plan is not None and self.clients is not None
+        platform = of_capability(plan.platform)
+        self.clients.told(plan.experiment, str(plan.shards), platform)
+        warm = None
+        if self._host is not None and self.late:
+            warm = self._host.warm.remote(_packed(plan), _path())
+        self.clients.up(min(2, self._count) if self.late else self._count, self._check_open)
+        if warm is not None:
+            import ray
+
+            while not ray.wait([warm], timeout=TICK)[0]:
+                self._check_open()
+            ray.get(warm)
+
+    def _when_it_pays(self) -> None:
+        worth = self._worth
+        assert worth is not None
+        while not self._closing.wait(4 * TICK):
+            if worth.gains(time.process_time()):
+                self._bring_up()
+                return
+
+    # --- in the process of the run ---
+
+    def _wait(self, event: threading.Event) -> None:
+        """Waits for the thread; raises what it has failed with."""
+        while not event.wait(TICK):
+            interrupts.check()
+            if event is self._up:
+                self.check()
+        interrupts.check()
+        if self._failure is not None:
+            raise self._failure
+
+    def actors(self, plan: Plan) -> int:
+        """How many client actors the run takes; 0 in this process."""
+        if self.inline:
+            return 0
+        if not self.elastic and not self.late:
+            self._wait(self._connected)
+        experiment = plan.experiment
+        lane = experiment.client.lane
+        assert isinstance(lane, int)  # the plan has settled what auto is
+        most = max(1, round(plan.cohort / lane))
+        population = len(plan.population)
+        count = wanted(experiment.client, population, most, self._nodes(), self.elastic, plan.d)
+        self._plan = plan
+        self._count = count
+        self._planned.set()
+        return count
+
+    def coordinator(self, plan: Plan, out: str, resume: bool, fresh_noise: bool) -> Call:
+        """`call(method, *arguments)` on the coordinator, which is started: an actor beside this
+        process, or a plain object in it.
+        """
+        with contained():
+            if self.inline:
+                return _inline(Coordinator(plan, out, resume=resume, anew=fresh_noise))
+            if self.late:
+                starts = Worth.STARTS if self.elastic else Worth.SOON
+                self._worth = Worth(plan.experiment.rounds, self._count, starts)
+                pool = Moving(plan.experiment, str(plan.shards), self._taking_over)
+                return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
+            self._wait(self._up)
+            self._moved = 0
+            if self.group:
+                pool_up = self.clients
+                return _inline(Coordinator(plan, out, pool_up, resume=resume, anew=fresh_noise))
+            return self._remote(plan, out, resume, fresh_noise)
+
+    def begun(self, done: int) -> None:
+        """The first round begins; so many are done from before."""
+        if self._worth:
+            self._worth.begin(done, time.process_time())
+            if self._count > 1:
+                self._begin(self._when_it_pays)
+
+    def after_round(self, call: Call, out: str, done: int) -> Call:
+        """The coordinator for the next round: another, where it has moved to an actor."""
+        plan = self._plan
+        if plan is None or self._worth is None or self._moved is not None:
+            return call
+        self._worth.round(time.process_time())
+        over = done == plan.experiment.rounds and not self._used
+        if over or self._others() is None:
+            return call
+        call("save")
+        self._moved = done
+        return self._remote(plan, out, True, False)
+
+    def _taking_over(self) -> Pool | None:
+        """As `_others`, who are given lanes from now on."""
+        others = self._others()
+        self._used = others is not None
+        return others
+
+    def _others(self) -> Pool | None:
+        """The client actors of a run that has begun in this process, once they are up."""
+        if not self._up.is_set():
+            return None
+        session = self.session
+        if self._failure is None and session and session.lost:
+            self._failure = RunError(session.lost)
+        if self._failure is None:
+            if session:
+                session.relied = True
+            return self.clients
+        if not self._warned and not interrupts.asked():
+            self._warned = True
+            reason = str(self._failure).split(";")[0]
+            log.warning("the run goes on in this process, without Ray: %s", reason)
+        return None
+
+    def told(self) -> dict[str, Any]:
+        """For the summary: whether Ray was used, from which round on, by how many actors, and why
+        not.
+        """
+        used = self._moved is not None
+        why = None
+        if self.inline:
+            why = HERE
+        elif not used and self._failure is not None:
+            why = str(self._failure)
+        elif not used:
+            why = NO_GAIN if self._count == 1 else SHORT
+        count = self._count if used else 0
+        found = {"asked": not self.inline, "used": used, "from_round": self._moved}
+        return found | {"actors": count, "why_not": why}
+
+    def _remote(self, plan: Plan, out: str, resume: bool, fresh_noise: bool) -> Call:
+        """Calls on the coordinator in its actor, which takes the run up."""
+        import ray
+
+        host = self._host
+
+        def call(method: str, *given: Any) -> Any:
+            try:
+                waiting = getattr(host, method).remote(*given)
+                while not ray.wait([waiting], timeout=LOOK)[0]:
+                    self.check()
+                return ray.get(waiting)
+            except ray.exceptions.RayTaskError as error:
+                raise _raised(error) from None
+            except ray.exceptions.RayActorError as error:
+                self.check()
+                reason = " ".join(str(error).split())[:300]
+                raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
+
+        # an actor on a joined cluster stands in another directory
+        where = os.path.abspath(out)
+        process, warnings = call(
+            "begin", _packed(plan), _path(), where, self.clients, resume, fresh_noise
+        )
+        if self.session:
+            self.session.coordinator = process
+        for warning in warnings:
+            log.warning(warning)
+        return call
+
+
+def _packed(plan: Plan) -> bytes:
+    """A plan for another process, where modules of the user's own may not be found yet."""
+    return pickle.dumps(plan)
+
+
+def _path() -> tuple[str, ...]:
+    """Where this process finds modules."""
+    return tuple(os.path.abspath(entry) for entry in sys.path)
+
+
+def _raised(error: Any) -> Exception:
+    """What a method of a coordinator in an actor raised (a RayTaskError), as if it had run here."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, OSError):
+        return FileError(str(cause))
+    if isinstance(cause, (RunError, ConfigError)):
+        return cause
+    return RunError(f"the coordinator failed\n{error}")
+
+
+def _inline(plain: Coordinator) -> Call:
+    """Calls on a coordinator in this process, which is started."""
+
+    def call(method: str, *given: Any) -> Any:
+        try:
+            return getattr(plain, method)(*given)
+        except (RunError, ConfigError, MemoryError, OSError):
+            raise
+        except Exception as error:  # an own member may raise anything
+            raise RunError(f"the run failed: {told(error)}") from error
+
+    call("start")
+    return call

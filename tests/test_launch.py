@@ -1,0 +1,189 @@
+"""Ray behind the rounds: a run begins in its own process, and moves when that pays."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from conftest import experiment
+from test_same_bits import RUN
+
+from raydpfl import launch, run
+from raydpfl.check.runs import Dealt
+from raydpfl.coordinator import Coordinator
+from raydpfl.errors import RunError
+from raydpfl.launch import Places, Worth
+from raydpfl.placement import Moving
+from raydpfl.plan import Plan
+
+AUTO = {"actors": "auto", "num_cpus": 1}
+
+
+def judged(rounds: list[float], of: int, actors: int = 2, starts: float = 8.0) -> list[bool]:
+    """Whether Ray was found worth its start after each round, which took so many seconds."""
+    worth = Worth(of, actors, starts)
+    worth.begin(0, 0.0)
+    ends = np.cumsum(rounds).tolist()
+    found = []
+    for end in ends:
+        worth.round(end)
+        found.append(worth.gains(end))
+    return found
+
+
+def test_ray_starts_only_for_rounds_that_take_longer_than_that_gains():
+    assert not any(judged([0.5] + [0.015] * 59, of=60))
+    long = judged([0.5] + [0.02] * 3999, of=4000)
+    assert long.index(True) in (50, 51)  # a second of rounds is enough to judge by
+    assert sum(long) == pytest.approx(4000 - 50 - 800, abs=2)  # 800 of 0.02 s are half of 16 s
+
+
+def test_ray_starts_in_the_midst_of_a_round_that_does_not_end():
+    worth = Worth(20, 2, 8.0)
+    worth.begin(0, 100.0)
+    assert not worth.gains(101.9)
+    assert worth.gains(102.1)  # 20 rounds of two seconds or more
+    few = Worth(2, 2, 8.0)
+    few.begin(0, 0.0)
+    assert not few.gains(7.9) and few.gains(8.1)
+
+
+def test_one_actor_is_never_worth_a_start_and_many_are_sooner():
+    slow = [1.0] * 12
+    assert not any(judged(slow, of=10_000, actors=1))
+    assert judged(slow, of=12 + 2, actors=16) != judged(slow, of=12 + 2, actors=2)
+
+
+class Others(Dealt):
+    """Two actors in this process, of whom one more is up at every look."""
+
+    healthy = 2
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 4, 7, 20])
+def test_lanes_that_others_take_over_in_the_midst_of_a_round_give_the_same_bits(looks, tmp_path):
+    plan = Plan.make(experiment(client={"lane": 4}))
+    asked = []
+
+    def others():
+        asked.append(None)
+        return Others(plan.experiment, str(plan.shards), 2) if len(asked) > looks else None
+
+    models = []
+    for name, pool in (
+        ("inline", None),
+        ("moving", Moving(plan.experiment, str(plan.shards), others)),
+    ):
+        (tmp_path / name).mkdir()
+        coordinator = Coordinator(plan, str(tmp_path / name), pool)
+        coordinator.start()
+        rows = [coordinator.round() for _ in range(plan.experiment.rounds)]
+        models.append(coordinator.parameters())
+    assert np.array_equal(*models)
+    assert rows[-1]["actors"] == (2 if len(asked) > looks else 1)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Ray is found worth its start at once, and after three rounds the run waits until it is up."""
+    monkeypatch.setattr(Worth, "gains", lambda *_: True)
+    after = Places.after_round
+
+    def waiting(self, call, out, done):
+        if done == 3 and self.late:
+            assert self._up.wait(120)
+        return after(self, call, out, done)
+
+    monkeypatch.setattr(Places, "after_round", waiting)
+
+
+@pytest.mark.slow
+def test_a_run_that_moves_to_actors_gives_the_bits_of_an_inline_run(tmp_path, shared_ray, at_once):
+    partition = {"kind": "dirichlet", "psi": 0.3}
+    data = {"kind": "fashion_mnist_mini", "clients": 50, "partition": partition}
+    sections = {
+        "rounds": 8,
+        "data": data,
+        "measure": ["clients", "trajectory"],
+        "evaluate": {"every": 1},
+    }
+    inline = run(experiment(**sections), tmp_path / "inline")
+    moved = run(experiment(**sections, client=AUTO), tmp_path / "moved")
+    expected = {"asked": True, "used": True, "from_round": 3, "actors": 2, "why_not": None}
+    assert moved.summary["ray"] == expected
+    assert moved.summary["model_sha256"] == inline.summary["model_sha256"]
+    for name in ("train_loss", "test_loss", "norm_p50", "epsilon_rdp", "round"):
+        assert moved.rounds[name].equals(inline.rounds[name])
+    assert moved.rounds["actors"].to_pylist()[:3] == [1, 1, 1]
+    assert set(moved.rounds["actors"].to_pylist()[4:]) == {2}
+    assert len((tmp_path / "moved" / "ledger.jsonl").read_text().splitlines()) == 8
+    for name in ("clients.parquet", "trajectory.bin"):
+        assert (tmp_path / "moved" / name).exists()
+    assert moved.guarantees == inline.guarantees and moved.summary["repeated_rounds"] == 0
+
+
+def test_a_ray_that_does_not_start_is_warned_of_and_the_run_goes_on(
+    tmp_path, at_once, monkeypatch, caplog
+):
+    def broken(*_, **__):
+        raise RunError("Ray could not be started: no room")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(launch, "Session", broken)
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    found = run(experiment(rounds=5, client=AUTO), tmp_path / "out")
+    assert found.summary["ray"]["why_not"] == "Ray could not be started: no room"
+    assert not found.summary["ray"]["used"] and found.summary["status"] == "completed"
+    assert caplog.text.count("goes on in this process, without Ray: Ray could not be started") == 1
+
+
+def test_a_short_run_starts_no_ray_and_its_summary_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    found = run(experiment(client=AUTO), tmp_path / "out")
+    assert found.summary["ray"] == {
+        "asked": True,
+        "used": False,
+        "from_round": None,
+        "actors": 0,
+        "why_not": launch.SHORT,
+    }
+
+
+BEHIND = "from raydpfl.launch import Worth; Worth.gains = lambda *_: True\n" + RUN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_ends_while_ray_starts_behind_it_leaves_no_process(end, tmp_path):
+    config = tmp_path / "long.yaml"
+    config.write_text(yaml.safe_dump(experiment(rounds=100_000, client=AUTO).to_dict()))
+    command = [sys.executable, "-c", BEHIND, "run", config, "--out", tmp_path / "out", "--quiet"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    while not any(_named(each, "gcs_server") for each in children):
+        assert process.poll() is None and time.monotonic() < deadline
+        children = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    process.send_signal(end)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == (130 if end == signal.SIGINT else -9), said
+    assert "Traceback" not in said
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    if end == signal.SIGINT:
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert summary["status"] == "interrupted" and not summary["ray"]["used"]
+
+
+def _named(process: psutil.Process, name: str) -> bool:
+    with suppress(psutil.Error):
+        return process.name() == name
+    return False
