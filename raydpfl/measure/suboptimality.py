@@ -33,8 +33,8 @@ class SuboptimalityProbe(Probe):
     """f(w) - f* as `suboptimality` and ||w - w*|| as `distance`, after every `every`-th round and
     the last; among several minimisers w* is the nearest. None of it is noised.
 
-    The summary has f* as `optimum`, and both numbers at the start. w* is in optimum.bin, float64
-    [d], the one of least norm.
+    The summary has f* as `optimum`, and both numbers at the start and at the end. w* is in
+    optimum.bin, float64 [d], the one of least norm.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"every": 3})
@@ -70,8 +70,10 @@ class SuboptimalityProbe(Probe):
     def afterwards(self, run: Finished) -> Afterwards | None:
         optimum = _Optimum(run.problem, run.out)
         start = models.flatten(run.problem.module).numpy()
-        gap, distance = optimum.gap(start)
-        return Done({"optimum": optimum.value, "start": gap, "start_distance": distance})
+        found = {"optimum": optimum.value}
+        for name, model in (("start", start), ("final", run.model)):
+            found[name], found[f"{name}_distance"] = optimum.gap(model)
+        return Done(found)
 
 
 class _Optimum:
