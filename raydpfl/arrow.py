@@ -1,7 +1,7 @@
 """Arrow's numbers as numpy's and back, without pandas, which pyarrow's own conversions import.
 
 >>> column = packed([1.5, None], pa.float64())
->>> column.null_count, numbers(column)[0], numbers(packed([3, 4], pa.int64())).tolist()
+>>> column.null_count, numbers(column)[0].item(), numbers(packed([3, 4], pa.int64())).tolist()
 (1, 1.5, [3, 4])
 """
 

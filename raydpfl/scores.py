@@ -2,7 +2,9 @@
 keys of the summary that say so.
 
 A score is named SET_METRIC: of the test set, or of the rows that clients hold out of training
-(`evaluate.validation`).
+(`evaluate.validation`). It is a mean over rows, so that a client counts by how many of them it has:
+the accuracy over validation is the clients' accuracies weighted by their sizes, and so is that over
+a test set to which every client gave the same share of its own.
 
 >>> row = {"round": 4, "test_loss": None, "test_accuracy": None, "validation_loss": 0.5,
 ...        "validation_accuracy": 0.75}

@@ -263,6 +263,7 @@ def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     assert single.lower > known.lower >= hidden.lower  # who sees more can tell more
 
 
+@pytest.mark.slow
 def test_scores_are_standard_normal_outside_and_move_by_what_is_claimed_inside():
     """1000 canaries of one run. Mean and variance to 5 standard errors: fails for one sound seed in
     10^6.

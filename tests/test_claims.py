@@ -137,6 +137,7 @@ def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
     ).rigorous == ("pld",)
 
 
+@pytest.mark.slow
 def test_a_budget_is_held_by_the_smallest_rigorous_epsilon(tmp_path):
     """At this delta pld reaches no epsilon, and rdp does: both are valid, so the budget lasts."""
     noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-15}

@@ -128,7 +128,12 @@ def repeated(monkeypatch, tmp_path):
     [
         ("even", 1 << 16, {}),
         ("skewed", 256 << 20, {}),
-        ("skewed", 1 << 16, {"features": {"kind": "pca", "components": 5}}),
+        pytest.param(
+            "skewed",
+            1 << 16,
+            {"features": {"kind": "pca", "components": 5}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_samples_that_clients_share_are_kept_once_and_read_as_the_clients_rows(

@@ -292,7 +292,10 @@ ACCOUNTINGS = {
 }
 
 
-@pytest.mark.parametrize("method", OF_002)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=pytest.mark.slow if name != "AdDPNFL" else ()) for name in OF_002],
+)
 def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsilon(method):
     """DPNFL and AdDPNFL are calibrated by tCDP, the baselines by RDP; with each of the three the
     epsilons of all accountants stand side by side, and what was promised holds.
@@ -1051,6 +1054,7 @@ def test_error_feedback_refuses_an_average_whose_divisor_it_has_no_use_for(tmp_p
         )
 
 
+@pytest.mark.slow
 def test_a_servers_state_is_its_own_whatever_clients_remember_besides(tmp_path):
     """A server that keeps `shared` and `previous` of its own, beside clients with a memory and
     angles to the last update.

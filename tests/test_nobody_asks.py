@@ -72,6 +72,7 @@ def folder_of(path: Path) -> str:
     return name.split("/")[0]
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package, by its dotted name."""
     found = {"raydpfl": ROOT / "__init__.py"}
@@ -170,6 +171,11 @@ def others() -> set[str]:
     return found
 
 
+LOOKED_AT = (
+    ast.Assign, ast.arg, ast.Call, ast.Compare, ast.Match, ast.Subscript, ast.Attribute, ast.Try,
+)  # fmt: skip
+
+
 class Asks:
     """The places of one file that tell members apart."""
 
@@ -180,14 +186,15 @@ class Asks:
         self.names = names
         self.locals: dict[str, ast.expr] = {}
         self.annotations: dict[str, ast.expr] = {}
-        for node in ast.walk(self.tree):
+        self.nodes = [node for node in ast.walk(self.tree) if isinstance(node, LOOKED_AT)]
+        for node in self.nodes:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self.locals[node.targets[0].id] = node.value
             elif isinstance(node, ast.arg) and node.annotation is not None:
                 self.annotations[node.arg] = node.annotation
 
     def places(self) -> list[Asked]:
-        return sorted({each for node in ast.walk(self.tree) for each in self.at(node)})
+        return sorted({each for node in self.nodes for each in self.at(node)})
 
     def at(self, node: ast.AST) -> Iterator[Asked]:
         if isinstance(node, ast.Call):

@@ -117,6 +117,7 @@ def test_the_trap_of_the_library_is_wrapped():
     ) == pytest.approx(10.00, abs=5e-3)
 
 
+@pytest.mark.slow
 def test_the_exact_gaussian_curve_is_that_of_the_library():
     for mu in (0.05, 0.7, 3.0):
         loss = privacy_loss_distribution.from_gaussian_mechanism(1 / mu)

@@ -35,9 +35,9 @@ def mechanism(kind="fixed", population=1920, cohort=80, rounds=100, std=0.0):
     [
         ("fixed", "replace_one", "pld", [0.05, 1.5, 100.0]),
         ("poisson", "add_remove", "pld", [0.05, 1.5, 100.0]),
-        ("poisson", "zero_out", "rdp", [0.05, 1.5, 100.0]),
+        pytest.param("poisson", "zero_out", "rdp", [0.05, 1.5, 100.0], marks=pytest.mark.slow),
         ("fixed", "replace_one", "rdp", [1.5]),
-        ("with_replacement", "replace_one", "pld", [1.5]),
+        pytest.param("with_replacement", "replace_one", "pld", [1.5], marks=pytest.mark.slow),
         ("fixed", "replace_one", "paper", [1.5]),
     ],
 )

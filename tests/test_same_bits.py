@@ -225,7 +225,7 @@ def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:
     return coordinator.parameters()
 
 
-QUICK = ("clip", "DPFedAvg", "alpha-NormEC")
+QUICK = ("clip", "DPFedAvg")
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 
 
@@ -277,6 +277,7 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
     assert np.array_equal(*models)
 
 
+@pytest.mark.slow
 def test_what_is_known_of_clients_is_the_same_however_lanes_are_dealt_and_after_a_resume(tmp_path):
     """The last global update, which angles are taken to, is a state of the measure."""
     measured = ["clients", {"kind": "bounding", "repeats": 2}]

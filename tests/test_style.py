@@ -22,9 +22,16 @@ BUILTINS = {name for name in dir(builtins) if not name.startswith("_")} - {
 }  # fmt: skip
 
 
+LOOKED_AT = (
+    ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Expr, ast.Assign, ast.If, ast.While,
+    ast.IfExp, ast.Assert, ast.comprehension, ast.match_case, ast.arg, ast.Import, ast.ImportFrom,
+)  # fmt: skip
+
+
 def wrong(tree: ast.AST) -> list[tuple[int, str]]:
     """(line, what is wrong there) of all rules."""
-    return sorted({each for node in ast.walk(tree) for each in at(node)})
+    nodes = (node for node in ast.walk(tree) if isinstance(node, LOOKED_AT))
+    return sorted({each for node in nodes for each in at(node)})
 
 
 def at(node: ast.AST) -> Iterator[tuple[int, str]]:
