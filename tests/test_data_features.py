@@ -12,7 +12,7 @@ import torch
 from torchvision.models import ResNet18_Weights, resnet18
 
 from raydpfl import data
-from raydpfl.data.features import principal_components
+from raydpfl.data.features import pca, principal_components
 from raydpfl.data.features import resnet18 as resnet18_features
 from raydpfl.data.features.pca import Pca
 from raydpfl.data.features.random_filters import RandomFilters
@@ -210,6 +210,21 @@ def test_a_crop_larger_than_the_image_is_refused(tmp_path):
         ConfigError, match=r"data.features.crop = 64: at most data.features.resize, 32"
     ):
         table(tmp_path, images(2), features={"kind": "resnet18", "resize": 32, "crop": 64})
+
+
+def test_principal_components_are_learned_once_whatever_the_partition(monkeypatch):
+    x = images(40, 1)
+    found = Pca(components=3).columns(x, x[:5], None)
+    mean, axes = principal_components(x, 3)
+    expected = (x.reshape(40, -1) / 255 - mean).astype(np.float32) @ axes.T
+    np.testing.assert_array_equal(found[0], expected.astype(np.float32))
+    monkeypatch.setattr(pca, "principal_components", lambda *_: pytest.fail("learned again"))
+    for first, again in zip(found, Pca(components=3).columns(x, x[:5], None), strict=True):
+        assert np.array_equal(first, again)
+    with pytest.raises(pytest.fail.Exception):
+        Pca(components=4).columns(x, x[:5], None)
+    with pytest.raises(pytest.fail.Exception):
+        Pca(components=3).columns(x[1:], x[:5], None)
 
 
 def filtered(x, **keys):

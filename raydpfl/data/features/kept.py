@@ -16,12 +16,12 @@ from raydpfl.files import cache_root, put, whole
 def kept(
     about: Sequence[Any], images: np.ndarray, extract: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """What `extract` makes of the images, from the cache where it is there as it was computed.
+    """What `extract` makes of images or rows, from the cache where it is there as it was computed.
 
     Args:
         about: what else the columns depend on, in types whose `repr` says all of it.
         images: uint8 or float32 [rows, ...].
-        extract: gives float32 [rows, k].
+        extract: gives an array.
     """
     pixels = hashlib.sha256(np.ascontiguousarray(images).data).hexdigest()
     name = hashlib.sha256(repr([*about, images.shape, pixels]).encode()).hexdigest()

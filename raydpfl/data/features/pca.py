@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.data.features.base import Features
+from raydpfl.data.features.kept import kept
 from raydpfl.errors import ConfigError
 from raydpfl.files import file_identity, find_file
 
@@ -48,15 +49,23 @@ class Pca(Features):
             raise ConfigError(
                 "data.features.components", self.components, f"at most the {p} numbers of a sample"
             )
-        mean, axes = (
-            self._public(p, root) if self.file else principal_components(x, self.components)
-        )
+        mean, axes = self._public(p, root) if self.file else self._learned(x)
         empty = np.zeros((0, self.components))
         projected, test_projected = (
             np.concatenate([empty, *(part @ axes.T for part in _centred(rows, mean))])
             for rows in (x, test_x)
         )
         return projected.astype(np.float32), test_projected.astype(np.float32)
+
+    def _learned(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `principal_components`, from the cache: they are the same for all partitions, clients
+        and seeds."""
+
+        def learn(rows: np.ndarray) -> np.ndarray:
+            return np.vstack(principal_components(rows, self.components))
+
+        found = kept(["principal components", self.components, str(x.dtype)], x, learn)
+        return found[0], found[1:]
 
     def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         components = f"components [{self.components} or more, {p}]"
