@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -54,6 +54,11 @@ class Tally:
     # the lane that was trained again for its measures, and what came of it (see `_again`)
     again: tuple[Lane, torch.Tensor, np.ndarray] | None = None
 
+    @cached_property
+    def d(self) -> int:
+        """Parameters of the model."""
+        return self.model.numel()
+
     def add(self, columns: Mapping[str, np.ndarray]) -> None:
         """More values of each column, for the next clients."""
         for name, values in columns.items():
@@ -66,7 +71,7 @@ class Tally:
         """
         if vectors is None:
             return
-        d = len(self.model)
+        d = self.d
         if vectors.shape != (k, d):
             shape = list(vectors.shape)
             raise RunError(f"{member} remembers {shape} for {k} clients, not [{k}, {d}]")
@@ -115,8 +120,10 @@ class ClientActor(Process):
         self._shares = 0
         self._sample: tuple[Lane, int, torch.Tensor] | None = None
         self._state = self._kept()
-        self._buffer = torch.zeros(0, 0, dtype=torch.float64)
-        self.clipped = np.empty(0)  # float64 [C], of the lane in training: see `Trainer.lane`
+        self._buffer = np.zeros((0, 0))
+        # of the lane in training: float64 [C], see `Trainer.lane`; norms, factors, losses [3, C]
+        self.clipped = np.empty(0)
+        self.known = np.empty((3, 0))
 
     @contained()
     def train(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
@@ -129,7 +136,7 @@ class ClientActor(Process):
         self.trainer.seed = work.seed
         self.trainer.noise_seed = work.noise_seed
         tally = self._tally(broadcast, work)
-        total = np.zeros(len(tally.model))
+        total = np.zeros(tally.d)
         members = np.concatenate([lane.members for lane in lanes])
         self.shards.prefetch(members, max(lane.rows for lane in lanes))
         for lane in self._joined(lanes):
@@ -195,8 +202,8 @@ class ClientActor(Process):
 
         A lane's sum is taken in client order, and is put on the grid where it is the whole lane's.
         """
-        found = np.zeros(len(tally.model))
-        total = torch.zeros(len(tally.model), dtype=torch.float64, device=self.device)
+        found = np.zeros(tally.d)
+        total = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
         place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
         apart = self.experiment.bounding.is_own
@@ -207,6 +214,9 @@ class ClientActor(Process):
                 place = int(trained.slots[0]) // lane.width
             for block in trained.apart() if apart else (trained,):
                 self._reduce(total, self._contribute(tally, lane, block))
+        slots = np.flatnonzero(lane.members >= 0)
+        for some in slots[:, None] if apart else [slots]:
+            self._know(tally, lane, some)
         return found + self._whole(total, lane, tally.work.grid)
 
     @staticmethod
@@ -220,40 +230,32 @@ class ClientActor(Process):
             for vector in vectors:
                 total += vector
             return
-        rows = self._rows(len(vectors), len(total))
-        rows[0] = total
-        if vectors.data_ptr() != rows[1].data_ptr():  # a member has made a matrix of its own
-            rows[1:] = vectors
-        np.add.reduce(rows.numpy(), axis=0, out=total.numpy())
+        rows = self._rows(*vectors.shape)
+        rows[0] = total.numpy()
+        sent = vectors.numpy()
+        if sent.ctypes.data != rows[1].ctypes.data:  # a member has made a matrix of its own
+            rows[1:] = sent
+        np.add.reduce(rows, axis=0, out=total.numpy())
 
-    def _rows(self, k: int, d: int) -> torch.Tensor:
+    def _rows(self, k: int, d: int) -> np.ndarray:
         """Float64 [k + 1, d], the same memory every time."""
-        if self._buffer.shape[1:] != (d,) or len(self._buffer) <= k:
-            self._buffer = torch.zeros(k + 1, d, dtype=torch.float64)
+        if self._buffer.shape[1] != d or self._buffer.shape[0] <= k:
+            self._buffer = np.zeros((k + 1, d))
         return self._buffer[: k + 1]
 
     def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
         """What a block's clients send: weighted, bounded and noised vectors, float64 [k, d]."""
         slots = block.slots
         bounding = self.experiment.bounding
-        clients = lane.clients[slots]
         view = self._view(tally, lane, "bounding", slots)
         vectors, norms, lengths = self._sent(tally, lane, block, view)
         factors = self._factors(tally, lane, slots, lengths)
         weights = torch.from_numpy(lane.weights[slots]).to(self.device)
         unbounded = vectors.clone() if bounding.remembers else vectors
         vectors *= (factors * weights)[:, None]
-        samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
-        known = {
-            "client": clients,
-            "draw": lane.draws[slots],
-            "norm": norms,
-            "factor": factors.cpu().numpy(),
-        }
-        known["clipped"] = bounding.clipped(known["factor"], samples)
-        known["train_loss"] = block.losses
+        self.known[:, slots] = norms, factors.cpu().numpy(), block.losses
         noise = self._noise(tally, lane, slots)
-        known |= self._measured(tally, lane, block, vectors, noise)
+        tally.add(self._measured(tally, lane, block, vectors, noise))
         tally.keep("bounding", bounding.remember(unbounded, vectors, view), len(slots))
         if noise is not None:
             vectors += torch.from_numpy(noise).to(self.device)
@@ -262,8 +264,22 @@ class ClientActor(Process):
             moved = bounding.moved(vectors, view)
             own = local.remember(moved, self._view(tally, lane, "local", slots))
             tally.keep("local", own, len(slots))
-        tally.add(known)
         return vectors
+
+    def _know(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
+        """Takes note of what is known of clients once they have sent."""
+        norms, factors, losses = self.known[:, slots]
+        samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
+        tally.add(
+            {
+                "client": lane.clients[slots],
+                "draw": lane.draws[slots],
+                "norm": norms,
+                "factor": factors,
+                "clipped": self.experiment.bounding.clipped(factors, samples),
+                "train_loss": losses,
+            }
+        )
 
     def _sent(
         self, tally: Tally, lane: Lane, block: Block, view: View
@@ -277,7 +293,7 @@ class ClientActor(Process):
         vectors = bounding.send(self._double(block.updates), view)
         lengths = torch.linalg.vector_norm(vectors, dim=1)
         norms = lengths.cpu().numpy().copy()
-        for place in np.flatnonzero(~np.isfinite(norms)):
+        for place in (~np.isfinite(norms)).nonzero()[0]:
             self._fault(tally, lane, int(block.slots[place]), float(norms[place]))
             slot = block.slots[place : place + 1]
             idle = self._idle(tally, lane, slot)[None]
@@ -293,14 +309,13 @@ class ClientActor(Process):
         if work.client_std == 0:
             return None
         who = (lane.clients[slots], lane.draws[slots])
-        d = len(tally.model)
+        d = tally.d
         return self.experiment.noise.on_clients(work.noise_seed, work.t, *who, work.client_std, d)
 
     def _double(self, updates: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cpu":
             return updates.double()
-        rows = self._rows(*updates.shape)[1:]
-        return rows.copy_(updates)
+        return torch.from_numpy(self._rows(*updates.shape)[1:]).copy_(updates)
 
     def _factors(
         self, tally: Tally, lane: Lane, slots: np.ndarray, lengths: torch.Tensor
@@ -332,7 +347,7 @@ class ClientActor(Process):
         """What the clients at these slots know of the round, for the hooks of a member."""
 
         def remembered() -> torch.Tensor:
-            own = torch.zeros(len(slots), len(tally.model), device=self.device)
+            own = torch.zeros(len(slots), tally.d, device=self.device)
             stored = lane.memory.get(member, {})
             for place, slot in enumerate(slots.tolist()):
                 if slot in stored:
@@ -375,7 +390,7 @@ class ClientActor(Process):
 
     def _repeated(self, tally: Tally, lane: Lane, times: int) -> tuple[torch.Tensor, np.ndarray]:
         width = len(lane.clients)
-        sums = torch.zeros(width, len(tally.model), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(width, tally.d, dtype=torch.float64, device=self.device)
         squares = np.zeros(width)
         clipped = self.clipped
         self.clipped = clipped.copy()
@@ -401,6 +416,7 @@ class ClientActor(Process):
         """
         members = lane.members
         self.clipped = np.full(len(members), np.nan)
+        self.known = np.full((3, len(members)), np.nan)
         done = 0
         try:
             for block in self._train(tally, lane, members):
@@ -462,11 +478,12 @@ class ClientActor(Process):
             drawn=(index, batch_sizes),
             clipped=self.clipped,
             width=lane.width,
+            same=np.array([each is None for each in rows]),
         )
         for block in trained:
             following = present[np.searchsorted(present, block.slots[-1]) + 1 :]
             self.progress.at(members[following[0]] if len(following) else -1)
-            for place in np.flatnonzero(sizes[block.slots] == 0).tolist():
+            for place in (sizes[block.slots] == 0).nonzero()[0].tolist():
                 block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
             yield block
 

@@ -120,8 +120,9 @@ def bit_streams(
     philox = _philox(seed, purpose, t, 0, 0, 0)
     state = philox.state
     counter = state["state"]["counter"]
-    for client, draw in zip(clients, draws, strict=True):
-        counter[1] = int(draw) << 32
+    words = zip(np.asarray(clients).tolist(), np.asarray(draws).tolist(), strict=True)
+    for client, draw in words:
+        counter[1] = draw << 32
         counter[2] = client
         philox.state = state
         yield philox

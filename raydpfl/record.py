@@ -106,8 +106,8 @@ class Record:
         row["clipped"] = _mean(columns["clipped"])
         row["norm_mean"] = _mean(columns["norm"])
         finite = columns["norm"][np.isfinite(columns["norm"])]
-        for q in (10, 50, 90):
-            row[f"norm_p{q}"] = float(np.quantile(finite, q / 100)) if len(finite) else None
+        quantiles = np.quantile(finite, (0.1, 0.5, 0.9)).tolist() if len(finite) else [None] * 3
+        row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
         row["update_norm"] = float(np.linalg.norm(seen.update))
         row["lr"] = e.local.learning_rate(seen.t)
         dropped = sorted(each for result in results for each in result.dropped)

@@ -30,6 +30,12 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "data"
 
 
+@pytest.fixture
+def large(monkeypatch):
+    """Every file is too large to stay mapped."""
+    monkeypatch.setattr(shards, "HELD", 0)
+
+
 def mini(**keys):
     partition = {"kind": "dirichlet", "psi": 0.5}
     sizes = {"kind": "spread"}
@@ -299,7 +305,27 @@ def test_several_lanes_read_at_once_are_those_read_one_by_one(described):
             assert np.array_equal(found[part : part + 3], expected)
 
 
-def test_clients_who_follow_one_another_in_the_file_are_read_at_once(monkeypatch):
+@pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
+def test_rows_of_a_small_file_and_of_a_large_one_are_the_same(described, monkeypatch):
+    small = Shards.open(prepare(described, seed=5))
+    monkeypatch.setattr(shards, "HELD", 0)
+    large = Shards.open(small.folder)
+    assert small._train.held and not large._train.held
+    clients = [-1, 3, 8, 19, 2, 20, -1, 5, 5]
+    rows = int(small.sizes.max())
+    picked = [None] * len(clients)
+    picked[3] = np.array([0, 2])
+    for more in (None, picked):
+        for found, expected in zip(
+            small.lane(clients, rows, more), large.lane(clients, rows, more), strict=True
+        ):
+            assert np.array_equal(found, expected)
+    small.prefetch(np.array(clients), rows)
+    small.release()  # its pages stay
+    assert np.array_equal(small.lane(clients, rows)[0], large.lane(clients, rows)[0])
+
+
+def test_clients_who_follow_one_another_in_the_file_are_read_at_once(large, monkeypatch):
     opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
     rows = int(opened.sizes.min())
     assert rows == opened.sizes.max()
@@ -318,7 +344,7 @@ def test_clients_who_follow_one_another_in_the_file_are_read_at_once(monkeypatch
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="needs Linux")
-def test_clients_that_are_in_memory_are_not_asked_for(monkeypatch):
+def test_clients_that_are_in_memory_are_not_asked_for(large, monkeypatch):
     opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *given: asked.append(given))
@@ -334,7 +360,7 @@ def test_clients_that_are_in_memory_are_not_asked_for(monkeypatch):
     assert len(asked) == 4
 
 
-def test_a_read_that_stops_short_goes_on(monkeypatch):
+def test_a_read_that_stops_short_goes_on(large, monkeypatch):
     opened = Shards.open(prepare(synthetic(), seed=5))
     x, y, _ = opened.lane([3, 7], 30)
     read = os.preadv
@@ -523,7 +549,7 @@ def test_clients_without_samples_may_stand_anywhere():
     "near,rows,wanted",
     [(shards.NEAR, 1, [1, 3]), (7, 2, [1]), (7, 3, [1, 3]), (8, 2, [1]), (12, 2, [1, 3])],
 )
-def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, monkeypatch):
+def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, large, monkeypatch):
     monkeypatch.setattr(shards, "NEAR", near)  # a row is 8 bytes
     opened = Shards.open(prepare(Gaps(), 0))
     asked = []
@@ -542,7 +568,7 @@ def test_shards_are_pickled_by_their_path():
     )
 
 
-def test_reading_clients_and_releasing_pages_keep_the_process_small():
+def test_reading_clients_and_releasing_pages_keep_the_process_small(large):
     opened = Shards.open(
         prepare(synthetic(clients=2000, samples=100, test_samples=100_000), seed=0)
     )

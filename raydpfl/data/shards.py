@@ -27,11 +27,11 @@ code of the user's own members, share of rows held out), wherever the files are,
 It is written beside its place under another name and renamed, so a half-written one is never used,
 and of two runs that prepare the same data the later takes the earlier's.
 
-Clients and test rows are memory-mapped; training rows are read at the place in the file that the
-map names, straight into the caller's arrays. Both are the page cache's one copy for all processes.
-But a page that is mapped counts as memory of the process, and one touch maps its whole
-neighbourhood: 4,800 clients of 4.8 kB out of a million made 3 GB, and nothing when read. It is also
-faster.
+All files are memory-mapped, the page cache's one copy for all processes. Training rows of a file
+of up to `HELD` bytes are gathered from the map. Those of a larger one are read at the place in the
+file that the map names, straight into the caller's arrays: a page that is mapped counts as memory
+of the process, and one touch maps its whole neighbourhood, so that 4,800 clients of 4.8 kB out of a
+million made 3 GB, and nothing when read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import starmap
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,9 @@ FORMAT = 4
 # bytes that are read as fast as another call is made: so many for each row wanted, before rows are
 # read one by one
 NEAR = 32 << 10
+HELD = 1 << 26  # bytes of a file that stay mapped from round to round
 LOOKS = 8  # clients by whom it is told whether a cohort is in memory
-CACHED = 80 << 10  # bytes of pixels that are scaled at once
+CACHED = 160 << 10  # bytes of pixels that are scaled at once
 # bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
 # need not copy them (`raydpfl.local.way.LaneData.rows`)
 ALIGN = 64
@@ -351,6 +352,7 @@ class _Mapped:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.map = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.held = len(self.map) <= HELD
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
         batches = [reader.get_batch(index).columns for index in range(reader.num_record_batches)]
         self.columns = [
@@ -381,6 +383,11 @@ class _Mapped:
         apart = into.data.cast("B")
         for place, row in enumerate(rows.tolist()):
             self.read(apart[place * width : (place + 1) * width], at + row * width)
+
+    def release(self) -> None:
+        """Gives the mapped pages back, but for those of a small file. They return when touched."""
+        if not self.held:
+            self.map.madvise(mmap.MADV_DONTNEED)
 
     def cached(self, places: Sequence[int]) -> bool:
         """Whether all these places of the file are in memory, as far as the system tells."""
@@ -497,9 +504,8 @@ class Shards:
         picked: Sequence[np.ndarray | None] | None = None,
         room: Room | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples of some clients, each padded with zeros to `rows`.
-
-        Several lanes are read at once by the clients of one after those of another.
+        """The samples of some clients (of several lanes, one after another), each padded with zeros
+        to `rows`.
 
         Args:
             clients: int [C]; -1 is a dummy without samples.
@@ -517,19 +523,42 @@ class Shards:
         apart = {slot: some for slot, some in enumerate(picked or ()) if some is not None}
         n = _counts(members, sizes, apart, rows)
         room = room or Room()
-        x = room.array("x", (len(members), rows, *self.shape), np.dtype(np.float32))
-        y = room.array("y", (len(members), rows), self._test_y.dtype)
-        stored = x
-        if self._test_x.dtype == np.uint8:
-            stored = room.array("stored", x.shape, self._test_x.dtype)
-        self._read(0, stored, members, sizes, apart)
-        self._read_targets(y, members, sizes, apart)
-        if stored is not x:
-            self._scale_lane(stored, x, n)
+        x, y = self._arrays(room, len(members), rows)
+        wanted = self._wanted(members, rows, apart)
+        if self._train.held and self._rows is None:
+            self._from_map(x, members, wanted, room)
+        else:
+            self._read_x(x, members, sizes, apart, n, room)
+        if self._targets is None:
+            self._read(1, y, members, sizes, apart)
+        else:
+            np.take(self._targets, wanted, mode="clip", out=y)
         for slot in np.flatnonzero(n < rows).tolist():
-            for padded in (x, y):
-                padded[slot, n[slot] :] = 0
+            x[slot, n[slot] :] = 0
+            y[slot, n[slot] :] = 0
         return x, y, n
+
+    def _arrays(self, room: Room, clients: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Memory for x and y of some clients."""
+        x = room.array("x", (clients, rows, *self.shape), np.dtype(np.float32))
+        return x, room.array("y", (clients, rows), self._test_y.dtype)
+
+    def _read_x(
+        self,
+        x: np.ndarray,
+        members: np.ndarray,
+        sizes: np.ndarray,
+        apart: Mapping[int, np.ndarray],
+        n: np.ndarray,
+        room: Room,
+    ) -> None:
+        """Puts x of some clients, who give `n` rows each, into [C, rows, *shape] from the file."""
+        if self._test_x.dtype != np.uint8:
+            self._read(0, x, members, sizes, apart)
+            return
+        stored = room.array("stored", x.shape, self._test_x.dtype)
+        self._read(0, stored, members, sizes, apart)
+        self._scale_lane(stored, x, n)
 
     def _read(
         self,
@@ -599,29 +628,47 @@ class Shards:
         ((placed,),) = self._rows.columns
         return np.take(placed, rows, mode="clip")
 
-    def _read_targets(
-        self,
-        y: np.ndarray,
-        members: np.ndarray,
-        sizes: np.ndarray,
-        apart: Mapping[int, np.ndarray],
-    ) -> None:
-        """Puts y of some clients into [C, rows], with anything for padding."""
-        if self._targets is None:
-            self._read(1, y, members, sizes, apart)
-            return
+    def _wanted(
+        self, members: np.ndarray, rows: int, apart: Mapping[int, np.ndarray]
+    ) -> np.ndarray:
+        """The rows of the file that some clients train on, int64 [C, rows]; any for padding."""
         first = self._first[members]
-        rows = self._place(first[:, None] + np.arange(y.shape[1]))
-        np.take(self._targets, rows, mode="clip", out=y)
+        wanted = first[:, None] + np.arange(rows)
         for slot, chosen in apart.items():
-            y[slot, : len(chosen)] = self._targets[self._place(first[slot] + chosen)]
+            wanted[slot, : len(chosen)] = first[slot] + chosen
+        return self._place(wanted)
+
+    def _from_map(
+        self, into: np.ndarray, members: np.ndarray, wanted: np.ndarray, room: Room
+    ) -> None:
+        """Puts x of some clients into [C, rows, *shape] from the map, in pieces that stay in the
+        cache; anything for padding.
+        """
+        if not into.size:
+            return
+        together = max(1, CACHED // into[0].size)
+        batches = self._batches(members)
+        runs = np.flatnonzero(np.diff(batches)) + 1
+        bounds = np.union1d(np.arange(0, len(members), together), runs)
+        for start, end in pairwise([*bounds.tolist(), len(members)]):
+            x, y = self._train.columns[batches[start]]
+            places = wanted[start:end] - self._starts[batches[start]]
+            piece = into[start:end]
+            stored = piece if x.dtype == piece.dtype else room.array("stored", piece.shape, x.dtype)
+            x.reshape(len(y), *self.shape).take(places, axis=0, mode="clip", out=stored)
+            if stored is not piece:
+                self._scaled(stored, piece)
+
+    def _batches(self, members: np.ndarray) -> np.ndarray:
+        """The batch of the file that each client is in, int64 [C]."""
+        batches = np.searchsorted(self._starts, self._first[members], side="right") - 1
+        # clients without samples may stand beyond the last row
+        return np.minimum(batches, len(self._places) - 1)
 
     def _at(self, part: int, members: np.ndarray, width: int) -> np.ndarray:
         """Where in the file x or y of each client begins, int64 [C]; a row has `width` bytes."""
         first = self._first[members]
-        batches = np.searchsorted(self._starts, first, side="right") - 1
-        # clients without samples may stand beyond the last row
-        batches = np.minimum(batches, len(self._places) - 1)
+        batches = self._batches(members)
         return self._places[batches, part] + (first - self._starts[batches]) * width
 
     def prefetch(self, clients: np.ndarray, rows: int) -> None:
@@ -629,7 +676,8 @@ class Shards:
         those of whom `rows` are a small part; returns at once. Where a few of them are there
         already, all are taken to be.
         """
-        if not hasattr(os, "posix_fadvise") or self._rows is not None:
+        mapped = self._train.held or self._rows is not None
+        if mapped or not hasattr(os, "posix_fadvise"):
             return
         members = np.asarray(clients, np.int64)
         members = members[members >= 0]
@@ -696,12 +744,11 @@ class Shards:
 
     def release(self) -> None:
         """Gives the mapped pages back, so that this process holds no more memory than it works
-        with. They return when touched.
+        with.
         """
         for file in (self._train, self._clients, self._test, self._validation, self._rows):
-            if file is None:
-                continue
-            file.map.madvise(mmap.MADV_DONTNEED)
+            if file is not None:
+                file.release()
 
     def describe(self) -> dict:
         """What the partition did: clients, training samples, test samples, unused samples, samples

@@ -77,12 +77,16 @@ def _words(
     are set where a slot has fewer.
     """
     n = int(sizes[slots].max())
-    words = np.full((len(slots), steps, n), np.iinfo(np.uint64).max)
+    words = np.full((len(slots), steps * n), np.iinfo(np.uint64).max)
     who = {"clients": np.asarray(clients)[slots], "draws": np.asarray(draws)[slots]}
     streams = bit_streams(seed, Purpose.BATCH, t=t, **who)
-    for lines, size, bits in zip(words, sizes[slots].tolist(), streams, strict=True):
-        lines[:, :size] = bits.random_raw(steps * size).reshape(steps, size)
-    return words
+    for place, (size, bits) in enumerate(zip(sizes[slots].tolist(), streams, strict=True)):
+        drawn = bits.random_raw(steps * size)
+        if size == n:
+            words[place] = drawn
+        else:
+            words[place].reshape(steps, n)[:, :size] = drawn.reshape(steps, size)
+    return words.reshape(len(slots), steps, n)
 
 
 def _drawn_alone(keyed: np.random.Generator, n: int, b: int, local: Local) -> np.ndarray:

@@ -47,10 +47,14 @@ import torch
 from torch import nn
 
 from raydpfl.local.base import Linear, Local
-from raydpfl.local.stack import Layer, stack
+from raydpfl.local.kernels import Kernels
+from raydpfl.local.products import affine
+from raydpfl.local.stack import Layer, aten, stack
 from raydpfl.local.way import Batches, Block, LaneData, Rule, Way, clip_factors, take
 
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
+by_log_p = aten._log_softmax_backward_data.default
+VECTOR = 16  # the most float32 numbers that a processor takes at once
 MEMORY = 24  # products that take as long as reading and writing one weight
 
 
@@ -140,7 +144,9 @@ class _Layer(_Place):
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
-        return norms.square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
+        # sample by sample: a sum over columns would be taken otherwise for other numbers of them
+        own = g.contiguous().square().sum(2, keepdim=True)
+        return norms.square_().add_(len(self.now) - 1).mul_(own)
 
     def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
         weight, *bias = self.layer.views(out)
@@ -225,38 +231,35 @@ class _Span(_Place):
         linear: Linear,
         x: torch.Tensor,
         whole: bool,
+        kernels: Kernels,
     ):
         self.layer = layer
         self.x = x
         self.linear = linear
         self.lr = lane.lr
+        self.factors = _factors(linear, lane.lr)
         self.whole = whole
         self.start = layer.views(parameters)
         self.gamma, responses = _responses(linear, lane.lr, lane.index.shape[1])
         self.responses = iter(responses)
-        now, self.kernel = self._products(lane)
+        now = self._products(lane)
         self.now = now.mT.contiguous() if whole else now  # Z
         self.first = self.now.clone() if linear.proximal else None  # Z_0
         self.velocity = torch.zeros_like(self.now) if linear.momentum else None
+        self.kernel = kernels.of(x, lane.owners).add_(len(self.start) - 1)
         self.coefficients = torch.zeros_like(self.now)  # A
+        if whole:  # as the gradients that are added to it lie in memory (`_Loss`)
+            self.coefficients = torch.zeros_like(self.now.transpose(0, 1)).transpose(0, 1)
 
-    def _products(self, lane: LaneData) -> tuple[torch.Tensor, torch.Tensor]:
-        """(X W_0^T + b_0 [C, n, out], K [C, n, n]), lane by lane: the bits of the former may depend
-        on the number of all rows.
-        """
+    def _products(self, lane: LaneData) -> torch.Tensor:
+        """X W_0^T + b_0 [C, n, out], lane by lane: bits may depend on the number of all rows."""
         x = self.x
         weight, *bias = self.start
         outputs = x.new_empty(*x.shape[:2], self.layer.outputs)
-        kernel = x.new_empty(*x.shape[:2], x.shape[1])
         for slots in lane.lanes:
-            flat = x[slots].flatten(0, 1)
-            out = outputs[slots].flatten(0, 1)
-            if bias:
-                torch.addmm(bias[0], flat, weight.mT, out=out)
-            else:
-                torch.mm(flat, weight.mT, out=out)
-            torch.bmm(x[slots], x[slots].mT, out=kernel[slots])
-        return outputs, kernel.add_(len(bias))
+            flat = affine(x[slots].flatten(0, 1), weight, bias[0][0] if bias else None)
+            outputs[slots] = flat.view_as(outputs[slots])
+        return outputs
 
     def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
         self.rows = inputs
@@ -266,9 +269,8 @@ class _Span(_Place):
 
     def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
         """See `_Place.step`; there is never noise."""
-        decay = self.linear.decay + self.linear.proximal
         moved = self.now if self.velocity is None else self.velocity
-        keep, step = _factors(self.linear, self.lr)
+        keep, step = self.factors
         if self.whole:
             moved.baddbmm_(g.mT, self.kernel, beta=keep, alpha=step)
         else:
@@ -276,6 +278,7 @@ class _Span(_Place):
         if self.first is not None:
             moved.add_(self.first, alpha=-step * self.linear.proximal)
         if self.velocity is not None:
+            decay = self.linear.decay + self.linear.proximal
             self.now.sub_(self.velocity.add_(self.now, alpha=decay), alpha=self.lr)
         response = next(self.responses)
         if self.rows is None:
@@ -323,6 +326,60 @@ def _responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float
     return single(gamma), [single(c) for c in responses]
 
 
+class _Loss:
+    """The losses of a lane's samples, and their gradients by the outputs.
+
+    Outputs lie here as [out, L], a column for a sample: over a first axis torch's log-softmax takes
+    a third of the time that it takes over few classes at the end. L is a multiple of `VECTOR`, as
+    its last columns, where they fill no vector, would be rounded otherwise than the others.
+    """
+
+    def __init__(self, target: torch.Tensor, batch: int, regression: bool):
+        """`target` [C, n, out] is as `_target` gives it; `batch` are the rows B of a step."""
+        self.regression = regression
+        clients, n, outputs = target.shape
+        self.columns = clients * batch
+        padded = -(-self.columns // VECTOR) * VECTOR
+        self.target = target.neg()
+        self.shape = (clients, batch, outputs)
+        self.strides = (batch, 1, padded)
+        self.outputs, self.wanted, self.total = target.new_zeros(3, outputs, padded).unbind()
+        self.shares = target.new_zeros(padded)
+        if batch == n:
+            self._rows_of(self.wanted).copy_(self.target)
+
+    def _rows_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """The columns as [C, B, out]."""
+        return columns.as_strided(self.shape, self.strides)
+
+    def step(
+        self, a: torch.Tensor, rows: torch.Tensor | None, shares: torch.Tensor, apart: bool
+    ) -> torch.Tensor:
+        """The gradient of the mean loss by the last outputs `a`, [C, B, out], or that of each
+        sample's loss if they are to be `apart`; see `LaneData.batches` for the rest.
+        """
+        self._rows_of(self.outputs).copy_(a)
+        if rows is not None:
+            self._rows_of(self.wanted).copy_(take(self.target, rows))
+        self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
+        if self.regression:
+            g = self.outputs + self.wanted
+            share = g * self.shares
+            self.total.addcmul_(share, g, value=0.5)
+            return self._rows_of(g if apart else share)
+        share = self.wanted * self.shares
+        log_p = torch.log_softmax(self.outputs, 0)
+        self.total.addcmul_(log_p, share)
+        # as autograd has it: y - p sum(y) for what y = -wanted is multiplied by
+        g = by_log_p(self.wanted if apart else share, log_p, 0, log_p.dtype)
+        return self._rows_of(g)
+
+    def sums(self) -> torch.Tensor:
+        """Each client's losses, its mean of each step added up, [C]."""
+        # client by client: a sum over columns would be taken otherwise for other numbers of them
+        return self._rows_of(self.total).flatten(1).sum(1)
+
+
 class _Training:
     """A lane in training: its layers, the first of them first, and what its steps leave."""
 
@@ -339,27 +396,21 @@ class _Training:
         self.rule = rule
         self.lane = lane
         self.batches = batches
-        self.whole = batches[0][0] is None
-        target = _target(y, chain[-1].layer.outputs)
-        self.target = target.mT.contiguous().mT if self.whole else target
         width = batches[0][1].shape[2]
-        self.sums = target.new_zeros(len(y), target.shape[2], width)  # of the losses
+        self.loss = _Loss(_target(y, chain[-1].layer.outputs), width, lane.regression)
         self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
 
     def train(self) -> np.ndarray:
         """Makes all steps; the mean losses, float64 [C]."""
         for k, (rows, shares) in enumerate(self.batches):
             outputs = self._forward(rows)
-            wanted = take(self.target, rows).mT
-            g = self._by_outputs(outputs[-1], wanted, shares)
+            g = self.loss.step(outputs[-1], rows, shares, apart=self.lane.clip is not None)
             gradients = self._backward(g, outputs)
             if self.lane.clip is not None:
                 gradients = self._clipped(gradients, self.lane.clip, shares)
             self._step(gradients, k)
-        if not self.lane.regression:
-            self.sums.mul_(wanted if self.whole else shares)
         self.lane.count_clipped(self.factors)
-        return (self.sums.sum((1, 2)) / -len(self.batches)).double().cpu().numpy()
+        return (self.loss.sums() / len(self.batches)).double().cpu().numpy()
 
     def _forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
         """The outputs of each layer, [C, B, out]."""
@@ -370,23 +421,6 @@ class _Training:
                 a = place.layer.activation.forward(a)
             outputs.append(a)
         return outputs
-
-    def _by_outputs(
-        self, a: torch.Tensor, wanted: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
-        """The gradient of the mean loss by the last outputs `a`, [C, B, out]; of each sample's loss
-        where samples are clipped. Adds up the losses.
-        """
-        # [C, out, B] within: over a last axis of few classes torch's softmax is slow
-        if self.lane.regression:
-            g = a.mT - wanted
-            self.sums.addcmul_(g * shares, g, value=-0.5)
-        else:
-            log_p = torch.log_softmax(a.mT, 1)
-            # of the two the one that changes; the other at the end
-            self.sums.addcmul_(log_p, shares if self.whole else wanted)
-            g = log_p.exp_().sub_(wanted)
-        return (g if self.lane.clip is not None else g.mul_(shares)).mT
 
     def _backward(self, g: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients by the outputs of each layer before its activation, from the last to the
@@ -441,12 +475,14 @@ class _Stack(Way):
         with torch.inference_mode():
             training = self.training(parameters, lane)
             losses = training.train()
-        for slots, given in lane.blocks(len(parameters)):
-            updates = parameters.new_empty(slots.stop - slots.start, len(parameters))
+        d = parameters.numel()
+        for slots, given in lane.blocks(d):
+            k = slots.stop - slots.start
+            updates = parameters.new_empty(k, d)
             with torch.inference_mode():
                 for place in training.chain:
                     place.delta(slots, updates)
-            if len(given) < len(updates):
+            if len(given) < k:
                 updates = updates[torch.from_numpy(given - slots.start)]
             yield Block(given, updates, losses[given])
 
@@ -497,6 +533,10 @@ class SampleSpace(_Stack):
     linear = True
     corrects = False  # a correction is of the size of the weights that this way never forms
 
+    def __init__(self, module: nn.Module, local: Local, device: torch.device):
+        super().__init__(module, local, device)
+        self.kernels = Kernels()
+
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         linear = self.local.linear()
         assert linear is not None  # as the way says
@@ -508,7 +548,8 @@ class SampleSpace(_Stack):
         batches = lane.batches(whole=work <= PICK)
         x, y = lane.rows()
         whole = batches[0][0] is None
-        first = _Span(self.layers[0], parameters, lane, linear, x.flatten(2), whole)
+        rows = x.flatten(2)
+        first = _Span(self.layers[0], parameters, lane, linear, rows, whole, self.kernels)
         later = [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
         return _Training([first, *later], None, lane, y, batches)
 

@@ -21,14 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-CALL_COST = (
-    1 << 22
-)  # multiplications: up to so many, what calling the operator costs is not won back
-_dnnl = (
+# multiplications: up to so many, what calling the operator costs is not won back
+CALL_COST = 1 << 22
+TALL_COST = 1 << 20  # of many rows by few outputs, at which MKL is slow
+_overloads = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.mkldnn.is_available()
     else None
 )
+_dnnl = None if _overloads is None else _overloads.default
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,15 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if _dnnl is None or not _pays(a, b.shape[1]):
         return a @ b
     return _dnnl(a, b.T, None, "none", [], "")
+
+
+def affine(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows W^T + b, float32 [m, outputs], for many rows [m, inputs], W [outputs, inputs] and b
+    [outputs]; no gradient goes back.
+    """
+    if _dnnl is None or not _pays(rows, len(weight), TALL_COST):
+        return F.linear(rows, weight, bias)
+    return _dnnl(rows, weight, bias, "none", [], "")
 
 
 def linear(layer: nn.Linear, rows: torch.Tensor, inputs_only: bool = False) -> torch.Tensor:
@@ -68,12 +78,12 @@ def speed_up(module: nn.Module, inputs_only: bool = False) -> None:
             layer.forward = partial(_forward, layer, inputs_only)  # type: ignore[method-assign]
 
 
-def _pays(a: torch.Tensor, outputs: int) -> bool:
+def _pays(a: torch.Tensor, outputs: int, cost: int = CALL_COST) -> bool:
     return (
         _dnnl is not None
         and a.device.type == "cpu"
         and a.dtype == torch.float32
-        and a.numel() * outputs > CALL_COST
+        and a.numel() * outputs > cost
     )
 
 

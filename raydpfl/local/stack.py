@@ -55,7 +55,7 @@ class Layer:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """W [..., out, in] and b [..., 1, out], if there is one, within `flat` [..., d]."""
         flat_weight = flat[..., self.weight : self.weight + self.inputs * self.outputs]
-        weight = flat_weight.unflatten(-1, (self.outputs, self.inputs))
+        weight = flat_weight.view(*flat.shape[:-1], self.outputs, self.inputs)
         if self.bias is None:
             return [weight]
         return [weight, flat[..., None, self.bias : self.bias + self.outputs]]

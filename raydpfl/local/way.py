@@ -77,6 +77,9 @@ class LaneData:
     # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip
     # factor below 1
     clipped: np.ndarray | None = None
+    # int64 [C]: the client whose rows these are in every round, -1 where a round has others; None:
+    # -1 for all
+    owners: np.ndarray | None = None
     # of each of the lanes that the C clients make up one after another, whose shape alone decides
     # how it is trained; None: C
     width: int | None = None
@@ -122,10 +125,12 @@ class LaneData:
         With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none
         of which is padding.
         """
+        aligned = self.x.is_contiguous() and self.x.data_ptr() % ALIGNED == 0
+        if (picked or aligned) and (self.sizes == self.y.shape[1]).all():
+            return self.x, self.y
         padding = torch.from_numpy(np.arange(self.y.shape[1]) >= self.sizes[:, None])
         padding = padding.to(self.y.device)
         y = self.y.masked_fill(padding, 0)
-        aligned = self.x.is_contiguous() and self.x.data_ptr() % ALIGNED == 0
         if picked or (aligned and not self.x[padding].any()):
             return self.x, y
         x = self.x.clone(memory_format=torch.contiguous_format)
@@ -148,9 +153,9 @@ class LaneData:
         )[:, None]
         index = torch.from_numpy(self.index)
         if whole or width == n:
-            placed = torch.zeros(steps, clients, n).scatter_add_(
-                2, index.transpose(0, 1), shares.transpose(0, 1).expand(steps, clients, width)
-            )
+            placed = torch.zeros(clients, steps, n)
+            placed.scatter_add_(2, index, shares.expand(clients, steps, width))
+            placed = placed.transpose(0, 1).contiguous()
             return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind()]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
         shares = shares.to(self.y.device)
