@@ -329,7 +329,7 @@ def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
     swept(tmp_path, ["trials/a", "trials/b"])
     write([tmp_path])
     text = page(tmp_path)
-    assert "It flatters." in text and "local.lr 0.2: test accuracy 75.00 %" in text
+    assert "It flatters." in text and "local.lr 0.2: test accuracy 75.00\xa0%" in text
     assert (tmp_path / "report" / "figures" / "searched-local.lr.svg").exists()
     rows = list(csv.DictReader((tmp_path / "report" / "tables" / "settings.csv").open()))
     assert [(row["local.lr"], row["best"]) for row in rows] == [("0.2", "best"), ("0.1", "")]
@@ -357,6 +357,150 @@ def test_an_audit_shows_its_bounds_against_the_claims(tmp_path):
     )
     drawn = {path.name for path in (tmp_path / "report" / "figures").iterdir()}
     assert {"bounds.svg", "scores.svg"} <= drawn
+
+
+# ---- studies ----
+
+SHOW = """
+- {curves: test_accuracy, facet: [data]}
+- {table: test_accuracy, rows: [data], best: true, against: B, published: printed.csv}
+- {points: test_accuracy, x: data}
+- {cloud: angle, only: {accounting: "true"}, note: Of the true ones.}
+- {trajectory: {}}
+- {selection: probability, x: budget}
+- {values: [test_loss, deep.number]}
+"""
+ARMS = ("A-1", "B", "Free")  # the last of them is not private
+SCORES = {"A-1": 0.5, "B": 0.25, "Free": 0.75}
+
+
+def studied(folder, show=SHOW):
+    """The directory of a study of two panels, three arms, two accountings and two seeds."""
+    about = {"id": "mine/one", "title": "<one>", "shows": "The claim.", "scale": "small"}
+    folder.mkdir(exist_ok=True)
+    text = yaml.safe_dump({"study": about, "show": yaml.safe_load(show)}) + "...\n"
+    (folder / "study.yaml").write_text(text)
+    rows = []
+    for data in ("iid", "0.5"):
+        for accounting in ("paper", "true"):
+            for arm in ARMS:
+                for seed in (1, 2):
+                    rows.append(_row(folder, data, accounting, arm, seed))
+    rows = [row for row in rows if row["arm"] != "Free" or row["accounting"] != "true"]
+    for row in rows:
+        row["accounting"] = None if row["arm"] == "Free" else row["accounting"]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "results.parquet")
+    tried = [row | {"validation_accuracy": 0.5, "chosen": row["seed"] == 1} for row in rows]
+    pq.write_table(pa.Table.from_pylist(tried), folder / "tuning.parquet")
+    identity = {"arms": ["A-1", "B"], "at": {"data": "iid"}, "held": False, "compared": 2}
+    summary = {"status": "completed", "reason": None, "seeds": [1, 2], "cells": 12}
+    summary |= {"identities": [identity | {"one_run": 0, "broken": [{}]}], "final": {"runs": 20}}
+    summary |= {"tuning": {"judge": "validation_accuracy", "statement": "By one seed."}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "published").mkdir(exist_ok=True)
+    printed = "dataset,setting,algorithm,accuracy\nfashion_mnist_mini,iid,a1,44.5\nmnist,iid,b,99\n"
+    (folder / "published" / "printed.csv").write_text(printed)
+    return folder
+
+
+def _row(folder, data, accounting, arm, seed):
+    name = f"{data}-{accounting}-{arm}-{seed}"
+    private = {} if arm != "Free" else {"guarantees": [], "holds": []}
+    made(folder / "trials" / name, seed, deep={"number": seed}, **private)
+    row = {"data": data, "arm": arm, "accounting": accounting, "seed": seed}
+    row |= {"status": "completed", "values": json.dumps({"local.lr": 0.1})}
+    row |= {"directory": f"trials/{name}", "test_accuracy": SCORES[arm] + 0.01 * seed}
+    return row | {"best_test_accuracy": 0.9, "deep.number": float(seed), "test_loss": 0.5}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return studied(tmp_path_factory.mktemp("study") / "study")
+
+
+@pytest.fixture(scope="module")
+def items(study):
+    return pieces(study)
+
+
+def rows_of(items, name):
+    table = items[name]
+    cells = [[getattr(cell, "shown", cell) for cell in row] for row in table.rows]
+    return [dict(zip(table.head, row, strict=True)) for row in cells]
+
+
+def test_a_study_shows_every_item_of_its_list(items):
+    found = items
+    names = {"test_accuracy-by-round", "test_accuracy-over-data", "cloud", "trajectory"}
+    names |= {"selection-by-budget", "values-test_loss-deep.number", "table-test_accuracy"}
+    assert names <= found.keys() and not any(isinstance(each, Missing) for each in found.values())
+    assert found["cloud"].caption.endswith("Of the true ones.")
+    assert [part.title for part in found["test_accuracy-by-round"].parts] == [
+        "iid, paper accounting",
+        "iid, true accounting",
+        "data 0.5, paper accounting",
+        "data 0.5, true accounting",
+    ]
+
+
+def test_a_table_has_means_spreads_and_differences_over_the_seeds(items):
+    first = rows_of(items, "table-test_accuracy")[0]
+    assert first == {
+        "data": "iid",
+        "accounting": "paper",
+        "A-1": "51.50 \N{PLUS-MINUS SIGN} 0.71 %",
+        "B": "26.50 \N{PLUS-MINUS SIGN} 0.71 %",
+        "Free": "76.50 \N{PLUS-MINUS SIGN} 0.71 %",
+    }
+    paired = rows_of(items, "differences-test_accuracy")[0]
+    assert paired["A-1"] == "+25.00 \N{PLUS-MINUS SIGN} 0.00 %" and "B" not in paired
+    assert rows_of(items, "table-best_test_accuracy")[0]["B"].startswith("90.00")
+
+
+def test_a_run_without_noise_stands_under_every_accounting(items):
+    rows = rows_of(items, "table-test_accuracy")
+    assert len(rows) == 4 and len({row["Free"] for row in rows}) == 1
+    assert rows_of(items, "epsilons")[0]["epsilon that holds"] == 3.0
+
+
+def test_a_printed_number_is_beside_ours_only_for_the_same_task(items):
+    cells = {
+        (row["data"], row["arm"]): row
+        for row in rows_of(items, "cells-test_accuracy")
+        if row["accounting"] == "paper"
+    }
+    assert cells["iid", "A-1"]["printed"] == "44.5"
+    assert cells["iid", "B"]["printed"] is None
+    assert cells["iid", "B"]["printed for another task"] == "other task: 99 on mnist"
+    assert cells["0.5", "A-1"]["printed"] is None
+
+
+def test_a_study_tells_its_scale_and_what_is_broken(study, items):
+    found = page_of([study])
+    assert found.title == "Study mine/one: <one>"
+    assert any("not the paper's own" in each for each in found.warnings)
+    assert "1 identities are broken; see Identities." in found.warnings
+    assert rows_of(items, "identities")[0]["held"] == "BROKEN"
+    assert rows_of(items, "tuning")[0]["local.lr"] == "0.1"
+    assert found.lead[1].startswith("iid, paper accounting: Free 76.50 %, A-1 51.50 %")
+
+
+def test_a_failed_run_of_a_study_is_in_no_mean(tmp_path):
+    folder = studied(tmp_path / "study")
+    table = pq.read_table(folder / "results.parquet").to_pylist()
+    table[0]["status"] = "failed"
+    pq.write_table(pa.Table.from_pylist(table), folder / "results.parquet")
+    found = pieces(folder)
+    assert rows_of(found, "table-test_accuracy")[0]["A-1"] == "52.00 %"
+    assert rows_of(found, "runs")[0]["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_study_has_a_page(study):
+    write([study])
+    assert not Balance(page(study)).open and "Study mine/one: &lt;one&gt;" in page(study)
+    names = {path.name for path in (study / "report" / "figures").iterdir()}
+    assert {"cloud.pdf", "trajectory.svg", "test_accuracy-by-round.png"} <= names
 
 
 # ---- what is refused ----

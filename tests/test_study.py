@@ -81,6 +81,8 @@ def tree(**parts) -> dict:
         "arms": arms,
         "show": [{"table": "test_accuracy", "rows": ["data.partition"], "columns": "arm"}],
     }
+    if "panels" in parts:
+        made["show"] = []  # of other axes
     return {**made, **parts}
 
 
@@ -231,7 +233,7 @@ WRONG = {
     "panels": ({"arm": ["a"]}, r"panels\.arm = .*another name"),
     "panels/data.partition": ([], r"panels\.data\.partition = {}: at least one label"),
     "scales": ({"tiny": {}}, r"scales\.tiny = {}: one of smoke, small, paper"),
-    "show": ([{"tabel": "x"}], r"show\.0 = .*one of curves, table"),
+    "show": ([{"tabel": "x"}], r"show\.0 = .*one of cloud, curves"),
     "show/0/published": ("nothing.csv", r"show\.0\.published = 'nothing.csv': a file beside"),
 }
 
@@ -580,7 +582,7 @@ def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, sh
     }
     assert [row["arm"] for row in rows] == [arm for arm in (*ARMS, "Sixth") for _ in range(3)] * 2
     with pytest.raises(ConfigError, match="--scale = 'paper': 'small', as in the study"):
-        reproduce(Study.from_dict(given, "paper"), out=out, resume=True)
+        reproduce(Study.from_dict(given, "paper", place=out), out=out, resume=True)
 
 
 # --- however it ends ---
@@ -692,3 +694,10 @@ def test_the_list_names_every_study_what_it_shows_and_what_is_lost(monkeypatch, 
         assert f"{name}  {about['title']}" in said
         assert all(other in said for other in about.get("answers", ()))
     assert "smoke: " in said and "lost: " in said
+
+
+def test_a_study_ends_with_its_report(ran):
+    page = (ran.out / "report" / "index.html").read_text()
+    assert ran.study.about.id in page and "Mine" in page
+    means = (ran.out / "report" / "tables" / "table-test_accuracy.csv").read_text()
+    assert "Mine" in means.splitlines()[0].split(",")

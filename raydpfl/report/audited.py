@@ -10,7 +10,7 @@ import numpy as np
 
 from raydpfl.report.figures import Drawing, Missing, Piece
 from raydpfl.report.reading import Columns
-from raydpfl.report.style import INK, Key, Look, Part, look, scale
+from raydpfl.report.style import CHARACTERS, INK, Key, Look, Part, look, scale
 from raydpfl.report.words import Quantity, number
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def bounds(views: Sequence[dict[str, Any]]) -> Piece:
 
 
 def observer(view: dict[str, Any]) -> str:
-    """Against whom, in two lines at most."""
+    """Against whom, in a few words."""
     claimed = view["claimed"]
     text = f"{claimed['observer']} ({claimed['sampling'].split(';')[0]})"
-    return "\n".join(textwrap.wrap(text, 40, max_lines=2, placeholder=" ..."))
+    return textwrap.shorten(text, 2 * CHARACTERS - 4, placeholder=" ...")
 
 
 def _drawer(view: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from string import Template
@@ -71,7 +72,8 @@ def _shown(section: Section) -> bool:
 
 
 def _text(value: str) -> str:
-    return html.escape(value)
+    """Escaped, and no line broken before a percent sign."""
+    return html.escape(re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", value))
 
 
 def _anchor(title: str) -> str:
@@ -133,6 +135,8 @@ def _links(stem: str, suffixes: Sequence[str]) -> str:
 def _table(table: Table) -> str:
     links = _links(f"tables/{table.name}", ("md", "csv"))
     caption = f"<strong>{_text(table.title)}.</strong> {_text(table.caption)} {links}"
+    if len(table.rows) > table.most:
+        caption += f" The first {table.most} of {len(table.rows):,} rows; the files have all."
     return (
         f'<figure id="{table.name}" class="table">\n<figcaption>{caption}</figcaption>\n'
         f"{html_of(table)}\n</figure>"

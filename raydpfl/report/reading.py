@@ -24,6 +24,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.files import read_json
 from raydpfl.privacy import Guarantee, column
 from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.report.words import axis as axis_words
 from raydpfl.tables import read_log
 
 Columns = Mapping[str, np.ndarray]
@@ -159,9 +160,11 @@ class Run:
 
     @property
     def holding(self) -> str | None:
-        """The column of the epsilon that holds."""
-        if self.holds:
-            return column(self.holds[0].accountant)
+        """The column of the epsilon that holds; None where none does. Of a run that has not ended,
+        that of the rigorous accountant with the smallest.
+        """
+        if self.summary:
+            return column(self.holds[0].accountant) if self.holds else None
         last = {name: self.table("rounds")[name] for name in self.epsilons if name in EXACT}
         known = {name: values[-1] for name, values in last.items() if len(values)}
         return min(known, key=lambda name: known[name], default=None)
@@ -223,12 +226,15 @@ class Run:
 @dataclass(frozen=True, eq=False)
 class Case:
     """A run with what tells it from others on a page: the label of each axis. Runs with the same
-    labels differ by their seed.
+    labels differ by their `seed`. `numbers` are what a table of results has of it, `home` is the
+    directory of the study that it is part of.
     """
 
     labels: Mapping[str, str]
     run: Run
-    numbers: Mapping[str, Any] = field(default_factory=dict)  # what a table of results has of it
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    home: Path | None = None
 
     def number(self, name: str) -> float | None:
         """A number of the run, from the table of results if that has it."""
@@ -287,7 +293,7 @@ def _named(axis: str, label: str) -> str:
         float(label)
     except ValueError:
         return label if axis != "accounting" else f"{label} accounting"
-    return f"{axis.rpartition('.')[2]} {label}"
+    return f"{axis_words(axis)} {label}"
 
 
 def arrange(cases: Sequence[Case], colour: str) -> list[Panel]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5, 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # inches of a panel
 HEIGHT = 3.0
+CHARACTERS = 42  # of a line of a panel's title
 MARGIN = 0.05  # of an axis, beyond its values
 DECADES = 30.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
 SETTINGS: Any = {
@@ -151,7 +153,7 @@ def _figure(drawing: Drawing) -> Figure:
     figure = _empty(WIDTH * across, drawing.height * down + 0.2 * lines)
     grid = figure.subplots(down, across, squeeze=False).ravel()
     for part, axes in zip(drawing.parts, grid, strict=False):
-        axes.set_title(part.title)
+        axes.set_title(textwrap.fill(part.title, CHARACTERS))
         part.draw(axes)
     for axes in grid[len(drawing.parts) :]:
         axes.set_axis_off()
@@ -168,7 +170,7 @@ def _figure(drawing: Drawing) -> Figure:
 def _single(part: Part, height: float) -> Figure:
     figure = _empty(WIDTH, height)
     axes = figure.subplots()
-    axes.set_title(part.title)
+    axes.set_title(textwrap.fill(part.title, CHARACTERS))
     part.draw(axes)
     return figure
 
@@ -323,7 +325,7 @@ def _reach(values: np.ndarray, logarithmic: bool) -> tuple[float, float]:
     if logarithmic:
         further = max((high / low) ** MARGIN, 1.02)
         return low / further, high * further
-    further = MARGIN * (high - low) or 0.05 * abs(high) or 1.0
+    further = MARGIN * (high - low) or (0.05 * abs(high) if high % 1 else 1.0)
     return low - further, high + further
 
 

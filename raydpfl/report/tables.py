@@ -36,7 +36,8 @@ class Cell:
 @dataclass(frozen=True)
 class Table:
     """Rows under a head. `name`: of its files; `percents`: the columns that hold shares, in print
-    in percent. Numbers keep all their digits in CSV.
+    in percent; `most`: how many rows a page shows, all being in the files. Numbers keep all their
+    digits in CSV.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
     percents: Collection[int] = ()
+    most: int = 60
 
 
 def _shown(table: Table, place: int, value: Any) -> str:
@@ -100,7 +102,7 @@ def html_of(table: Table) -> str:
     right = _right(table)
     head = "".join(_cell("th", name, side) for name, side in zip(table.head, right, strict=True))
     body = []
-    for row in table.rows:
+    for row in table.rows[: table.most]:
         cells = []
         for place, value in enumerate(row):
             strong = isinstance(value, Cell) and value.strong

@@ -84,6 +84,17 @@ def accountant(column: str) -> str:
     return column.removeprefix("epsilon_").replace("_", " ")
 
 
+def axis(name: str) -> str:
+    """An axis of a study in print: the last part of a dotted key, with the one before where it is
+    short.
+
+    >>> axis("noise.epsilon"), axis("data.partition.s"), axis("power_law")
+    ('epsilon', 'partition s', 'power law')
+    """
+    parts = name.replace("_", " ").split(".")
+    return " ".join(parts[-2:]) if len(parts[-1]) < 3 else parts[-1]
+
+
 def number(value: Any, percent: bool = False) -> str:
     """A value in print: four digits, thousands set apart; empty for none."""
     if value is None:

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl import data, interrupts
+from raydpfl import data, interrupts, report
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.runner import alone
@@ -235,7 +235,8 @@ def reproduce(
     `resume` goes on with what is there: finished trials are not run again, the others go on from
     their checkpoints; a study that has changed since runs what is new in it. `data_root` is where
     data sets lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose
-    nodes must all see `out`. `on_change` is called, now and then, with each study's course.
+    nodes must all see `out`. `on_change` is called, now and then, with each study's course. Last of
+    all, each study's report is written into its directory (`raydpfl.report`).
 
     A result's `problem` says what went wrong: runs that failed, an identity that is broken. Raises
     `ConfigError` before anything is started or written when a study cannot be run, `RunError` when
@@ -243,11 +244,7 @@ def reproduce(
     """
     root = Path(data_root).absolute() if data_root else None
     places = _places(studies, out)
-    for study, place in zip(studies, places, strict=True):
-        with place.writable():
-            place.check(resume)
-            if resume:
-                _same_study(study, place)
+    _check_places(studies, places, resume)
     with interrupts.handled(), Room(None, root, address) as room, ExitStack() as stack:
         _check(studies, room, root)
         courses = []
@@ -259,7 +256,20 @@ def reproduce(
         if len(courses) > 1:
             source = Together(courses, places[0].folder)
         processes = drive(source, proposed(source, room), room)
-        return [course.leave(processes) for course in courses]
+        results = [course.leave(processes) for course in courses]
+    return [_reported(result) for result in results]
+
+
+def _reported(result: Result) -> Result:
+    """The result, once its page, figures and tables are written into `report` in its directory."""
+    try:
+        report.write([result.out])
+        return result
+    except (ConfigError, FileError, OSError) as error:
+        why = str(error) if isinstance(error, ConfigError) else said(error)
+        problem = f"the report could not be written ({why}); write it with raydpfl report"
+        problem = f"{result.problem}; {problem}" if result.problem else problem
+        return dataclasses.replace(result, problem=problem)
 
 
 def _places(studies: Sequence[Study], out: str | Path | None) -> list[Directory]:
@@ -273,6 +283,15 @@ def _places(studies: Sequence[Study], out: str | Path | None) -> list[Directory]
         raise ConfigError("study", ids, "studies with ids that differ")
     folder = Path(out) if out is not None else Path("runs") / f"studies-{stamp}"
     return [Directory((folder / name).absolute(), "study", OUTPUTS) for name in ids]
+
+
+def _check_places(studies: Sequence[Study], places: Sequence[Directory], resume: bool) -> None:
+    """Raises `ConfigError` for a directory that a study cannot be run in, or gone on with."""
+    for study, place in zip(studies, places, strict=True):
+        with place.writable():
+            place.check(resume)
+            if resume:
+                _same_study(study, place)
 
 
 def _same_study(study: Study, place: Directory) -> None:

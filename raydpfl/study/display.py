@@ -85,7 +85,7 @@ class Display:
         for identity in result.summary["identities"]:
             self._say(words(identity))
         self._say(result.summary["tuning"]["statement"])
-        self._say(f"Study directory: {result.out}")
+        self._say(f"Study directory: {result.out} (its page: report/index.html)")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)

@@ -108,15 +108,16 @@ class Study:
         if seeds is None:
             seeds = scales.get(scale, Scale()).seeds or about.seeds
         _check_judge(about)
+        panels = _panels(values.get("panels") or {})
         study = cls(
             given=copy.deepcopy(dict(values)),
             about=about.model_copy(update={"seeds": _checked_seeds(seeds), "scale": scale}),
             base={key: values[key] for key in values if key in Experiment.model_fields},
-            panels=_panels(values.get("panels") or {}),
+            panels=panels,
             arms=_arms(values.get("arms")),
             accounting=_accounting(about.accounting),
             scales=scales,
-            show=tuple(check_outputs(values.get("show") or [])),
+            show=tuple(check_outputs(values.get("show") or [], [plain(axis) for axis in panels])),
             scale=scale,
             place=place,
         )

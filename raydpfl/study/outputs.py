@@ -1,44 +1,36 @@
-"""What a study shows: its section `show`, a list of outputs, and the published tables they name."""
+"""What a study shows: its section `show`, a list of outputs, and the published tables they name.
+
+An output is written `{KIND: OF, option: value, ...}`. The kinds are the files of
+`raydpfl.report.figures`, which say what each takes: `curves` (a number of every round), `points`
+(of the last round, over an axis), `table`, `values`, `cloud`, `trajectory`, `selection`, `norms`
+and others. All take `colour`, `facet`, `only: {axis: [labels]}`, `title` and `note`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raydpfl.errors import ConfigError
+from raydpfl.report.figures import parse
 from raydpfl.study import shipped
 
-KINDS = ("curves", "table", "points", "cloud", "trajectory", "selection", "values")
-OPTIONS = (
-    "x",
-    "y",
-    "colour",
-    "facet",
-    "rows",
-    "columns",
-    "published",
-    "best",
-    "against",
-    "only",
-    "title",
-    "note",
-)
 
+def check_outputs(given: Any, axes: Sequence[str]) -> list[dict[str, Any]]:
+    """The outputs, as they were given.
 
-def check_outputs(given: Any) -> list[dict[str, Any]]:
-    """The outputs. Raises `ConfigError` for one that is of no kind, or has an option of none."""
+    Args:
+        given: The section `show`.
+        axes: Those of the panels, which outputs may name beside `arm` and `accounting`.
+
+    Raises:
+        ConfigError: For one that is of no kind, or has an option or names an axis that is none.
+    """
     if not isinstance(given, list):
         raise ConfigError("show", given, "a list of outputs")
     for place, each in enumerate(given):
-        where = f"show.{place}"
-        kinds = [kind for kind in KINDS if isinstance(each, Mapping) and kind in each]
-        if len(kinds) != 1:
-            raise ConfigError(where, each, f"a mapping with one of {', '.join(KINDS)}")
-        unknown = [key for key in each if key not in (*KINDS, *OPTIONS)]
-        if unknown:
-            accepted = f"no such option; they are {', '.join(OPTIONS)}"
-            raise ConfigError(f"{where}.{unknown[0]}", each[unknown[0]], accepted)
+        parse(each, f"show.{place}", [*axes, "arm", "accounting"])
     return [dict(each) for each in given]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from raydpfl.member import Member
 from raydpfl.report.reading import Case, Group, Panel, Run, arrange
@@ -71,6 +72,12 @@ class Placed:
     rank: int = 0
 
 
+def _texts(labels: Any) -> tuple[str, ...]:
+    """Labels as a study has them, which are texts as YAML writes them."""
+    several = labels if isinstance(labels, (list, tuple)) else (labels,)
+    return tuple(each if isinstance(each, str) else json.dumps(each) for each in several)
+
+
 def name_of(*words: str) -> str:
     """A name for files.
 
@@ -86,7 +93,8 @@ class Shown(Member):
     An item of a study is written `{KIND: OF, field: value, ...}`; `of` is what stands behind the
     kind. `colour` is the axis that tells lines apart (arms, or the runs that are compared), and
     `facet` the axes that make panels; any other axis that varies makes panels too, so that nothing
-    but seeds is ever averaged. `title` replaces the item's own.
+    but seeds is ever averaged. `only` keeps the cases with these labels, by axis. `title` replaces
+    the item's own, `note` is put behind its caption.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = ()
@@ -95,18 +103,45 @@ class Shown(Member):
     of: Any = None
     colour: str = "arm"
     facet: tuple[str, ...] = ()
+    only: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     title: str = ""
+    note: str = ""
 
     @field_validator("facet", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    @field_validator("only", mode="before")
+    @classmethod
+    def _labels(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {str(axis): _texts(labels) for axis, labels in value.items()}
+
     def axes(self) -> Iterable[str]:
         """The axes of the cases that the item names."""
         for name in self.axes_named:
             value = getattr(self, name)
             yield from (value,) if isinstance(value, str) else value
+        yield from self.only
+
+    def shown(self, cases: Sequence[Case]) -> Sequence[Piece]:
+        """The item, of those of these runs that it shows."""
+        kept = [
+            case
+            for case in cases
+            if all(case.labels.get(axis) in labels for axis, labels in self.only.items())
+        ]
+        found = self.make(kept)
+        if not self.note:
+            return found
+        return [
+            replace(piece, caption=f"{piece.caption} {self.note}")
+            if isinstance(piece, (Drawing, Table))
+            else piece
+            for piece in found
+        ]
 
     def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
         """The item, of these runs. It reads their directories and nothing else."""

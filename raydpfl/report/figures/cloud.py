@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,9 +16,24 @@ from raydpfl.report.words import quantity
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST = 450  # points of each part of the run
+MOST = 450  # points of each part of a run
+ALL = 6000  # points of a figure
 PARTS = 3  # parts of a run that are told apart
 DOT = Look(INK, "none", "*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The first, middle or last rounds of a run.
+
+    `name`: which these are, in words. `points`: those that are drawn, float64 [n, 2], of `total`.
+    `dot`: where the mean update is, None where it is not known.
+    """
+
+    name: str
+    points: np.ndarray
+    total: int
+    dot: tuple[float, float] | None
 
 
 class Cloud(Apart):
@@ -41,20 +57,17 @@ class Cloud(Apart):
         return "Norms and angles of clients' updates"
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        found = []
-        for panel in panels:
-            for _, points, dot in parts_of(panel.groups[0].runs[0], self.of, self.y):
-                found += [points] if dot is None else [points, np.array([dot])]
-        every = np.concatenate(found)
-        return every if len(every) else None
+        most = min(MOST, ALL // (PARTS * len(panels)))
+        runs = [panel.groups[0].runs[0] for panel in panels]
+        return {run: parts_of(run, self.of, self.y, most) for run in runs}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         run = panel.groups[0].runs[0]
-        parts = parts_of(run, self.of, self.y)
-        for place, (_, points, _) in enumerate(parts):
+        parts = common[run]
+        for place, part in enumerate(parts):
             drawn = look(place)
             axes.plot(
-                *points.T,
+                *part.points.T,
                 linestyle="none",
                 marker=drawn.marker,
                 markersize=3,
@@ -62,39 +75,39 @@ class Cloud(Apart):
                 alpha=0.45,
                 markeredgewidth=0,
             )
-        for place, (_, _, dot) in enumerate(parts):
-            if dot is not None:
-                axes.plot(*dot, marker="*", markersize=15, color=INK, markeredgewidth=0, zorder=4)
-                axes.plot(*dot, marker="*", markersize=9, color=look(place).colour, zorder=5)
+        for place, part in enumerate(parts):
+            if part.dot is not None:
+                star: Any = {"marker": "*", "markeredgewidth": 0}
+                axes.plot(*part.dot, markersize=15, color=INK, zorder=4, **star)
+                axes.plot(*part.dot, markersize=9, color=look(place).colour, zorder=5, **star)
         bound = run.series("bound")
         if not run.per_sample and bound is not None and np.isfinite(bound).any():
             axes.axhline(bound[np.isfinite(bound)][-1], color=INK, linestyle=REFERENCE.dash)
-        scale(axes, "x", quantity(self.of), common[:, 0])
-        scale(axes, "y", quantity(self.y), common[:, 1])
+        every = [part for each in common.values() for part in each]
+        reach = [part.points for part in every]
+        reach += [np.array([part.dot]) for part in every if part.dot is not None]
+        scale(axes, "x", quantity(self.of), np.concatenate(reach)[:, 0])
+        scale(axes, "y", quantity(self.y), np.concatenate(reach)[:, 1])
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
-        runs = [panel.groups[0].runs[0] for panel in panels]
-        parts = parts_of(runs[0], self.of, self.y)
-        names = [name for name, _, _ in parts]
-        if any([name for name, _, _ in parts_of(run, self.of, self.y)] != names for run in runs):
-            names = ["first rounds", "middle rounds", "last rounds"]
-        keys = [Key(name, look(place), "point") for place, name in enumerate(names)]
-        if any(dot is not None for run in runs for _, _, dot in parts_of(run, self.of, self.y)):
+        names = [[part.name for part in parts] for parts in common.values()]
+        alike = all(each == names[0] for each in names)
+        shown = names[0] if alike else ["first rounds", "middle rounds", "last rounds"]
+        keys = [Key(name, look(place), "point") for place, name in enumerate(shown)]
+        if any(part.dot is not None for parts in common.values() for part in parts):
             keys.append(Key("mean update", DOT, "point"))
-        if any(not run.per_sample and run.has("rounds", ("bound",)) for run in runs):
+        if any(not run.per_sample and run.has("rounds", ("bound",)) for run in common):
             keys.append(Key("last bound", REFERENCE))
         return keys
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        runs = [panel.groups[0].runs[0] for panel in panels]
+        every = [part for parts in common.values() for part in parts]
         text = "A point is the update of one client in one round, before bounding."
-        drawn = [
-            (len(points), total) for run in runs for total, points in _counts(run, self.of, self.y)
-        ]
-        if any(kept < total for kept, total in drawn):
-            kept = sum(each for each, _ in drawn)
-            text += f" {kept:,} of {sum(total for _, total in drawn):,} points, evenly chosen."
-        if not any(dot is not None for run in runs for _, _, dot in parts_of(run, self.of, self.y)):
+        drawn = sum(len(part.points) for part in every)
+        total = sum(part.total for part in every)
+        if drawn < total:
+            text += f" {drawn:,} of {total:,} points, evenly chosen."
+        if all(part.dot is None for part in every):
             text += " The mean update has no dot: rounds.parquet has no column update_angle."
         else:
             text += " The mean update has its noise in it."
@@ -103,39 +116,22 @@ class Cloud(Apart):
         return f"{text} From clients.parquet and rounds.parquet."
 
 
-Parted = tuple[str, np.ndarray, tuple[float, float] | None]
-
-
-def parts_of(run: Run, x: str, y: str) -> list[Parted]:
-    """The parts of a run: rounds in words, points float64 [n, 2] (thinned), and the dot of the mean
-    update, None where it is not known.
-    """
-    found: list[Parted] = []
-    for first, last, points in _pieces(run, x, y):
-        name = f"round {first + 1:.0f}" if first == last else f"rounds {first + 1:.0f} to "
-        name += "" if first == last else f"{last + 1:.0f}"
-        kept = points[thin(len(points), MOST)]
-        found.append((name, kept, _dot(run, first, last, x, y)))
-    return found
-
-
-def _counts(run: Run, x: str, y: str) -> list[tuple[int, np.ndarray]]:
-    """How many points each part has, and those that are drawn."""
-    pieces = [points for _, _, points in _pieces(run, x, y)]
-    return [(len(points), points[thin(len(points), MOST)]) for points in pieces]
-
-
-def _pieces(run: Run, x: str, y: str) -> list[tuple[float, float, np.ndarray]]:
-    """First and last round of each part, and all of its points."""
+def parts_of(run: Run, x: str, y: str, most: int) -> list[Part]:
+    """The parts of a run, with so many points each at most, of these columns of its clients."""
     clients = run.table("clients")
     known = np.isfinite(clients[x]) & np.isfinite(clients[y])
     rounds = clients["round"][known]
     points = np.stack([clients[x][known], clients[y][known]], 1)
     found = []
     for part in np.array_split(np.unique(rounds), PARTS):
-        if len(part):
-            inside = (rounds >= part[0]) & (rounds <= part[-1])
-            found.append((part[0], part[-1], points[inside]))
+        if not len(part):
+            continue
+        inside = points[(rounds >= part[0]) & (rounds <= part[-1])]
+        name = f"round {part[0] + 1:.0f}"
+        if len(part) > 1:
+            name = f"rounds {part[0] + 1:.0f} to {part[-1] + 1:.0f}"
+        dot = _dot(run, part[0], part[-1], x, y)
+        found.append(Part(name, inside[thin(len(inside), most)], len(inside), dot))
     return found
 
 

@@ -110,7 +110,7 @@ class Curves(Figure):
 
     def headline(self) -> str:
         by = X_WORDS.get(self.x, quantity(self.x).words)
-        how = "over epsilon" if self.x == "epsilon" else f"by {by}"
+        how = f"over {by}" if self.x.startswith("epsilon") else f"by {by}"
         return f"{_title(self.of)} {how}"
 
     def columns(self, panels: Sequence[Panel]) -> list[str]:
@@ -152,6 +152,8 @@ class Curves(Figure):
                 drawn = self._look(group, place, len(panel.groups), columns)
                 if len(group.runs) > 1:
                     axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
+                if len(x) == 1:  # no band is seen there
+                    axes.vlines(x, low, high, color=drawn.colour, linewidth=1)
                 axes.plot(
                     x,
                     mean,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -36,50 +37,65 @@ class Norms(Apart):
         return "Norms before and after bounding"
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        runs = [panel.groups[0].runs[0] for panel in panels]
-        drawn = []
-        for run in runs:
-            for band in (before(run), after(run)):
-                drawn += [] if band is None else [*band[1:]]
-            drawn += [bound for bound in [_bound(run)] if bound is not None]
-        return np.concatenate(drawn)
+        return {run: _lines(run) for run in (panel.groups[0].runs[0] for panel in panels)}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
-        run = panel.groups[0].runs[0]
-        for band, drawn in ((before(run), BEFORE), (after(run), AFTER)):
+        lines = common[panel.groups[0].runs[0]]
+        for band, drawn in ((lines.before, BEFORE), (lines.after, AFTER)):
             if band is None:
                 continue
             x, low, middle, high = band
             axes.fill_between(x, low, high, color=drawn.colour, alpha=0.2, linewidth=0)
             axes.plot(x, middle, color=drawn.colour, linestyle=drawn.dash)
-        bound = _bound(run)
-        x = _series(run, "round")
-        if bound is not None:
+        x = lines.before[0]
+        if lines.bound is not None:
+            bound = lines.bound
             axes.plot(x, bound, color=REFERENCE.colour, linestyle=REFERENCE.dash, linewidth=1.2)
         scale(axes, "x", quantity("round"), x)
-        scale(axes, "y", quantity("norm"), common)
+        every = [values for each in common.values() for values in each.values()]
+        scale(axes, "y", quantity("norm"), np.concatenate(every))
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
-        runs = [panel.groups[0].runs[0] for panel in panels]
         keys = [Key("before bounding", _bare(BEFORE))]
-        if any(after(run) is not None for run in runs):
+        if any(lines.after is not None for lines in common.values()):
             keys.append(Key("after bounding", _bare(AFTER)))
-        if any(_bound(run) is not None for run in runs):
+        if any(lines.bound is not None for lines in common.values()):
             keys.append(Key("bound in force", REFERENCE))
         return keys
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        runs = [panel.groups[0].runs[0] for panel in panels]
         text = "Lines are medians over the clients of a round, bands their 10 and 90 % quantiles."
-        if any(after(run) is not None for run in runs):
+        files = "rounds.parquet"
+        if any(lines.after is not None for lines in common.values()):
             text += " After bounding: norm times factor, before any noise."
-        if any(run.per_sample for run in runs):
-            text += " The bound of these runs is that of a sample's gradient at each step, and"
-            text += " no bound is drawn beside the norms of updates."
+            files += " and clients.parquet"
+        if any(run.per_sample for run in common):
+            text += " Where samples are clipped, the bound is that of a sample's gradient at each"
+            text += " step, and none is drawn beside the norms of updates."
         if any(len(panel.groups[0].runs) > 1 for panel in panels):
             text += " Of several seeds, the first."
-        files = "rounds.parquet and clients.parquet" if "factor" in text else "rounds.parquet"
         return f"{text} From {files}."
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What is drawn of a run: rounds and three quantiles of the norms before and after bounding,
+    float64 [T] each, and the bound of each round; None for what there is not.
+    """
+
+    before: tuple[np.ndarray, ...]
+    after: tuple[np.ndarray, ...] | None
+    bound: np.ndarray | None
+
+    def values(self) -> list[np.ndarray]:
+        """All that stands on the axis of norms."""
+        bands = [*self.before[1:], *(self.after or ((),))[1:]]
+        return bands if self.bound is None else [*bands, self.bound]
+
+
+def _lines(run: Run) -> Lines:
+    quantiles = (_series(run, f"norm_p{q}") for q in (10, 50, 90))
+    return Lines((_series(run, "round"), *quantiles), after(run), _bound(run))
 
 
 def _bare(drawn: Any) -> Any:
@@ -91,11 +107,6 @@ def _series(run: Run, name: str) -> np.ndarray:
     return np.empty(0) if found is None else found
 
 
-def before(run: Run) -> tuple[np.ndarray, ...]:
-    """Rounds, and three quantiles of the norms, float64 [T] each."""
-    return (_series(run, "round"), *(_series(run, f"norm_p{q}") for q in (10, 50, 90)))
-
-
 def after(run: Run) -> tuple[np.ndarray, ...] | None:
     """Rounds, and three quantiles of what bounding left; None where clients were not recorded, or
     where no update is bounded.
@@ -103,13 +114,12 @@ def after(run: Run) -> tuple[np.ndarray, ...] | None:
     clients = run.table("clients")
     if run.per_sample or not run.has("clients", ("round", "norm", "factor")):
         return None
-    bounded = clients["norm"] * clients["factor"]
-    rounds = np.unique(clients["round"])
-    by_round = [bounded[clients["round"] == each] for each in rounds]
-    known = [values[np.isfinite(values)] for values in by_round]
-    kept = np.array([len(values) > 0 for values in known])
-    found = np.array([np.quantile(values, QUANTILES) for values in known if len(values)])
-    return (rounds[kept] + 1, *found.T)
+    known = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
+    order = np.argsort(clients["round"][known], kind="stable")
+    bounded = (clients["norm"] * clients["factor"])[known][order]
+    rounds, first = np.unique(clients["round"][known][order], return_index=True)
+    found = [np.quantile(values, QUANTILES) for values in np.split(bounded, first[1:])]
+    return (rounds + 1, *np.array(found).T)
 
 
 def _bound(run: Run) -> np.ndarray | None:

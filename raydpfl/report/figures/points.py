@@ -10,7 +10,7 @@ import numpy as np
 from raydpfl.report.figures.base import Missing, Piece, Shown, name_of
 from raydpfl.report.reading import Case, facets, labels_of
 from raydpfl.report.style import Drawing, Key, Part, look, scale
-from raydpfl.report.words import Quantity, quantity
+from raydpfl.report.words import Quantity, axis, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ class Points(Shown):
 
     def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
         measured = quantity(self.of)
-        named = self.x.rpartition(".")[2].replace("_", " ")
+        named = axis(self.x)
         title = self.title or f"{measured.words.capitalize()} over {named}"
         known = [
             case for case in cases if case.number(self.of) is not None and self.x in case.labels
@@ -87,7 +87,7 @@ class Points(Shown):
                 alpha=0.75,
                 markeredgewidth=0,
             )
-        named = self.x.rpartition(".")[2].replace("_", " ")
+        named = axis(self.x)
         if numeric(labels):
             scale(axes, "x", Quantity(self.x, named, wide=True), places, self.log)
         else:

@@ -16,7 +16,9 @@ from raydpfl.report.words import Quantity
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 80  # models of a run that are drawn
+POINTS = 80  # models of a run that are drawn, at most
+FEW = 8  # and at least
+NUMBERS = 200_000_000  # of all models together that are read
 START = Look(INK, "none", "o")
 END = Look(INK, "none", "X")
 OPTIMUM = Look(INK, "none", "*")
@@ -24,7 +26,8 @@ OPTIMUM = Look(INK, "none", "*")
 
 class Trajectory(Figure):
     """Every model of a run on the two principal directions of the models of all runs together, so
-    that paths in one figure can be compared, whatever panel they are in.
+    that paths in one figure can be compared, whatever panel they are in; of several seeds the first
+    run, as other seeds begin elsewhere.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Path of the model", {}),)
@@ -47,8 +50,9 @@ class Trajectory(Figure):
         return [Missing(self.title or self.headline(), why)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        runs = [run for panel in panels for group in panel.groups for run in group.runs]
-        paths = [_drawn(run) for run in runs]
+        runs = [group.runs[0] for panel in panels for group in panel.groups]
+        runs = [*dict.fromkeys(runs)]
+        paths = [_drawn(run, len(runs)) for run in runs]
         if sum(len(path) for path in paths) < 2 or len({path.shape[1] for path in paths}) > 1:
             return None
         placed, marks = together(paths, _optimum(runs))
@@ -57,19 +61,18 @@ class Trajectory(Figure):
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for group in panel.groups:
             drawn = look(group.place)
-            for run in group.runs:
-                path = common["paths"][run]
-                axes.plot(
-                    *path.T,
-                    color=drawn.colour,
-                    linestyle=drawn.dash,
-                    marker=drawn.marker,
-                    markersize=3,
-                    markevery=max(1, len(path) // 20),
-                    alpha=0.85,
-                )
-                axes.plot(*path[0], marker="o", markersize=7, color=INK, zorder=5)
-                axes.plot(*path[-1], marker="X", markersize=8, color=drawn.colour, zorder=5)
+            path = common["paths"][group.runs[0]]
+            axes.plot(
+                *path.T,
+                color=drawn.colour,
+                linestyle=drawn.dash,
+                marker=drawn.marker,
+                markersize=3,
+                markevery=max(1, len(path) // 20),
+                alpha=0.85,
+            )
+            axes.plot(*path[0], marker="o", markersize=7, color=INK, zorder=5)
+            axes.plot(*path[-1], marker="X", markersize=8, color=drawn.colour, zorder=5)
         for mark in common["marks"]:
             axes.plot(*mark, marker="*", markersize=13, color=INK, zorder=6)
         every = np.concatenate([*common["paths"].values(), common["marks"]])
@@ -86,18 +89,21 @@ class Trajectory(Figure):
         of = "the models of all runs together" if runs > 1 else "the models of the run"
         text = f"Models of the rounds, on the two principal directions of {of}."
         text += " Distances are those of the parameters, seen in this plane."
-        if runs > sum(len(panel.groups) for panel in panels):
-            text += " A line is one run; seeds of one setting look alike."
+        if any(len(group.runs) > 1 for panel in panels for group in panel.groups):
+            text += " Of several seeds, the first."
         files = "trajectory.bin and optimum.bin" if len(common["marks"]) else "trajectory.bin"
         return f"{text} From {files}."
 
 
-def _drawn(run: Run) -> np.ndarray:
-    """The models that are drawn, float32 [n, d]: evenly chosen, and none that was lost."""
+def _drawn(run: Run, runs: int) -> np.ndarray:
+    """The models that are drawn of one of so many runs, float32 [n, d]: evenly chosen, fewer of
+    large ones, and none that was lost.
+    """
     path = run.path
     assert path is not None  # see `Run.has`
-    kept = path[thin(len(path), POINTS)]
-    return kept[np.isfinite(kept).all(1)]
+    most = max(FEW, min(POINTS, NUMBERS // (runs * path.shape[1])))
+    kept = path[thin(len(path), most)]
+    return kept[[bool(np.isfinite(model).all()) for model in kept]]
 
 
 def _optimum(runs: Sequence[Run]) -> np.ndarray | None:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.config import read
 from raydpfl.errors import ConfigError
 from raydpfl.files import read_json
 from raydpfl.report.audited import bounds, scores
 from raydpfl.report.figures import Piece, Words
 from raydpfl.report.page import Page, Section, Tile
-from raydpfl.report.pages.base import Source, config_text
+from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.reading import read_columns
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import number
@@ -36,9 +35,7 @@ class AuditSource(Source):
             Section("Bounds against claims", [*drawn, table(views)]),
             Section("Checks", [checks(facts["checks"]), *notes(facts)]),
         ]
-        config = read(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
-        if config:
-            sections.append(Section("Config", [config_text(config, "config.yaml")]))
+        sections.append(Section("Config", [file_text(folder / "config.yaml", flaws)]))
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
         runs = number(facts["runs"])
         lead = [facts["verdict"], f"{runs} runs with canaries, from seed {facts['seed']}."]

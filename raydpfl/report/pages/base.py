@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
-
-from raydpfl.report.figures import FAMILY, Piece, Words
+from raydpfl.files import read_text
+from raydpfl.report.figures import FAMILY, Missing, Piece, Words
 from raydpfl.report.page import Page, Section
 from raydpfl.report.reading import Case
 
@@ -53,7 +52,10 @@ def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[S
     return [Section(title, pieces) for title, pieces in found.items()]
 
 
-def config_text(tree: Mapping[str, object], name: str) -> Words:
-    """A config as it stands in its file."""
-    text = yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=88)
-    return Words("", [f"The complete config, from {name}."], text)
+def file_text(path: Path, flaws: list[str]) -> Piece:
+    """A file as it stands. `flaws` is told of one that cannot be read."""
+    try:
+        return Words("", [f"{path.name}, as it stands."], read_text(path))
+    except (OSError, ValueError) as error:
+        flaws.append(f"{path.name} cannot be read ({error})")
+        return Missing(path.name, "cannot be read")

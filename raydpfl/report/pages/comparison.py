@@ -9,7 +9,7 @@ from typing import Any
 
 from raydpfl.report.figures import Piece
 from raydpfl.report.page import Page, Section, Tile
-from raydpfl.report.pages.base import Source, config_text, placed
+from raydpfl.report.pages.base import Source, file_text, placed
 from raydpfl.report.pages.run import RunSource, guarantee_row, state
 from raydpfl.report.reading import Case, Run
 from raydpfl.report.tables import Table
@@ -33,7 +33,8 @@ class Comparison(Source):
         more: dict[str, Sequence[Piece]] = {"Privacy": [guarantees(runs)]}
         head = Section("Results", [results(runs), differences(runs)])
         sections = [head, *placed(cases, more)]
-        sections.append(Section("Config", [config_text(runs[0].config, f"{runs[0].name}")]))
+        files = [file_text(run.folder / "config.yaml", run.flaws) for run in runs[:1]]
+        sections.append(Section("Config of the first", files))
         lead = [f"The runs {listed([run.name for run in runs])}. {best(runs)}"]
         lead.append("Each epsilon holds for its own run; showing several runs spends several.")
         warnings = [f"{run.name}: {each}" for run in runs for each in state(run)]

@@ -10,7 +10,7 @@ import numpy as np
 from raydpfl.privacy import Guarantee, sentences
 from raydpfl.report.figures import Piece, Words
 from raydpfl.report.page import Page, Section, Tile
-from raydpfl.report.pages.base import Source, config_text, placed
+from raydpfl.report.pages.base import Source, file_text, placed
 from raydpfl.report.reading import Case, Run
 from raydpfl.report.style import thin
 from raydpfl.report.tables import Table
@@ -36,7 +36,7 @@ class RunSource(Source):
         cases = [Case({"run": run.name}, run)]
         tables = [*rounds_table(run), *numbers(run)]
         sections = [*placed(cases, {"Privacy": privacy(run)}), Section("Numbers", tables)]
-        sections.append(Section("Config", [config_text(run.config, "config.yaml")]))
+        sections.append(Section("Config", [file_text(run.folder / "config.yaml", run.flaws)]))
         return Page(
             f"Run {run.name}",
             [what(run), outcome(run)],

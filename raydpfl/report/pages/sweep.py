@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.config import read
 from raydpfl.report.figures import Missing, Piece
 from raydpfl.report.figures.curves import Curves
 from raydpfl.report.page import Page, Section, Tile
-from raydpfl.report.pages.base import Source, config_text
+from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.pages.run import privacy
 from raydpfl.report.reading import Case, Columns, Run, read_columns, some
 from raydpfl.report.searched import Tried, drawings, in_print
@@ -88,7 +87,7 @@ def _page(swept: Swept) -> Page:
         Section("What was tried", [*tried, settings(swept), trials(swept)]),
         Section("Best settings by round", curves(swept)),
         Section("Privacy of the best", best_privacy(swept)),
-        Section("Config", [config_text(read(swept.folder / "sweep.yaml"), "sweep.yaml")]),
+        Section("Config", [file_text(swept.folder / "sweep.yaml", swept.flaws)]),
     ]
     warnings = []
     if summary.get("status") != "completed":

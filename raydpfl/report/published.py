@@ -1,0 +1,129 @@
+"""What a paper prints, beside what was measured here.
+
+A table of printed numbers has a row for each, and columns that say what it is of. A column is an
+axis of the study if it has its name, or shares labels with it; a study may say so itself. Only
+numbers of the same data set are put beside ours.
+
+>>> printed = Printed([{"algorithm": "dpnfl", "dataset": "mnist", "accuracy": "80.59"}])
+>>> columns = printed.columns({"arm": ["DPNFL", "DPFedAvg"]}, {})
+>>> columns, printed.of({"arm": "DPNFL"}, columns, "mnist", {}).number
+({'algorithm': 'arm'}, '80.59')
+>>> printed.of({"arm": "DPNFL"}, columns, "fashion_mnist_mini", {}).other
+'mnist'
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VALUES = ("accuracy", "std", "note", "source")  # columns that no label stands in
+
+
+@dataclass(frozen=True)
+class Found:
+    """A printed number as it stands; `std` as printed, empty for none; `other`: the data set that
+    it is of, where that is not ours.
+    """
+
+    number: str
+    std: str = ""
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The rows of a table of printed numbers, by column."""
+
+    rows: Sequence[Mapping[str, str]]
+
+    @classmethod
+    def read(cls, path: Path) -> Printed:
+        """The table in a CSV file. Raises OSError, ValueError."""
+        with path.open(newline="") as file:
+            return cls([dict(row) for row in csv.DictReader(file)])
+
+    def columns(
+        self, axes: Mapping[str, Sequence[str]], given: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Which axis each column of labels is.
+
+        Args:
+            axes: the labels of every axis.
+            given: what the study says of it, by column.
+        """
+        found = dict(given)
+        names = self.rows[0] if self.rows else ()
+        for name in names:
+            if name in found or name in VALUES:
+                continue
+            here = {plain(row[name] or "") for row in self.rows} - {""}
+            for axis, labels in axes.items():
+                if axis not in found.values() and here & {plain(label) for label in labels}:
+                    found[name] = axis
+                    break
+        return found
+
+    def of(
+        self,
+        labels: Mapping[str, str],
+        columns: Mapping[str, str],
+        data: str,
+        where: Mapping[str, str],
+        value: str = "accuracy",
+    ) -> Found | None:
+        """The number that is printed for these labels; None where there is none, or several.
+
+        Args:
+            labels: of the cell, by axis.
+            columns: the axis of each column of labels.
+            data: the kind of data that was trained on.
+            where: further columns and what must stand in them.
+            value: the column of the number.
+        """
+        fitting = [
+            row for row in self.rows if row.get(value) and _fits(row, labels, columns, where)
+        ]
+        same = [row for row in fitting if _same(row.get("dataset"), data)]
+        kept = same or fitting
+        if len(kept) != 1:
+            return None
+        (row,) = kept
+        other = "" if same else (row.get("dataset") or "unknown data")
+        return Found(row[value], row.get("std") or "", other)
+
+
+def _fits(
+    row: Mapping[str, str],
+    labels: Mapping[str, str],
+    columns: Mapping[str, str],
+    where: Mapping[str, str],
+) -> bool:
+    if any(plain(row.get(name) or "") != plain(each) for name, each in where.items()):
+        return False
+    pairs = ((row.get(name) or "", labels.get(axis)) for name, axis in columns.items())
+    return all(label is not None and _alike(printed, label) for printed, label in pairs)
+
+
+def _alike(printed: str, label: str) -> bool:
+    """Whether a printed label is ours; where none is printed, it is all of them."""
+    return not printed or plain(printed) == plain(label)
+
+
+def _same(printed: str | None, data: str) -> bool:
+    """Whether a printed data set is ours, or features of it."""
+    return printed is not None and (printed == data or printed.startswith(f"{data}_"))
+
+
+def plain(label: str) -> str:
+    """A label without case and punctuation, a number as itself.
+
+    >>> plain("DP-FedAvg"), plain("power_law"), plain("0.30"), plain("1-1")
+    ('dpfedavg', 'powerlaw', '0.3', '11')
+    """
+    try:
+        return f"{float(label):g}"
+    except ValueError:
+        return "".join(each for each in label.lower() if each.isalnum())
