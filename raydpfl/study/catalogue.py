@@ -59,7 +59,8 @@ def _entry(name: str, study: Study | None = None) -> str:
 def counts(study: Study) -> str:
     """How many cells and runs there are."""
     runs = study.runs()
-    told = f"{len(study.cells)} cells, {runs['final']} final runs over {study.seeds} seeds"
+    seeds = "1 seed" if study.seeds == 1 else f"{study.seeds} seeds"
+    told = f"{len(study.cells)} cells, {runs['final']} final runs over {seeds}"
     return f"{told}, {runs['tried']} to choose values by" if runs["tried"] else told
 
 
