@@ -479,7 +479,7 @@ def test_a_study_tells_its_scale_and_what_is_broken(study, items):
     found = page_of([study])
     assert found.title == "Study mine/one: <one>"
     assert any("not the paper's own" in each for each in found.warnings)
-    assert "1 identities are broken; see Identities." in found.warnings
+    assert "An identity is broken; see Identities." in found.warnings
     assert rows_of(items, "identities")[0]["held"] == "BROKEN"
     assert rows_of(items, "tuning")[0]["local.lr"] == "0.1"
     assert found.lead[1].startswith("iid, paper accounting: Free 76.50 %, A-1 51.50 %")

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Quantity:
     """A number of a run. `name`: of its column; `unit`: in print, empty for none; `percent`: a
-    share that is told in percent; `wide`: it may span decades, so that a logarithmic axis fits.
+    share that is told in percent; `wide`: it may span decades, so that a logarithmic axis fits;
+    `better`: the sign of a change for the better, 0 where nobody can say.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Quantity:
     unit: str = ""
     percent: bool = False
     wide: bool = False
+    better: int = 0
 
     @property
     def label(self) -> str:
@@ -35,14 +37,14 @@ class Quantity:
 _KNOWN = (
     Quantity("round", "round"),
     Quantity("seconds", "time of training", "s"),
-    Quantity("test_accuracy", "test accuracy", percent=True),
-    Quantity("best_test_accuracy", "best test accuracy", percent=True),
-    Quantity("test_accuracy_weighted", "test accuracy by size", percent=True),
-    Quantity("validation_accuracy", "validation accuracy", percent=True),
-    Quantity("test_loss", "test loss", wide=True),
-    Quantity("train_loss", "training loss", wide=True),
-    Quantity("validation_loss", "validation loss", wide=True),
-    Quantity("suboptimality", "suboptimality f(w) - f*", wide=True),
+    Quantity("test_accuracy", "test accuracy", percent=True, better=1),
+    Quantity("best_test_accuracy", "best test accuracy", percent=True, better=1),
+    Quantity("test_accuracy_weighted", "test accuracy by size", percent=True, better=1),
+    Quantity("validation_accuracy", "validation accuracy", percent=True, better=1),
+    Quantity("test_loss", "test loss", wide=True, better=-1),
+    Quantity("train_loss", "training loss", wide=True, better=-1),
+    Quantity("validation_loss", "validation loss", wide=True, better=-1),
+    Quantity("suboptimality", "suboptimality f(w) - f*", wide=True, better=-1),
     Quantity("clipped", "share clipped", percent=True),
     Quantity("snr", "signal to noise", wide=True),
     Quantity("norm", "norm of an update", wide=True),
@@ -64,15 +66,23 @@ _BY_NAME = {each.name: each for each in _KNOWN}
 
 
 def quantity(name: str) -> Quantity:
-    """What is known of the column `name`; of any other, its name in words."""
+    """What is known of the column `name`, or of a number within a mapping (`suboptimality.final`);
+    of any other, its name in words.
+    """
     if name in _BY_NAME:
         return _BY_NAME[name]
+    whole, dot, part = name.partition(".")
+    if dot:
+        outer = quantity(whole)
+        return replace(outer, name=name, words=f"{outer.words}: {part.replace('_', ' ')}")
     words = name.replace("_", " ")
     if name.startswith("epsilon_"):
         return Quantity(name, f"epsilon, {accountant(name)}", wide=True)
     if name.startswith("seconds_"):
         return Quantity(name, words, "s")
-    return Quantity(name, words, percent=name.endswith("_accuracy"), wide=name.endswith("_loss"))
+    accuracy = name.endswith("_accuracy")
+    loss = name.endswith("_loss")
+    return Quantity(name, words, percent=accuracy, wide=loss, better=accuracy - loss)
 
 
 def accountant(column: str) -> str:
@@ -112,6 +122,19 @@ def number(value: Any, percent: bool = False) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def with_std(mean: float, std: float, percent: bool = False) -> str:
+    """A mean with its standard deviation (NaN for none) in print.
+
+    >>> with_std(0.815, 0.0031, percent=True), with_std(3.57512, 0.046031), with_std(2.0, math.nan)
+    ('81.50 ± 0.31 %', '3.575 ± 0.046', '2')
+    """
+    if math.isnan(std):
+        return number(mean, percent)
+    if percent:
+        return f"{100 * mean:.2f} \N{PLUS-MINUS SIGN} {100 * std:.2f} %"
+    return f"{number(mean)} \N{PLUS-MINUS SIGN} {std:.2g}"
+
+
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Names in a row.
 
@@ -121,3 +144,14 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def counted(count: int | None, thing: str) -> str:
+    """So many of a thing; empty where it is not known how many.
+
+    >>> counted(1, "seed"), counted(3, "seed"), counted(None, "seed")
+    ('1 seed', '3 seeds', '')
+    """
+    if count is None:
+        return ""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"

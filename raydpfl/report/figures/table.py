@@ -15,7 +15,7 @@ from raydpfl.report.published import Found, Printed
 from raydpfl.report.reading import Case, labels_of, varying
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import axis as in_words
-from raydpfl.report.words import number, quantity
+from raydpfl.report.words import quantity, with_std
 
 Seeds = dict[int, float | None]
 
@@ -140,12 +140,9 @@ def _cell(spread: Spread | None, percent: bool, sign: bool = False) -> Cell | No
     """Mean and standard deviation in print; the mean as the value."""
     if spread is None or not spread.count:
         return None
-    shown = number(spread.mean, percent)
+    shown = with_std(spread.mean, spread.std, percent)
     if sign and spread.mean > 0:
         shown = f"+{shown}"
-    if spread.std == spread.std:
-        unit = " %" if percent else ""
-        shown = f"{shown.removesuffix(unit)} \N{PLUS-MINUS SIGN} {number(spread.std, percent)}"
     return Cell(spread.mean, shown)
 
 

@@ -12,7 +12,7 @@ from raydpfl.report.figures.base import Missing, Piece, Shown, name_of
 from raydpfl.report.reading import Case, varying
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import axis as in_words
-from raydpfl.report.words import number, quantity
+from raydpfl.report.words import quantity, with_std
 
 
 class Values(Shown):
@@ -42,7 +42,7 @@ class Values(Shown):
             [*labels, *(_cell(inside, name) for name in self.of)]
             for labels, inside in cells.items()
         ]
-        shown = [quantity(name).label.replace(".", ": ") for name in self.of]
+        shown = [quantity(name).label for name in self.of]
         title = self.title or "Values"
         if not any(cell is not None for row in rows for cell in row[len(axes) :]):
             return [Missing(title, f"needs {', '.join(self.of)} in the summaries of the runs")]
@@ -56,8 +56,5 @@ def _cell(cases: Sequence[Case], name: str) -> Cell | None:
     found = over_seeds(values)
     if not found.count:
         return None
-    percent = quantity(name).percent
-    shown = number(found.mean, percent)
-    if found.std > 0:
-        shown += f" \N{PLUS-MINUS SIGN} {number(found.std, percent)}"
+    shown = with_std(found.mean, found.std, quantity(name).percent)
     return Cell(found.mean, shown)

@@ -14,7 +14,7 @@ from raydpfl.report.page import Page, Section, Tile
 from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.reading import read_columns
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import number
+from raydpfl.report.words import counted, number
 
 
 class AuditSource(Source):
@@ -37,8 +37,8 @@ class AuditSource(Source):
         ]
         sections.append(Section("Config", [file_text(folder / "config.yaml", flaws)]))
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
-        runs = number(facts["runs"])
-        lead = [facts["verdict"], f"{runs} runs with canaries, from seed {facts['seed']}."]
+        runs = counted(facts["runs"], "run")
+        lead = [facts["verdict"], f"{runs} with canaries, from seed {facts['seed']}."]
         name = folder.resolve().name
         return Page(f"Audit {name}", lead, tiles(facts), sections, warnings, flaws)
 

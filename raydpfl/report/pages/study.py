@@ -20,7 +20,7 @@ from raydpfl.report.pages.run import KINDS
 from raydpfl.report.reading import Case, Run, facets, json_of, labels_of, varying
 from raydpfl.report.searched import in_print
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import accountant, listed, number, quantity
+from raydpfl.report.words import accountant, counted, listed, number, quantity
 from raydpfl.report.words import axis as in_words
 
 ENDED = ("completed", "budget", "stopped")
@@ -149,30 +149,33 @@ def state(studied: Studied) -> list[str]:
         )
     broken = [each for each in studied.summary.get("identities", ()) if each["held"] is False]
     if broken:
-        found.append(f"{len(broken)} identities are broken; see Identities.")
+        what = "An identity is" if len(broken) == 1 else f"{len(broken)} identities are"
+        found.append(f"{what} broken; see Identities.")
     return found
 
 
 def outcomes(studied: Studied) -> list[str]:
     """The arms by their means, in sentences; the number is that of the first table or figure."""
+    if not studied.cases:
+        return ["No run has come to an end."]
     named = [name for item in studied.show for name in _metrics(item)]
     metric = next((name for name in named if _known(studied.cases, name)), None)
     if metric is None:
-        return ["No run has come to an end."]
+        return ["What came of it stands in the figures."]
     measured = quantity(metric)
-    sign = 1 if metric.endswith("loss") or measured.wide else -1
-    found = []
+    found = [f"{measured.words.capitalize()} in the last round, means over the seeds"]
+    found[0] += ", the best first." if measured.better else "."
     panels = facets(studied.cases, ("arm",))
     for title, inside in panels[:OUTCOMES]:
         means = {arm: _mean(inside, arm, metric) for arm in labels_of(inside, "arm")}
         known = [(arm, value) for arm, value in means.items() if value is not None]
-        known.sort(key=lambda pair: sign * pair[1])
+        known.sort(key=lambda pair: -measured.better * pair[1])
         told = ", ".join(f"{arm} {number(value, measured.percent)}" for arm, value in known)
         found.append(f"{title}: {told}." if title else f"{told}.")
-    what = f"{measured.words.capitalize()} in the last round, means over the seeds, the best first."
-    if len(panels) > OUTCOMES:
-        found.append(f"{len(panels) - OUTCOMES} more panels stand in the tables.")
-    return [what, *found]
+    more = len(panels) - OUTCOMES
+    if more > 0:
+        found.append(f"The tables have {counted(more, 'more panel')}.")
+    return found
 
 
 def _metrics(item: Any) -> list[str]:
@@ -199,8 +202,8 @@ def tiles(studied: Studied) -> list[Tile]:
     final = summary.get("final", {})
     tried = summary.get("tried", {})
     found = [
-        Tile("scale", str(studied.about.get("scale", "")), f"{len(seeds)} seeds"),
-        Tile("final runs", number(final.get("runs")), f"{number(summary.get('cells'))} cells"),
+        Tile("scale", str(studied.about.get("scale", "")), counted(len(seeds), "seed")),
+        Tile("final runs", number(final.get("runs")), counted(summary.get("cells"), "cell")),
         Tile("runs to choose by", number(tried.get("runs")), "on rows held out of training"),
     ]
     claimed = summary.get("identities", ())

@@ -16,7 +16,7 @@ from raydpfl.report.pages.run import privacy
 from raydpfl.report.reading import Case, Columns, Run, read_columns, some
 from raydpfl.report.searched import Tried, drawings, in_print
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import number, quantity
+from raydpfl.report.words import counted, number, quantity
 from raydpfl.scores import SIGNS
 
 CURVES = 6  # settings whose curves are drawn
@@ -113,8 +113,7 @@ def outcome(swept: Swept) -> str:
     measured = quantity(swept.metric)
     named = ", ".join(f"{key} {value}" for key, value in swept.best.items())
     score = number(best["mean"], measured.percent)
-    seeds = len(best["seeds"])
-    over = "one seed" if seeds == 1 else f"{seeds} seeds"
+    over = counted(len(best["seeds"]), "seed")
     return f"The best of the settings is {named}: {measured.words} {score}, the mean over {over}."
 
 
@@ -157,7 +156,7 @@ def settings(swept: Swept) -> Piece:
     if not rows:
         return Missing("Settings", "needs results.parquet")
     place = len(swept.keys)
-    sign = 1 if swept.metric.endswith("loss") else -1
+    sign = -measured.better
     rows.sort(key=lambda row: (row[place].value is None, sign * (row[place].value or 0.0)))
     head = [*swept.keys, f"{measured.words}, mean", "std", "seeds", "best"]
     head += [quantity(name).label for name in epsilons]
@@ -200,8 +199,7 @@ def curves(swept: Swept) -> list[Piece]:
         for each, rows in zip(swept.tried(), swept.settings().values(), strict=True)
         if each.scores
     ]
-    sign = 1 if swept.metric.endswith("loss") else -1
-    known.sort(key=lambda pair: sign * pair[0].mean)
+    known.sort(key=lambda pair: -quantity(swept.metric).better * pair[0].mean)
     cases = []
     for each, rows in known[:CURVES]:
         label = ", ".join(f"{key.rpartition('.')[2]} {each.values[key]}" for key in swept.keys)
