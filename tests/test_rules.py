@@ -232,10 +232,12 @@ def test_a_clients_bits_under_a_rule_of_ones_own_do_not_depend_on_the_others(way
 @pytest.mark.parametrize("way", ["fused", "vmap"])
 def test_lanes_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_alone(way):
     module = made("mlp")
-    sizes = [13, 4, 0, 9, 5, 6]
-    clients = [5, 6, -1, 7, 8, 9]
+    sizes = [13, 4, 0, 9, 13, 5, 2, 6]
+    clients = [5, 6, -1, 7, 8, 9, 10, 11]
     x, y = rows(sizes)
     trainer = Trainer(module, RULES["adam"], way=way, seed=4, clip=0.5)
+    assert trainer.together(4, 13, 36) > 1
+    assert trainer.together(3, 13, 36) == 1  # whose products would begin elsewhere than alone
 
     def lanes(slots: slice, width: int | None) -> list[bytes]:
         name = {"t": 2, "clients": clients[slots], "draws": [0] * len(clients[slots])}
@@ -243,8 +245,8 @@ def test_lanes_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_a
         blocks = trainer.lane(models.flatten(module), *given, width=width, **name)
         return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
 
-    apart = lanes(slice(0, 3), None) + lanes(slice(3, 6), None)
-    assert lanes(slice(0, 6), 3) == apart
+    apart = lanes(slice(0, 4), None) + lanes(slice(4, 8), None)
+    assert lanes(slice(0, 8), 4) == apart
 
 
 def test_sgds_own_step_is_what_its_coefficients_say():

@@ -28,6 +28,9 @@ from raydpfl.local.way import Block, LaneData, spans
 from raydpfl.local.ways import WAYS, check_way
 
 TOGETHER = 1 << 24  # bytes that lanes trained together may take
+# bytes; seen on an AMD EPYC (Zen 5): a product has other bits where a matrix begins 4 bytes beyond
+# a multiple of 16, the same where it begins at one
+BEGINS = 16
 
 
 @dataclass(frozen=True)
@@ -220,11 +223,15 @@ class Trainer:
 
     def together(self, width: int, rows: int, features: int) -> int:
         """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
-        trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1.
+        trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 where a
+        lane's part of some array would begin at another place within `BEGINS` bytes than that of a
+        lane alone, as the bits of a product may depend on it.
         """
         batch = self.local.batch_size(rows)
-        numbers = self._way.numbers(rows, features, batch, clip=self.clip is not None)
-        return 1 if numbers is None else max(1, TOGETHER // (4 * width * max(numbers, 1)))
+        arrays = self._way.arrays(rows, features, batch, clip=self.clip is not None)
+        if arrays is None or any(4 * width * numbers % BEGINS for numbers in arrays):
+            return 1
+        return max(1, TOGETHER // (4 * width * max(sum(arrays), 1)))
 
     @property
     def module(self) -> nn.Module | None:

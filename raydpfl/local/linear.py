@@ -517,10 +517,12 @@ class Fused(_Stack):
         layers = [_Layer(each, parameters, each.views(rule.x), rows) for each, rows in inputs]
         return _Training(layers, rule, lane, y, batches)
 
-    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
-        """See `raydpfl.local.way.Way`."""
-        weights = sum(layer.inputs * layer.outputs for layer in self.layers)
-        return (rows + batch) * features + (1 + clip) * weights
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
+        """See `raydpfl.local.way.Way`. A rule of one's own has all parameters in one array."""
+        weights = [layer.inputs * layer.outputs for layer in self.layers]
+        d = sum(weights) + sum(layer.outputs for layer in self.layers if layer.bias is not None)
+        ruled = [] if self.local.linear() else [d]
+        return (rows * features, batch * features, *(1 + clip) * weights, *ruled)
 
 
 class SampleSpace(_Stack):
@@ -553,11 +555,11 @@ class SampleSpace(_Stack):
         later = [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
         return _Training([first, *later], None, lane, y, batches)
 
-    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`."""
-        outputs = sum(layer.outputs for layer in self.layers)
-        later = sum(layer.inputs * layer.outputs for layer in self.layers[1:])
-        return rows * (features + rows) + 8 * rows * outputs + 2 * later
+        outputs = [rows * layer.outputs for layer in self.layers]
+        later = [layer.inputs * layer.outputs for layer in self.layers[1:]]
+        return (rows * features, rows * rows, *8 * outputs, *2 * later)
 
     @staticmethod
     def pays(layers: tuple[Layer, ...], rows: int, local: Local) -> bool:

@@ -13,9 +13,9 @@ from raydpfl.local.way import Block, LaneData, Way
 class Noop(Way):
     """Every update and every loss is 0, with clipping and without."""
 
-    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int:
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`."""
-        return rows * features
+        return (rows * features,)
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""

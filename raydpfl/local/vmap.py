@@ -119,14 +119,14 @@ class Vmap(Way):
             loss = loss + losses @ share
         return total, loss, torch.cat(found)
 
-    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int | None:
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """See `raydpfl.local.way.Way`. The bits of a convolution may depend on the number of
         clients.
         """
         if self.convolves:
             return None
-        d = sum(shape.numel() for shape in self.shapes)
-        return rows * features + (4 + batch * clip) * d
+        parts = [shape.numel() for shape in self.shapes]
+        return (rows * features, batch * features, sum(parts), *(3 + batch * clip) * parts)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of `flat` [..., d], as [..., *its shape]."""

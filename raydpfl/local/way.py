@@ -246,8 +246,9 @@ class Way:
     def __init__(self, module: nn.Module, local: Local, device: torch.device):
         self.local = local
 
-    def numbers(self, rows: int, features: int, batch: int, clip: bool) -> int | None:
-        """How many numbers it keeps at once for a client, by which lanes are trained together.
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
+        """How many numbers of each array it keeps at once for a client, by which lanes are trained
+        together: as many as fit, and where every lane's part of every array is aligned.
 
         Args:
             rows: the client's, after padding.
