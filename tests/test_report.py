@@ -453,7 +453,7 @@ def test_a_table_has_means_spreads_and_differences_over_the_seeds(items):
         "Free": "76.50 \N{PLUS-MINUS SIGN} 0.71 %",
     }
     paired = rows_of(items, "differences-test_accuracy")[0]
-    assert paired["A-1"] == "+25.00 \N{PLUS-MINUS SIGN} 0.00 %" and "B" not in paired
+    assert paired["A-1"] == "+25.00 \N{PLUS-MINUS SIGN} 0.00" and "B" not in paired
     assert rows_of(items, "table-best_test_accuracy")[0]["B"].startswith("90.00")
 
 

@@ -87,7 +87,7 @@ class Tabled(Shown):
             found = [paired(grid.values(self.of).get((down, each), {}), against) for each in others]
             rows.append([*down, *(_cell(each, percent, sign=True) for each in found)])
         text = f"Differences to {base} seed by seed, in the last round: mean and sample standard "
-        text += "deviation over the seeds that both have. From results.parquet."
+        text += f"deviation over the seeds that both have{_points(percent)}. From results.parquet."
         name = name_of("differences", self.of)
         return Table(name, f"{title}, against {base}", text, [*grid.heads, *others], rows)
 
@@ -114,7 +114,8 @@ class Tabled(Shown):
         first = len(grid.heads) + 2
         percents = set(range(first, first + 6)) if percent else set()
         kept = [place for place in range(len(head)) if place < first or _known(rows, place)]
-        text = "All of it, a row for each cell. From results.parquet."
+        text = f"All of it, a row for each cell; differences seed by seed{_points(percent)}."
+        text += " From results.parquet."
         if self.published:
             text += f" Printed numbers are those of published/{self.published}; a number of another"
             text += " data set is not put beside ours."
@@ -126,6 +127,10 @@ class Tabled(Shown):
             [[row[place] for place in kept] for row in rows],
             {kept.index(place) for place in percents if place in kept},
         )
+
+
+def _points(percent: bool) -> str:
+    return ", in percentage points" if percent else ""
 
 
 def _known(rows: Sequence[Sequence[Any]], place: int) -> bool:
@@ -141,8 +146,9 @@ def _cell(spread: Spread | None, percent: bool, sign: bool = False) -> Cell | No
     if spread is None or not spread.count:
         return None
     shown = with_std(spread.mean, spread.std, percent)
-    if sign and spread.mean > 0:
-        shown = f"+{shown}"
+    if sign:
+        shown = shown.removesuffix(" %")
+        shown = f"+{shown}" if spread.mean > 0 else shown
     return Cell(spread.mean, shown)
 
 
