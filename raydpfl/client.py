@@ -230,9 +230,12 @@ class ClientActor(Process):
             for vector in vectors:
                 total += vector
             return
-        rows = self._rows(*vectors.shape)
-        rows[0] = total.numpy()
         sent = vectors.numpy()
+        if len(sent) == 1:
+            total += vectors[0]
+            return
+        rows = self._rows(*sent.shape)
+        rows[0] = total.numpy()
         if sent.ctypes.data != rows[1].ctypes.data:  # a member has made a matrix of its own
             rows[1:] = sent
         np.add.reduce(rows, axis=0, out=total.numpy())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
+from functools import cache
 
 STARTED = 1  # `SessionLog.START`: what other files have from this step on is void
 
@@ -39,14 +40,18 @@ def event(
     if version:
         parts.append(_field(3, version.encode()))
     if scalars is not None:
-        values = (
-            _field(1, _field(1, tag.encode()) + b"\x15" + _single(value))
-            for tag, value in scalars.items()
-        )
+        values = [_named(tag) + _single(value) for tag, value in scalars.items()]
         parts.append(_field(5, b"".join(values)))
     if started:
         parts.append(_field(7, b"\x08" + _varint(STARTED)))
     return b"".join(parts)
+
+
+@cache
+def _named(tag: str) -> bytes:
+    """What stands before the value of a scalar, a float32 of 4 bytes."""
+    name = _field(1, tag.encode()) + b"\x15"
+    return _varint(1 << 3 | 2) + _varint(len(name) + 4) + name
 
 
 def record(data: bytes) -> bytes:

@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ class Plan:
         """
         return seed_of(self.experiment.seed, self.again)
 
-    @property
+    @cached_property
     def noise_seed(self) -> int:
         """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no
         other release has it.

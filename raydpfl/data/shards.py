@@ -737,7 +737,8 @@ class Shards:
             self._scaled(stored[slot, : n[slot]], x[slot, : n[slot]])
 
     def _scaled(self, pixels: np.ndarray, x: np.ndarray) -> np.ndarray:
-        np.multiply(pixels, self._scale, out=x)
+        x[...] = pixels  # apart from the product, which would convert them again in small parts
+        x *= self._scale
         if self._shifted:
             x += self._shift
         return x

@@ -44,6 +44,7 @@ from functools import reduce
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from raydpfl.local.base import Linear, Local
@@ -340,13 +341,15 @@ class _Loss:
         clients, n, outputs = target.shape
         self.columns = clients * batch
         padded = -(-self.columns // VECTOR) * VECTOR
-        self.target = target.neg()
+        self.target = target.neg().flatten(0, 1).mT.contiguous()  # [out, C n]
         self.shape = (clients, batch, outputs)
         self.strides = (batch, 1, padded)
+        self.padding = padded - self.columns
         self.outputs, self.wanted, self.total = target.new_zeros(3, outputs, padded).unbind()
         self.shares = target.new_zeros(padded)
+        self.given: torch.Tensor | None = None  # the shares that `shares` are
         if batch == n:
-            self._rows_of(self.wanted).copy_(self.target)
+            self.wanted[:, : self.columns] = self.target
 
     def _rows_of(self, columns: torch.Tensor) -> torch.Tensor:
         """The columns as [C, B, out]."""
@@ -359,9 +362,12 @@ class _Loss:
         sample's loss if they are to be `apart`; see `LaneData.batches` for the rest.
         """
         self._rows_of(self.outputs).copy_(a)
-        if rows is not None:
-            self._rows_of(self.wanted).copy_(take(self.target, rows))
-        self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
+        if rows is not None:  # past the last column any, of share 0
+            padded = F.pad(rows, (0, self.padding)) if self.padding else rows
+            self.wanted = self.target.index_select(1, padded)
+        if shares is not self.given:
+            self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
+            self.given = shares
         if self.regression:
             g = self.outputs + self.wanted
             share = g * self.shares
@@ -393,6 +399,7 @@ class _Training:
     ):
         """`rule` is there where it is not linear; `y` [C, n] has zeros for padding."""
         self.chain = chain
+        self.last_first = chain[::-1]
         self.rule = rule
         self.lane = lane
         self.batches = batches
@@ -402,12 +409,13 @@ class _Training:
 
     def train(self) -> np.ndarray:
         """Makes all steps; the mean losses, float64 [C]."""
+        clip = self.lane.clip
         for k, (rows, shares) in enumerate(self.batches):
             outputs = self._forward(rows)
-            g = self.loss.step(outputs[-1], rows, shares, apart=self.lane.clip is not None)
+            g = self.loss.step(outputs[-1], rows, shares, apart=clip is not None)
             gradients = self._backward(g, outputs)
-            if self.lane.clip is not None:
-                gradients = self._clipped(gradients, self.lane.clip, shares)
+            if clip is not None:
+                gradients = self._clipped(gradients, clip, shares)
             self._step(gradients, k)
         self.lane.count_clipped(self.factors)
         return (self.loss.sums() / len(self.batches)).double().cpu().numpy()
@@ -428,7 +436,7 @@ class _Training:
         """
         gradients: list[torch.Tensor] = []
         later: _Place | None = None
-        for place, a in zip(reversed(self.chain), reversed(outputs), strict=True):
+        for place, a in zip(self.last_first, reversed(outputs), strict=True):
             if later is not None:
                 g = later.backward(g)
             if place.layer.activation:
@@ -441,7 +449,7 @@ class _Training:
         self, gradients: list[torch.Tensor], clip: float, shares: torch.Tensor
     ) -> list[torch.Tensor]:
         """The gradients with each sample's scaled to the bound, and by its share of the mean."""
-        places = zip(reversed(self.chain), gradients, strict=True)
+        places = zip(self.last_first, gradients, strict=True)
         norms = reduce(torch.add, (place.squares(g) for place, g in places)).sqrt_()
         self.factors.append(clip_factors(norms, clip))
         factors = self.factors[-1] * shares.mT
@@ -450,11 +458,11 @@ class _Training:
     def _step(self, gradients: list[torch.Tensor], k: int) -> None:
         noise = self.lane.step_noise(k)
         if self.rule is None:
-            for place, g in zip(reversed(self.chain), gradients, strict=True):
+            for place, g in zip(self.last_first, gradients, strict=True):
                 place.step(g, noise)
             return
         gradient = torch.empty_like(self.rule.x)
-        for place, g in zip(reversed(self.chain), gradients, strict=True):
+        for place, g in zip(self.last_first, gradients, strict=True):
             place.gradient(g, gradient)
         x = self.rule.step(gradient if noise is None else gradient.add_(noise), k)
         for place in self.chain:

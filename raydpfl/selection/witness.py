@@ -39,6 +39,7 @@ import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
+from itertools import repeat
 
 import numpy as np
 
@@ -147,7 +148,7 @@ class Witness:
         if candidates is None:
             self._as_planned(t, cohort.clients)
         clients = cohort.clients
-        before = [participations.get(client, 0) for client in clients.tolist()]
+        before = list(map(participations.get, clients.tolist(), repeat(0)))
         # the last draw of a client drawn twice has them all
         counts = np.array(before, np.int64) + cohort.draws + 1
         self._exposed(t, clients, counts)
