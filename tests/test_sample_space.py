@@ -65,10 +65,10 @@ def test_losses_and_their_gradients_are_those_of_autograd(classes, apart):
     a = torch.randn(clients, batch, classes, generator=generator, requires_grad=True)
     places = torch.stack([torch.randperm(n, generator=generator)[:batch] for _ in range(clients)])
     shares = torch.rand(clients, 1, batch, generator=generator)
-    loss = _Loss(_target(y, classes), batch, regression=False)
     flat = (places + n * torch.arange(clients)[:, None]).flatten()
+    loss = _Loss(_target(y, classes), [(flat, shares)], regression=False)
     with torch.inference_mode():
-        g = loss.step(a.detach(), flat, shares, apart)
+        g = loss.step(a.detach(), 0, apart)
     each = F.cross_entropy(a.mT, y.gather(1, places), reduction="none")
     (each if apart else each * shares[:, 0]).sum().backward()
     torch.testing.assert_close(g.clone(), a.grad, rtol=1e-5, atol=1e-6)
@@ -85,9 +85,9 @@ def test_bits_of_a_client_do_not_depend_on_how_many_columns_there_are(batch):
     shares = torch.full((clients, 1, batch), 1 / batch)
 
     def of(some: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = _Loss(_target(y[some], 10), batch, regression=False)
+        loss = _Loss(_target(y[some], 10), [(None, shares[some])], regression=False)
         with torch.inference_mode():
-            return loss.step(a[some], None, shares[some], apart=False), loss.sums()
+            return loss.step(a[some], 0, apart=False), loss.sums()
 
     every, sums = of(slice(None))
     for first in range(clients):

@@ -145,9 +145,7 @@ class _Layer(_Place):
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
-        # sample by sample: a sum over columns would be taken otherwise for other numbers of them
-        own = g.contiguous().square().sum(2, keepdim=True)
-        return norms.square_().add_(len(self.now) - 1).mul_(own)
+        return norms.square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
 
     def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
         weight, *bias = self.layer.views(out)
@@ -335,36 +333,40 @@ class _Loss:
     its last columns, where they fill no vector, would be rounded otherwise than the others.
     """
 
-    def __init__(self, target: torch.Tensor, batch: int, regression: bool):
-        """`target` [C, n, out] is as `_target` gives it; `batch` are the rows B of a step."""
+    def __init__(self, target: torch.Tensor, batches: Batches, regression: bool):
+        """`target` [C, n, out] is as `_target` gives it."""
         self.regression = regression
-        clients, n, outputs = target.shape
+        self.batches = batches
+        clients, _, outputs = target.shape
+        rows, shares = batches[0]
+        batch = shares.shape[2]
         self.columns = clients * batch
         padded = -(-self.columns // VECTOR) * VECTOR
         self.target = target.neg().flatten(0, 1).mT.contiguous()  # [out, C n]
         self.shape = (clients, batch, outputs)
         self.strides = (batch, 1, padded)
-        self.padding = padded - self.columns
         self.outputs, self.wanted, self.total = target.new_zeros(3, outputs, padded).unbind()
         self.shares = target.new_zeros(padded)
         self.given: torch.Tensor | None = None  # the shares that `shares` are
-        if batch == n:
+        self.seen = self._rows_of(self.outputs)
+        if rows is None:
             self.wanted[:, : self.columns] = self.target
+        else:  # past the last column any row, of share 0
+            every = torch.stack([rows for rows, _ in batches if rows is not None])
+            self.picked = F.pad(every, (0, padded - self.columns)).unbind()
 
     def _rows_of(self, columns: torch.Tensor) -> torch.Tensor:
         """The columns as [C, B, out]."""
         return columns.as_strided(self.shape, self.strides)
 
-    def step(
-        self, a: torch.Tensor, rows: torch.Tensor | None, shares: torch.Tensor, apart: bool
-    ) -> torch.Tensor:
-        """The gradient of the mean loss by the last outputs `a`, [C, B, out], or that of each
-        sample's loss if they are to be `apart`; see `LaneData.batches` for the rest.
+    def step(self, a: torch.Tensor, k: int, apart: bool) -> torch.Tensor:
+        """The gradient of the mean loss of step k by the last outputs `a`, [C, B, out], or that of
+        each sample's loss if they are to be `apart`.
         """
-        self._rows_of(self.outputs).copy_(a)
-        if rows is not None:  # past the last column any, of share 0
-            padded = F.pad(rows, (0, self.padding)) if self.padding else rows
-            self.wanted = self.target.index_select(1, padded)
+        rows, shares = self.batches[k]
+        self.seen.copy_(a)
+        if rows is not None:
+            self.wanted = self.target.index_select(1, self.picked[k])
         if shares is not self.given:
             self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
             self.given = shares
@@ -372,13 +374,15 @@ class _Loss:
             g = self.outputs + self.wanted
             share = g * self.shares
             self.total.addcmul_(share, g, value=0.5)
-            return self._rows_of(g if apart else share)
+            return self._rows_of(g).contiguous() if apart else self._rows_of(share)
         share = self.wanted * self.shares
         log_p = torch.log_softmax(self.outputs, 0)
         self.total.addcmul_(log_p, share)
         # as autograd has it: y - p sum(y) for what y = -wanted is multiplied by
         g = by_log_p(self.wanted if apart else share, log_p, 0, log_p.dtype)
-        return self._rows_of(g)
+        # Sample by sample where norms are taken: a sum over columns would be taken otherwise for
+        # other numbers of them.
+        return self._rows_of(g).contiguous() if apart else self._rows_of(g)
 
     def sums(self) -> torch.Tensor:
         """Each client's losses, its mean of each step added up, [C]."""
@@ -403,8 +407,7 @@ class _Training:
         self.rule = rule
         self.lane = lane
         self.batches = batches
-        width = batches[0][1].shape[2]
-        self.loss = _Loss(_target(y, chain[-1].layer.outputs), width, lane.regression)
+        self.loss = _Loss(_target(y, chain[-1].layer.outputs), batches, lane.regression)
         self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
 
     def train(self) -> np.ndarray:
@@ -412,7 +415,7 @@ class _Training:
         clip = self.lane.clip
         for k, (rows, shares) in enumerate(self.batches):
             outputs = self._forward(rows)
-            g = self.loss.step(outputs[-1], rows, shares, apart=clip is not None)
+            g = self.loss.step(outputs[-1], k, apart=clip is not None)
             gradients = self._backward(g, outputs)
             if clip is not None:
                 gradients = self._clipped(gradients, clip, shares)
