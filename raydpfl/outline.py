@@ -58,10 +58,16 @@ def outline(
 def _path(asked: str) -> Path | None:
     """The file to read; None for what can only be the name of a study."""
     path = Path(asked)
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path if path.suffix else None
+    except (OSError, ValueError):  # a name that no file has: who reads it says so
+        return path
     if path.is_dir():
         found = (path / name for name in DIRECTORIES if (path / name).exists())
         return next(found, path / DIRECTORIES[0])
-    return path if path.suffix or os.path.lexists(path) else None
+    return path
 
 
 def _searched(node: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import yaml
 from conftest import SMALL, experiment
 from test_bad_input import complain
 
-from raydpfl import cli, run
+from raydpfl import cli, events, run
 from raydpfl.config import parse_yaml
 from raydpfl.errors import ConfigError
 
@@ -255,17 +255,15 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_full_disk_under_tensorboard(early, small, tmp_path, monkeypatch, capsys):
-    from tensorboard.summary.writer.record_writer import RecordWriter
+    record = events.record
 
-    write = RecordWriter.write
-
-    def full(self, data):
+    def full(data):
         if early or b"train_loss" in data:
             raise OSError(28, "No space left on device")
-        write(self, data)
+        return record(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RecordWriter, "write", full)
+        patch.setattr(events, "record", full)
         said = complain(
             ["run", small, "measure=[tensorboard]", "--out", tmp_path / "out"], patch, capsys, 1
         )
