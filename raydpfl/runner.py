@@ -28,7 +28,7 @@ from raydpfl.config import Experiment, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.files import LOCK, holding
-from raydpfl.launch import Call, Places
+from raydpfl.launch import Call, Places, forkable
 from raydpfl.measure import Board
 from raydpfl.origin import versions
 from raydpfl.plan import FREE, Plan
@@ -83,7 +83,7 @@ def run(
     """
     folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_folder(folder, resume, fresh_noise)
-    with interrupts.handled(), Places(experiment, address) as places:
+    with interrupts.handled(), forkable(), Places(experiment, address) as places:
         with contained():
             plan = Plan.make(experiment, Path(data_root) if data_root else None)
             plan.check_claims()

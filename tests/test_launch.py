@@ -187,3 +187,35 @@ def _named(process: psutil.Process, name: str) -> bool:
     with suppress(psutil.Error):
         return process.name() == name
     return False
+
+
+FORKS = """
+import subprocess, sys, threading
+import numpy as np
+import scipy.linalg
+from raydpfl.launch import forkable
+
+values = np.ones((600, 600))
+started = threading.Event()
+
+def start():
+    started.wait()
+    for _ in range(200):
+        subprocess.run(["true"], preexec_fn=lambda: None)
+
+with forkable():
+    thread = threading.Thread(target=start)
+    thread.start()
+    started.set()
+    while thread.is_alive():
+        values @ values
+        scipy.linalg.blas.dgemm(1.0, values, values)
+print("ended")
+"""
+
+
+def test_processes_start_in_a_thread_while_another_one_multiplies():
+    found = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout == "ended\n", found.stderr
