@@ -217,6 +217,15 @@ class Undeclared(Probe):
         return {"first": sent.vectors[:, 0].numpy().copy()}
 
 
+class Tiring(Local):
+    """Takes smaller batches of more rows."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"batch": 4, "steps": 3},)
+
+    def batch_sizes(self, sizes: np.ndarray) -> np.ndarray:
+        return np.where(sizes > 10, 1, np.minimum(sizes, 4))
+
+
 LIARS = {
     Leaky: "bound",
     Endless: "bound",
@@ -227,6 +236,7 @@ LIARS = {
     Remembering: "no hidden state",
     Growing: "state",
     Mixing: "rule",
+    Tiring: "numbers",
     Half: "std",
     Shared: "independent",
     Stinting: "as accounted",

@@ -550,6 +550,11 @@ def test_the_chosen_alone_are_accounted_only_where_that_has_a_meaning(selection,
         )
 
 
+def test_noise_of_a_given_size_is_not_sized_for_the_chosen():
+    with pytest.raises(ConfigError, match=r"noise\.epsilon = None: .*selection\.accounted: chosen"):
+        experiment(**{**CHOSEN, "noise": {"kind": "gaussian", "multiplier": 1.0}})
+
+
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_takes_them_off(
     placement, tmp_path

@@ -945,6 +945,64 @@ def test_batches_by_share_are_accounted_at_each_clients_own_rate():
     assert together.batch_words() == "2 to 50 samples, by the client's size"
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("batches", [[10, 200], [200, 10]])
+def test_clients_alike_but_for_their_batches_each_spend_their_own(accountant, batches):
+    """In whichever order: what one has spent is not taken for the other's."""
+    common = (5, 1.0, 1e-5)
+    together = LocalSteps([400, 400], np.array(batches), *common, [0.1, 0.1])
+    draws = [[0, 1], [0], [1], [0, 1]]
+    found = together.epsilons(accountant, [3, 3])
+    curve = together.curves([accountant], draws)
+    alone = [LocalSteps([400], b, *common, [0.1]).epsilons(accountant, [3])[0] for b in batches]
+    assert alone[0] != pytest.approx(alone[1], rel=0.1)
+    assert found.tolist() == alone
+    half_way = [LocalSteps([400], b, *common, [0.1]).epsilons(accountant, [1])[0] for b in batches]
+    (worst,) = curve.values()
+    assert worst[0] == pytest.approx(max(half_way), rel=1e-6)
+    assert worst[-1] == max(alone)
+
+
+class Halves(Sgd):
+    """Half of a client's rows, whatever `batch` says."""
+
+    def batch_sizes(self, sizes):
+        return np.minimum(sizes, (sizes + 1) // 2)
+
+
+class Beyond(Sgd):
+    """More than there is."""
+
+    def batch_sizes(self, sizes):
+        return sizes + 1
+
+
+STEPS = {
+    "data": {"kind": "synthetic", "clients": 12, "samples": 20, "sizes": {"kind": "spread"}},
+    "selection": {"kind": "uniform", "cohort": 4},
+    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-3},
+    "privacy": {"accountants": ["rdp"]},
+}
+
+
+@pytest.mark.parametrize("batch", [2, "full", {"share": 0.1}])
+def test_a_rule_with_batches_of_its_own_is_accounted_for_by_these(batch, tmp_path):
+    """A batch of more rows moves every sample more often: `batch: 2` would claim far too little."""
+    local = {"kind": f"{__name__}:Halves", "steps": 3, "batch": batch}
+    of = experiment(**STEPS, local=local)
+    plan = Plan.make(of)
+    sizes = plan.population.sizes
+    assert np.array_equal(plan.mechanism.batches, (sizes + 1) // 2)
+    assert (of.local.rows_used(sizes) == sizes).all()
+    assert run(of, tmp_path / "run").summary["status"] == "completed"
+
+
+def test_a_rule_whose_batches_are_no_part_of_the_rows_is_refused_where_they_are_accounted_for():
+    with pytest.raises(ConfigError, match=r"local\.kind = .*Beyond.* from 1 to a client's rows"):
+        Plan.make(experiment(**STEPS, local={"kind": f"{__name__}:Beyond", "steps": 3}))
+
+
 def test_one_number_for_all_clients_is_the_same_as_one_for_each():
     samples = np.array([100, 505, 20])
     stds = np.array([0.2, 0.3, 0.4])

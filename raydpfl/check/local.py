@@ -65,9 +65,12 @@ def numbers(case: Case) -> str:
     used = np.asarray(member.rows_used(sizes))
     hold(used.shape == sizes.shape and used.dtype.kind == "i", "rows_used gives no int64 [C]")
     hold(((used >= 0) & (used <= sizes)).all(), "rows_used gives more rows than there are")
-    for rows in sizes.tolist():
-        batch = member.batch_size(rows)
+    batches = [member.batch_size(rows) for rows in sizes.tolist()]
+    for rows, batch in zip(sizes.tolist(), batches, strict=True):
         hold(1 <= batch <= rows, f"a client of {rows} rows has batches of {batch}")
+    hold(batches == sorted(batches), "a client of more rows has smaller batches")
+    together = np.asarray(member.batch_sizes(sizes)).tolist()
+    hold(together == batches, "batch_sizes of a client depends on the others")
     return f"learning rate {member.learning_rate(0):g} in round 0"
 
 

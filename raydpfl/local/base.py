@@ -181,10 +181,13 @@ class Local(Member):
 
     def rows_used(self, sizes: np.ndarray) -> np.ndarray:
         """How many of its rows each client can train on in a round at most, int64 [C], from its
-        number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, as the size
-        of a lane's batches is known by them.
+        number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, or a rule
+        has `batch_sizes` of its own, as the size of a lane's batches is known by them.
         """
-        return np.minimum(sizes, self.steps * self.batch) if isinstance(self.batch, int) else sizes
+        own = type(self).batch_sizes is not Local.batch_sizes
+        if own or not isinstance(self.batch, int):
+            return sizes
+        return np.minimum(sizes, self.steps * self.batch)
 
     def fresh(self, x: torch.Tensor) -> Any:
         """What the rule keeps from one step to the next, at a round's start.

@@ -44,12 +44,20 @@ def release(noise: Gaussian, facts: Facts) -> LocalSteps:
 
 def _batch(experiment: Experiment, sizes: np.ndarray) -> int | np.ndarray | None:
     """Rows of a batch: one number, of which a smaller client uses all its rows, one for each
-    client, int64 [N], or None for all of them.
+    client, int64 [N], or None for all of them. Raises `ConfigError` for a rule of the user's own
+    whose batches are no part of a client's rows.
     """
-    batch = experiment.local.batch
-    if batch == "full":
+    local = experiment.local
+    taken = np.asarray(local.batch_sizes(sizes))
+    counts = taken.shape == sizes.shape and taken.dtype.kind in "iu"
+    if not counts or (taken < np.minimum(sizes, 1)).any() or (taken > sizes).any():
+        accepted = "a rule whose batch_sizes are integers from 1 to a client's rows, one per client"
+        raise ConfigError("local.kind", local.kind, accepted)
+    if local.batch == "full" and np.array_equal(taken, sizes):
         return None
-    return batch if isinstance(batch, int) else experiment.local.batch_sizes(sizes)
+    if isinstance(local.batch, int) and np.array_equal(taken, np.minimum(sizes, local.batch)):
+        return local.batch
+    return taken
 
 
 def _given(noise: Gaussian, silent: LocalSteps) -> np.ndarray:
@@ -112,6 +120,10 @@ def check(noise: Gaussian, experiment: Experiment) -> None:
             "samples"
         )
         raise ConfigError("data.partition.kind", "overlapping", accepted)
+    uncounted = experiment.selection.uncounted
+    if uncounted is not None and noise.epsilon is None:
+        accepted = f"a budget to size the noise for, where {uncounted}"
+        raise ConfigError("noise.epsilon", None, accepted)
     if noise.v != 4.0:
         accepted = "none with placement step, whose formulas have no such constant"
         raise ConfigError("noise.v", noise.v, accepted)

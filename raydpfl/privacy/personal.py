@@ -21,8 +21,8 @@ array([0.3 , 0.18, 0.  ])
 array([22.51])
 
 Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests
-compare this module with that, one client at a time. Here clients of the same size and noise are
-accounted for once, and one composition serves all numbers of rounds. The search for a client's
+compare this module with that, one client at a time. Here clients of the same size, batches and
+noise are accounted for once, and one composition serves all numbers of rounds. The search for a client's
 noise starts from the central limit theorem [1], corrected by what the most similar client needed,
 so that two or three evaluations suffice.
 
@@ -312,7 +312,8 @@ class LocalSteps(Release):
         found[exposed & (self.stds == 0)] = math.inf
         noisy = np.flatnonzero(exposed & (self.stds > 0))
         # float64, exact for these integers
-        kinds = np.stack([self.samples[noisy], self.stds[noisy], counts[noisy]], 1)
+        columns = [self.samples, self.batches, self.stds, counts]
+        kinds = np.stack([column[noisy] for column in columns], 1)
         _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
         found[noisy] = self._spent_by(accountant, noisy[first], counts)[member.reshape(-1)]
         return found
@@ -562,9 +563,10 @@ class LocalSteps(Release):
 
     def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
         """Epsilon of client k after first, ..., last participations, computed once for all clients
-        of its size and noise.
+        of its size, batches and noise.
         """
-        key = (name, int(self.samples[k]), float(self.stds[k]), first, last)
+        who = (int(self.samples[k]), int(self.batches[k]), float(self.stds[k]))
+        key = (name, *who, first, last)
         if key not in self._spent:
             self._spent[key] = self._account(name, k, first, last)
         return self._spent[key]
