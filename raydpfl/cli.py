@@ -182,11 +182,17 @@ def reproduce(
 
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     if listed:
+        for option, value in (("--out", out), ("--resume", resume), ("--address", address)):
+            if value:
+                raise ConfigError(option, str(value), "not with --list, which runs nothing")
         room.catalogue(console, studies or (), scale, seeds, data_root)
         return
     if not studies:
         raise ConfigError("study", None, "the name of one; raydpfl reproduce --list shows them")
-    if resume and out is None and len(studies) == 1 and os.path.isdir(studies[0]):
+    if resume and out is None:
+        if len(studies) > 1 or not os.path.isdir(studies[0]):
+            accepted = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
+            raise ConfigError("--resume", " ".join(studies), accepted)
         out = Path(studies[0])
     names = [name for given in studies for name in room.several(given)]
     asked = [room.Study.named(name, scale, seeds) for name in names]

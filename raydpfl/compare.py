@@ -25,14 +25,11 @@ class Spread:
     Attributes:
         mean: NaN for none.
         std: The sample standard deviation (n - 1); NaN below two.
-        least, most: The smallest and the largest; NaN for none.
     """
 
     count: int
     mean: float
     std: float
-    least: float
-    most: float
 
 
 def over_seeds(values: Mapping[int, float | None]) -> Spread:
@@ -45,11 +42,9 @@ def over_seeds(values: Mapping[int, float | None]) -> Spread:
     numbers = np.array([each for each in known if each is not None], np.float64)
     numbers = numbers[~np.isnan(numbers)]
     if not len(numbers):
-        return Spread(0, math.nan, math.nan, math.nan, math.nan)
+        return Spread(0, math.nan, math.nan)
     std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else math.nan
-    least = float(numbers.min())
-    most = float(numbers.max())
-    return Spread(len(numbers), float(np.mean(numbers)), std, least, most)
+    return Spread(len(numbers), float(np.mean(numbers)), std)
 
 
 def paired(values: Mapping[int, float | None], against: Mapping[int, float | None]) -> Spread:

@@ -32,7 +32,7 @@ def outline(
 ) -> Outline:
     """What a file, a directory or the name of a study asks for.
 
-    Of an experiment or a sweep nothing is imported that it names, unless it is `timed`.
+    Nothing is imported that it names, unless it is `timed`.
 
     Args:
         asked: A YAML file, the directory of a run, a sweep or a study, or a study's name.
@@ -44,12 +44,12 @@ def outline(
     Raises:
         ConfigError: For what is no experiment, sweep or study.
     """
+    imports = None if timed else ()
     path = _path(asked)
     given = read(path) if path else {}
     if path is None or (isinstance(given, Mapping) and "study" in given):
-        return _study(asked, overrides, timed, root)
+        return _study(asked, overrides, imports, timed, root)
     tree = overridden(given, overrides)
-    imports = None if timed else ()
     if "sweep" in tree or _searched(tree):
         return _sweep(tree, imports, timed, root)
     return _experiment(tree, imports, timed, root)
@@ -61,13 +61,21 @@ def _path(asked: str) -> Path | None:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return path if path.suffix else None
+        return None if _ships(asked) or not path.suffix else path
     except (OSError, ValueError):  # a name that no file has: who reads it says so
         return path
     if path.is_dir():
-        found = (path / name for name in DIRECTORIES if (path / name).exists())
-        return next(found, path / DIRECTORIES[0])
+        found = [path / name for name in DIRECTORIES if (path / name).exists()]
+        if not found and _ships(asked):
+            return None
+        return next(iter(found), path / DIRECTORIES[0])
     return path
+
+
+def _ships(name: str) -> bool:
+    from raydpfl.study import shipped
+
+    return shipped.known(name)
 
 
 def _searched(node: Mapping[str, Any]) -> bool:
@@ -111,14 +119,21 @@ def _sweep(
     return Outline(dump(found.complete()) + _comments([*unread, *found.lines()]), refused)
 
 
-def _study(asked: str, overrides: Sequence[str], timed: bool, root: Path | None) -> Outline:
+def _study(
+    asked: str,
+    overrides: Sequence[str],
+    imports: tuple[str, ...] | None,
+    timed: bool,
+    root: Path | None,
+) -> Outline:
     from raydpfl.study import Study
     from raydpfl.study.catalogue import plan
-    from raydpfl.study.estimate import estimate, measure
+    from raydpfl.study.estimate import estimate, measure, runs
 
     if overrides:
         accepted = "none for a study: change its file (raydpfl reproduce has --scale and --seeds)"
         raise ConfigError("override", overrides[0], accepted)
-    study = Study.named(asked)
+    study = Study.named(asked, imports=imports)
     taken = measure(study, root) if timed else estimate(study)
-    return Outline(study.to_yaml() + _comments(plan(study, taken).splitlines()))
+    unread = dict.fromkeys(line for run, _ in runs(study) for line in _unread(run))
+    return Outline(study.to_yaml() + _comments([*unread, *plan(study, taken).splitlines()]))

@@ -174,6 +174,33 @@ def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
     assert yaml.safe_load(first)["study"]["id"] == "002/fig1"
 
 
+def test_a_study_is_found_by_every_name_though_folders_have_it_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "000" / "table1").mkdir(parents=True)  # its tables, say
+    for name, found in (("000/claim2.1", "000/claims"), ("000/table1", "000/table1")):
+        assert yaml.safe_load(outline(name).text)["study"]["id"] == found
+    for name in ("nowhere.yaml", "000"):
+        with pytest.raises(ConfigError):
+            outline(name)
+
+
+def test_a_studys_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "own_bound.py").write_text(
+        "from pathlib import Path\n"
+        "from raydpfl.bounding import Clip\n"
+        f"Path({str(tmp_path / 'imported')!r}).touch()\n"
+        "class Own(Clip):\n    pass\n"
+    )
+    arms = {"Mine": {"bounding": {"kind": "own_bound:Own", "bound": {"tune": [0.5, 1.0]}}}}
+    said = remarks(shown({**STUDY, "arms": {**STUDY["arms"], **arms}}))
+    assert said[0] == "bounding: own_bound:Own was not imported, so its own defaults are not here."
+    assert not (tmp_path / "imported").exists()
+    assert "; about " in remarks(shown({**STUDY, "arms": arms}, "--timed"))[0]
+    assert (tmp_path / "imported").exists()
+
+
 def test_a_sweeps_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_clip.py").write_text(

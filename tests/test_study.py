@@ -23,10 +23,12 @@ from conftest import SMALL
 from test_same_bits import kill_tree
 
 from raydpfl import cli
+from raydpfl import study as room
 from raydpfl.compare import over_seeds, paired
 from raydpfl.errors import ConfigError
 from raydpfl.study import Course, Study, reproduce, shipped
 from raydpfl.study.course import OUTPUTS, Together
+from raydpfl.study.form import RESERVED
 from raydpfl.study.identities import looked_at, words
 from raydpfl.study.progress import numbers
 from raydpfl.tune.directory import Directory
@@ -138,12 +140,13 @@ def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for()
 
 def test_only_some_labels_of_an_arm_or_of_a_scale():
     given = tree(scales={"smoke": {"only": {"arm": ["Free", "Data"], "data.partition": "iid"}}})
-    given["study"]["same_bits"] = []
     given["arms"]["Data"]["only"] = {"data.partition": ["shards"]}
     assert len(Study.from_dict(given).cells) == 7
-    assert [cell.named() for cell in Study.from_dict(given, "smoke").cells] == [
-        "Free data.partition=iid"
-    ]
+    smoke = Study.from_dict(given, "smoke")
+    assert [cell.named() for cell in smoke.cells] == ["Free data.partition=iid"]
+    (identity,) = smoke.same_bits  # it stays, with nothing to compare here
+    found = looked_at(identity, {})
+    assert found["held"] is None and words(found).endswith("not compared, as there are no two runs")
 
 
 def test_a_key_that_may_be_skipped_is_left_out_where_the_kind_has_none():
@@ -201,10 +204,10 @@ def test_a_study_is_what_its_own_yaml_says(tmp_path):
 def changed(path: str, value) -> dict:
     """The tree of the small study with one thing changed."""
     made = tree()
-    *sections, last = path.split("/")
+    *sections, last = path.rstrip().split("/")
     node = made
     for name in sections:
-        node = node[int(name) if name.isdigit() else name]
+        node = node[int(name)] if name.isdigit() else node.setdefault(name, {})
     node[last] = value
     return made
 
@@ -218,6 +221,15 @@ WRONG = {
     ),
     "study/better": ("higher", r"study\.better = 'higher'"),
     "study/same_bits": ([["Data"]], r"study\.same_bits\.0 = .*at least two arms"),
+    "study/same_bits ": ([["Data", "Uniforn"]], r"study\.same_bits\.0 = \['Data', 'Uniforn'\]"),
+    "study/same_bits  ": (
+        [["Data", "Free", {"data.partition": "ijd"}]],
+        r"0\.data\.partition = 'ijd': one of iid, s",
+    ),
+    "study/validation": (0, r"study\.validation = 0: more than 0, as study\.judge is validation_a"),
+    "evaluate/test": (False, r"evaluate\.test = False: not in a study: final runs .*in Free data"),
+    "evaluate/validation": (0.2, r"evaluate\.validation = 0\.2: not in a study: final"),
+    "arms/Free/seed": (3, r"arms\.Free\.seed = 3: not here: the seeds of all runs follow"),
     "study/accounting": (["paper"], r"arms\.Clip\.accounting\.paper = None: required"),
     "studies": ({}, "studies = {}: no such section"),
     "arms": ({}, "arms = {}: at least one arm"),
@@ -232,10 +244,61 @@ WRONG = {
     ),
     "panels": ({"arm": ["a"]}, r"panels\.arm = .*another name"),
     "panels/data.partition": ([], r"panels\.data\.partition = {}: at least one label"),
+    "scales/smoke": ({"seed": 3}, r"scales\.smoke\.seed = 3: not here"),
     "scales": ({"tiny": {}}, r"scales\.tiny = {}: one of smoke, small, paper"),
     "show": ([{"tabel": "x"}], r"show\.0 = .*one of cloud, curves"),
     "show/0/published": ("nothing.csv", r"show\.0\.published = 'nothing.csv': a file beside"),
 }
+
+
+@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+def test_the_file_that_the_documentation_shows_can_be_run(scale, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN.replace("Halve", "Tanh"))
+    monkeypatch.syspath_prepend(tmp_path)
+    text = room.__doc__.partition("```yaml")[2].partition("```")[0]
+    asked = Study.from_dict(yaml.safe_load(text), scale)
+    if scale == "smoke":
+        assert {cell.arm for cell in asked.cells} == {"Clip", "Free"} and asked.seeds == 2
+    else:
+        arms = ("Free", "Clip", "Weighted", "Mine")
+        count = [sum(cell.arm == arm for cell in asked.cells) for arm in arms]
+        assert count == [16, 16, 16, 8] and asked.runs()["tried"] == 2 * 2 * 2 * 2 * 2
+        (identity,) = asked.same_bits
+        assert len(identity.places) == 8  # half of all
+
+
+@pytest.mark.parametrize("axis", [*sorted(RESERVED), "validation_accuracy", "epsilon_pld"])
+def test_an_axis_has_no_name_of_a_column(axis):
+    with pytest.raises(ConfigError, match=rf"panels\.{axis} = .*another name"):
+        study(panels={axis: {"few": {"rounds": 1}}})
+
+
+def test_the_names_that_no_axis_may_have_are_all_columns_that_are_no_numbers(tmp_path):
+    course = course_of(study(), tmp_path)
+    play(course, 0)
+    found = course.gather(over=True)
+    texts = {"seed", "chosen", "seconds"}
+    for table in (found.results, found.tuning):
+        texts |= {field.name for field in table.schema if str(field.type) == "string"}
+    assert texts - {"data.partition"} == RESERVED
+
+
+def test_an_identity_of_arms_that_stand_nowhere_together_is_refused():
+    given = tree()
+    given["arms"]["Data"]["only"] = {"data.partition": ["iid"]}
+    given["study"]["same_bits"] = [["Data", "Uniform", {"data.partition": "shards"}]]
+    with pytest.raises(
+        ConfigError, match=r"same_bits\.0 = .*labels at which two of the arms stand"
+    ):
+        Study.from_dict(given)
+
+
+def test_a_study_is_read_without_the_code_that_it_names(tmp_path, monkeypatch):
+    given = changed("arms/Data/bounding", {"kind": "nowhere:Mine", "bound": 1.0})
+    asked = Study.from_dict(given, imports=())
+    assert len(asked.cells) == 8 and asked.runs()["final"] == 16
+    with pytest.raises(ConfigError, match="nowhere:Mine"):
+        Study.from_dict(given)
 
 
 @pytest.mark.parametrize("path", WRONG)
@@ -442,9 +505,62 @@ def test_several_studies_take_turns_where_one_has_to_wait(tmp_path):
     courses = [course_of(each, tmp_path / each.about.id) for each in others]
     given = play(Together(courses, tmp_path), 5)
     assert len(given) == 2 * sum(others[0].runs().values())
+    first = [trial.folder.is_relative_to(courses[0].folder) for trial in given]
+    # Clip of the first waits for the norms of Free, and the second begins before it
+    assert first.index(False) < len(first) - 1 - first[::-1].index(True)
     alone = course_of(others[0], tmp_path / "alone")
     play(alone, 6)
     assert told(courses[0]) == told(courses[1]) == told(alone)
+
+
+def test_a_number_that_makes_no_experiment_costs_its_own_cell_alone(tmp_path):
+    for part, key in (("bounding", "bound"), ("local", "lr")):
+        given = tree()
+        del given["arms"]["Clip"]["local.lr"]
+        derived = {"from": {"arm": "Free", "value": "norm_mean", "times": -1.0}}
+        given["arms"]["Clip"] |= {f"{part}.{key}": derived, "server.lr": {"tune": [0.5, 1.0]}}
+        course = course_of(Study.from_dict(given), tmp_path / part)
+        play(course, 8)
+        found = course.gather(over=True)
+        rows = found.results.to_pylist()
+        assert [row["arm"] for row in rows].count("Uniform") == 4
+        reasons = {each["cell"]: each["reason"] for each in found.summary["failed"]}
+        assert reasons.keys() == {f"Clip data.partition={name}" for name in ("iid", "shards")}
+        assert all(reason.startswith(f"{part}.{key} = -0.") for reason in reasons.values())
+
+
+def test_what_was_tried_once_counts_though_the_study_has_it_no_more(tmp_path):
+    course = course_of(study(), tmp_path)
+    play(course, 1)
+    told = course.gather(over=True).summary["tuning"]["statement"]
+    assert "among 4 private runs is itself" in told
+    former = tmp_path / "trials" / "former"
+    former.mkdir(parents=True)
+    (former / "ledger.jsonl").write_text("{}\n")
+    final = course.progress[0].finals[0].folder
+    final.mkdir(parents=True)
+    (final / "ledger.jsonl").write_text("{}\n")
+    told = course.gather(over=True).summary["tuning"]["statement"]
+    assert "among 5 private runs, 1 of which are of former settings or arms, is itself" in told
+
+
+def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_path):
+    given = tree()
+    given["show"][0]["published"] = "tables/mine.csv"
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "mine.csv").write_text("arm,accuracy\nData,0.5\n")
+    course = course_of(Study.from_dict(given, place=tmp_path), tmp_path / "out")
+    with course.begun():
+        pass
+    shutil.rmtree(tmp_path / "tables")
+    again = Study.stored(tmp_path / "out")
+    assert again.published() == {
+        "tables/mine.csv": tmp_path / "out" / "published" / "tables" / "mine.csv"
+    }
+    for name in ("../tables/mine.csv", str(tmp_path / "out" / "study.yaml")):
+        given["show"][0]["published"] = name
+        with pytest.raises(ConfigError, match=r"show\.0\.published = .*: a file beside the study"):
+            Study.from_dict(given, place=tmp_path / "out")
 
 
 # --- identities and comparisons ---
@@ -465,7 +581,9 @@ def test_an_identity_is_held_where_the_models_of_every_seed_are_equal():
         models[each] = {1: None}
     assert looked_at(identity, models)["held"] is None
     models = {each: {1: ("one", "same")} for each in asked.cells}
-    assert looked_at(identity, models)["one_run"] == 2
+    found = looked_at(identity, models)
+    assert (found["one_run"], found["held"]) == (2, None)
+    assert words(found).endswith("not compared, as all arms are one run")
 
 
 def test_a_broken_identity_is_named_and_fails_the_study(tmp_path):
@@ -478,7 +596,7 @@ def test_a_broken_identity_is_named_and_fails_the_study(tmp_path):
 
 def test_paired_differences_are_over_the_seeds_that_both_have():
     gain = paired({1: 0.5, 2: None, 3: 0.9, 4: 0.1}, {1: 0.4, 2: 0.3, 3: 0.6})
-    assert (gain.count, round(gain.mean, 9), round(gain.least, 9)) == (2, 0.2, 0.1)
+    assert (gain.count, round(gain.mean, 9)) == (2, 0.2)
     assert over_seeds({1: None, 2: float("nan")}).count == 0
     assert str(over_seeds({1: 2.0}).std) == "nan"
 
@@ -575,7 +693,6 @@ def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, sh
     assert again.problem is None
     after = written(out)
     assert before.items() <= after.items() and len(after) == len(before) + 2 * (3 + 3)
-    assert before.keys() == {*written(ran.out)}
     rows = again.results.to_pylist()
     assert {row["directory"] for row in ran.results.to_pylist() if row["arm"] in ARMS} <= {
         row["directory"] for row in rows
@@ -678,6 +795,12 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
         (["002/fig1", "--scale", "tiny"], "--scale = 'tiny'"),
         (["002/fig1", "--seeds", "0"], "--seeds = 0"),
         (["002/fig1", "002/fig1a"], "study = ['002/fig1', '002/fig1']"),
+        (["002/fig1", "--resume"], "--resume = '002/fig1': a study directory"),
+        ([".", "002/fig1", "--resume"], "--resume = '. 002/fig1'"),
+        (["--list", "--scale", "smoke"], "--scale = 'smoke': with --list, the name of a study"),
+        (["--list", "--seeds", "2"], "--seeds = 2: with --list"),
+        (["--list", "002/fig1", "--out", "x"], "--out = 'x': not with --list"),
+        (["--list", "--resume"], "--resume = 'True': not with --list"),
     ):
         code, said = complain(arguments, monkeypatch, capsys)
         assert code == 2 and field in said

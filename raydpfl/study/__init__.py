@@ -23,29 +23,32 @@ study:
     paper: {noise.calibration: paper}
     true: {noise.calibration: rigorous}
   same_bits:                # arms whose models must be equal, bit by bit, at these labels
-    - [Clip, Normalize, {data.clients: 50}]
+    - [Clip, Weighted, {data.clients: 50}]
+noise: {kind: gaussian, delta: 1.0e-5}
 scales:                     # what smoke, small and paper change, in all cells
   smoke: {rounds: 2, data.kind: fashion_mnist_mini, seeds: 2, tries: 2, only: {arm: [Clip, Free]}}
 panels:                     # axes; cells stand at all combinations of their labels
-  data.clients: [50, 100]   # a dotted key: labels and values, or a list of values
   data:                     # a section, replaced whole
     iid: {kind: mnist, clients: 100}
     shards: {kind: mnist, clients: 100, partition: {kind: shards, per_client: 5}}
+  data.clients: [50, 100]   # a dotted key: labels and values, or a list of values
   budget:                   # any other name: each label changes sections and dotted keys
-    low: {noise.epsilon?: 1.0, rounds: 50}
-    high: {noise.epsilon?: 8.0}
+    low: {"noise.epsilon?": 1.0, rounds: 50}
+    high: {"noise.epsilon?": 8.0}
 arms:                       # each replaces whole sections; a dotted key sets one value
   Free: {noise: {kind: none}}
   Clip: {bounding: {kind: clip, bound: {tune: [0.5, 1.0]}}}
-  Normalize: {bounding: {kind: normalize}, local.lr: {tune: [0.1, 0.3]}, only: {budget: [low]}}
-  Mine: {bounding: {kind: "mine:Tanh"}}    # your own class, as in a config
-show: [...]                 # figures and tables: see `raydpfl.study.outputs`
+  Weighted: {bounding: {kind: clip, bound: {tune: [0.5, 1.0]}}, weights: {kind: data}}
+  Mine: {bounding: {kind: "mine:Tanh", bound: 1.0}, only: {budget: [low]}}  # a class of your own
+show:                       # figures and tables: see `raydpfl.study.outputs`
+  - {table: test_accuracy, rows: [data, data.clients, budget], columns: arm}
 ```
 
 A cell is put together in this order: the file's sections, the arm, the panels, the accounting, the
 scale; among dotted keys those of a `kind` first, with which the old kind's keys go. A key that ends
 in `?` is skipped where the section's kind has no such key. Labels are texts, as YAML has them.
-`tries` takes the first so many values of every grid.
+`tries` takes the first so many values of every grid. A study sets `seed`, `evaluate.test` and
+`evaluate.validation` of its runs by itself: the file's own `seed` is that of the runs that choose.
 
 In the place of any value: `{tune: [..]}` or `{tune: {powers_of_two: [-3, 3]}}` for values to choose
 among, all combinations of a cell's; and `{from: {arm: FedAvg, value: norm_mean, times: 0.5}}` for a

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from raydpfl.errors import ConfigError
 from raydpfl.study import shipped
 from raydpfl.study.estimate import Estimate, estimate, measure
 from raydpfl.study.form import SCALES, Study
@@ -24,7 +25,13 @@ def catalogue(
 ) -> None:
     """Prints all studies that come with the package, with what is known of their cost here; or the
     named ones with all that they take at one scale, what was not timed yet being timed.
+
+    Raises `ConfigError` for a scale or a number of seeds of none.
     """
+    for field, value in (("--scale", scale), ("--seeds", seeds), ("--data-root", root)):
+        if not names and value is not None:
+            given = str(value) if isinstance(value, Path) else value
+            raise ConfigError(field, given, "with --list, the name of a study besides")
     if not names:
         for name in shipped.paths():
             console.print(_entry(name), markup=False)

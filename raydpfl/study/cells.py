@@ -111,6 +111,7 @@ class Cell:
     accounting: str | None
     tree: Mapping[str, Any]  # an experiment, but for what is open
     tries: int | None = None  # the first so many values of every grid count; None: all
+    imports: tuple[str, ...] | None = None  # sections whose import paths are imported; None: all
 
     @cached_property
     def open(self) -> dict[str, Open]:
@@ -157,7 +158,7 @@ class Cell:
                 "validation": validation,
             }
         try:
-            return inline(Experiment.from_dict(tree))
+            return inline(Experiment.from_dict(tree, imports=self.imports))
         except ConfigError as error:
             accepted = f"{error.accepted} (in {self.named(values)})"
             raise ConfigError(error.field, error.value, accepted) from None

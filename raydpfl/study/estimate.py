@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from raydpfl.config import Experiment
@@ -16,11 +16,9 @@ def estimate(study: Study) -> Estimate:
     return machine.estimate(runs(study))
 
 
-def measure(
-    study: Study, root: Path | None, on_kind: Callable[[int, int], object] = lambda done, of: None
-) -> Estimate:
+def measure(study: Study, root: Path | None) -> Estimate:
     """Times what has not been timed yet: see `raydpfl.tune.estimate.measure`."""
-    return machine.measure(runs(study), root, on_kind)
+    return machine.measure(runs(study), root)
 
 
 def runs(study: Study) -> Iterator[tuple[Experiment, int]]:

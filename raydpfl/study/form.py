@@ -14,10 +14,11 @@ from pydantic import Field
 
 from raydpfl.config import Experiment, Section, dump, read
 from raydpfl.errors import ConfigError
-from raydpfl.member import validate
+from raydpfl.member import importing, validate
+from raydpfl.scores import SIGNS, VALIDATION, set_of
 from raydpfl.study import shipped
 from raydpfl.study.cells import Cell, label, plain, private, put
-from raydpfl.study.identities import Identity, identities
+from raydpfl.study.identities import Identity, claims, identities
 from raydpfl.study.outputs import check_outputs, published
 from raydpfl.tune.directory import stored
 from raydpfl.tune.folder import name_of
@@ -25,8 +26,10 @@ from raydpfl.tune.folder import name_of
 SCALES = ("smoke", "small", "paper")
 PARTS = ("study", "scales", "panels", "arms", "show")
 OF_SCALES = ("seeds", "tries", "only")  # keys of a scale that change no experiment
-# the sign that makes more of a judge better; of any other number `study.better` says it
-SIGNS = {"validation_accuracy": 1, "validation_loss": -1}
+# columns of the tables of a study, which no axis may be called
+RESERVED = frozenset(
+    ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
+) | {"model_sha256"}
 
 
 class About(Section):
@@ -81,6 +84,7 @@ class Study:
     show: tuple[Mapping[str, Any], ...]
     scale: str
     place: Path | None = None
+    imports: tuple[str, ...] | None = None
 
     @classmethod
     def from_dict(
@@ -89,6 +93,7 @@ class Study:
         scale: str | None = None,
         seeds: int | None = None,
         place: Path | None = None,
+        imports: tuple[str, ...] | None = None,
     ) -> Study:
         """Raises `ConfigError` naming the first field that is wrong; every experiment that the
         study may make is tried on.
@@ -98,20 +103,18 @@ class Study:
             scale: smoke, small or paper; default: the one that the tree says, or small.
             seeds: How many final runs of every cell; default: as the scale or the study says.
             place: The folder that published tables are named from.
+            imports: The sections whose import paths are imported; None: all (see
+                `Experiment.from_dict`).
         """
         _check_parts(values)
         about = validate(About, "study", values["study"])
-        scale = scale or about.scale or "small"
         scales = _scales(values.get("scales") or {})
-        if scale not in SCALES:
-            raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
-        if seeds is None:
-            seeds = scales.get(scale, Scale()).seeds or about.seeds
+        scale, seeds = _sizes(about, scales, scale, seeds)
         _check_judge(about)
-        panels = _panels(values.get("panels") or {})
+        panels = _panels(values.get("panels") or {}, about.judge)
         study = cls(
             given=copy.deepcopy(dict(values)),
-            about=about.model_copy(update={"seeds": _checked_seeds(seeds), "scale": scale}),
+            about=about.model_copy(update={"seeds": seeds, "scale": scale}),
             base={key: values[key] for key in values if key in Experiment.model_fields},
             panels=panels,
             arms=_arms(values.get("arms")),
@@ -120,28 +123,40 @@ class Study:
             show=tuple(check_outputs(values.get("show") or [], [plain(axis) for axis in panels])),
             scale=scale,
             place=place,
+            imports=imports,
         )
         study._check()
         return study
 
     @classmethod
     def from_yaml(
-        cls, path: str | Path, scale: str | None = None, seeds: int | None = None
+        cls,
+        path: str | Path,
+        scale: str | None = None,
+        seeds: int | None = None,
+        imports: tuple[str, ...] | None = None,
     ) -> Study:
         """As `from_dict`, from a YAML file."""
-        return cls.from_dict(read(path, "study"), scale, seeds, Path(path).absolute().parent)
+        place = Path(path).absolute().parent
+        return cls.from_dict(read(path, "study"), scale, seeds, place, imports)
 
     @classmethod
-    def named(cls, name: str | Path, scale: str | None = None, seeds: int | None = None) -> Study:
+    def named(
+        cls,
+        name: str | Path,
+        scale: str | None = None,
+        seeds: int | None = None,
+        imports: tuple[str, ...] | None = None,
+    ) -> Study:
         """The study of this id, or of another name that one answers to; in this file; or begun in
         this directory. Raises `ConfigError` where there is none.
         """
         path = Path(name)
         if path.is_dir() and (path / "study.yaml").exists():
-            return cls.stored(path, scale, seeds)
-        if path.is_file():
-            return cls.from_yaml(path, scale, seeds)
-        return cls.from_yaml(shipped.find(str(name)), scale, seeds)
+            return cls.from_dict(stored(path, "study"), scale, seeds, path, imports)
+        if not path.is_file():
+            path = shipped.find(str(name))
+        return cls.from_yaml(path, scale, seeds, imports)
 
     @classmethod
     def stored(cls, folder: Path, scale: str | None = None, seeds: int | None = None) -> Study:
@@ -185,11 +200,17 @@ class Study:
         """All of them: panels in the order of the file, and in each the accountings, and the
         arms.
         """
-        return [*self._cells()]
+        scale = self.scales.get(self.scale, Scale())
+        with importing(self.imports):
+            return [self._cell(*each, scale) for each in self._standing(scale.only)]
 
     @cached_property
     def same_bits(self) -> list[Identity]:
-        return identities(self.about.same_bits, self.cells)
+        places: dict[tuple[Any, ...], list[str]] = {}
+        for arm, labels, accounting in self._standing({}):
+            places.setdefault((*labels.values(), accounting), []).append(arm.name)
+        axes = [*self.axes, "accounting"]
+        return identities(self.about.same_bits, self.cells, axes, places)
 
     def published(self) -> dict[str, Path]:
         """The tables of published numbers that its outputs name."""
@@ -228,16 +249,17 @@ class Study:
     def final_seeds(self) -> range:
         return range(self.seed + 1, self.seed + 1 + self.seeds)
 
-    def _cells(self) -> Iterator[Cell]:
-        scale = self.scales.get(self.scale, Scale())
-        allowed = scale.only
+    def _standing(
+        self, allowed: Mapping[str, Any]
+    ) -> Iterator[tuple[Arm, dict[str, str], str | None]]:
+        """Each arm at all labels of the panels and accountings, of those that are `allowed`."""
         every = (self._labels(axis, allowed) for axis in self.panels)
         for chosen in itertools.product(*every):
             labels = dict(zip(self.axes, chosen, strict=True))
             for accounting in self._allowed("accounting", list(self.accounting) or [None], allowed):
                 for arm in self.arms.values():
                     if _within(arm, labels, accounting, allowed):
-                        yield self._cell(arm, labels, accounting, scale)
+                        yield arm, labels, accounting
 
     def _labels(self, axis: str, allowed: Mapping[str, Any]) -> list[str]:
         return self._allowed(plain(axis), list(self.panels[axis]), allowed)
@@ -255,7 +277,7 @@ class Study:
         if accounting is not None and private(tree):
             tree = put(tree, self._meaning(arm, accounting))
         tree = put(tree, scale.puts, keep=True)
-        return Cell(arm.name, labels, accounting, tree, scale.tries)
+        return Cell(arm.name, labels, accounting, tree, scale.tries, self.imports)
 
     def _meaning(self, arm: Arm, accounting: str) -> Mapping[str, Any]:
         meaning = arm.accounting.get(accounting, self.accounting[accounting])
@@ -273,10 +295,15 @@ class Study:
         if not self.cells:
             raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
         for cell in self.cells:
+            _check_evaluate(cell)
             for values in cell.tried():
                 cell.experiment(values, self.seed + 1)
             if cell.grid:
                 cell.experiment(next(cell.tried()), self.seed, self.about.validation)
+        judge = self.about.judge
+        held_out = self.about.validation or not any(cell.grid for cell in self.cells)
+        if set_of(judge) == VALIDATION and not held_out:
+            raise ConfigError("study.validation", 0, f"more than 0, as study.judge is {judge}")
         _ = self.same_bits
         self.published()
         self._check_sources()
@@ -289,6 +316,7 @@ class Study:
         onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
         onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
         onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))
+        onlys += [(where, _only(where, at)) for where, _, at in claims(self.about.same_bits)]
         for where, only in onlys:
             for axis, labels in only.items():
                 if axis not in known:
@@ -342,11 +370,20 @@ def _check_parts(values: Any) -> None:
             raise ConfigError(name, values[name], accepted)
 
 
-def _checked_seeds(seeds: Any) -> int:
-    """A number of seeds. Raises `ConfigError`."""
+def _sizes(
+    about: About, scales: Mapping[str, Scale], scale: str | None, seeds: Any
+) -> tuple[str, int]:
+    """The scale and the number of seeds that are asked for, or as the file has them. Raises
+    `ConfigError`.
+    """
+    scale = scale or about.scale or "small"
+    if scale not in SCALES:
+        raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
+    if seeds is None:
+        seeds = scales.get(scale, Scale()).seeds or about.seeds
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise ConfigError("--seeds", seeds, "a whole number of at least 1")
-    return seeds
+    return scale, seeds
 
 
 def _check_judge(about: About) -> None:
@@ -356,7 +393,8 @@ def _check_judge(about: About) -> None:
         raise ConfigError("study.judge", about.judge, accepted)
     if about.judge in SIGNS or about.better:
         return
-    accepted = f"one of {', '.join(SIGNS)}, or study.better besides (larger or smaller)"
+    known = ", ".join(name for name in SIGNS if set_of(name) == VALIDATION)
+    accepted = f"one of {known}, or study.better besides (larger or smaller)"
     raise ConfigError("study.judge", about.judge, accepted)
 
 
@@ -378,7 +416,7 @@ def _only(where: str, value: Any) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _panels(value: Any) -> dict[str, dict[str, Any]]:
+def _panels(value: Any, judge: str) -> dict[str, dict[str, Any]]:
     panels = {}
     for axis, labels in _mapping("panels", value).items():
         where = f"panels.{axis}"
@@ -387,7 +425,7 @@ def _panels(value: Any) -> dict[str, dict[str, Any]]:
         found = _mapping(where, labels)
         if not found:
             raise ConfigError(where, labels, "at least one label")
-        if plain(axis) in ("arm", "accounting", "seed", "status", "values", "directory"):
+        if plain(axis) in RESERVED | {judge} or axis.startswith("epsilon_"):
             raise ConfigError(where, [*found], "another name; tables have a column of this one")
         panels[axis] = found
     return panels
@@ -414,6 +452,9 @@ def _arms(value: Any) -> dict[str, Arm]:
 def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a name that is neither a section nor a dotted key."""
     for name in changes:
+        if plain(name) == "seed":
+            accepted = "not here: the seeds of all runs follow from the file's own and study.seeds"
+            raise ConfigError(f"{where}.{name}", changes[name], accepted)
         if plain(name) not in Experiment.model_fields and "." not in name:
             sections = ", ".join(Experiment.model_fields)
             accepted = f"no such section or dotted key; the sections are {sections}"
@@ -461,3 +502,13 @@ def _within(
     mine = {**labels, "accounting": accounting, "arm": arm.name}
     onlys: Iterable[tuple[str, tuple[str, ...]]] = [*arm.only.items(), *allowed.items()]
     return all(mine.get(axis) in names for axis, names in onlys if axis in mine)
+
+
+def _check_evaluate(cell: Cell) -> None:
+    """Raises `ConfigError` for what the runs of a study settle by themselves."""
+    section = cell.tree.get("evaluate")
+    for key in ("test", "validation"):
+        if isinstance(section, Mapping) and key in section:
+            accepted = "not in a study: final runs have all rows and the test set; "
+            accepted += f"study.validation is for runs that choose values (in {cell.named()})"
+            raise ConfigError(f"evaluate.{key}", section[key], accepted)

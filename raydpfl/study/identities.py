@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.study.cells import Cell, label
+from raydpfl.study.cells import Cell, label, plain
 
 
 @dataclass(frozen=True)
@@ -21,38 +21,71 @@ class Identity:
     places: Sequence[Sequence[Cell]]
 
 
-def identities(given: Iterable[Any], cells: Sequence[Cell]) -> list[Identity]:
-    """Those that `study.same_bits` claims, each a list of arms and, last, a mapping of labels.
-
-    Raises `ConfigError` for arms, axes or labels that the study does not have.
+def claims(given: Iterable[Any]) -> list[tuple[str, list[Any], Mapping[str, Any]]]:
+    """Of each that `study.same_bits` claims: its field, the arms, and the mapping of labels that
+    stands last in its list.
     """
-    return [_identity(f"study.same_bits.{k}", each, cells) for k, each in enumerate(given)]
+    found = []
+    for number, each in enumerate(given):
+        parts = list(each) if isinstance(each, (list, tuple)) else []
+        labels = parts.pop() if parts and isinstance(parts[-1], Mapping) else {}
+        found.append((f"study.same_bits.{number}", parts, labels))
+    return found
 
 
-def _identity(where: str, given: Any, cells: Sequence[Cell]) -> Identity:
-    parts = list(given) if isinstance(given, (list, tuple)) else []
-    last = parts.pop() if parts and isinstance(parts[-1], Mapping) else {}
-    labels = {axis: label(name) for axis, name in last.items()}
+def identities(
+    given: Iterable[Any],
+    cells: Sequence[Cell],
+    axes: Sequence[str],
+    places: Mapping[tuple[Any, ...], Sequence[str]],
+) -> list[Identity]:
+    """Those that `study.same_bits` claims.
+
+    Args:
+        given: The section.
+        cells: Those of the scale, which may have no place where a claim could be looked at.
+        axes: Of the panels, and last the accounting.
+        places: By the labels on these axes, the arms that stand there, whatever the scale.
+
+    Raises:
+        ConfigError: For arms that the study does not have, and for a claim about no place.
+    """
+    return [_identity(*claim, cells, axes, places) for claim in claims(given)]
+
+
+def _identity(
+    where: str,
+    parts: Sequence[Any],
+    at: Mapping[str, Any],
+    cells: Sequence[Cell],
+    axes: Sequence[str],
+    places: Mapping[tuple[Any, ...], Sequence[str]],
+) -> Identity:
     arms = tuple(label(name) for name in parts)
-    known = list(dict.fromkeys(cell.arm for cell in cells))
+    labels = {plain(axis): label(name) for axis, name in at.items()}
+    known = list(dict.fromkeys(arm for there in places.values() for arm in there))
     if len(set(arms)) < 2 or not set(arms) <= set(known):
         accepted = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
-        raise ConfigError(where, given, accepted)
-    axes = {*cells[0].labels, "accounting"}
-    if not labels.keys() <= axes:
-        raise ConfigError(where, last, f"labels of the axes {', '.join(sorted(axes))}")
-    places: dict[tuple[Any, ...], list[Cell]] = {}
+        raise ConfigError(where, [*parts], accepted)
+    asked = {axes.index(axis): name for axis, name in labels.items()}
+    standing = [
+        len({*arms}.intersection(there))
+        for place, there in places.items()
+        if all(place[axis] == name for axis, name in asked.items())
+    ]
+    if max(standing, default=0) < 2:
+        raise ConfigError(where, dict(at), "labels at which two of the arms stand")
+    found: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         if cell.arm in arms and cell.at(labels):
-            place = (*cell.labels.values(), cell.accounting)
-            places.setdefault(place, []).append(cell)
-    return Identity(arms, labels, [each for each in places.values() if len(each) > 1])
+            found.setdefault((*cell.labels.values(), cell.accounting), []).append(cell)
+    return Identity(arms, labels, [each for each in found.values() if len(each) > 1])
 
 
 def looked_at(
     identity: Identity, models: Mapping[Cell, Mapping[int, tuple[str, str] | None]]
 ) -> dict[str, Any]:
-    """Whether it holds, for summary.json: `held` is None where nothing could be compared.
+    """Whether it holds, for summary.json: `held` is None where no two runs could be compared.
 
     Args:
         identity: The claim.
@@ -75,7 +108,7 @@ def looked_at(
     return {
         "arms": list(identity.arms),
         "at": dict(identity.labels),
-        "held": None if not compared else not broken,
+        "held": not broken if compared > shared else None,
         "compared": compared,
         "one_run": shared,  # of these, those where all arms are one run: it says nothing there
         "equal": digests,
@@ -105,13 +138,14 @@ def words(found: Mapping[str, Any]) -> str:
     at = "".join(f" {axis}={name}" for axis, name in found["at"].items())
     where = f" at{at}" if at else ""
     if found["held"] is None:
-        return f"{arms} have the same bits{where}: not compared, as a run is missing"
+        why = "all arms are one run" if found["compared"] else "there are no two runs"
+        return f"{arms} have the same bits{where}: not compared, as {why}"
     if found["held"]:
         apart = found["compared"] - found["one_run"]
         shared = f"; {found['one_run']} are one run" if found["one_run"] else ""
         return f"{arms} have the same bits{where}: held in {apart} of {found['compared']}{shared}"
     first = found["broken"][0]
     digests = ", ".join(f"{arm} {each[:12]}" for arm, each in first["model_sha256"].items())
-    count = len(first and found["broken"])
+    count = len(found["broken"])
     told = f"broken in {count} of {found['compared']}, first at seed {first['seed']} ({digests})"
     return f"{arms} have the same bits{where}: {told}"

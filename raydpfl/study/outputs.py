@@ -35,8 +35,9 @@ def check_outputs(given: Any, axes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def published(show: Iterable[Mapping[str, Any]], place: Path | None) -> dict[str, Path]:
-    """The tables of published numbers that outputs name, by name: files beside the study, in a
-    folder `published` there, or among those that come with the package.
+    """The tables of published numbers that outputs name, by the name as it stands there: files
+    beside the study or below, in a folder `published` there, or among those that come with the
+    package.
 
     Raises `ConfigError` for one that is nowhere.
     """
@@ -44,15 +45,13 @@ def published(show: Iterable[Mapping[str, Any]], place: Path | None) -> dict[str
     folders = [place, place / "published"] if place else []
     for number, each in enumerate(show):
         name = each.get("published")
-        if isinstance(name, Mapping):  # the file, and how its columns are read
-            name = name.get("file", name)
-        if name is None:
+        if not name:
             continue
-        tried = [folder / str(name) for folder in (*folders, shipped.PUBLISHED)]
+        tried = [folder / name for folder in (*folders, shipped.PUBLISHED)]
         path = next((path for path in tried if path.is_file()), None)
-        if path is None:
+        if path is None or Path(name).is_absolute() or ".." in Path(name).parts:
             known = ", ".join(sorted(path.name for path in shipped.PUBLISHED.glob("*.csv")))
             accepted = f"a file beside the study, or one of {known}"
             raise ConfigError(f"show.{number}.published", name, accepted)
-        found[Path(str(name)).name] = path
+        found[name] = path
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError
 from raydpfl.study.cells import Cell
 from raydpfl.study.form import Study
 from raydpfl.study.values import points
@@ -60,14 +61,17 @@ class Progress:
             return False
         if self.taken is None and not self._take(of):
             return self.problem is not None
-        if self.chooser is self.cell and self.cell.grid and not self.tries:
-            self._try(add)
+        try:
+            if self.chooser is self.cell and self.cell.grid and not self.tries:
+                self._try(add)
+                return True
+            if self.cell.grid and not self._pick(of):
+                return self.problem is not None
+            made = [self.cell.experiment(self.values, seed) for seed in self.study.final_seeds()]
+        except ConfigError as error:  # a number of another arm that makes no experiment
+            self.problem = str(error)
             return True
-        if self.cell.grid and not self._pick(of):
-            return self.problem is not None
-        for seed in self.study.final_seeds():
-            experiment = self.cell.experiment(self.values, seed)
-            self.finals.append(add(self.cell.named(self.values), experiment))
+        self.finals = [add(self.cell.named(self.values), experiment) for experiment in made]
         return True
 
     def _take(self, of: Mapping[Cell, Progress]) -> bool:
@@ -88,10 +92,10 @@ class Progress:
         return True
 
     def _try(self, add: Add) -> None:
-        for point in points(self.cell.grid):
-            values = {**(self.taken or {}), **point}
-            about = self.study.about
-            experiment = self.cell.experiment(values, self.study.seed, about.validation)
+        share = self.study.about.validation
+        every = [{**(self.taken or {}), **point} for point in points(self.cell.grid)]
+        made = [self.cell.experiment(values, self.study.seed, share) for values in every]
+        for values, experiment in zip(every, made, strict=True):
             trial = add(f"{self.cell.named(values)} tried", experiment)
             self.tries.append(Try(values, trial))
 

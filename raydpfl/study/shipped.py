@@ -27,14 +27,23 @@ def header(path: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
+def known(name: str) -> bool:
+    """Whether a study has this id, or answers to this name."""
+    return _path(name) is not None
+
+
+def _path(name: str) -> Path | None:
+    files = paths()
+    answering = (path for path in files.values() if name in header(path).get("answers", ()))
+    return files.get(name) or next(answering, None)
+
+
 def find(name: str) -> Path:
     """The file of the study that has this id, or answers to this name. Raises `ConfigError`."""
+    path = _path(name)
+    if path is not None:
+        return path
     files = paths()
-    if name in files:
-        return files[name]
-    for path in files.values():
-        if name in header(path).get("answers", ()):
-            return path
     accepted = (
         f"the file of a study, or one of {', '.join(files)} "
         "(raydpfl reproduce --list says what each shows, and what else it answers to)"

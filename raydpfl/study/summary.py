@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def of(study: Study, progress: Sequence[Progress], folder: Path, over: bool) -> 
         "trained": {"runs": len(found), "private": sum(found.values())},
         "failed": _failed(progress),
         "identities": identities,
-        "tuning": tuned(study, progress),
+        "tuning": tuned(study, progress, found),
     }
 
 
@@ -86,8 +86,16 @@ def _problem(progress: Sequence[Progress], identities: Sequence[dict[str, Any]])
     return "; ".join(said) or None
 
 
-def tuned(study: Study, progress: Sequence[Progress]) -> dict[str, Any]:
-    """How many settings each arm tried in a cell, and what their choice is worth, in words."""
+def tuned(
+    study: Study, progress: Sequence[Progress], trained: Mapping[str, bool]
+) -> dict[str, Any]:
+    """How many settings each arm tried in a cell, and what their choice is worth, in words.
+
+    Args:
+        study: What is run.
+        progress: Of every cell.
+        trained: Every run of the directory, by name, and whether it was private.
+    """
     arms: dict[str, list[int]] = {}
     for each in progress:
         count = 1
@@ -102,13 +110,22 @@ def tuned(study: Study, progress: Sequence[Progress]) -> dict[str, Any]:
         "at": {axis: label(name) for axis, name in study.about.chosen_at.items()},
         "settings": {arm: list(ends) for arm, ends in ranges.items()},
         "equal": len(set(ranges.values())) == 1,
-        "statement": _statement(study, progress, ranges),
+        "statement": _statement(study, ranges, *_counted(progress, trained)),
     }
 
 
-def _statement(
-    study: Study, progress: Sequence[Progress], ranges: dict[str, tuple[int, int]]
-) -> str:
+def _counted(progress: Sequence[Progress], trained: Mapping[str, bool]) -> tuple[int, int]:
+    """How many private runs values were chosen among, and how many of them the study has no more:
+    of former values, arms and seeds, which are in the directory.
+    """
+    tried = {each.trial.folder.name: each.trial for one in progress for each in one.tries}
+    final = {trial.folder.name for one in progress for trial in one.finals}
+    former = [private for name, private in trained.items() if name not in {*tried, *final}]
+    private = sum(trial.experiment.private for trial in tried.values())
+    return private + sum(former), sum(former)
+
+
+def _statement(study: Study, ranges: dict[str, tuple[int, int]], private: int, former: int) -> str:
     if not any(most for _, most in ranges.values()):
         return "No value was chosen by looking at results."
     about = study.about
@@ -125,11 +142,10 @@ def _statement(
         told += f", on {about.validation:.0%} of every client's rows, held out of training"
     told += "; the test set was not looked at. Settings tried in a cell, by arm: " + each
     told += ". The final runs have other seeds, and all rows."
-    tried = {each.trial.folder: each.trial for one in progress for each in one.tries}
-    private = sum(trial.experiment.private for trial in tried.values())
     if private:
+        of = f", {former:,} of which are of former settings or arms," if former else ""
         told += (
-            f" The choice among {private:,} private runs is itself a query on the data: each"
+            f" The choice among {private:,} private runs{of} is itself a query on the data: each"
             " epsilon holds for its own run alone, and none covers the choice."
         )
     return told

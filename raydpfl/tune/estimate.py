@@ -10,7 +10,7 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,15 +77,12 @@ def estimate(runs: Runs) -> Estimate:
     return Estimate(sum(parts) / at_once if whole else None, len(found), len(parts))
 
 
-def measure(
-    runs: Runs, root: Path | None, on_kind: Callable[[int, int], object] = lambda done, of: None
-) -> Estimate:
+def measure(runs: Runs, root: Path | None) -> Estimate:
     """Times what has not been timed yet, here and now, without Ray.
 
     Args:
         runs: What is to be run.
         root: Where data sets lie.
-        on_kind: Told how many of how many kinds of runs have been timed.
 
     Raises:
         ConfigError: A run cannot begin.
@@ -96,8 +93,7 @@ def measure(
     level = log.level
     log.setLevel(logging.ERROR)  # what each run warns of is told when it is run
     try:
-        for done, kind in enumerate(left):
-            on_kind(done, len(left))
+        for kind in left:
             keep_json(_path(kind), _timed(kind.example, root))
     finally:
         log.setLevel(level)
