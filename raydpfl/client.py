@@ -226,14 +226,11 @@ class ClientActor(Process):
 
     def _reduce(self, total: torch.Tensor, vectors: torch.Tensor) -> None:
         """Adds the rows of `vectors`, float64 [k, d], to `total`, float64 [d], one by one."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or 1 in vectors.shape:  # numpy adds up one column in pairs
             for vector in vectors:
                 total += vector
             return
         sent = vectors.numpy()
-        if len(sent) == 1:
-            total += vectors[0]
-            return
         rows = self._rows(*sent.shape)
         rows[0] = total.numpy()
         if sent.ctypes.data != rows[1].ctypes.data:  # a member has made a matrix of its own

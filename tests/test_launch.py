@@ -59,7 +59,9 @@ def test_ray_starts_in_the_midst_of_a_round_that_does_not_end():
 def test_one_actor_is_never_worth_a_start_and_many_are_sooner():
     slow = [1.0] * 12
     assert not any(judged(slow, of=10_000, actors=1))
-    assert judged(slow, of=12 + 2, actors=16) != judged(slow, of=12 + 2, actors=2)
+    # as long as 15/16 of what is left, a second a round, takes longer than the start: 9 rounds
+    assert judged(slow, of=14, actors=16) == [False] + [True] * 4 + [False] * 7
+    assert not any(judged(slow, of=14, actors=2))
 
 
 class Others(Dealt):

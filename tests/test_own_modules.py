@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import experiment
-from test_same_bits import parameters_of
+from test_same_bits import assert_same_bits
 
 from raydpfl import cli, models, run
+from raydpfl.check.runs import carried_out
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.local import Sgd, resolve
 from raydpfl.plan import Plan
@@ -157,12 +158,12 @@ def test_what_a_module_draws_is_keyed_by_its_client(name, sections, tmp_path):
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    inline = parameters_of(plan, tmp_path / "inline", None)
+    inline = carried_out(plan, tmp_path / "inline")
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     random.seed(2)
     np.random.seed(2)
     for actors in (0, 3):
-        assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -181,7 +182,7 @@ def test_two_processes_give_what_one_gives(tmp_path, shared_ray):
 
 def test_clients_draw_numbers_of_their_own(tmp_path):
     differ = [
-        parameters_of(Plan.make(of("Numpy", seed=seed)), tmp_path / str(seed), None)
+        carried_out(Plan.make(of("Numpy", seed=seed)), tmp_path / str(seed)).parameters()
         for seed in (1, 2)
     ]
     assert not np.array_equal(*differ)
@@ -201,7 +202,7 @@ def test_a_module_that_keeps_something_is_refused_before_the_run(name, tmp_path)
 @pytest.mark.parametrize("actors", [None, 2])
 def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actors, tmp_path):
     with pytest.raises(RunError, match=f"model.kind own_modules:{name} keeps something"):
-        parameters_of(Plan.make(of(name, client={"way": "loop"})), tmp_path / "out", actors)
+        carried_out(Plan.make(of(name, client={"way": "loop"})), tmp_path / "out", actors)
 
 
 def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_lane_at_once():
@@ -218,9 +219,9 @@ def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):
 
 def test_a_bounding_that_draws_is_keyed_by_its_client(tmp_path):
     plan = Plan.make(experiment(bounding={"kind": "own_modules:Loose", "bound": 1.0}))
-    inline = parameters_of(plan, tmp_path / "inline", None)
+    inline = carried_out(plan, tmp_path / "inline")
     for actors in (0, 3):
-        assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
 
 
 def test_the_error_is_one_line(tmp_path, monkeypatch, capsys):

@@ -17,13 +17,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from conftest import experiment
 
 from raydpfl import run
 from raydpfl.bounding import FAMILY
-from raydpfl.check.runs import Dealt
-from raydpfl.coordinator import Coordinator
+from raydpfl.check.runs import Watched, carried_out
+from raydpfl.client import ClientActor
+from raydpfl.data import shards
+from raydpfl.data.sizes import Sizes
+from raydpfl.local import kernels
 from raydpfl.plan import Plan
 
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
@@ -206,42 +210,125 @@ METHODS["an own bound with a state"] = {
 }
 
 
+class Gaps(Sizes):
+    """Two clients of three have no rows."""
+
+    def weights(self, clients, generator):
+        return np.ones(clients)
+
+    def counts(self, total, clients, generator):
+        return np.where(np.arange(clients) % 3, 0, 6)
+
+
+SYNTHETIC = {"kind": "synthetic", "clients": 30, "samples": 10, "test_samples": 50, "features": 7}
+LOGNORMAL = {**SYNTHETIC, "sizes": {"kind": "lognormal"}}
+TINY = {"model": {"kind": "mlp", "hidden": [3]}, "data": SYNTHETIC, "rounds": 3}
+METHODS |= {
+    # in each of these the lanes are small and quick, and one thing is out of the ordinary
+    "rows not aligned": {
+        "data": {"kind": "quadratics", "clients": 20, "dimension": 21, "rank": 5},
+        "model": {"kind": "linear"},
+        "selection": {"kind": "uniform", "cohort": 9},
+        "local": {"kind": "sgd", "steps": 20, "batch": 2, "lr": 0.01},
+        "client": {"way": "sample_space"},
+        "rounds": 8,
+    },
+    "sample space": {"client": {"way": "sample_space"}, "rounds": 3},
+    "sample space, lognormal sizes, batches by share": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "steps": 6, "batch": {"share": 0.3}, "momentum": 0.5},
+        "client": {"way": "sample_space"},
+    },
+    "batches by share, per-sample clipping": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "steps": 3, "batch": {"share": 0.3}},
+        "bounding": SAMPLE,
+        "noise": STEPS,
+    },
+    "epochs": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "steps": 5, "batch": 4, "sampling": "epochs"},
+        "client": {"way": "sample_space"},
+    },
+    "overlapping": {
+        "data": {"clients": 50, "partition": {"kind": "overlapping", "per_client": 20}},
+        "rounds": 2,
+    },
+    "validation": {"evaluate": {"every": 1, "validation": 0.25, "batch": 70}, "rounds": 2},
+    "narrow cnn": {
+        "model": {"kind": "cnn", "width": 0.1},
+        "local": {"kind": "sgd", "steps": 1, "batch": 3},
+        "selection": {"kind": "uniform", "cohort": 6},
+        "client": {"lane": 2},
+        "rounds": 2,
+    },
+    "narrow mlp, per-sample clipping": {**TINY, "bounding": SAMPLE, "noise": STEPS},
+    "power of choice among the chosen": {
+        **TINY,
+        "selection": {"kind": "power_of_choice", "cohort": 5, "pool": 9, "accounted": "chosen"},
+        "bounding": SAMPLE,
+        "noise": {"kind": "gaussian", "epsilon": 5.0, "delta": 1e-3},
+    },
+    "tCDP, and clients that it does not fit": {
+        **TINY,
+        "data": {**LOGNORMAL, "samples": 100},
+        "selection": {"kind": "uniform", "cohort": 6},
+        "local": {"kind": "sgd", "steps": 30, "batch": 4},
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "epsilon": 0.3, "delta": 1e-2, "calibration": "tcdp"},
+    },
+    "one number": {
+        "data": {
+            "kind": "scalar_quadratics",
+            "clients": None,
+            "a": [1 + k / 7 for k in range(40)],
+            "b": [k / 3 for k in range(40)],
+        },
+        "model": {"kind": "linear"},
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "steps": 3, "batch": "full", "lr": 0.01},
+        "client": {"lane": 20},
+    },
+    "clients without rows": {
+        **TINY,
+        "data": {**SYNTHETIC, "sizes": {"kind": f"{__name__}:Gaps"}},
+        "selection": {"kind": "full"},
+        "client": {"lane": 4},
+    },
+}
+
+
 def sha(of, out, **options) -> str:
     return run(of, out, **options).summary["model_sha256"]
 
 
-def parameters_of(plan: Plan, out, actors: int | None) -> np.ndarray:
-    """The final model of a run whose lanes are dealt to that many actors (0: one per client), or as
-    an inline run does it (None).
-    """
-    out.mkdir()
-    coordinator = Coordinator(plan, str(out))
-    coordinator.start()
-    if actors is not None:
-        coordinator.pool = Dealt(plan.experiment, str(plan.shards), actors)
-    while coordinator.position() < plan.experiment.rounds:
-        coordinator.round()
-    coordinator.save()
-    return coordinator.parameters()
+def assert_same_bits(found: Watched, expected: Watched) -> None:
+    """Of the model, and of every round's sum, which the model rounds to float32."""
+    assert np.array_equal(found.parameters(), expected.parameters())
+    assert len(found.totals) == len(expected.totals)
+    for total, other in zip(found.totals, expected.totals, strict=True):
+        assert np.array_equal(total, other)
 
 
-QUICK = ("clip", "DPFedAvg")
+COLUMNS = ("train_loss", "bound", "clipped", "norm_p50", "update_norm", "test_loss")
+QUICK = ("clip", "rows not aligned", "one number", "clients without rows")
+assert set(QUICK) <= METHODS.keys()
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 
 
 @pytest.mark.parametrize("method", EVERY)
 def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method, tmp_path):
     plan = Plan.make(experiment(**METHODS[method]))
-    inline = parameters_of(plan, tmp_path / "inline", None)
+    inline = carried_out(plan, tmp_path / "inline")
+    expected = pq.read_table(tmp_path / "inline" / "rounds.parquet")
     for actors in (0, 1, 3):
-        assert np.array_equal(parameters_of(plan, tmp_path / str(actors), actors), inline)
-        rows, expected = (
-            pq.read_table(tmp_path / name / "rounds.parquet") for name in (str(actors), "inline")
-        )
-        assert all(
-            rows[name].to_pylist() == expected[name].to_pylist()
-            for name in ("train_loss", "bound", "clipped", "norm_p50", "update_norm")
-        )
+        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
+        rows = pq.read_table(tmp_path / str(actors) / "rounds.parquet")
+        for name in COLUMNS:
+            np.testing.assert_array_equal(rows[name].to_numpy(), expected[name].to_numpy(), name)
 
 
 # On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to
@@ -264,17 +351,12 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
     method, tmp_path
 ):
     plan = Plan.make(experiment(**METHODS[method]))
-    models = []
-    for pauses in (0, 1):
-        for resume in range(pauses + 1):
-            coordinator = Coordinator(plan, str(tmp_path / str(pauses)), resume=bool(resume))
-            (tmp_path / str(pauses)).mkdir(exist_ok=True)
-            coordinator.start()
-            while coordinator.position() < (plan.experiment.rounds if resume == pauses else 2):
-                coordinator.round()
-            coordinator.save()
-        models.append(coordinator.parameters())
-    assert np.array_equal(*models)
+    whole = carried_out(plan, tmp_path / "whole")
+    pause = plan.experiment.rounds // 2
+    carried_out(plan, tmp_path / "paused", until=pause)
+    rest = carried_out(plan, tmp_path / "paused", resume=True)
+    assert np.array_equal(rest.parameters(), whole.parameters())
+    assert np.array_equal(rest.totals, whole.totals[pause:])
 
 
 @pytest.mark.slow
@@ -282,16 +364,11 @@ def test_what_is_known_of_clients_is_the_same_however_lanes_are_dealt_and_after_
     """The last global update, which angles are taken to, is a state of the measure."""
     measured = ["clients", {"kind": "bounding", "repeats": 2}]
     plan = Plan.make(experiment(measure=measured, local={"steps": 3, "batch": 4}))
-    parameters_of(plan, tmp_path / "inline", None)
+    carried_out(plan, tmp_path / "inline")
     for actors in (0, 3):
-        parameters_of(plan, tmp_path / str(actors), actors)
-    (tmp_path / "resumed").mkdir()
-    for rounds in (2, plan.experiment.rounds):
-        coordinator = Coordinator(plan, str(tmp_path / "resumed"), resume=rounds > 2)
-        coordinator.start()
-        while coordinator.position() < rounds:
-            coordinator.round()
-        coordinator.save()
+        carried_out(plan, tmp_path / str(actors), actors)
+    carried_out(plan, tmp_path / "resumed", until=2)
+    carried_out(plan, tmp_path / "resumed", resume=True)
     expected = pq.read_table(tmp_path / "inline" / "clients.parquet")
     assert np.isfinite(expected["angle"].to_numpy()[20:]).all()
     for name in ("0", "3", "resumed"):
@@ -316,8 +393,6 @@ def test_another_seed_gives_other_bits(tmp_path):
 
 
 def test_the_torch_generator_of_the_process_is_neither_read_nor_moved(tmp_path):
-    import torch
-
     torch.manual_seed(1)
     first = sha(experiment(), tmp_path / "a")
     state = torch.get_rng_state()
@@ -438,7 +513,8 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
     assert process.returncode == 0, said
     summary = json.loads((out / "summary.json").read_text())
     assert summary["model_sha256"] == whole.summary["model_sha256"]
-    assert [g["epsilon"] for g in summary["guarantees"]] >= [g.epsilon for g in whole.guarantees]
+    stated = zip(summary["guarantees"], whole.guarantees, strict=True)
+    assert all(found["epsilon"] >= expected.epsilon for found, expected in stated)
     rows = pq.read_table(out / "rounds.parquet")
     expected = whole.rounds
     assert rows["round"].to_pylist() == list(range(300))
@@ -473,6 +549,42 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
     ]
     assert list((tmp_path / "out" / "checkpoints").glob("round-*.npz"))
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("k", [1, 2, 9, 30])
+def test_contributions_are_added_one_by_one_whatever_their_number_and_length(k, d):
+    """numpy adds up a single column in pairs."""
+    plan = Plan.make(experiment())
+    client = ClientActor(plan.experiment, str(plan.shards))
+    vectors = np.random.default_rng(d).normal(size=(k, d))
+    total = torch.ones(d, dtype=torch.float64)
+    expected = np.ones(d)
+    for vector in vectors:
+        expected = expected + vector
+    client._reduce(total, torch.from_numpy(vectors))
+    assert np.array_equal(total.numpy(), expected)
+
+
+@pytest.mark.parametrize("places", [0, 1, 3])
+def test_products_that_are_kept_and_forgotten_give_the_bits_of_those_that_stay(
+    places, tmp_path, monkeypatch
+):
+    plan = Plan.make(experiment(**METHODS["sample space"]))
+    stay = carried_out(plan, tmp_path / "stay")
+    monkeypatch.setattr(kernels, "MEMORY", 4 * int(plan.population.sizes.max()) ** 2 * places)
+    for actors in (None, 2):
+        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), stay)
+
+
+def test_shared_samples_that_are_read_from_the_file_give_the_bits_of_those_on_the_map(
+    tmp_path, monkeypatch
+):
+    plan = Plan.make(experiment(**METHODS["overlapping"]))
+    mapped = carried_out(plan, tmp_path / "mapped")
+    monkeypatch.setattr(shards, "HELD", 0)
+    for actors in (None, 2):
+        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), mapped)
 
 
 def test_lane_sums_are_exact_in_any_order_and_grouping():

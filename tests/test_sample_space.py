@@ -19,18 +19,29 @@ def rows(clients: int, n: int = 6, p: int = 40) -> torch.Tensor:
     return torch.randn(clients, n, p, generator=torch.Generator().manual_seed(clients))
 
 
+@pytest.mark.parametrize("p", [40, 41])
 @pytest.mark.parametrize("memory", [kernels.MEMORY, 4 * 6 * 6 * 5, 4 * 6 * 6, 0])
-def test_what_is_kept_has_the_bits_of_what_is_computed(memory, monkeypatch):
-    """With places for all clients, for some of them, for one, and for none."""
+def test_what_is_kept_has_the_bits_of_what_is_computed(memory, p, monkeypatch):
+    """With places for all clients, for some of them, for one, and for none; and where the rows of
+    some clients begin at a multiple of 16 bytes and those of others do not.
+    """
     monkeypatch.setattr(kernels, "MEMORY", memory)
-    x = rows(12)
-    expected = torch.bmm(x, x.mT)
+    x = rows(12, p=p)
     kept = Kernels()
     generator = np.random.default_rng(0)
     for _ in range(30):
         cohort = np.sort(generator.choice(12, 7, replace=False))
         owners = np.where(generator.random(7) < 0.8, cohort, -1)
-        assert torch.equal(kept.of(x[cohort], owners), expected[cohort])
+        given = x[cohort]
+        assert torch.equal(kept.of(given, owners), torch.bmm(given, given.mT))
+
+
+@pytest.mark.parametrize(("n", "p", "kept"), [(6, 40, True), (6, 41, False), (4, 41, True)])
+def test_only_rows_that_begin_alike_in_every_slot_are_kept(n, p, kept):
+    """On some processors the others have other bits in another slot."""
+    kernels = Kernels()
+    kernels.of(rows(3, n, p), np.array([4, 5, 9]))
+    assert bool(kernels._kept) == kept
 
 
 def test_rows_are_multiplied_once_where_they_stay_and_anew_where_they_do_not():

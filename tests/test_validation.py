@@ -256,10 +256,13 @@ def test_no_epsilon_covers_the_validation_scores_and_the_guarantees_say_so(bound
 def untouched(monkeypatch):
     """The test set may not be read."""
 
-    def read(self, batch):
-        raise AssertionError("a test row was read")
+    held_apart = Shards.held_apart
 
-    monkeypatch.setattr(Shards, "test", read)
+    def read(self, name, batch):
+        assert name != "test", "a test row was read"
+        return held_apart(self, name, batch)
+
+    monkeypatch.setattr(Shards, "held_apart", read)
 
 
 def said(report):
@@ -284,6 +287,11 @@ def test_a_run_that_does_not_look_at_the_test_set_tells_its_validation(untouched
             display.rows(rows)
 
     assert f"round 4/4  validation accuracy {written['validation_accuracy']:.2%}" in said(show)
+
+
+def test_a_run_that_looks_at_the_test_set_reads_it(untouched, tmp_path):
+    with pytest.raises((AssertionError, RunError), match="a test row was read"):
+        run(experiment(evaluate=HALF), tmp_path / "out")
 
 
 def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkeypatch):

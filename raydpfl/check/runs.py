@@ -13,6 +13,7 @@ from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.dealing import Costs, shares, singles
+from raydpfl.evaluator import Scored, scored
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.record import joined
@@ -28,7 +29,7 @@ class Dealt(Inline):
     def __init__(self, experiment: Experiment, shards: str, actors: int):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
-        count = actors or experiment.data.clients or 1
+        count = actors or self.client.shards.clients
         self.clients = [ClientActor(experiment, shards) for _ in range(count)]
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
@@ -57,6 +58,15 @@ class Dealt(Inline):
         asked = zip(self.clients, parts, strict=True)
         found = [actor.losses(model, t, part.tolist(), noise_seed) for actor, part in asked]
         return np.concatenate(found)
+
+    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+        """See `Inline.evaluate`."""
+        batches = len(self.client.evaluator.batches)
+        found: dict[int, Scored] = {}
+        for index in reversed(range(batches)):
+            actor = self.clients[index % len(self.clients)]
+            (found[index],) = pickle.loads(pickle.dumps(actor.evaluate(model, [index])))
+        return scored([found[index] for index in range(batches)], self.client.shards.classes)
 
 
 class Watched(Coordinator):

@@ -720,9 +720,12 @@ class Shards:
 
     def ready(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Samples as they are trained on, from samples as they are stored."""
+        found = _aligned(4 * x.size).view(np.float32).reshape(x.shape)
         if x.dtype == np.uint8:
-            return self._scaled(x, np.empty(x.shape, np.float32)), y.copy()
-        return x.copy(), y.copy()
+            self._scaled(x, found)
+        else:
+            found[...] = x
+        return found, y.copy()
 
     def _scale_lane(self, stored: np.ndarray, x: np.ndarray, n: np.ndarray) -> None:
         """Scales the first n rows of each client, in pieces that stay in the cache."""

@@ -24,13 +24,10 @@ from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
 from raydpfl.local.batches import Integers, batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.local.way import Block, LaneData, spans
+from raydpfl.local.way import BEGINS, Block, LaneData, spans
 from raydpfl.local.ways import WAYS, check_way
 
 TOGETHER = 1 << 24  # bytes that lanes trained together may take
-# bytes; seen on an AMD EPYC (Zen 5): a product has other bits where a matrix begins 4 bytes beyond
-# a multiple of 16, the same where it begins at one
-BEGINS = 16
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class Trainer:
         parameters = parameters.to(self.device, torch.float32, copy=True)
         trained = self._trained(parameters, lane, draw)
         idle = np.flatnonzero(members & (present == 0))
-        yield from trained if not len(idle) else _with_idle(trained, idle, parameters)
+        yield from _with_idle(trained, idle, parameters, width or len(members))
 
     def _data(
         self,
@@ -242,26 +239,33 @@ class Trainer:
 
 
 def _with_idle(
-    trained: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
+    trained: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor, width: int
 ) -> Iterator[Block]:
-    """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN."""
+    """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN. No
+    block holds clients of two lanes of `width`.
+    """
+    if not len(idle):
+        yield from trained
+        return
     for block in trained:
         first, last = block.slots[[0, -1]]
-        yield from _idle(idle[idle < first], parameters)
+        yield from _idle(idle[idle < first], parameters, width)
         within = idle[(idle > first) & (idle < last)]
         idle = idle[idle > last]
-        for zeros in _idle(within, parameters):
+        for zeros in _idle(within, parameters, width):
             slots = np.concatenate([block.slots, zeros.slots])
             order = np.argsort(slots)
             updates = torch.cat([block.updates, zeros.updates])[torch.from_numpy(order)]
             losses = np.concatenate([block.losses, zeros.losses])[order]
             block = Block(slots[order], updates, losses)
         yield block
-    yield from _idle(idle, parameters)
+    yield from _idle(idle, parameters, width)
 
 
-def _idle(slots: np.ndarray, parameters: torch.Tensor) -> Iterator[Block]:
-    for some in spans(0, len(slots), len(parameters)):
-        given = slots[some]
-        updates = parameters.new_zeros(len(given), len(parameters))
-        yield Block(given, updates, np.full(len(given), np.nan))
+def _idle(slots: np.ndarray, parameters: torch.Tensor, width: int) -> Iterator[Block]:
+    for lane in np.unique(slots // width):
+        own = slots[slots // width == lane]
+        for some in spans(0, len(own), len(parameters)):
+            given = own[some]
+            updates = parameters.new_zeros(len(given), len(parameters))
+            yield Block(given, updates, np.full(len(given), np.nan))

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from raydpfl.local.way import BEGINS
+
 MEMORY = 1 << 24  # bytes that are kept, for each number of rows
 COUNTS = 4  # numbers of rows that are kept at once: the others are computed anew
 
@@ -62,9 +64,14 @@ class Kernels:
         return found
 
     def _table(self, x: torch.Tensor) -> _Kept | None:
-        """What is kept for as many rows; None where they are computed as fast as they are kept."""
+        """What is kept for as many rows. None where they are computed as fast as they are kept, or
+        where a client's rows begin at another place within `BEGINS` bytes in another slot, on which
+        the bits of its products may depend.
+        """
         n = x.shape[1]
-        if x.device.type != "cpu" or (n not in self._kept and len(self._kept) == COUNTS):
+        if x.device.type != "cpu" or 4 * x[0].numel() % BEGINS:
+            return None
+        if n not in self._kept and len(self._kept) == COUNTS:
             return None
         return self._kept.setdefault(n, _Kept.empty(n))
 

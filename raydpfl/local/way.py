@@ -21,6 +21,9 @@ from raydpfl.local.base import Local, Step
 
 BLOCK = 1 << 18  # numbers of updates in a block
 ALIGNED = 64  # bytes: where torch's own tensors begin
+# bytes; seen on an AMD EPYC (Zen 5): a product has other bits where a matrix begins 4 bytes beyond
+# a multiple of 16, the same where it begins at one
+BEGINS = 16
 
 Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
 """The rows and the shares of every step; see `LaneData.batches`."""
