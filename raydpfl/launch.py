@@ -150,9 +150,9 @@ class Places:
         self._closing = threading.Event()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._moved: int | None = None  # the round from which Ray is used
+        self._done = 0  # rounds
+        self._from: int | None = None  # the first round, counted from 0, in which Ray is used
         self._warned = False
-        self._used = False  # whether client actors have had lanes of a run that began here
 
     def __enter__(self) -> Places:
         if self.inline:
@@ -344,7 +344,7 @@ class Places:
                 pool = Moving(plan.experiment, str(plan.shards), self._taking_over)
                 return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
             self._wait(self._up)
-            self._moved = 0
+            self._from = 0
             if self.group:
                 pool_up = self.clients
                 return _inline(Coordinator(plan, out, pool_up, resume=resume, anew=fresh_noise))
@@ -352,28 +352,32 @@ class Places:
 
     def begun(self, done: int) -> None:
         """The first round begins; so many are done from before."""
+        self._done = done
         if self._worth:
             self._worth.begin(done, time.process_time())
             if self._count > 1:
                 self._begin(self._when_it_pays)
 
     def after_round(self, call: Call, out: str, done: int) -> Call:
-        """The coordinator for the next round: another, where it has moved to an actor."""
+        """The coordinator for the next round, if there is one: another, where it has moved to an
+        actor.
+        """
+        self._done = done
         plan = self._plan
-        if plan is None or self._worth is None or self._moved is not None:
+        if plan is None or self._worth is None:
             return call
         self._worth.round(time.process_time())
-        over = done == plan.experiment.rounds and not self._used
-        if over or self._others() is None:
+        if done == plan.experiment.rounds or self._taking_over() is None:
             return call
         call("save")
-        self._moved = done
+        self._worth = None
         return self._remote(plan, out, True, False)
 
     def _taking_over(self) -> Pool | None:
         """As `_others`, who are given lanes from now on."""
         others = self._others()
-        self._used = others is not None
+        if others is not None and self._from is None:
+            self._from = self._done
         return others
 
     def _others(self) -> Pool | None:
@@ -394,10 +398,10 @@ class Places:
         return None
 
     def told(self) -> dict[str, Any]:
-        """For the summary: whether Ray was used, from which round on, by how many actors, and why
+        """For the summary: whether Ray was used, in which round first, by how many actors, and why
         not.
         """
-        used = self._moved is not None
+        used = self._from is not None
         why = None
         if self.inline:
             why = HERE
@@ -406,7 +410,7 @@ class Places:
         elif not used:
             why = NO_GAIN if self._count == 1 else SHORT
         count = self._count if used else 0
-        found = {"asked": not self.inline, "used": used, "from_round": self._moved}
+        found = {"asked": not self.inline, "used": used, "from_round": self._from}
         return found | {"actors": count, "why_not": why}
 
     def _remote(self, plan: Plan, out: str, resume: bool, fresh_noise: bool) -> Call:

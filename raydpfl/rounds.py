@@ -26,9 +26,10 @@ class Lane:
     """
 
     clients: np.ndarray  # int64 [C], ascending; -1 for an empty slot
-    draws: np.ndarray  # int64 [C], how often the client stands before in the cohort
+    # int64 [C]: index of this draw among the client's draws of the round, from 0
+    draws: np.ndarray
     weights: np.ndarray  # float64 [C]
-    rows: int  # that any of its clients trains on in a round at most; others are padded to it
+    rows: int  # per client, after padding to the one that can train on most
     slot: int | None = None  # the one slot to train, when each client is its own actor
     # float64 [C]: std of the noise on the mean gradient of each client's local steps
     stds: np.ndarray | None = None

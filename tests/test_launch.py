@@ -14,10 +14,10 @@ import psutil
 import pytest
 import yaml
 from conftest import experiment
-from test_same_bits import RUN
+from test_same_bits import METHODS, RUN, assert_same_bits
 
 from raydpfl import launch, run
-from raydpfl.check.runs import Dealt
+from raydpfl.check.runs import Dealt, Watched, carried_out
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import RunError
 from raydpfl.launch import Places, Worth
@@ -70,27 +70,70 @@ class Others(Dealt):
     healthy = 2
 
 
-@pytest.mark.parametrize("looks", [0, 1, 2, 3, 4, 7, 20])
-def test_lanes_that_others_take_over_in_the_midst_of_a_round_give_the_same_bits(looks, tmp_path):
-    plan = Plan.make(experiment(client={"lane": 4}))
+# what the server, clients, a bound and noise keep from round to round has to move with the run
+STATES = ("clip", "scaffold, clipped and noised", "banded noise", "adaptive clipping")
+
+
+@pytest.mark.parametrize(
+    ("method", "looks"),
+    [(STATES[0], looks) for looks in (0, 1, 2, 3, 4, 7, 20)] + [(each, 4) for each in STATES[1:]],
+)
+def test_lanes_that_others_take_over_in_the_midst_of_a_round_give_the_same_bits(
+    method, looks, tmp_path
+):
+    plan = Plan.make(experiment(**METHODS[method], client={"lane": 4}))
     asked = []
 
     def others():
         asked.append(None)
         return Others(plan.experiment, str(plan.shards), 2) if len(asked) > looks else None
 
-    models = []
-    for name, pool in (
-        ("inline", None),
-        ("moving", Moving(plan.experiment, str(plan.shards), others)),
-    ):
-        (tmp_path / name).mkdir()
-        coordinator = Coordinator(plan, str(tmp_path / name), pool)
-        coordinator.start()
-        rows = [coordinator.round() for _ in range(plan.experiment.rounds)]
-        models.append(coordinator.parameters())
-    assert np.array_equal(*models)
+    inline = carried_out(plan, tmp_path / "inline")
+    (tmp_path / "moving").mkdir()
+    pool = Moving(plan.experiment, str(plan.shards), others)
+    coordinator = Watched(plan, str(tmp_path / "moving"), pool=pool)
+    coordinator.start()
+    rows = [coordinator.round() for _ in range(plan.experiment.rounds)]
+    assert_same_bits(coordinator, inline)
     assert rows[-1]["actors"] == (2 if len(asked) > looks else 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "taken"),
+    [(STATES[0], 0), (STATES[0], 2), (STATES[0], 3)] + [(each, 1) for each in STATES[1:]],
+)
+def test_a_run_that_is_taken_over_moves_after_that_round_unless_it_was_the_last(
+    method, taken, tmp_path, monkeypatch
+):
+    plan = Plan.make(experiment(**METHODS[method], client=AUTO))
+    inline = carried_out(plan, tmp_path / "inline")
+    places = Places(plan.experiment, None)
+    places.elastic = True
+    moved = []
+
+    def remote(plan, out, resume, anew):
+        """The coordinator elsewhere, which knows of the run what is in its directory."""
+        moved.append(places._done)
+        elsewhere = Coordinator(plan, out, places.clients, resume=resume, anew=anew)
+        return launch._inline(elsewhere)
+
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(places, "_begin", lambda bring_up: None)
+    monkeypatch.setattr(places, "_remote", remote)
+    assert places.actors(plan) == 2
+    (tmp_path / "out").mkdir()
+    call = places.coordinator(plan, str(tmp_path / "out"), False, False)
+    places.begun(0)
+    for t in range(4):
+        if t == taken:  # the actors are up as the round begins
+            places.clients = Others(plan.experiment, str(plan.shards), 2)
+            places._up.set()
+        call("round")
+        call = places.after_round(call, str(tmp_path / "out"), t + 1)
+    assert moved == ([] if taken == 3 else [taken + 1])
+    assert np.array_equal(call("parameters"), inline.parameters())
+    told = {"asked": True, "used": True, "from_round": taken, "actors": 2, "why_not": None}
+    assert places.told() == told
 
 
 @pytest.fixture

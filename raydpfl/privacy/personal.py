@@ -22,9 +22,9 @@ array([22.51])
 
 Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests
 compare this module with that, one client at a time. Here clients of the same size, batches and
-noise are accounted for once, and one composition serves all numbers of rounds. The search for a client's
-noise starts from the central limit theorem [1], corrected by what the most similar client needed,
-so that two or three evaluations suffice.
+noise are accounted for once, and one composition serves all numbers of rounds. The search for a
+client's noise starts from the central limit theorem [1], corrected by what the most similar client
+needed, so that two or three evaluations suffice.
 
 Public: sizes, budgets, participations, noise. A client with an infinite budget is public too: it
 draws no noise.
