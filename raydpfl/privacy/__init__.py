@@ -36,7 +36,15 @@ The papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and 003 (Sect
 """
 
 from raydpfl.privacy.accountants import STANDBY
-from raydpfl.privacy.accounting import covers, delta, epsilon, epsilon_curve, guarantees, rigorous
+from raydpfl.privacy.accounting import (
+    RIGOROUS,
+    covers,
+    delta,
+    epsilon,
+    epsilon_curve,
+    guarantees,
+    rigorous,
+)
 from raydpfl.privacy.calibrate import noise_for, rounds_for
 from raydpfl.privacy.facts import Relation, Terms
 from raydpfl.privacy.guarantee import Guarantee, column, holding, loose, sentences
@@ -47,6 +55,7 @@ from raydpfl.privacy.personal import LocalSteps
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 
 __all__ = [
+    "RIGOROUS",
     "STANDBY",
     "Event",
     "Guarantee",

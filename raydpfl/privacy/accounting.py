@@ -36,7 +36,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import paper
 from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant, named
 from raydpfl.privacy.facts import Relation, one_of
-from raydpfl.privacy.guarantee import Cohorts, Guarantee, Observer
+from raydpfl.privacy.guarantee import Cohorts, Guarantee, Observer, column
 from raydpfl.privacy.places import View, views
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | N
 def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
     """Those of these accountants whose epsilons are guarantees, in the same order."""
     return tuple(name for name in accountants if _known(name).rigorous)
+
+
+# The columns of tables that hold epsilons which are guarantees.
+RIGOROUS = tuple(column(name) for name, member in ACCOUNTANTS.items() if member.rigorous)
 
 
 def _known(name: str) -> Accountant:

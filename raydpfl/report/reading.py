@@ -22,13 +22,11 @@ import pyarrow.parquet as pq
 from raydpfl.config import Experiment, read
 from raydpfl.errors import ConfigError
 from raydpfl.files import read_json
-from raydpfl.privacy import Guarantee, column
-from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy import RIGOROUS, Guarantee, column
 from raydpfl.report.words import axis as axis_words
 from raydpfl.tables import read_log
 
 Columns = Mapping[str, np.ndarray]
-EXACT = {column(name) for name, member in ACCOUNTANTS.items() if member.rigorous}
 
 
 def read_columns(path: Path, flaws: list[str]) -> dict[str, np.ndarray]:
@@ -149,14 +147,14 @@ class Run:
     def epsilons(self) -> list[str]:
         """The columns of epsilon in the rounds table: rigorous ones, then the formulas."""
         names = [name for name in self.table("rounds") if name.startswith("epsilon_")]
-        return sorted(names, key=lambda name: name not in EXACT)
+        return sorted(names, key=lambda name: name not in RIGOROUS)
 
     def kind_of(self, name: str) -> str:
         """What the epsilons of a column are: rigorous, paper or unproven."""
         for one in self.guarantees:
             if column(one.accountant) == name:
                 return one.kind
-        return "rigorous" if name in EXACT else "paper"
+        return "rigorous" if name in RIGOROUS else "paper"
 
     @property
     def holding(self) -> str | None:
@@ -165,7 +163,7 @@ class Run:
         """
         if self.summary:
             return column(self.holds[0].accountant) if self.holds else None
-        last = {name: self.table("rounds")[name] for name in self.epsilons if name in EXACT}
+        last = {name: self.table("rounds")[name] for name in self.epsilons if name in RIGOROUS}
         known = {name: values[-1] for name, values in last.items() if len(values)}
         return min(known, key=lambda name: known[name], default=None)
 

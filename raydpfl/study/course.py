@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 from raydpfl import data, interrupts, report
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, FileError
-from raydpfl.runner import alone
 from raydpfl.study import summary, tables
 from raydpfl.study.form import Study
 from raydpfl.study.progress import Progress
@@ -35,7 +34,6 @@ from raydpfl.tune.folder import name_of
 from raydpfl.tune.room import Room
 from raydpfl.tune.source import Source, Trial
 
-BUSY = 10.0  # seconds that what another study has started may take to let go of its directory
 OVER = object()  # what a source has instead of a trial once it is at its end
 OUTPUTS = ("study.yaml", "results.parquet", "tuning.parquet", "summary.json")
 
@@ -82,7 +80,7 @@ class Course(Source):
         make_folder(self.folder)
         with ExitStack() as stack:
             with self.directory.writable():
-                stack.enter_context(alone(self.folder, BUSY))
+                stack.enter_context(self.directory.held())
                 self._prepare()
                 self.write(self.gather(over=False))  # what an earlier result says holds no more
             yield

@@ -16,10 +16,10 @@ from rich.table import Table
 
 from raydpfl import scores
 from raydpfl.compare import over_seeds
+from raydpfl.privacy import RIGOROUS
 from raydpfl.study.course import Course, Result
 from raydpfl.study.form import Study
 from raydpfl.study.identities import words
-from raydpfl.study.tables import RIGOROUS
 from raydpfl.tune.source import Trial
 from raydpfl.tune.sweep import short
 

@@ -14,14 +14,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from raydpfl.privacy import column, rigorous
-from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy import RIGOROUS
 from raydpfl.study.form import Study
 from raydpfl.study.progress import Progress, number, numbers
 from raydpfl.tune.results import epsilons
 from raydpfl.tune.source import Trial
 
-RIGOROUS = tuple(column(name) for name in rigorous(ACCOUNTANTS))
 MACHINE = ("seconds", "wall_seconds", "clients_per_second", "peak_rss_mb", "replaced_actors")
 WHOLE = ("rounds", "parameters", "population", "repeated_rounds", "replaced_actors")
 APART = ("seed", "epsilon_quantiles", "peak_rss_mb_by_process", "versions")  # no columns

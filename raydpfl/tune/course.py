@@ -25,7 +25,6 @@ from raydpfl import interrupts
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.plan import Plan
-from raydpfl.runner import alone
 from raydpfl.scores import set_of
 from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.directory import Directory, said
@@ -37,7 +36,6 @@ from raydpfl.tune.room import Room
 from raydpfl.tune.source import Source, Trial
 from raydpfl.tune.sweep import Setting, Sweep
 
-BUSY = 10.0  # seconds that what another sweep has started may take to let go of its directory
 OUTPUTS = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
 
 
@@ -78,7 +76,7 @@ def run(
         make_folder(directory.folder)
         course = Course(sweep, directory, on_change)
         with directory.writable():
-            stack.enter_context(alone(directory.folder, BUSY))
+            stack.enter_context(directory.held())
             proposals = course.prepare(room)
         return course.carry_out(proposals, room)
 

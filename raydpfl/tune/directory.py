@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 from raydpfl.config import read
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.files import LOCK, read_text
+from raydpfl.runner import alone
 
+BUSY = 10.0  # seconds that what another one has started may take to let go of its directory
 Stored = TypeVar("Stored")
 
 
@@ -35,6 +37,12 @@ class Directory:
         except (OSError, FileError) as error:
             accepted = f"a directory that can be written to ({said(error)})"
             raise ConfigError("--out", str(self.folder), accepted) from None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps all others out. Raises `ConfigError` where another holds the directory."""
+        with alone(self.folder, BUSY):
+            yield
 
     def check(self, resume: bool) -> None:
         """Raises `ConfigError` unless it can be written to, or made."""

@@ -13,15 +13,11 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from raydpfl.privacy import column, rigorous
-from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy import RIGOROUS
 from raydpfl.scores import named, words
 from raydpfl.tune.results import Result, epsilons, failures, score
 from raydpfl.tune.source import Trial
 from raydpfl.tune.sweep import Setting, Sweep, short
-
-RIGOROUS = {column(name) for name in rigorous(ACCOUNTANTS)}
-OVER = ("completed", "budget", "stopped", "failed")
 
 
 class Display:
@@ -47,7 +43,7 @@ class Display:
             self._live.stop()
 
     def show(self, settings: Sequence[Setting]) -> None:
-        over = [trial for setting in settings for trial in setting.trials if trial.status in OVER]
+        over = [trial for setting in settings for trial in setting.trials if trial.done]
         total = self._sweep.size * self._sweep.search.repeats
         if self._live:
             shown = table(settings, self._sweep, rows=max(5, self._console.height - 8))
