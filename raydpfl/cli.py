@@ -361,7 +361,7 @@ def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any])
     return _read(config, overrides, set(Experiment.model_fields) - {"model", "server"})[0]
 
 
-AUDITED = "Where audit.json, audit.png and the scores go; default: a new one under runs/."
+AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
 CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
 CLAIMED = "Where claims are looked at. Default: the run's own."
 

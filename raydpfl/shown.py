@@ -72,9 +72,9 @@ class Display:
             self._progress.update(self._task, completed=row["round"] + 1, state=state)
 
     def measure(self, done: int, of: int) -> None:
-        """Shows how many of how many steps of measuring heterogeneity are done."""
+        """Shows how many of how many steps of measuring after the last round are done."""
         part = done / of
-        text = f"measuring heterogeneity: {part:.0%}"
+        text = f"measuring: {part:.0%}"
         self._progress.update(self._task, state=text)
         if not self._console.is_terminal and (done == of or part >= self._said + 0.1):
             self._said = part

@@ -17,14 +17,17 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import SMALL
+from matplotlib.figure import Figure
 from test_bad_input import complain
 
 from raydpfl import Experiment, cli
 from raydpfl.errors import ConfigError
 from raydpfl.report import write
 from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
+from raydpfl.report.page import render
 from raydpfl.report.pages import page_of
-from raydpfl.report.reading import Case, Run, arrange
+from raydpfl.report.reading import Case, Run, arrange, facets
+from raydpfl.report.style import Drawn, Part
 from raydpfl.report.tables import Table, csv_of, html_of, markdown
 
 ROUNDS = 6
@@ -307,6 +310,96 @@ def test_nothing_but_seeds_is_averaged(tmp_path):
     assert [[len(group.runs) for group in panel.groups] for panel in panels] == [[1, 2], [1]]
 
 
+def test_the_last_facet_goes_across_and_the_others_down(tmp_path):
+    run = Run(made(tmp_path / "run"), "r")
+    labels = [("s", "1", "x"), ("s", "2", "x"), ("s", "1", "y"), ("t", "2", "x")]
+    cases = [Case({"split": a, "size": b, "by": c}, run) for a, b, c in labels]
+    found = facets(cases, (), ("split", "size"))
+    assert [each.place for each in found] == [(0, 0), (0, 1), (1, 0), (2, 1)]
+    assert {each.place for each in facets(cases, (), ("size",))} == {None}
+    (drawing,) = parse({"curves": "snr", "facet": ["split", "size"]}, "show.0").make(cases)
+    assert drawing.across == 2
+    titles = [[part and part.title for part in row] for row in drawing.grid]
+    assert titles == [
+        ["s, size 1, x", "s, size 2, x"],
+        ["s, size 1, y", None],
+        [None, "t, size 2, x"],
+    ]
+
+
+def test_parts_without_places_fill_rows_of_three():
+    parts = [Part(str(place), lambda axes: None) for place in range(4)]
+    drawing = Drawing("n", "N", "", parts)
+    assert drawing.across == 0
+    assert [[part and part.title for part in row] for row in drawing.grid] == [
+        ["0", "1", "2"],
+        ["3", None, None],
+    ]
+
+
+def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
+    folder = made(tmp_path / "run")
+    table = pq.read_table(folder / "rounds.parquet").to_pydict()
+    table["suboptimality"] = [5.0, 1.0, 2.0, 3.0, 4.0, 9.0]
+    pq.write_table(pa.table(table), folder / "rounds.parquet")
+    run = Run(folder, "r")
+    assert run.number("best_suboptimality") == 1.0
+    known = [each for each in table["test_accuracy"] if each is not None]
+    assert run.number("best_test_accuracy") == max(known) and run.number("best_snr") is None
+
+
+def test_each_line_has_the_epsilon_of_its_own_run(tmp_path):
+    other = {**GUARANTEE, "delta": 1e-3}
+    folders = {"A": made(tmp_path / "a"), "B": made(tmp_path / "b", holds=[other])}
+    cases = [Case({"arm": arm}, Run(folder, arm)) for arm, folder in folders.items()]
+    (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases)
+    seen = "that of one client against whoever sees every aggregate (fixed size 4 of 12, cohort "
+    seen += "hidden)"
+    assert (
+        f"Epsilon is of A {seen}, at delta 1e-05; of B {seen}, at delta 0.001." in drawing.caption
+    )
+    (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases[:1])
+    assert f"Epsilon is {seen}, at delta 1e-05." in drawing.caption
+
+
+@pytest.mark.parametrize("scaling", ["update", "gradient"])
+def test_norms_of_what_is_no_update_stand_beside_no_mean_update(scaling, tmp_path):
+    folder = made(tmp_path / "run")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["bounding"]["scaling"] = scaling
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    cloud = pieces(folder)["cloud"]
+    there = "mean update" in [key.label for key in cloud.keys]
+    assert there == (scaling == "update")
+    assert ("send no updates but models, gradients" in cloud.caption) == (not there)
+
+
+def test_the_bias_across_clients_says_what_is_in_it_without_repeats(tmp_path):
+    folder = made(tmp_path / "run")
+    assert "from their differences" in pieces(folder)["bias_within-by-round"].caption
+    columns = [name for name in rounds(np.random.default_rng(0)) if name != "bias_within"]
+    table = pq.read_table(folder / "rounds.parquet").select(columns)
+    pq.write_table(table, folder / "rounds.parquet")
+    caption = pieces(folder)["bias_within-by-round"].caption
+    assert "Without repeats" in caption and "from their differences" not in caption
+
+
+def test_budgets_that_nothing_finite_was_spent_of_are_left_out(tmp_path):
+    folder = made(tmp_path / "run")
+    spent = {"client": [0, 1], "epsilon_claimed": [1.0, 2.0], "epsilon_pld": [np.inf, np.inf]}
+    pq.write_table(pa.table(spent), folder / "guarantees.parquet")
+    found = pieces(folder)
+    assert "personal" not in found
+    missing = found["Every client's epsilon against its budget"]
+    assert missing.why == "there is nothing to draw: no points of it are known"
+
+
+def test_the_numbers_of_a_run_are_those_of_its_summary(tmp_path):
+    table = pieces(made(tmp_path / "run", deep={"number": 3.5}))["summary"]
+    found = {name: value for name, value in table.rows}
+    assert found["test_accuracy"] == 0.75 and found["deep.number"] == 3.5
+
+
 # ---- sweeps and audits ----
 
 
@@ -390,7 +483,14 @@ def studied(folder, show=SHOW):
     for row in rows:
         row["accounting"] = None if row["arm"] == "Free" else row["accounting"]
     pq.write_table(pa.Table.from_pylist(rows), folder / "results.parquet")
-    tried = [row | {"validation_accuracy": 0.5, "chosen": row["seed"] == 1} for row in rows]
+    tried = [
+        row
+        | {"validation_accuracy": 0.5 * lr, "chosen": lr == 1.0}
+        | {"values": json.dumps({"local.lr": lr, "server.lr": rate})}
+        for row in rows
+        for lr in (0.1, 1.0)
+        for rate in (0.5, 0.25)[: row["seed"]]
+    ]
     pq.write_table(pa.Table.from_pylist(tried), folder / "tuning.parquet")
     identity = {"arms": ["A-1", "B"], "at": {"data": "iid"}, "held": False, "compared": 2}
     summary = {"status": "completed", "reason": None, "seeds": [1, 2], "cells": 12}
@@ -481,8 +581,37 @@ def test_a_study_tells_its_scale_and_what_is_broken(study, items):
     assert any("not the paper's own" in each for each in found.warnings)
     assert "An identity is broken; see Identities." in found.warnings
     assert rows_of(items, "identities")[0]["held"] == "BROKEN"
-    assert rows_of(items, "tuning")[0]["local.lr"] == "0.1"
+    assert rows_of(items, "tuning")[0]["local.lr"] == "1"
     assert found.lead[1].startswith("iid, paper accounting: Free 76.50 %, A-1 51.50 %")
+
+
+def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
+    drawing = items["tuned-local.lr"]
+    assert [part.title for part in drawing.parts] == [
+        "iid, paper accounting",
+        "iid",
+        "iid, true accounting",
+        "data 0.5, paper accounting",
+        "data 0.5",
+        "data 0.5, true accounting",
+    ]
+    assert [key.label for key in drawing.keys] == ["A-1", "B", "Free", "chosen"]
+    figure = Figure()
+    axes = figure.subplots()
+    drawing.parts[0].draw(axes)
+    lines = [line.get_xydata().tolist() for line in axes.lines if line.get_linestyle() != "None"]
+    assert lines == [[[0.1, 0.05], [1.0, 0.5]]] * 2  # the best of two rates of the server
+    stars = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "*"]
+    assert stars and all(each == [[1.0, 0.5]] for each in stars)
+    assert "tuned-server.lr" in items
+
+
+def test_no_two_things_on_a_page_have_one_id(study):
+    found = page_of([study])
+    every = [piece for section in found.sections for piece in section.pieces]
+    drawn = {each.name: Drawn(each) for each in every if isinstance(each, Drawing)}
+    ids = Balance(render(found, drawn)).ids
+    assert len(ids) > 20 and len(set(ids)) == len(ids)
 
 
 def test_a_failed_run_of_a_study_is_in_no_mean(tmp_path):
@@ -536,9 +665,18 @@ def test_an_item_of_a_show_list_names_what_is_wrong_with_it():
         parse({"curves": "test_accuracy", "log": "x"}, "show[2]")
     with pytest.raises(ConfigError, match=r"show\[0\].colr = 'arm': no such key"):
         parse({"curves": "test_accuracy", "colr": "arm"}, "show[0]")
-    with pytest.raises(ConfigError, match="of the axes of the study: arm, data"):
-        parse({"curves": "test_accuracy", "facet": ["dato"]}, "show[0]", ["arm", "data"])
-    assert parse({"trajectory": {}, "colour": "arm"}, "show[0]", ["arm"]).kind == "trajectory"
+    axes = {"arm": ["Clip", "Free"], "data": ["iid"]}
+    for item, said in (
+        ({"curves": "test_accuracy", "facet": ["dato"]}, r"'dato': of the axes .*data \(data\?\)"),
+        ({"table": "snr", "against": "Clib"}, r"'Clib': of the labels of arm: Clip, Free \(Clip\?"),
+        ({"norms": {}, "only": {"data": ["it"]}}, "'it': of the labels of data: iid"),
+        ({"table": "snr", "colour": "arm"}, r"colour = 'arm': no such key"),
+        ({"values": "snr", "facet": ["data"]}, r"facet = \['data'\]: no such key"),
+        ({"trajectory": "path"}, r"trajectory = 'path': {}: it shows no number"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse(item, "show[0]", axes)
+    assert parse({"trajectory": {}, "colour": "arm"}, "show[0]", axes).kind == "trajectory"
 
 
 # ---- the command, and what it costs others ----

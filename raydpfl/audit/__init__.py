@@ -60,7 +60,7 @@ from raydpfl.parts import composed
 from raydpfl.plan import Plan
 from raydpfl.privacy import rigorous
 from raydpfl.tables import write_table
-from raydpfl.tracking import make_folder, replace_file, write_json, writing
+from raydpfl.tracking import make_folder, replace_file, write_json
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
@@ -197,8 +197,8 @@ def audit(
 
     Args:
         experiment: is run as often as the canaries need.
-        out: a new or empty directory for `audit.json`, `audit.png`, `scores.parquet` and
-            `config.yaml`; None: no files are written.
+        out: a new or empty directory for `audit.json`, `scores.parquet` and `config.yaml`, which
+            `raydpfl report` draws; None: no files are written.
         canaries: how many; at least 1000 for a useful bound.
         confidence: of each lower bound.
         delta: of the comparison; None: the run's own. Above 1 / (10 canaries) bounds are weak.
@@ -227,12 +227,8 @@ def audit(
 
 def _write(done: Audit, plan: Plan, folder: Path) -> None:
     """Writes the files of an audit."""
-    from raydpfl.audit.figure import draw
-
     config = plan.experiment.to_yaml().encode()
     replace_file(folder / "config.yaml", lambda file: file.write(config))
-    with writing(folder / "audit.png"):
-        draw(done.views, folder / "audit.png")
     write_table(folder / "scores.parquet", done.scores())
     write_json(folder / "audit.json", done.to_dict())
 

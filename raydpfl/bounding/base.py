@@ -120,6 +120,14 @@ class Bounding(Member):
         return False
 
     @property
+    def sends_updates(self) -> bool:
+        """Whether `send` gives the update itself: no model, gradient or difference to what is
+        remembered. False of a class that was not imported, of which nobody knows.
+        """
+        plain = type(self).send is Bounding.send and self.scaling == "update"
+        return plain and not self.unread()
+
+    @property
     def far(self) -> float:
         """How much larger than the bound a norm must be for what is sent to be about as long as the
         bound.

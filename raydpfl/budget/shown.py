@@ -35,7 +35,7 @@ def of_budget(budget: Budget) -> RenderableType:
     if budget.unknown != "epsilon":
         parts += [_held(budget), ""]
     for answer in budget.answers:
-        if answer.guarantee.kind == "paper":
+        if answer.guarantee.formula:
             style = "red" if answer.overclaims else ""
             parts.append(Text(_worth(budget, answer), style=style))
     parts += [Text(f"- {note}") for note in [*_reasons(budget), *budget.notes]]
@@ -108,7 +108,7 @@ def _reasons(budget: Budget) -> list[str]:
     """What is known of cohorts, and why accountants have no number."""
     known = [each.sampling.participations for each in budget.guarantees]
     notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
-    rigorous = [answer.guarantee for answer in budget.answers if answer.guarantee.kind != "paper"]
+    rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
     failed = [
         f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed
     ]
@@ -124,7 +124,7 @@ def of_personal(budget: PersonalBudget) -> RenderableType:
         broken = f"{budget.broken[0].upper()}{budget.broken[1:]}."
         parts += [Text(broken, style="red"), ""]
     for guarantee in budget.guarantees:
-        if guarantee.kind == "paper" and guarantee.conditions_failed:
+        if guarantee.formula and guarantee.conditions_failed:
             failed = "; ".join(guarantee.conditions_failed)
             of = "conditions that fail for the client it finds worst"
             parts.append(Text(f"- {guarantee.accountant}: {of}: {failed}"))

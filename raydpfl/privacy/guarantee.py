@@ -262,6 +262,11 @@ class Guarantee:
     exclusions: tuple[str, ...] = ()
     conditions_failed: tuple[str, ...] = ()
 
+    @property
+    def formula(self) -> bool:
+        """Whether it is what a paper's formula gives, be it true or not."""
+        return self.kind == "paper"
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Guarantee:
         """The guarantee that `to_dict` wrote, with its sampling in words only."""
@@ -359,7 +364,7 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
         alike = [
             other.accountant
             for other in guarantees
-            if other.kind != "paper" and other.meaning == one.meaning
+            if not other.formula and other.meaning == one.meaning
         ]
         text = one.sentence()
         if len(alike) > 1 and one in least:

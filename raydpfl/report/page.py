@@ -116,13 +116,17 @@ def _side_by_side(figures: Sequence[str]) -> list[str]:
 def _figure(figure: Drawn) -> str:
     drawing = figure.drawing
     wide = " wide" if len(figure.inline) > 1 else ""
-    panels = "\n".join(f'<div class="panel">{svg}</div>' for svg in figure.inline)
+    across = f' style="--across: {drawing.across}"' if drawing.across else ""
+    panels = "\n".join(
+        f'<div class="panel{"" if svg else " none"}">{svg}</div>' for svg in figure.inline
+    )
     keys = "".join(f"<li>{_swatch(key)}{_text(key.label)}</li>" for key in drawing.keys)
     legend = f'<ul class="keys">{keys}</ul>' if keys else ""
     links = _links(f"figures/{drawing.name}", ("png", "pdf", "svg"))
     caption = f"<strong>{_text(drawing.title)}.</strong> {_text(drawing.caption)} {links}"
     return (
-        f'<figure id="{drawing.name}" class="figure{wide}">\n<div class="panels">\n{panels}\n'
+        f'<figure id="figure-{drawing.name}" class="figure{wide}">\n'
+        f'<div class="panels{" grid" if across else ""}"{across}>\n{panels}\n'
         f"</div>\n{legend}\n<figcaption>{caption}</figcaption>\n</figure>"
     )
 
@@ -138,7 +142,7 @@ def _table(table: Table) -> str:
     if len(table.rows) > table.most:
         caption += f" The first {table.most} of {len(table.rows):,} rows; the files have all."
     return (
-        f'<figure id="{table.name}" class="table">\n<figcaption>{caption}</figcaption>\n'
+        f'<figure id="table-{table.name}" class="table">\n<figcaption>{caption}</figcaption>\n'
         f"{html_of(table)}\n</figure>"
     )
 
@@ -242,6 +246,11 @@ figure.wide, figure.table { margin: 1.2rem 0; }
 .panels { display: grid; gap: .6rem 1.2rem; }
 .wide .panels { grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }
 .wide .panel { max-width: 38rem; }
+.panel.none { display: none; }
+@media (min-width: 60rem) {
+  .wide .panels.grid { grid-template-columns: repeat(var(--across), minmax(0, 1fr)); }
+  .grid .panel.none { display: block; }
+}
 .panel svg { display: block; width: 100%; height: auto; }
 .keys { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: .3rem 0;
   padding: 0; font-size: .88rem; }

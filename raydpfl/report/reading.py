@@ -24,9 +24,11 @@ from raydpfl.errors import ConfigError
 from raydpfl.files import read_json
 from raydpfl.privacy import RIGOROUS, Guarantee, column
 from raydpfl.report.words import axis as axis_words
+from raydpfl.report.words import quantity
 from raydpfl.tables import read_log
 
 Columns = Mapping[str, np.ndarray]
+ACROSS = 4  # panels beside one another, at most
 
 
 def read_columns(path: Path, flaws: list[str]) -> dict[str, np.ndarray]:
@@ -183,18 +185,19 @@ class Run:
 
     def number(self, name: str) -> float | None:
         """A number of the summary, by its name (of one within a mapping, with a dot); `best_` and
-        a column: the best of all rounds.
+        a column of which more is better, or less: the best of all rounds.
         """
         found: Any = self.summary
         for part in name.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         if isinstance(found, (int, float)) and not isinstance(found, bool):
             return float(found)
-        values = self.series(name.removeprefix("best_")) if name.startswith("best_") else None
-        if values is None or not some(values):
+        column = name.removeprefix("best_")
+        better = quantity(column).better
+        values = self.series(column) if name != column else None
+        if not better or values is None or not some(values):
             return None
-        least = name.endswith("loss")
-        return float(np.nanmin(values) if least else np.nanmax(values))
+        return float(np.nanmax(values) if better > 0 else np.nanmin(values))
 
     @cached_property
     def path(self) -> np.ndarray | None:
@@ -219,6 +222,11 @@ class Run:
     def per_sample(self) -> bool:
         """Whether the bound is that of a sample's gradient, not of a client's update."""
         return self.experiment is not None and self.experiment.bounding.sample_bound is not None
+
+    @property
+    def sends_updates(self) -> bool:
+        """Whether what clients would send unbounded are their updates, of which the mean is one."""
+        return self.experiment is not None and self.experiment.bounding.sends_updates
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,10 +261,11 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """What is drawn on one pair of axes."""
+    """What is drawn on one pair of axes. `place`: its row and column, where it has one."""
 
     title: str
     groups: Sequence[Group]
+    place: tuple[int, int] | None = None
 
 
 def labels_of(cases: Sequence[Case], axis: str) -> list[str]:
@@ -270,19 +279,59 @@ def varying(cases: Sequence[Case]) -> list[str]:
     return [axis for axis in axes if len(labels_of(cases, axis)) > 1]
 
 
-def facets(cases: Sequence[Case], apart: Sequence[str]) -> list[tuple[str, list[Case]]]:
-    """The cases by the labels of all axes that vary, those of `apart` left out: what the labels
-    are, in words, and the cases that have them.
+@dataclass(frozen=True)
+class Facet:
+    """Cases with the same labels: these in words, empty for none, and their place in a grid."""
+
+    title: str
+    cases: Sequence[Case]
+    place: tuple[int, int] | None = None
+
+
+def facets(cases: Sequence[Case], apart: Sequence[str], named: Sequence[str] = ()) -> list[Facet]:
+    """The cases by the labels of all axes that vary.
+
+    Args:
+        cases: All of them.
+        apart: Axes that are left out.
+        named: Axes that make a grid, where two of them vary: the last one goes across.
     """
     axes = [axis for axis in varying(cases) if axis not in apart]
     found: dict[tuple[str, ...], list[Case]] = {}
     for case in cases:
         found.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
-    named = {
-        key: ", ".join(_named(axis, label) for axis, label in zip(axes, key, strict=True) if label)
-        for key in found
-    }
-    return [(named[key], inside) for key, inside in found.items()]
+    places = _grid([*found], axes, [axis for axis in named if axis in axes])
+    return [
+        Facet(_title(axes, labels), inside, places.get(labels)) for labels, inside in found.items()
+    ]
+
+
+def _title(axes: Sequence[str], labels: Sequence[str]) -> str:
+    pairs = zip(axes, labels, strict=True)
+    return ", ".join(_named(axis, label) for axis, label in pairs if label)
+
+
+def _grid(
+    found: Sequence[tuple[str, ...]], axes: Sequence[str], named: Sequence[str]
+) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Row and column of each combination of labels; none where fewer than two axes are named, or
+    the last of them has too many labels.
+    """
+    if len(named) < 2:
+        return {}
+    across = axes.index(named[-1])
+    columns = list(dict.fromkeys(labels[across] for labels in found))
+    if len(columns) > ACROSS:
+        return {}
+    order = [axes.index(axis) for axis in named[:-1]]
+    order += [place for place in range(len(axes)) if place not in (across, *order)]
+    sequence = [list(dict.fromkeys(labels[place] for labels in found)) for place in order]
+    keys = {labels: tuple(labels[place] for place in order) for labels in found}
+    rows = sorted(
+        {*keys.values()},
+        key=lambda key: [known.index(name) for known, name in zip(sequence, key, strict=True)],
+    )
+    return {labels: (rows.index(keys[labels]), columns.index(labels[across])) for labels in found}
 
 
 def _named(axis: str, label: str) -> str:
@@ -294,23 +343,20 @@ def _named(axis: str, label: str) -> str:
     return f"{axis_words(axis)} {label}"
 
 
-def arrange(cases: Sequence[Case], colour: str) -> list[Panel]:
+def arrange(cases: Sequence[Case], colour: str, facet: Sequence[str] = ()) -> list[Panel]:
     """A panel for the labels of every axis that varies but `colour`, whose labels are its groups.
 
-    Runs are never averaged over anything but their seeds.
+    Runs are never averaged over anything but their seeds. `facet`: the axes of a grid, see
+    `facets`.
     """
     places = {label: place for place, label in enumerate(labels_of(cases, colour))}
     found = []
-    for title, inside in facets(cases, (colour,)):
-        groups: dict[str, list[Run]] = {}
-        for case in inside:
-            groups.setdefault(case.labels.get(colour, ""), []).append(case.run)
-        found.append(
-            Panel(
-                title,
-                [Group(name, places.get(name, 0), runs) for name, runs in groups.items()],
-            )
-        )
+    for each in facets(cases, (colour,), facet):
+        runs: dict[str, list[Run]] = {}
+        for case in each.cases:
+            runs.setdefault(case.labels.get(colour, ""), []).append(case.run)
+        groups = [Group(name, places.get(name, 0), inside) for name, inside in runs.items()]
+        found.append(Panel(each.title, groups, each.place))
     return found
 
 

@@ -1,4 +1,6 @@
-"""What was tried: a metric over each value that was searched."""
+"""What was tried: a metric over each value that was searched, in a sweep (`drawings`) or by the
+arms of a study (`tuned`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import numpy as np
 from raydpfl.report.figures import Drawing, Missing, Piece
 from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.points import numeric, positions
-from raydpfl.report.style import INK, Key, Look, Part, look, scale
+from raydpfl.report.reading import Facet
+from raydpfl.report.style import INK, Key, Look, Part, dots, look, scale
 from raydpfl.report.words import Quantity, quantity
 
 if TYPE_CHECKING:
@@ -71,15 +74,96 @@ def _drawing(
         caption += " Lines go through the means over the seeds, other values being equal."
     else:
         caption += f" Other values vary among the points: {', '.join(others)}."
-    named = key.rpartition(".")[2]
     part = Part("", lambda axes: _draw(axes, tried, key, [*lines] if lined else None, metric))
     return Drawing(
         name_of("searched", key),
         f"{quantity(metric).words.capitalize()} over {key}",
         f"{caption} The best mean is marked. From {source}.",
         [part],
-        legend if len(legend) > 1 or named else [],
+        legend,
     )
+
+
+def tuned(
+    cells: Sequence[tuple[Facet, str, Sequence[Tried]]], metric: str, sign: int
+) -> list[Piece]:
+    """A figure of the metric over each value that any cell of a study chose among: a panel for each
+    facet, a line for each arm.
+
+    Args:
+        cells: of each its facet, its arm, and what was tried in it.
+        metric: the name of what they are judged by.
+        sign: that which makes more of it better.
+    """
+    arms = list(dict.fromkeys(arm for _, arm, _ in cells))
+    found: list[Piece] = []
+    for key in dict.fromkeys(key for _, _, tried in cells for one in tried for key in one.values):
+        inside = [
+            (facet, arm, [one for one in tried if one.scores and key in one.values])
+            for facet, arm, tried in cells
+        ]
+        known = [each for each in inside if _several(each[2], key)]
+        if known:
+            found.append(_tuned(known, key, arms, metric, sign))
+    return found
+
+
+def _several(tried: Sequence[Tried], key: str) -> bool:
+    return len({one.values[key] for one in tried}) > 1
+
+
+def _tuned(
+    cells: Sequence[tuple[Facet, str, Sequence[Tried]]],
+    key: str,
+    arms: list[str],
+    metric: str,
+    sign: int,
+) -> Drawing:
+    every = [one for _, _, tried in cells for one in tried]
+    facets = {facet.title: facet for facet, _, _ in cells}
+    parts = []
+    for title, facet in facets.items():
+        lines = [(arms.index(arm), tried) for one, arm, tried in cells if one.title == title]
+        parts.append(Part(title, _tuned_drawer(lines, every, key, metric, sign), facet.place))
+    words = quantity(metric).words
+    caption = "A point is one run with rows held out. Lines go through the best at each value, "
+    caption += "whatever the other values are; the chosen ones are marked. From tuning.parquet."
+    drawn = [place for place, arm in enumerate(arms) if arm in {arm for _, arm, _ in cells}]
+    legend = [Key(arms[place], look(place)) for place in drawn]
+    legend.append(Key("chosen", BEST, "point"))
+    name = name_of("tuned", key)
+    return Drawing(name, f"{words.capitalize()} over {key}", caption, parts, legend)
+
+
+def _tuned_drawer(
+    lines: Sequence[tuple[int, Sequence[Tried]]],
+    every: Sequence[Tried],
+    key: str,
+    metric: str,
+    sign: int,
+) -> Any:
+    labels = sorted(dict.fromkeys(one.values[key] for one in every), key=_order)
+    across = dict(zip(labels, positions(labels), strict=True))
+
+    def draw(axes: Axes) -> None:
+        for place, tried in lines:
+            drawn = look(place)
+            dots(axes, [(across[one.values[key]], one.mean) for one in tried], drawn, 0.5)
+            best: dict[float, float] = {}
+            for one in tried:
+                x = across[one.values[key]]
+                best[x] = sign * max(sign * best.get(x, one.mean), sign * one.mean)
+            axes.plot(*zip(*sorted(best.items()), strict=True), color=drawn.colour, ls=drawn.dash)
+            for one in tried:
+                if one.best:
+                    dots(axes, [(across[one.values[key]], one.mean)], _chosen(drawn), 1.0, 12)
+        _axes(axes, key, labels, [one.mean for one in every], metric)
+
+    return draw
+
+
+def _chosen(drawn: Look) -> Look:
+    return Look(drawn.colour, "none", BEST.marker)
 
 
 def _others(each: Tried, keys: Sequence[str]) -> str:
@@ -99,14 +183,7 @@ def _draw(
     for name, inside in by_line.items():
         drawn = look(lines.index(name) if lines else 0)
         points = [(across[each.values[key]], score) for each in inside for score in each.scores]
-        axes.plot(
-            *zip(*points, strict=True),
-            linestyle="none",
-            marker=drawn.marker,
-            color=drawn.colour,
-            alpha=0.7,
-            markeredgewidth=0,
-        )
+        dots(axes, points, drawn)
         if lines or not kept:
             means = sorted((across[each.values[key]], each.mean) for each in inside)
             axes.plot(*zip(*means, strict=True), color=drawn.colour, linestyle=drawn.dash)

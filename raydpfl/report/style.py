@@ -8,6 +8,7 @@ reads in light, in the dark and on paper. Colours are told apart by the colour-b
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import textwrap
@@ -97,10 +98,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Part:
-    """One pair of axes: its title, empty for none, and what draws it."""
+    """One pair of axes: its title, empty for none, what draws it, and its row and column where all
+    parts stand in a grid.
+    """
 
     title: str
     draw: Callable[[Axes], None]
+    place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,30 @@ class Drawing:
     keys: Sequence[Key] = ()
     height: float = HEIGHT
 
+    @property
+    def grid(self) -> list[list[Part | None]]:
+        """The parts by row and column, None for a place without one; rows of up to three where the
+        parts have no places.
+        """
+        places = {part.place: part for part in self.parts}
+        if None in places or len(places) < len(self.parts):
+            across = min(len(self.parts), 3)
+            every: list[Part | None] = [*self.parts, *[None] * (-len(self.parts) % across)]
+            return [every[at : at + across] for at in range(0, len(every), across)]
+        rows, columns = (range(1 + max(found)) for found in zip(*filter(None, places), strict=True))
+        return [[places.get((row, column)) for column in columns] for row in rows]
+
+    @property
+    def across(self) -> int:
+        """How many parts stand beside one another; 0: as many as there is room for."""
+        return len(self.grid[0]) if all(part.place for part in self.parts) else 0
+
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure. `files`: by suffix; `inline`: an SVG for each of its parts, to stand in a page."""
+    """A figure. `files`: by suffix; `inline`: an SVG for each of its parts, to stand in a page,
+    empty for a place of its grid without one.
+    """
 
     drawing: Drawing
     files: dict[str, bytes] = field(default_factory=dict)
@@ -135,9 +159,14 @@ def render(drawing: Drawing) -> Drawn:
         files = {"svg": _alone(text).encode(), "pdf": _pdf(whole), "png": _png(whole)}
         parts = [text]
         if len(drawing.parts) > 1 or drawing.keys:
-            parts = [_svg(_laid_out(_single(part, drawing.height))) for part in drawing.parts]
+            shown: list[Part | None] = [*drawing.parts]
+            if drawing.across:
+                shown = [part for row in drawing.grid for part in row]
+            parts = [
+                _svg(_laid_out(_single(part, drawing.height))) if part else "" for part in shown
+            ]
         inline = [
-            _inline(each, f"{drawing.name}-{place}-", drawing.title)
+            _inline(each, f"{drawing.name}-{place}-", drawing.title) if each else ""
             for place, each in enumerate(parts)
         ]
     return Drawn(drawing, files, inline)
@@ -145,18 +174,20 @@ def render(drawing: Drawing) -> Drawn:
 
 def _figure(drawing: Drawing) -> Figure:
     """All parts in a grid, the legend below them."""
-    across = min(len(drawing.parts), 3)
-    down = math.ceil(len(drawing.parts) / across)
+    parts = drawing.grid
+    across = len(parts[0])
+    down = len(parts)
     longest = max((len(key.label) for key in drawing.keys), default=0)
     beside = max(1, int(WIDTH * across / (0.55 + 0.085 * longest)))
     lines = math.ceil(len(drawing.keys) / beside)
     figure = _empty(WIDTH * across, drawing.height * down + 0.2 * lines)
-    grid = figure.subplots(down, across, squeeze=False).ravel()
-    for part, axes in zip(drawing.parts, grid, strict=False):
+    grid = figure.subplots(down, across, squeeze=False)
+    for part, axes in zip(itertools.chain(*parts), grid.ravel(), strict=True):
+        if part is None:
+            axes.set_axis_off()
+            continue
         axes.set_title(textwrap.fill(part.title, CHARACTERS))
         part.draw(axes)
-    for axes in grid[len(drawing.parts) :]:
-        axes.set_axis_off()
     if drawing.keys:
         figure.legend(
             handles=[_handle(key) for key in drawing.keys],
@@ -287,6 +318,21 @@ def _inline(text: str, prefix: str, title: str) -> str:
 # --- axes ---
 
 
+def dots(axes: Axes, points: Any, drawn: Look, alpha: float = 0.7, size: float = 4.5) -> None:
+    """Points without a line between them.
+
+    Args:
+        axes: where they are drawn.
+        points: float array [n, 2], or as many pairs.
+        drawn: their colour and marker.
+        alpha: how opaque they are.
+        size: of a marker, in points.
+    """
+    x, y = np.asarray(points, np.float64).reshape(-1, 2).T
+    given: Any = {"marker": drawn.marker, "markersize": size, "markeredgewidth": 0}
+    axes.plot(x, y, linestyle="none", color=drawn.colour, alpha=alpha, **given)
+
+
 def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | None = None) -> None:
     """Sets up one axis for these values: logarithmic where they span decades (or as `log` says),
     as far as they reach, with plain numbers, and its label with the unit.
@@ -315,17 +361,24 @@ def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | N
     show = _percent if measured.percent else _plain
     axis.set_major_formatter(FuncFormatter(show))
     if len(finite):
-        getattr(axes, f"set_{which}lim")(*_reach(finite, logarithmic))
+        getattr(axes, f"set_{which}lim")(*reach(finite, logarithmic, measured.percent))
 
 
-def _reach(values: np.ndarray, logarithmic: bool) -> tuple[float, float]:
-    """From where to where an axis goes: as far as its values, and a little further."""
+def reach(values: np.ndarray, logarithmic: bool, percent: bool = False) -> tuple[float, float]:
+    """From where to where an axis goes: as far as its values, and a little further.
+
+    >>> reach(np.array([0.0, 1.0]), False), reach(np.array([3.0]), False)
+    ((-0.05, 1.05), (2.0, 4.0))
+    >>> reach(np.array([1.0]), False, percent=True), reach(np.array([0.0]), False, percent=True)
+    ((0.95, 1.05), (-0.05, 0.05))
+    """
     low = float(values.min())
     high = float(values.max())
     if logarithmic:
         further = max((high / low) ** MARGIN, 1.02)
         return low / further, high * further
-    further = MARGIN * (high - low) or (0.05 * abs(high) if high % 1 else 1.0)
+    alone = 0.05 if percent else 1.0  # beyond a single value
+    further = MARGIN * (high - low) or (0.05 * abs(high) if high % 1 else alone)
     return low - further, high + further
 
 

@@ -38,7 +38,6 @@ _KNOWN = (
     Quantity("round", "round"),
     Quantity("seconds", "time of training", "s"),
     Quantity("test_accuracy", "test accuracy", percent=True, better=1),
-    Quantity("best_test_accuracy", "best test accuracy", percent=True, better=1),
     Quantity("test_accuracy_weighted", "test accuracy by size", percent=True, better=1),
     Quantity("validation_accuracy", "validation accuracy", percent=True, better=1),
     Quantity("test_loss", "test loss", wide=True, better=-1),
@@ -71,6 +70,9 @@ def quantity(name: str) -> Quantity:
     """
     if name in _BY_NAME:
         return _BY_NAME[name]
+    if name.startswith("best_"):
+        inner = quantity(name.removeprefix("best_"))
+        return replace(inner, name=name, words=f"best {inner.words}")
     whole, dot, part = name.partition(".")
     if dot:
         outer = quantity(whole)

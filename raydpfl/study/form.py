@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,7 +81,7 @@ class Study:
     arms: Mapping[str, Arm]
     accounting: Mapping[str, Mapping[str, Any] | None]  # by label: what it means, if for all arms
     scales: Mapping[str, Scale]
-    show: tuple[Mapping[str, Any], ...]
+    show: Sequence[Mapping[str, Any]]
     scale: str
     place: Path | None = None
     imports: tuple[str, ...] | None = None
@@ -120,7 +120,7 @@ class Study:
             arms=_arms(values.get("arms")),
             accounting=_accounting(about.accounting),
             scales=scales,
-            show=tuple(check_outputs(values.get("show") or [], [plain(axis) for axis in panels])),
+            show=values.get("show") or (),
             scale=scale,
             place=place,
             imports=imports,
@@ -290,6 +290,7 @@ class Study:
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
         self._check_labels()
+        check_outputs(self.show, self._known())
         for cell in self.cells:
             self.chooser(cell)
         if not self.cells:
@@ -308,11 +309,14 @@ class Study:
         self.published()
         self._check_sources()
 
+    def _known(self) -> dict[str, list[str]]:
+        """The labels of every axis, whatever the scale."""
+        panels = {plain(axis): [*labels] for axis, labels in self.panels.items()}
+        return panels | {"arm": [*self.arms], "accounting": [*self.accounting]}
+
     def _check_labels(self) -> None:
         """Raises `ConfigError` for labels in an `only` that the axis does not have."""
-        known = {axis: [*labels] for axis, labels in self.panels.items()}
-        known = {plain(axis): labels for axis, labels in known.items()}
-        known |= {"arm": [*self.arms], "accounting": [*self.accounting]}
+        known = self._known()
         onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
         onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
         onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))

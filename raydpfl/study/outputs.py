@@ -3,7 +3,7 @@
 An output is written `{KIND: OF, option: value, ...}`. The kinds are the files of
 `raydpfl.report.figures`, which say what each takes: `curves` (a number of every round), `points`
 (of the last round, over an axis), `table`, `values`, `cloud`, `trajectory`, `selection`, `norms`
-and others. All take `colour`, `facet`, `only: {axis: [labels]}`, `title` and `note`.
+and others. All take `only: {axis: [labels]}`, `title` and `note`, and figures `colour` and `facet`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from raydpfl.report.figures import parse
 from raydpfl.study import shipped
 
 
-def check_outputs(given: Any, axes: Sequence[str]) -> list[dict[str, Any]]:
-    """The outputs, as they were given.
+def check_outputs(given: Any, axes: Mapping[str, Sequence[str]]) -> None:
+    """Raises `ConfigError` for what cannot be shown.
 
     Args:
         given: The section `show`.
-        axes: Those of the panels, which outputs may name beside `arm` and `accounting`.
+        axes: All that outputs may name, each with its labels.
 
     Raises:
-        ConfigError: For one that is of no kind, or has an option or names an axis that is none.
+        ConfigError: For one that is of no kind, or has an option or names an axis or a label that
+            is none.
     """
-    if not isinstance(given, list):
+    if not isinstance(given, (list, tuple)):
         raise ConfigError("show", given, "a list of outputs")
     for place, each in enumerate(given):
-        parse(each, f"show.{place}", [*axes, "arm", "accounting"])
-    return [dict(each) for each in given]
+        parse(each, f"show.{place}", axes)
 
 
 def published(show: Iterable[Mapping[str, Any]], place: Path | None) -> dict[str, Path]:

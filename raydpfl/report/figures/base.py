@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from raydpfl.member import Member
-from raydpfl.report.reading import Case, Group, Panel, Run, arrange
+from raydpfl.report.reading import ACROSS, Case, Group, Panel, Run, arrange
 from raydpfl.report.style import Drawing, Key, Part, look
 from raydpfl.report.tables import Table
 from raydpfl.report.words import listed
@@ -78,6 +78,13 @@ def _texts(labels: Any) -> tuple[str, ...]:
     return tuple(each if isinstance(each, str) else json.dumps(each) for each in several)
 
 
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]  # one name, or a list of them
+
+
 def name_of(*words: str) -> str:
     """A name for files.
 
@@ -90,27 +97,17 @@ def name_of(*words: str) -> str:
 class Shown(Member):
     """Base of the family: an item of a report, with its fields as a study's `show` has them.
 
-    An item of a study is written `{KIND: OF, field: value, ...}`; `of` is what stands behind the
-    kind. `colour` is the axis that tells lines apart (arms, or the runs that are compared), and
-    `facet` the axes that make panels; any other axis that varies makes panels too, so that nothing
-    but seeds is ever averaged. `only` keeps the cases with these labels, by axis. `title` replaces
-    the item's own, `note` is put behind its caption.
+    An item of a study is written `{KIND: OF, field: value, ...}`; what stands behind the kind is
+    its field `of`, `{KIND: {}, ...}` if it has none. `only` keeps the cases with these labels, by
+    axis. `title` replaces the item's own, `note` is put behind its caption.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = ()
-    axes_named: ClassVar[tuple[str, ...]] = ("colour", "facet")  # the fields that name axes
+    axes_named: ClassVar[tuple[str, ...]] = ()  # the fields that name axes
 
-    of: Any = None
-    colour: str = "arm"
-    facet: tuple[str, ...] = ()
     only: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     title: str = ""
     note: str = ""
-
-    @field_validator("facet", mode="before")
-    @classmethod
-    def _several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("only", mode="before")
     @classmethod
@@ -125,6 +122,15 @@ class Shown(Member):
             value = getattr(self, name)
             yield from (value,) if isinstance(value, str) else value
         yield from self.only
+
+    def labels(self) -> Iterable[tuple[str, str]]:
+        """The labels that the item names, each with its axis."""
+        for axis, labels in self.only.items():
+            yield from ((axis, label) for label in labels)
+
+    def numbers(self) -> Sequence[str]:
+        """The numbers of a run that it shows, by name."""
+        return ()
 
     def shown(self, cases: Sequence[Case]) -> Sequence[Piece]:
         """The item, of those of these runs that it shows."""
@@ -148,7 +154,22 @@ class Shown(Member):
         raise NotImplementedError
 
 
-class Figure(Shown):
+class Panelled(Shown):
+    """Base of items with panels.
+
+    `colour` is the axis that tells lines apart (arms, or the runs that are compared), and `facet`
+    the axes that make panels; any other axis that varies makes panels too, so that nothing but
+    seeds is ever averaged. Where there are several, the last that `facet` names goes across, and
+    the others go down.
+    """
+
+    axes_named: ClassVar[tuple[str, ...]] = ("colour", "facet")
+
+    colour: str = "arm"
+    facet: Names = ()
+
+
+class Figure(Panelled):
     """Base of figures with a panel for each label of the facets, and in it a group for each colour
     (a line, say).
     """
@@ -169,7 +190,7 @@ class Figure(Shown):
 
     def panels(self, cases: Sequence[Case]) -> list[Panel]:
         """The panels of these runs."""
-        return arrange(cases, self.colour)
+        return arrange(cases, self.colour, self.facet)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """What all panels have in common, computed once; None: there is nothing to draw."""
@@ -197,8 +218,8 @@ class Figure(Shown):
         panels = self.panels(kept)
         common = self.prepare(panels)
         if common is None:
-            return [Missing(title, "there is nothing to draw: no two points of it are known")]
-        parts = [Part(panel.title, self._drawer(panel, common)) for panel in panels]
+            return [Missing(title, "there is nothing to draw: no points of it are known")]
+        parts = [Part(panel.title, self._drawer(panel, common), panel.place) for panel in panels]
         caption = self.caption(panels, common) + _without(cases, kept, self.colour)
         return [Drawing(self.slug(), title, caption, parts, self.keys(panels, common))]
 
@@ -207,20 +228,23 @@ class Figure(Shown):
 
 
 class Apart(Figure):
-    """Base of figures with a panel for each group too."""
+    """Base of figures with a panel for each group too, across where there are several of both."""
 
     def panels(self, cases: Sequence[Case]) -> list[Panel]:
-        return [apart for panel in super().panels(cases) for apart in _apart(panel)]
+        panels = super().panels(cases)
+        several = len(panels) > 1 and max(len(panel.groups) for panel in panels) > 1
+        return [apart for row, panel in enumerate(panels) for apart in _apart(panel, row, several)]
 
 
-def _apart(panel: Panel) -> list[Panel]:
+def _apart(panel: Panel, row: int, several: bool) -> list[Panel]:
     """A panel for each group, named by it where there are several."""
     if len(panel.groups) == 1 and not panel.title:
         return [panel]
     found = []
     for group in panel.groups:
-        parts = [panel.title, group.label]
-        found.append(Panel(": ".join(part for part in parts if part), [group]))
+        title = ": ".join(part for part in (panel.title, group.label) if part)
+        place = (row, group.place) if several and group.place < ACROSS else None
+        found.append(Panel(title, [group], place))
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from raydpfl.report.figures.base import Apart, Need, Placed
 from raydpfl.report.reading import Panel, Run
-from raydpfl.report.style import INK, REFERENCE, Key, Look, look, scale, thin
+from raydpfl.report.style import INK, REFERENCE, Key, Look, dots, look, scale, thin
 from raydpfl.report.words import quantity
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Cloud(Apart):
     middle and last rounds; and the dot of the mean update in each part.
 
     Points are left out evenly where there are many. The mean update's dot is at the median of
-    `update_angle` and `update_norm` over the rounds of a part.
+    `update_angle` and `update_norm` over the rounds of a part; there is none where clients send
+    something else than updates, whose norms are not of its kind.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Bounding and noise", {}, 4),)
@@ -65,16 +66,7 @@ class Cloud(Apart):
         run = panel.groups[0].runs[0]
         parts = common[run]
         for place, part in enumerate(parts):
-            drawn = look(place)
-            axes.plot(
-                *part.points.T,
-                linestyle="none",
-                marker=drawn.marker,
-                markersize=3,
-                color=drawn.colour,
-                alpha=0.45,
-                markeredgewidth=0,
-            )
+            dots(axes, part.points, look(place), alpha=0.45, size=3)
         for place, part in enumerate(parts):
             if part.dot is not None:
                 star: Any = {"marker": "*", "markeredgewidth": 0}
@@ -102,15 +94,18 @@ class Cloud(Apart):
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         every = [part for parts in common.values() for part in parts]
-        text = "A point is the update of one client in one round, before bounding."
+        text = "A point is what one client would send in one round without a bound."
         drawn = sum(len(part.points) for part in every)
         total = sum(part.total for part in every)
         if drawn < total:
             text += f" {drawn:,} of {total:,} points, evenly chosen."
-        if all(part.dot is None for part in every):
-            text += " The mean update has no dot: rounds.parquet has no column update_angle."
-        else:
+        if any(part.dot is not None for part in every):
             text += " The mean update has its noise in it."
+        elif all(run.sends_updates for run in common):
+            text += " The mean update has no dot: rounds.parquet has no column update_angle."
+        if not all(run.sends_updates for run in common):
+            text += " Where clients send no updates but models, gradients or differences to what"
+            text += " they remember, norms are of these, and the mean update has no dot."
         if any(len(panel.groups[0].runs) > 1 for panel in panels):
             text += " Of several seeds, the first."
         return f"{text} From clients.parquet and rounds.parquet."
@@ -136,6 +131,8 @@ def parts_of(run: Run, x: str, y: str, most: int) -> list[Part]:
 
 
 def _dot(run: Run, first: float, last: float, x: str, y: str) -> tuple[float, float] | None:
+    if not run.sends_updates:
+        return None
     rounds = run.table("rounds")
     across = rounds.get(f"update_{x}")
     up = rounds.get(f"update_{y}")

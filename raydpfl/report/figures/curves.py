@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import field_validator
 
+from raydpfl.privacy import Guarantee
 from raydpfl.report.figures.base import (
     Figure,
+    Names,
     Need,
     Placed,
     group_keys,
@@ -46,6 +47,12 @@ ABOUT = {
     "bias_across": "Across clients: the mean of |alpha~ - its mean|, from their differences (000 "
     "Theorem 3.1).",
 }
+# What `bias_across` is where the expected update was not estimated.
+ALONE = (
+    "Across clients: the mean of |alpha - its mean|. Without repeats alpha stands for alpha~, so "
+    "that the randomness of local steps is in it too, unless they take full gradients (000 Theorem "
+    "3.1)."
+)
 CLIPPED = "The share of the cohort whose updates bounding shortened."
 CLIPPED_SAMPLES = "The share of gradients longer than the bound, averaged over the cohort."
 X_WORDS = {"round": "round", "seconds": "second", "epsilon": "epsilon"}
@@ -88,15 +95,13 @@ class Curves(Figure):
     )
 
     kind: str = "curves"
-    of: tuple[str, ...] = ("test_accuracy",)
+    of: Names = ("test_accuracy",)
     x: str = "round"
     main: str = ""
     log: bool | None = None
 
-    @field_validator("of", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+    def numbers(self) -> Sequence[str]:
+        return self.of
 
     def needs(self) -> Sequence[Need]:
         first = self.main or self.of[-1]
@@ -244,6 +249,8 @@ def _about(name: str, panels: Sequence[Panel]) -> str:
         updates = not all(run.per_sample for run in runs)
         parts = [CLIPPED if updates else "", CLIPPED_SAMPLES if samples else ""]
         return " With per-sample clipping: ".join(part for part in parts if part)
+    if name == "bias_across" and not any(run.has("rounds", ("bias_within",)) for run in runs):
+        return ALONE
     return ABOUT.get(name, "")
 
 
@@ -269,11 +276,24 @@ def _of_column(name: str, run: Run) -> str:
 
 
 def _whose(panels: Sequence[Panel]) -> str:
-    """Whose epsilon it is, against whom."""
+    """Whose epsilon it is, against whom; of several groups each its own, where they differ."""
+    told: dict[str, dict[str, None]] = {}
     for panel in panels:
         for group in panel.groups:
-            for one in [*group.runs[0].holds, *group.runs[0].guarantees]:
-                what = f"Epsilon is that of one {one.unit} against whoever sees {one.observer}"
-                sampling = str(one.sampling).split(";")[0]
-                return f"{what} ({sampling}), at delta {one.delta:g}."
-    return "Epsilon is that of the ledger, by accountant."
+            for run in group.runs[:1]:
+                stated = [*run.holds, *run.guarantees][:1]
+                told.setdefault("".join(map(_of_one, stated)), {})[group.label] = None
+    told.pop("", None)
+    if not told:
+        return "Epsilon is that of the ledger, by accountant."
+    if len(told) == 1:
+        return f"Epsilon is that of {next(iter(told))}."
+    each = (f"of {listed([*labels])} that of {words}" for words, labels in told.items())
+    return f"Epsilon is {'; '.join(each)}."
+
+
+def _of_one(one: Guarantee) -> str:
+    sampling = str(one.sampling).split(";")[0]
+    return (
+        f"one {one.unit} against whoever sees {one.observer} ({sampling}), at delta {one.delta:g}"
+    )

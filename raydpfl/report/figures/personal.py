@@ -10,7 +10,7 @@ import numpy as np
 from raydpfl.privacy import column
 from raydpfl.report.figures.base import Apart, Need, Placed
 from raydpfl.report.reading import Panel, Run
-from raydpfl.report.style import REFERENCE, Key, Look, look, scale, thin
+from raydpfl.report.style import REFERENCE, Key, Look, dots, look, scale, thin
 from raydpfl.report.words import Quantity, accountant, listed
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Personal(Apart):
         names = dict.fromkeys(name for run in runs for name in spent(run))
         found = [run.table("guarantees") for run in runs]
         budgets = np.concatenate([each["epsilon_claimed"] for each in found])
+        if not names or not np.isfinite(budgets).any():
+            return None
         values = np.concatenate([each[name] for each in found for name in names if name in each])
         return {"names": [*names], "budgets": budgets, "values": np.append(values, budgets)}
 
@@ -48,16 +50,8 @@ class Personal(Apart):
         ends = [budgets.min(), budgets.max()]
         axes.plot(ends, ends, color=REFERENCE.colour, linestyle=REFERENCE.dash, linewidth=1)
         for name in spent(run):
-            drawn = _look(common["names"], name)
-            axes.plot(
-                table["epsilon_claimed"][kept],
-                table[name][kept],
-                linestyle="none",
-                marker=drawn.marker,
-                color=drawn.colour,
-                alpha=0.7,
-                markeredgewidth=0,
-            )
+            points = np.stack([table["epsilon_claimed"][kept], table[name][kept]], 1)
+            dots(axes, points, _look(common["names"], name))
         scale(axes, "x", Quantity("budget", "budget, epsilon", wide=True), common["budgets"])
         scale(axes, "y", Quantity("epsilon", "epsilon spent", wide=True), common["values"])
 

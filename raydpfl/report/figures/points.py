@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Missing, Piece, Shown, name_of
+from raydpfl.report.figures.base import Missing, Panelled, Piece, name_of
 from raydpfl.report.reading import Case, facets, labels_of
-from raydpfl.report.style import Drawing, Key, Part, look, scale
+from raydpfl.report.style import Drawing, Key, Part, dots, look, scale
 from raydpfl.report.words import Quantity, axis, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Points(Shown):
+class Points(Panelled):
     """A number of a run (`of`, in the table of results or the summary) over an axis `x`: a point
     for each run, a line through the means over the seeds. Labels stand where they are as numbers,
     or side by side where any of them is none.
@@ -29,6 +29,9 @@ class Points(Shown):
     of: str = "test_accuracy"
     x: str = "data"
     log: bool | None = None  # the axis of the labels; none: logarithmic where they span decades
+
+    def numbers(self) -> Sequence[str]:
+        return (self.of,)
 
     def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
         measured = quantity(self.of)
@@ -43,8 +46,8 @@ class Points(Shown):
         every = [case.number(self.of) for case in known]
         common = (labels, labels_of(known, self.colour), every)
         parts = [
-            Part(name, self._drawer(inside, common))
-            for name, inside in facets(known, (self.x, self.colour))
+            Part(each.title, self._drawer(each.cases, common), each.place)
+            for each in facets(known, (self.x, self.colour), self.facet)
         ]
         keys = [Key(name, look(place)) for place, name in enumerate(common[1])]
         caption = (
@@ -78,15 +81,7 @@ class Points(Shown):
             x, y = np.array(points, np.float64).T
             means = [(each, y[x == each].mean()) for each in np.unique(x)]
             axes.plot(*zip(*means, strict=True), color=drawn.colour, linestyle=drawn.dash)
-            axes.plot(
-                x,
-                y,
-                linestyle="none",
-                marker=drawn.marker,
-                color=drawn.colour,
-                alpha=0.75,
-                markeredgewidth=0,
-            )
+            dots(axes, points, drawn)
         named = axis(self.x)
         if numeric(labels):
             scale(axes, "x", Quantity(self.x, named, wide=True), places, self.log)

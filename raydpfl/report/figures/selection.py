@@ -9,7 +9,7 @@ import numpy as np
 
 from raydpfl.report.figures.base import Figure, Need, Placed, name_of
 from raydpfl.report.reading import Panel, Run
-from raydpfl.report.style import REFERENCE, Key, look, scale, thin
+from raydpfl.report.style import REFERENCE, Key, dots, look, scale, thin
 from raydpfl.report.words import quantity
 
 if TYPE_CHECKING:
@@ -55,16 +55,8 @@ class Selection(Figure):
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for group in panel.groups:
-            drawn = look(group.place)
             found = points(group.runs[0], self.column, self.of)
-            axes.plot(
-                *found[thin(len(found), MOST)].T,
-                linestyle="none",
-                marker=drawn.marker,
-                color=drawn.colour,
-                alpha=0.6,
-                markeredgewidth=0,
-            )
+            dots(axes, found[thin(len(found), MOST)], look(group.place), alpha=0.6)
         if self.x == "size":
             line = self._share(panel.groups[0].runs[0]).T
             axes.plot(*line, color=REFERENCE.colour, linestyle=REFERENCE.dash, linewidth=1)

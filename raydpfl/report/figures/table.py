@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from raydpfl.compare import Spread, over_seeds, paired
-from raydpfl.report.figures.base import Missing, Piece, Shown, name_of
+from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
 from raydpfl.report.published import Found, Printed
 from raydpfl.report.reading import Case, labels_of, varying
 from raydpfl.report.tables import Cell, Table
@@ -38,7 +38,7 @@ class Tabled(Shown):
 
     kind: str = "table"
     of: str = "test_accuracy"
-    rows: tuple[str, ...] = ()
+    rows: Names = ()
     columns: str = "arm"
     best: bool = False
     against: str = ""
@@ -47,10 +47,13 @@ class Tabled(Shown):
     where: dict[str, str] = Field(default_factory=dict)
     value: str = "accuracy"
 
-    @field_validator("rows", mode="before")
-    @classmethod
-    def _row_axes(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+    def labels(self) -> Iterable[tuple[str, str]]:
+        yield from super().labels()
+        if self.against:
+            yield self.columns, self.against
+
+    def numbers(self) -> Sequence[str]:
+        return (self.of,)
 
     def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
         title = self.title or quantity(self.of).words.capitalize()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import field_validator
-
 from raydpfl.compare import over_seeds
-from raydpfl.report.figures.base import Missing, Piece, Shown, name_of
+from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
 from raydpfl.report.reading import Case, varying
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import axis as in_words
@@ -24,13 +22,11 @@ class Values(Shown):
     axes_named: ClassVar[tuple[str, ...]] = ("rows",)
 
     kind: str = "values"
-    of: tuple[str, ...] = ("test_loss",)
-    rows: tuple[str, ...] = ()
+    of: Names = ("test_loss",)
+    rows: Names = ()
 
-    @field_validator("of", "rows", mode="before")
-    @classmethod
-    def _each(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+    def numbers(self) -> Sequence[str]:
+        return self.of
 
     def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
         there = [*dict.fromkeys([*self.rows, *varying(cases)])]

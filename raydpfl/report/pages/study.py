@@ -18,7 +18,7 @@ from raydpfl.report.page import Page, Section, Tile
 from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.pages.run import KINDS
 from raydpfl.report.reading import Case, Run, facets, json_of, labels_of, varying
-from raydpfl.report.searched import in_print
+from raydpfl.report.searched import Tried, in_print, tuned
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import accountant, counted, listed, number, quantity
 from raydpfl.report.words import axis as in_words
@@ -166,7 +166,9 @@ def outcomes(studied: Studied) -> list[str]:
     found = [f"{measured.words.capitalize()} in the last round, means over the seeds"]
     found[0] += ", the best first." if measured.better else "."
     panels = facets(studied.cases, ("arm",))
-    for title, inside in panels[:OUTCOMES]:
+    for panel in panels[:OUTCOMES]:
+        inside = panel.cases
+        title = panel.title
         means = {arm: _mean(inside, arm, metric) for arm in labels_of(inside, "arm")}
         known = [(arm, value) for arm, value in means.items() if value is not None]
         known.sort(key=lambda pair: -measured.better * pair[1])
@@ -180,9 +182,7 @@ def outcomes(studied: Studied) -> list[str]:
 
 def _metrics(item: Any) -> list[str]:
     """The numbers of runs that an item of the list names, if any."""
-    given = parse(item, "show").of
-    names = given if isinstance(given, tuple) else (given,)
-    return [name for name in names if isinstance(name, str)]
+    return [*parse(item, "show").numbers()]
 
 
 def _known(cases: Sequence[Case], name: str) -> bool:
@@ -318,7 +318,31 @@ def tuning(studied: Studied) -> list[Piece]:
     percents = {first, first + 1, first + 2} if measured.percent else set()
     caption = "The values that were chosen, and the numbers that all tries of a cell reached, on "
     caption += "rows held out of training, with one seed. From tuning.parquet."
-    return [*found, Table("tuning", "Chosen values", caption, head, rows, percents)]
+    table = Table("tuning", "Chosen values", caption, head, rows, percents)
+    return [*found, *tried(studied, judge), table]
+
+
+def tried(studied: Studied, judge: str) -> list[Piece]:
+    """The number that values were chosen by, over each of them."""
+    nowhere = Run(studied.folder, "", studied.flaws)
+    axes = studied.axes(studied.tuning)
+    cases = [
+        Case({axis: row[axis] for axis in axes if row[axis] is not None}, nowhere, row)
+        for row in studied.tuning
+    ]
+    cells = []
+    for facet in facets(cases, ("arm",)):
+        for arm in labels_of(facet.cases, "arm"):
+            inside = [case.numbers for case in facet.cases if case.labels["arm"] == arm]
+            cells.append((facet, arm, [_tried(row, judge) for row in inside]))
+    sign = {"larger": 1, "smaller": -1}.get(studied.about.get("better") or "")
+    return tuned(cells, judge, sign or quantity(judge).better or 1)
+
+
+def _tried(row: Mapping[str, Any], judge: str) -> Tried:
+    values = {key: in_print(value) for key, value in json_of(row["values"]).items()}
+    scores = [] if row[judge] is None else [row[judge]]
+    return Tried(values, scores, bool(row["chosen"]))
 
 
 def _several(rows: Sequence[Mapping[str, Any]], axis: str) -> bool:
