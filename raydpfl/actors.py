@@ -1,7 +1,8 @@
 """The client actors of Ray: which lanes on which, and what a lost one means.
 
 A dead actor never comes back to the pool: its share is done again by whoever is free, and another
-actor starts in its place; and one that is stopped, or hangs (`Patience`), is killed. After the loss
+actor starts in its place; and one that is stopped, or hangs (`Patience`), or has lost its GPU to an
+error there, is killed. After the loss
 of a node there may be no room for another; the pool goes on with the others, and has it when a node
 comes back.
 """
@@ -34,7 +35,8 @@ from raydpfl.client import ClientActor
 from raydpfl.config import Client, Experiment
 from raydpfl.data import Shards
 from raydpfl.dealing import Costs, rows, shares, singles
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import ConfigError, DeviceLost, RunError
+from raydpfl.origin import differences
 from raydpfl.process import Started
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
 from raydpfl.slots import cores
@@ -281,8 +283,19 @@ class Actors:
         actor = self._starting.pop(call)
         facts = self._taken(call, actor, f"actor {actor}", deaths)
         if facts:
+            self._check_alike(facts)
             self._facts[actor] = facts
         self._more()
+
+    def _check_alike(self, facts: Started) -> None:
+        """Raises `RunError` for an actor with another GPU than those before it."""
+        for other in self._facts.values():
+            if other.gpu != facts.gpu:
+                raise RunError(
+                    f"node {facts.host} has another GPU than node {other.host} "
+                    f"({differences(other.gpu, facts.gpu)}), so that its clients would have other "
+                    "bits; use nodes of one kind"
+                )
 
     def _wait(self, flying: dict[Any, _Flight]) -> Any:
         """A call that is done, of those flying or of an actor that starts; None if one is late
@@ -311,7 +324,14 @@ class Actors:
             self._replace(actor)
             return None
         except RayTaskError as error:
-            raise _reason(error) from None
+            reason = _reason(error)
+            if not isinstance(reason, DeviceLost):
+                raise reason from None
+            deaths[of] += 1
+            if deaths[of] >= ATTEMPTS:
+                raise reason from None
+            self._replace(actor)  # its process cannot use its GPU any more
+            return None
 
     def _given_up(
         self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str

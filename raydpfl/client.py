@@ -20,14 +20,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
+from traceback import clear_frames
 
 import numpy as np
 import torch
 
-from raydpfl import models
+from raydpfl import device, models
 from raydpfl.config import Experiment
 from raydpfl.data import Room, Shards
-from raydpfl.errors import RAISED, ClientError, RunError, contained, exited, told
+from raydpfl.errors import (
+    RAISED,
+    ClientError,
+    ConfigError,
+    DeviceError,
+    RunError,
+    contained,
+    exited,
+    told,
+)
 from raydpfl.evaluator import Evaluator, Scored
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import Block, sample_loss
@@ -100,8 +111,9 @@ class ClientActor(Process):
         self.experiment = experiment
         self.shards = Shards.open(shards)
         self._room = Room()
-        gpu = experiment.client.num_gpus > 0 and torch.cuda.is_available()
-        self.device = torch.device("cuda" if gpu else "cpu")
+        gpus = experiment.client.num_gpus
+        self.device = device.chosen(gpus)
+        device.settle(self.device, gpus)
         module = models.build(
             experiment.model, self.shards.shape, self.shards.classes, experiment.seed
         )
@@ -124,6 +136,37 @@ class ClientActor(Process):
         # of the lane in training: float64 [C], see `Trainer.lane`; norms, factors, losses [3, C]
         self.clipped = np.empty(0)
         self.known = np.empty((3, 0))
+        # into how many parts a lane is cut, as the device's memory does not hold all of it
+        self._cut = 1
+        self._part = slice(None)  # the slots of the lane that are in training
+
+    def check(self) -> None:
+        """Trains two made-up clients where that is on a GPU, which a module may not bear that the
+        CPU did: one that makes tensors on the CPU, or needs what has no deterministic form.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.device.type == "cpu":
+            return
+        local = self.experiment.local
+        d = models.parameter_count(self.module)
+        x = torch.zeros(2, 2, *self.shards.shape)
+        y = torch.zeros(2, 2, dtype=torch.int64 if self.shards.classes else torch.float32)
+        added = torch.zeros(2, d) if local.corrects else None
+        flat = models.flatten(self.module)
+        train = partial(self.trainer.lane, flat, x, y, [2, 2], clients=[0, 1], draws=[0, 0])
+        try:
+            with device.blamed(self.device):
+                for _ in train(t=0, corrections=added):
+                    device.synchronise(self.device)
+        except DeviceError:
+            raise
+        except RAISED as error:
+            kind = self.experiment.model.kind
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            accepted = "a module that trains on a GPU, with all its tensors where its input is"
+            raise ConfigError("model.kind", kind, f"{accepted} ({reason})") from None
 
     @contained()
     def train(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
@@ -139,8 +182,9 @@ class ClientActor(Process):
         total = np.zeros(tally.d)
         members = np.concatenate([lane.members for lane in lanes])
         self.shards.prefetch(members, max(lane.rows for lane in lanes))
-        for lane in self._joined(lanes):
-            total += self._sum(tally, lane)
+        with device.blamed(self.device):
+            for lane in self._joined(lanes):
+                total += self._sum(tally, lane)
         if self.own:
             self._watch(tally)
         self.shards.release()
@@ -419,14 +463,20 @@ class ClientActor(Process):
         self.known = np.full((3, len(members)), np.nan)
         done = 0
         try:
-            for block in self._train(tally, lane, members):
+            for block in self._fitting(tally, lane, members):
                 yield self._sampled(lane, block)
                 done = int(block.slots[-1]) + 1
             return
-        except RAISED:
-            failures = self._failures(tally, lane, members)
-            if not failures:
-                raise
+        except DeviceError:
+            raise
+        except RAISED as error:
+            device.blame(self.device, error)
+            clear_frames(error.__traceback__)  # which hold the tensors of the lane
+            raised = error
+        # not in the clause above, where the lane would be kept in memory
+        failures = self._failures(tally, lane, members)
+        if not failures:
+            raise raised
         for slot, detail in failures.items():
             tally.failed.add((int(members[slot]), int(lane.draws[slot])))
             self._drop(tally, int(members[slot]), detail)
@@ -439,8 +489,51 @@ class ClientActor(Process):
                 yield block
 
     def _one_by_one(self, tally: Tally, lane: Lane, members: np.ndarray) -> Iterator[Block]:
-        for block in self._train(tally, lane, members):
+        for block in self._fitting(tally, lane, members):
             yield from block.apart()
+
+    def _fitting(self, tally: Tally, lane: Lane, members: np.ndarray) -> Iterator[Block]:
+        """As `_train`. Where the device's memory does not hold the lane, half as many of its
+        clients train at once, from the first on that has not been given; the lane's sum is that of
+        the same clients in the same order.
+        """
+        done = 0
+        while True:
+            cut = max(1, min(self._cut, len(members) // 2))
+            try:
+                for block in self._parts(tally, lane, members, cut, done):
+                    yield block
+                    done = int(block.slots[-1]) + 1
+                return
+            except RuntimeError as error:
+                # one client alone may have other bits than several
+                least = len(members) < 4 * cut
+                if least or self.device.type == "cpu" or not device.exhausted(error):
+                    raise
+                clear_frames(error.__traceback__)  # which hold the tensors of the lane
+            # not in the clause above, where the lane would be kept in memory
+            device.freed(self.device)
+            self._cut = 2 * cut
+
+    def _parts(
+        self, tally: Tally, lane: Lane, members: np.ndarray, cut: int, done: int
+    ) -> Iterator[Block]:
+        """As `_train`, of the lane cut in so many parts, from the slot `done` on."""
+        self._part = slice(None)
+        if cut == 1:
+            yield from self._train(tally, lane, members)
+            return
+        edges = np.linspace(0, len(members), cut + 1).astype(int).tolist()
+        for start, end in pairwise(edges):
+            part = slice(start, end)
+            if (members[max(start, done) : end] < 0).all():
+                continue
+            self._part = part
+            for block in self._train(tally, lane.part(part), members[part]):
+                new = block.slots + start >= done
+                if new.any():
+                    updates = block.updates[int(np.argmax(new)) :]
+                    yield Block(block.slots[new] + start, updates, block.losses[new])
 
     def _none(self, tally: Tally, slot: int) -> Block:
         """In the place of a client that has failed."""
@@ -461,8 +554,8 @@ class ClientActor(Process):
         )
         rows, index = picked(index, batch_sizes, sizes, local)
         x, y, sizes = self.shards.lane(members, lane.rows, rows, None if again else self._room)
-        slots = np.arange(len(members))
-        corrections = local.correction(self._view(tally, lane, "local", slots))
+        device.check_labels(self.device, y, self.shards.classes)
+        view = self._view(tally, lane, "local", np.arange(len(members)))
         present = np.flatnonzero(members >= 0)
         self.progress.at(members[present[0]] if len(present) else -1)
         trained = self.trainer.lane(
@@ -474,9 +567,9 @@ class ClientActor(Process):
             clients=members,
             draws=lane.draws,
             stds=lane.stds,
-            corrections=corrections,
+            corrections=local.correction(view),
             drawn=(index, batch_sizes),
-            clipped=self.clipped,
+            clipped=self.clipped[self._part],
             width=lane.width,
             same=np.array([each is None for each in rows]),
         )
@@ -485,6 +578,7 @@ class ClientActor(Process):
             self.progress.at(members[following[0]] if len(following) else -1)
             for place in (sizes[block.slots] == 0).nonzero()[0].tolist():
                 block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
+            device.synchronise(self.device)  # what goes wrong there is raised here
             yield block
 
     def _failures(self, tally: Tally, lane: Lane, members: np.ndarray) -> dict[int, str]:
@@ -503,6 +597,7 @@ class ClientActor(Process):
         except SystemExit as error:
             return f"its training {exited(error)}"
         except Exception as error:
+            device.blame(self.device, error)
             return f"its training raised {told(error)}"
         return None
 

@@ -85,6 +85,14 @@ def contained() -> Iterator[None]:
         raise RunError(f"code that the config names {exited(error)}") from None
 
 
+class DeviceError(RunError):
+    """The device that trains could not; no client is to blame."""
+
+
+class DeviceLost(DeviceError):
+    """Nothing that a process asks of its device works any more: another process has to go on."""
+
+
 class ClientError(RunError):
     """One client's part of a round failed.
 

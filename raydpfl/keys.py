@@ -246,8 +246,9 @@ def mersenne_state(philox: np.random.Philox) -> torch.Tensor:
 def keyed_globals(
     seed: int, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> Iterator[None]:
-    """Within it `random`, `np.random` and torch's global CPU generator are at the start of one
-    named stream; afterwards they are as they were. For a user's own code that draws from them.
+    """Within it `random`, `np.random` and torch's global generators, of the CPU and of a GPU that
+    this process uses, are at the start of one named stream; afterwards they are as they were. For a
+    user's own code that draws from them.
 
     Arguments as for `stream`.
     """
@@ -256,9 +257,14 @@ def keyed_globals(
     random.seed(int.from_bytes(philox.random_raw(4).tobytes(), "little"))
     np.random.seed(philox.random_raw(4).view(np.uint32))
     torch.set_rng_state(mersenne_state(philox))
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    if gpu is not None:
+        torch.cuda.manual_seed(int(philox.random_raw()) >> 1)
     try:
         yield
     finally:
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from threadpoolctl import threadpool_limits
 
-from raydpfl import interrupts
+from raydpfl import device, interrupts
 from raydpfl.cluster import LOOK, Session
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError, FileError, RunError, contained, told
-from raydpfl.origin import of_capability
+from raydpfl.origin import of_capability, of_device
 from raydpfl.placement import Moving, Pool
 from raydpfl.plan import Plan
 from raydpfl.slots import cores, wanted
@@ -156,9 +156,7 @@ class Places:
 
     def __enter__(self) -> Places:
         if self.inline:
-            if self.client.num_gpus > 0 and not torch.cuda.is_available():
-                accepted = "0; this machine has no GPU"
-                raise ConfigError("client.num_gpus", self.client.num_gpus, accepted)
+            device.chosen(self.client.num_gpus)
             return self
         running = "ray" in sys.modules and sys.modules["ray"].is_initialized()
         self.elastic = not self.address and not running
@@ -281,7 +279,7 @@ class Places:
     def _tell(self) -> None:
         plan = self._plan
         assert plan is not None and self.clients is not None
-        platform = of_capability(plan.platform)
+        platform = of_capability(plan.platform) | of_device(plan.platform)
         self.clients.told(plan.experiment, str(plan.shards), platform)
         warm = None
         if self._host is not None and self.late:

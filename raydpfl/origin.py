@@ -1,12 +1,13 @@
-"""What a run's bits depend on besides its experiment: versions, the user's own code, and how the
-processor computes.
+"""What a run's bits depend on besides its experiment: versions, the user's own code, how the
+processor computes, and the GPU where clients train on one.
 
 The same experiment gives the same bits on the same kind of hardware, whatever runs where. Another
 processor, or a setting that keeps libraries from using it fully (ATEN_CPU_CAPABILITY,
 MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL, oneDNN, OpenBLAS and numpy choose
 their vector instructions at run time. `capability` says what they chose, by the names that the
 libraries give and by the bits of a fixed computation. Two processes that agree on it give the same
-bits.
+bits. Clients on GPUs give the same bits where these agree too (`raydpfl.device.facts`): the model
+of the GPU, the versions of CUDA and cuDNN, and the workspace of cuBLAS.
 
 >>> stored = {"torch": "2.14.1", "code mine:Tanh": "5f70bf", "cpu": "AVX512"}
 >>> differences(stored, {"torch": "2.14.1", "code mine:Tanh": "90cd1a", "cpu": "AVX2"})
@@ -37,6 +38,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
+from raydpfl import device
 from raydpfl.errors import RunError
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
@@ -80,14 +82,27 @@ def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
     return {name: facts[name] for name in ("cpu", "arithmetic", "settings") if name in facts}
 
 
-def check_node(host: str, expected: Mapping[str, str] | None) -> None:
+def of_device(facts: Mapping[str, str]) -> dict[str, str]:
+    """The part of `of` that says on which GPUs clients train; empty where they train on none, or
+    where the process that planned the run sees none.
+    """
+    return {name: facts[name] for name in ("device", "cuda", "cudnn", "cublas") if name in facts}
+
+
+def check_node(
+    host: str, expected: Mapping[str, str] | None, gpu: Mapping[str, str] | None = None
+) -> None:
     """Raises `RunError` if this process does not compute as the run does.
 
     Args:
         host: this process's node, for the message.
-        expected: the run's `capability`; None: nothing is expected.
+        expected: the run's `capability`, and its GPUs where it knows them; None: nothing is
+            expected.
+        gpu: what this process's GPU computes like.
     """
-    here = capability()
+    here = dict(capability())
+    if gpu and expected and of_device(expected):
+        here |= gpu
     if expected is None or expected == here:
         return
     names = [
@@ -315,7 +330,8 @@ def of(experiment: BaseModel) -> dict[str, str]:
     """Everything that a run of `experiment` in this process depends on, by name."""
     known = {name: version for name, version in versions().items() if name in COMPUTING}
     known |= {"torch": str(torch.__version__), "numpy": np.__version__}
-    return known | sources(experiment) | capability()
+    gpu = device.facts(experiment.client.num_gpus)  # type: ignore[attr-defined]
+    return known | sources(experiment) | capability() | gpu
 
 
 def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -9,11 +9,11 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from raydpfl import origin
+from raydpfl import device, origin
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
@@ -35,6 +35,7 @@ class Started:
     node: str  # Ray's id of its node
     # a file of that host, which holds the client in training, an int64; empty where there is none
     progress: str
+    gpu: Mapping[str, str] = field(default_factory=dict)  # as `raydpfl.device.facts` says
 
 
 class Progress:
@@ -74,13 +75,25 @@ class Process:
         self.progress = Progress(shared=experiment is None)
         if experiment is not None:
             self.make(experiment, shards)
+            self.check()
 
     def make(self, experiment: Experiment, shards: str) -> None:
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Tries what could go wrong on this node alone. Raises `ConfigError`."""
+
     def keyed(self, seed: int, **key: int) -> AbstractContextManager[None]:
         """What code of the user's own draws within from the generators of the process is keyed."""
         return keyed_globals(seed, **key) if self.own else nullcontext()
+
+    def _make_here(self, experiment: Experiment, shards: str, host: str) -> None:
+        try:
+            self.make(experiment, shards)
+        except ConfigError as error:  # where the run was started it was none
+            where = "needs the directory of your modules in PYTHONPATH"
+            accepted = f"{error.accepted}; so it is on node {host}, which {where}"
+            raise ConfigError(error.field, error.value, accepted) from None
 
     def ready(
         self,
@@ -95,10 +108,11 @@ class Process:
             pickled: the experiment.
             shards: the folder of its data.
             path: where the process that started the run has found modules of the user's own.
-            capability: of the run (`raydpfl.origin.capability`), what its node has to compute like.
+            capability: of the run (`raydpfl.origin.capability`), what its node has to compute like,
+                and its GPU (`raydpfl.device.facts`), where the run knows that.
 
         Raises:
-            ConfigError: naming the host, what it lacks, and what to set.
+            ConfigError: naming the host, what it lacks, and what to set; and what `check` raises.
         """
         sys.path.extend(entry for entry in path if entry not in sys.path)
         host = place()
@@ -108,18 +122,16 @@ class Process:
         except (ImportError, AttributeError) as error:
             accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
             raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
-        try:
-            self.make(experiment, shards)
-        except ConfigError as error:  # where the run was started it was none
-            where = "needs the directory of your modules in PYTHONPATH"
-            accepted = f"{error.accepted}; so it is on node {host}, which {where}"
-            raise ConfigError(error.field, error.value, accepted) from None
-        origin.check_node(host, capability)
+        gpus = experiment.client.num_gpus
+        device.chosen(gpus, f"node {host}")
+        self._make_here(experiment, shards, host)
+        gpu = device.facts(gpus)
+        origin.check_node(host, capability, gpu)
+        self.check()
         import ray
 
-        return Started(
-            os.getpid(), host, ray.get_runtime_context().get_node_id(), self.progress.path
-        )
+        node = ray.get_runtime_context().get_node_id()
+        return Started(os.getpid(), host, node, self.progress.path, gpu)
 
 
 def _check_data(shards: str, host: str) -> None:

@@ -65,6 +65,22 @@ class Lane:
         }
         return replace(self, slot=slot, memory=memory)
 
+    def part(self, slots: slice) -> Lane:
+        """Some of its slots, one after another, as a lane of their own."""
+        memory = {
+            name: {slot - slots.start: row for slot, row in rows.items() if slot >= slots.start}
+            for name, rows in self.memory.items()
+        }
+        return replace(
+            self,
+            clients=self.clients[slots],
+            draws=self.draws[slots],
+            weights=self.weights[slots],
+            stds=None if self.stds is None else self.stds[slots],
+            memory=memory,
+            slot=None,
+        )
+
     @property
     def width(self) -> int:
         """Clients of one lane."""

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import interrupts, measure, models
+from raydpfl import device, interrupts, measure, models
 from raydpfl.config import Experiment, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
@@ -110,11 +110,14 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
 
 
 @contextmanager
-def _threads_kept() -> Iterator[None]:
-    """A run without actors computes on one thread; afterwards there are as many as before."""
+def _settings_kept() -> Iterator[None]:
+    """A run without actors computes on one thread, and sets how a GPU computes; afterwards all of
+    that is as before.
+    """
     threads = torch.get_num_threads()
     try:
-        yield
+        with device.settings_kept():
+            yield
     finally:
         torch.set_num_threads(threads)
 
@@ -222,7 +225,7 @@ class _Drive:
         interrupts.check()
         made = not folder.exists()
         make_folder(folder)
-        with alone(folder), _undone(folder, made, resume), _threads_kept():
+        with alone(folder), _undone(folder, made, resume), _settings_kept():
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
             self.on_start(plan)

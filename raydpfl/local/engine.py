@@ -222,8 +222,11 @@ class Trainer:
         """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
         trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 where a
         lane's part of some array would begin at another place within `BEGINS` bytes than that of a
-        lane alone, as the bits of a product may depend on it.
+        lane alone, as the bits of a product may depend on it; and 1 on a GPU, where they may depend
+        on the number of matrices.
         """
+        if self.device.type != "cpu":
+            return 1
         batch = self.local.batch_size(rows)
         arrays = self._way.arrays(rows, features, batch, clip=self.clip is not None)
         if arrays is None or any(4 * width * numbers % BEGINS for numbers in arrays):

@@ -558,7 +558,8 @@ class SampleSpace(_Stack):
         # whether a step takes all rows, those outside of the batch with share 0, rather than
         # picking some out
         work = clients * n * (n - lane.index.shape[2]) * self.layers[0].outputs
-        batches = lane.batches(whole=work <= PICK)
+        # all of them on a GPU too, which adds to some by atomics, in any order
+        batches = lane.batches(whole=work <= PICK or lane.x.device.type != "cpu")
         x, y = lane.rows()
         whole = batches[0][0] is None
         rows = x.flatten(2)

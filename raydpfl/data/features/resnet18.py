@@ -32,7 +32,8 @@ class ResNet18Features(Features):
     missing and is not used. Images are made ready as these weights ask: grey repeated to 3
     channels, the shorter side resized to `resize`, the middle `crop` x `crop` cut out, ImageNet's
     mean and standard deviation. The table is kept in the cache by the digests of weights and
-    images, so it is extracted once for all partitions and seeds.
+    images, and by the GPU where one extracts it, so it is extracted once for all partitions and
+    seeds.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"weights"})
@@ -55,9 +56,13 @@ class ResNet18Features(Features):
         return {} if self.weights == "imagenet" else super().files()
 
     def identity(self, root: Path | None) -> list:
+        from raydpfl import device
+
+        gpu = device.facts(1)  # other bits than a CPU's
+        found = [gpu] if gpu else []
         if self.weights == "imagenet":
-            return [_pretrained().url]
-        return [file_identity("data.features.weights", self.weights, root)]
+            return [_pretrained().url, *found]
+        return [file_identity("data.features.weights", self.weights, root), *found]
 
     def columns(
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None
@@ -120,17 +125,17 @@ class ResNet18Features(Features):
         """Float32 [rows, 512], on a GPU if there is one (in full float32 there too)."""
         import torch
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        net = self._net(root).to(device).to(memory_format=torch.channels_last)
+        from raydpfl import device
+
+        place = device.chosen(int(torch.cuda.is_available()))
+        net = self._net(root).to(place).to(memory_format=torch.channels_last)
         ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
         columns = np.empty((len(images), 512), np.float32)
         began = time.monotonic()
-        with (
-            torch.inference_mode(),
-            torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False),
-        ):
+        with torch.inference_mode(), device.settings_kept():
+            device.settle(place, 1)
             for at in range(0, len(images), IMAGES):
-                batch = torch.from_numpy(images[at : at + IMAGES]).to(device)
+                batch = torch.from_numpy(images[at : at + IMAGES]).to(place)
                 colour = ready(batch.expand(-1, 3, -1, -1))
                 found = net(colour.contiguous(memory_format=torch.channels_last))
                 columns[at : at + IMAGES] = found.cpu().numpy()

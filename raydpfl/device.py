@@ -1,0 +1,184 @@
+"""The device that clients train on: which one, how it is set so that bits stay, and whose fault it
+is where something goes wrong there.
+
+On a GPU the same experiment gives the same bits on the same model of GPU under the same versions of
+CUDA and cuDNN (`facts`), and other bits than on a CPU. For that no operation may add by atomics or
+choose its algorithm by timing, and float32 is float32 (`settle`).
+
+>>> chosen(0)
+device(type='cpu')
+>>> facts(0)
+{}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from raydpfl.errors import ConfigError, DeviceError, DeviceLost
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS gives the same bits every time
+CPU = torch.device("cpu")
+# in the message of an error other than torch.OutOfMemoryError
+FULL = ("ALLOC_FAILED", "CUDA out of memory", "CUDA error: out of memory")
+SHOWN = 200  # characters of an error
+
+
+def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
+    """What an actor with such a share of GPUs trains on: a GPU, and never the CPU in its place.
+
+    Args:
+        num_gpus: of the actor, `client.num_gpus`.
+        where: the node, in words.
+
+    Raises:
+        ConfigError: torch finds no GPU.
+    """
+    if num_gpus <= 0:
+        return CPU
+    if not torch.cuda.is_available():
+        accepted = f"0; {where} has no GPU"
+        if not torch.backends.cuda.is_built():
+            accepted += f" that torch {torch.__version__} can use, which is built without CUDA"
+        raise ConfigError("client.num_gpus", num_gpus, accepted)
+    return torch.device("cuda")
+
+
+def settle(device: torch.device, num_gpus: float) -> None:
+    """Sets this process so that the device gives the same bits every time, and bounds its memory
+    there to its share. Call it before CUDA starts in the process. Nothing for a CPU.
+
+    Raises:
+        ConfigError: cuBLAS was set to something else by the environment.
+    """
+    if device.type == "cpu":
+        return
+    _workspace()
+    torch.use_deterministic_algorithms(True)
+    _filling(False)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    # TF32 has 10 bits of mantissa: a clipped gradient passed its bound by 1e-3 of it
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_gpus))
+
+
+def _workspace() -> None:
+    given = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if given not in WORKSPACES:
+        raise ConfigError(WORKSPACE, given, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
+
+
+def _filling(fills: bool) -> None:
+    """Whether deterministic algorithms write over all new memory first, which takes time."""
+    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """What `settle` sets of torch is afterwards as it was."""
+    cudnn = torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    of_cudnn = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        _filling(fills)
+        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = of_cudnn
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def facts(num_gpus: float) -> dict[str, str]:
+    """What the bits of a GPU depend on, by name; empty for an actor without one, and in a process
+    that sees none.
+    """
+    if num_gpus <= 0 or not torch.cuda.is_available():
+        return {}
+    _workspace()
+    found = torch.cuda.get_device_properties(0)
+    parts = [found.name, f"compute {found.major}.{found.minor}"]
+    parts.append(f"{found.multi_processor_count} multiprocessors")
+    known = {"device": ", ".join(parts), "cuda": str(torch.version.cuda)}
+    known["cudnn"] = str(torch.backends.cudnn.version())
+    return known | {"cublas": os.environ[WORKSPACE]}
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether the device had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
+
+
+def blame(device: torch.device, error: BaseException) -> None:
+    """Returns where an error is not the device's.
+
+    Raises:
+        DeviceError: the device had no memory left.
+        DeviceLost: nothing that this process asks of the device works any more.
+    """
+    if device.type == "cpu" or isinstance(error, DeviceError):
+        return
+    if exhausted(error):
+        remedy = "raise client.num_gpus, or lower client.lane, local.batch or evaluate.batch"
+        raise DeviceError(f"the GPU has no memory left; {remedy} ({_line(error)})") from None
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        raise DeviceLost(f"the GPU failed: {_line(error)}") from None
+
+
+@contextmanager
+def blamed(device: torch.device) -> Iterator[None]:
+    """Raises what `blame` does for an error from within, or that error."""
+    try:
+        yield
+    except Exception as error:
+        blame(device, error)
+        raise
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits for what the device has been asked, so that its errors are raised here."""
+    if device.type != "cpu":
+        torch.cuda.synchronize()
+
+
+def freed(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the device."""
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+
+
+def check_labels(device: torch.device, y: np.ndarray, classes: int) -> None:
+    """Raises IndexError for a label that a model does not know, before it reaches a GPU, where it
+    would end the whole process's use of it. A CPU finds it by itself.
+
+    Args:
+        device: that trains.
+        y: [...], integers; floats are no labels.
+        classes: labels are from 0 to this, excluded.
+    """
+    if device.type == "cpu" or y.dtype.kind == "f" or not y.size:
+        return
+    least = int(y.min())
+    most = int(y.max())
+    if least < 0 or most >= classes:
+        wrong = least if least < 0 else most
+        raise IndexError(f"Target {wrong} is out of bounds: labels are from 0 to {classes - 1}")
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -1,0 +1,242 @@
+"""A GPU that is pretended: tensors of the CPU that are marked as being on `cuda`.
+
+Their operations run on the CPU, so they have its bits. What a GPU would refuse is refused: an
+operation of tensors on both sides, and numpy's view of a marked tensor. What goes from one side to
+the other, and what waits for the device, is counted.
+
+Two modes see it all. `Marks` is told of every operation of torch's core, also of those of autograd
+and vmap; `Pretended` of every call of torch's functions and methods, where devices are named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch._C import _functorch as functorch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+# that take a tensor on the other side
+COPY = {aten.copy_.default}
+INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+INDEX |= {aten._index_put_impl_.default, aten._unsafe_index.Tensor}
+# whose result the CPU must see to go on
+WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
+WAITS |= {aten.masked_select.default, aten.is_nonzero.default}
+BY_VALUE = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__int__)
+BY_VALUE += (torch.Tensor.__float__, torch.Tensor.__index__)
+
+
+class Mixed(RuntimeError):
+    """What CUDA says of tensors on several devices."""
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what vmap and grad wrap it in."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+
+
+def _is_cuda(device) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class Marks(TorchDispatchMode):
+    """Which tensors are on the pretended GPU: those whose storage is marked."""
+
+    def __init__(self):
+        super().__init__()
+        self._marked: dict[int, StorageWeakRef] = {}  # which keeps an address from being used again
+        self.inside = False  # an operation of marked tensors, which makes others
+        self.counts: Counter = Counter()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        tensor = _plain(tensor)
+        return tensor.untyped_storage()._cdata in self._marked
+
+    def mark(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = _plain(tensor).untyped_storage()
+        if len(self._marked) > 4096:
+            self._marked = {key: ref for key, ref in self._marked.items() if not ref.expired()}
+        self._marked[storage._cdata] = StorageWeakRef(storage)
+        return tensor
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        there = [self.has(each) for each in given]
+        if func in COPY and there[0] != there[1]:
+            self.counts["to device" if there[0] else "to host"] += 1
+            self.counts["waits"] += not there[0]
+            return func(*args, **kwargs)
+        if any(there):
+            self._check(func, given, there)
+            self.counts["waits"] += func in WAITS or (func in INDEX and _masks(given))
+            self.counts["operations"] += 1
+        made = func(*args, **kwargs)
+        if any(there) or (self.inside and not given):
+            for each in _tensors(made):
+                self.mark(each)
+        return made
+
+    def _check(self, func, given, there) -> None:
+        """Raises `Mixed` for tensors on both sides, but for single numbers."""
+        apart = [each for each, marked in zip(given, there, strict=True) if not marked]
+        if func in INDEX and there[0]:
+            self.counts["to device"] += len(apart)
+            return
+        if any(each.dim() or func in INDEX for each in apart):
+            raise Mixed(f"Expected all tensors to be on the same device ({func})")
+
+
+def _masks(given) -> bool:
+    return any(each.dtype == torch.bool for each in given[1:])
+
+
+class Pretended(TorchFunctionMode):
+    """What a program sees of the devices of tensors, and where it puts them."""
+
+    def __init__(self, marks: Marks):
+        super().__init__()
+        self.marks = marks
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        own = HANDLERS.get(func)
+        if own is not None:
+            return own(self.marks, func, args, kwargs)
+        if func in BY_VALUE and self.marks.has(args[0]):
+            self.marks.counts["waits"] += 1
+        there = _is_cuda(kwargs.get("device"))
+        if there:
+            kwargs["device"] = "cpu"
+        given = any(self.marks.has(each) for each in _tensors((args, kwargs)))
+        before = self.marks.inside
+        self.marks.inside = there or given
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            self.marks.inside = before
+        if func is torch.tensor and there:
+            self.marks.counts["to device"] += 1
+            self.marks.mark(made)
+        return made
+
+
+def _device(marks, func, args, kwargs):
+    return CUDA if marks.has(args[0]) else func(*args, **kwargs)
+
+
+def _on_cuda(marks, func, args, kwargs):
+    return marks.has(args[0])
+
+
+def _numpy(marks, func, args, kwargs):
+    if marks.has(args[0]):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+    return func(*args, **kwargs)
+
+
+def _moved(marks, tensor, there: bool):
+    """The tensor on that side, copied if it is on the other."""
+    here = marks.has(tensor)
+    if here == there:
+        return tensor
+    marks.counts["to device" if there else "to host"] += 1
+    marks.counts["waits"] += here
+    with torch.utils._python_dispatch._disable_current_modes():
+        made = tensor.clone()
+    return marks.mark(made) if there else made
+
+
+def _to(marks, func, args, kwargs):
+    tensor, *rest = args
+    named = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    kept = []
+    for each in rest:
+        if isinstance(each, (str, torch.device)):
+            named = each
+        elif isinstance(each, torch.Tensor):
+            named = CUDA if marks.has(each) else "cpu"
+            kept.append(each.dtype)
+        elif not (isinstance(each, bool) and len(kept) + 1 < len(rest)):
+            kept.append(each)
+    there = marks.has(tensor) if named is None else _is_cuda(named)
+    copies = kwargs.get("copy") and marks.has(tensor) == there
+    if not copies:
+        kwargs.pop("copy", None)
+    tensor = _moved(marks, tensor, there)
+    return func(tensor, *kept, **kwargs) if kept or kwargs else tensor
+
+
+def _cpu(marks, func, args, kwargs):
+    return _moved(marks, args[0], False)
+
+
+def _cuda(marks, func, args, kwargs):
+    return _moved(marks, args[0], True)
+
+
+def _as_tensor(marks, func, args, kwargs):
+    device = kwargs.pop("device", None)
+    made = func(*args, **kwargs)
+    return made if device is None else _moved(marks, made, _is_cuda(device))
+
+
+HANDLERS = {
+    torch.Tensor.device.__get__: _device,
+    torch.Tensor.is_cuda.__get__: _on_cuda,
+    torch.Tensor.is_cpu.__get__: lambda *given: not _on_cuda(*given),
+    torch.Tensor.numpy: _numpy,
+    torch.Tensor.__array__: _numpy,
+    torch.Tensor.to: _to,
+    torch.Tensor.cpu: _cpu,
+    torch.Tensor.cuda: _cuda,
+    torch.Tensor.pin_memory: lambda marks, func, args, kwargs: args[0],
+    torch.as_tensor: _as_tensor,
+}
+
+
+@contextmanager
+def pretended(monkeypatch):
+    """A GPU, for what is within; gives the counts of `waits`, `to device`, `to host`, and
+    `operations`.
+    """
+    marks = Marks()
+
+    def waited(*_) -> None:
+        marks.counts["waits"] += 1
+
+    state = torch.zeros(16, dtype=torch.uint8)
+    found = SimpleNamespace(name="Pretended", major=9, minor=0, multi_processor_count=1)
+    found.total_memory = 1 << 33
+    for name, instead in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "synchronize": waited,
+        "empty_cache": lambda: None,
+        "set_per_process_memory_fraction": lambda *_: None,
+        "get_device_properties": lambda *_: found,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_rng_state": lambda *_: state,
+        "set_rng_state": lambda *_: None,
+        "manual_seed": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, instead)
+    with marks, Pretended(marks):
+        yield marks.counts

@@ -1,0 +1,433 @@
+"""Clients on a GPU: one that is pretended (`pretended`), and a real one where there is one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import experiment
+from pretended import pretended
+from test_same_bits import METHODS
+from torch import nn
+
+from raydpfl import device, keys, run
+from raydpfl.actors import Actors
+from raydpfl.bounding import FAMILY
+from raydpfl.check.runs import carried_out
+from raydpfl.client import ClientActor
+from raydpfl.coordinator import Coordinator
+from raydpfl.data.features.resnet18 import ResNet18Features
+from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
+from raydpfl.local import engine, linear, products
+from raydpfl.origin import check_node, differences, of, of_capability, of_device
+from raydpfl.plan import Plan
+from raydpfl.process import Started
+
+SEEN = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not SEEN, reason="needs a GPU that torch can use")
+needs_none = pytest.mark.skipif(SEEN, reason="pretends a GPU where there is none")
+GPU = {"actors": 0, "num_gpus": 1.0, "lane": 8}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The counts of a pretended GPU that is there throughout the test."""
+    if SEEN:
+        pytest.skip("pretends a GPU where there is none")
+    with device.settings_kept(), pretended(monkeypatch) as counts:
+        yield counts
+
+
+def on_gpu(plan: Plan, **client) -> Plan:
+    """The plan with its clients on a GPU."""
+    changed = plan.experiment.client.model_copy(update={"num_gpus": 1.0, **client})
+    return replace(plan, experiment=plan.experiment.model_copy(update={"client": changed}))
+
+
+def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
+    """The sum of every round of a run, and its last model."""
+    done = carried_out(plan, out, actors)
+    return np.concatenate([*done.totals, done.parameters()])
+
+
+def on_cpu(plan: Plan, out: Path) -> np.ndarray:
+    """The numbers of the same plan, with its noise, trained on the CPU by the products and
+    steps that a GPU takes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "chosen", lambda *_: device.CPU)
+        patch.setattr(linear, "PICK", 1 << 60)
+        patch.setattr(products, "_dnnl", None)
+        return numbers_of(plan, out)
+
+
+def trained(out: Path) -> int:
+    """How many clients the rounds of a run have trained."""
+    return sum(pq.read_table(out / "rounds.parquet")["cohort"].to_pylist())
+
+
+# The whole path, for every method.
+
+# For each client, of what waits for the device and of what is copied to it or from it. What trains
+# client by client waits for each.
+AT_ONCE = {"waits": 1.5, "copies": 5.0}
+ONE_BY_ONE = {"waits": 9.0, "copies": 11.0}
+ASKED = {"waits": 4.5, "copies": 13.0}  # for the losses of clients that are not chosen
+CAPS = {
+    "per-sample clipping, cnn": ONE_BY_ONE,
+    "cnn, loop": ONE_BY_ONE,
+    "large products, loop": ONE_BY_ONE,
+    "large products, per-sample clipping": ONE_BY_ONE,
+    "power of choice": ASKED,
+    "power of choice, noised losses": ASKED,
+    "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
+}
+QUICK = ("clip", "DPSCAFFOLD", "vmap")
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
+
+
+def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
+    plan = on_gpu(Plan.make(experiment(**METHODS[method])))
+    expected = on_cpu(plan, tmp_path / "cpu")
+    with device.settings_kept(), pretended(monkeypatch) as counts:
+        found = numbers_of(plan, tmp_path / "gpu")
+    assert np.array_equal(found, expected)
+    clients = trained(tmp_path / "gpu")
+    cap = CAPS.get(method, AT_ONCE)
+    assert counts["waits"] <= cap["waits"] * clients, counts
+    assert counts["to device"] + counts["to host"] <= cap["copies"] * clients, counts
+    assert counts["operations"] > clients
+
+
+@needs_none
+@pytest.mark.parametrize("method", EVERY)
+def test_the_path_to_a_gpu_gives_the_bits_of_the_cpu_and_seldom_waits(
+    method, tmp_path, monkeypatch
+):
+    """Training, bounding, noise and evaluation; with no operation on tensors of both sides."""
+    check_path(method, tmp_path, monkeypatch)
+
+
+@needs_none
+def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
+    def left(self, d, draw, stds, slots, step):
+        who = {"clients": draw.clients[slots], "draws": draw.draws[slots], "stds": stds[slots]}
+        seed = self.noise_seed
+        return keys.clients_normals(seed, keys.Purpose.STEP_NOISE, d, t=draw.t, step=step, **who)
+
+    monkeypatch.setattr(engine.Trainer, "_noise", left)
+    with pytest.raises(ClientError, match=r"pretended.Mixed: Expected all tensors"):
+        check_path("DPNFL", tmp_path, monkeypatch)
+
+
+@needs_none
+def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
+    contribute = ClientActor._contribute
+
+    def waiting(self, tally, lane, block):
+        vectors = contribute(self, tally, lane, block)
+        assert all(float(vector.sum()) < 1e9 for vector in vectors)
+        assert all(float(vector.sum()) < 1e9 for vector in vectors)
+        return vectors
+
+    monkeypatch.setattr(ClientActor, "_contribute", waiting)
+    with pytest.raises(AssertionError, match=r"waits"):
+        check_path("clip", tmp_path, monkeypatch)
+
+
+# Out of memory.
+
+
+def small_memory(monkeypatch, most: int) -> list[int]:
+    """A device whose memory holds the training of so many clients at once; the widths that were
+    tried. What an attempt had in memory must be gone when the next one begins.
+    """
+    lane = engine.Trainer.lane
+    widths = []
+    held = []
+
+    def limited(self, parameters, x, y, sizes, **named):
+        widths.append(len(sizes))
+        assert all(each() is None for each in held)
+        memory = torch.zeros(len(sizes), 100)
+        held.append(weakref.ref(memory))
+        if len(sizes) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        yield from lane(self, parameters, x, y, sizes, **named)
+
+    monkeypatch.setattr(engine.Trainer, "lane", limited)
+    return widths
+
+
+@pytest.mark.parametrize("way", ["fused", "vmap"])
+def test_where_memory_is_short_half_a_lane_trains_at_once_and_no_client_is_blamed(
+    way, tmp_path, monkeypatch
+):
+    if SEEN:
+        pytest.skip("pretends a GPU where there is none")
+    asked = experiment(client={**GPU, "num_gpus": 0, "way": way, "on_error": "drop"})
+    plan = on_gpu(Plan.make(asked))
+    expected = on_cpu(plan, tmp_path / "cpu")
+    with device.settings_kept(), pretended(monkeypatch):
+        widths = small_memory(monkeypatch, 3)
+        found = numbers_of(plan, tmp_path / "gpu")
+    assert np.array_equal(found, expected)
+    assert 8 in widths[1:3] and widths.count(8) == 1 and max(widths[4:]) <= 4
+    assert not (tmp_path / "gpu" / "dropped.jsonl").exists()
+
+
+def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_none(
+    gpu, tmp_path, monkeypatch
+):
+    plan = on_gpu(Plan.make(experiment(client={"on_error": "drop", "way": "fused"})))
+    coordinator = Coordinator(plan, str(tmp_path))
+    coordinator.start()
+    small_memory(monkeypatch, 1)
+    with pytest.raises(DeviceError, match=r"no memory left; raise client.num_gpus") as error:
+        coordinator.round()
+    assert "\n" not in str(error.value) and "client 0" not in str(error.value)
+
+
+def test_on_the_cpu_a_lack_of_memory_is_what_it_was():
+    device.blame(device.CPU, torch.OutOfMemoryError("CUDA out of memory"))
+
+
+# Faults.
+
+
+def test_a_fault_of_the_gpu_is_no_clients_and_ends_the_use_of_the_process(
+    gpu, tmp_path, monkeypatch
+):
+    """It is seen where the host waits, after the clients' part has been asked for."""
+    plan = on_gpu(Plan.make(experiment(client={"on_error": "drop"})))
+    coordinator = Coordinator(plan, str(tmp_path))
+    coordinator.start()
+
+    def failed() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nfor debugging")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    with pytest.raises(DeviceLost, match=r"the GPU failed: CUDA error: an illegal") as error:
+        coordinator.round()
+    assert "\n" not in str(error.value)
+
+
+def test_an_error_of_a_client_on_a_gpu_is_still_the_clients(gpu):
+    device.blame(torch.device("cuda"), ValueError("of a module"))
+
+
+class Faulty(FAMILY["clip"]):
+    """Loses its GPU once, as far as anybody can see."""
+
+    flag: str = ""
+
+    def factors(self, norms, bound):
+        if not os.path.exists(self.flag):
+            Path(self.flag).touch()
+            raise DeviceLost("the GPU failed: CUDA error: device-side assert triggered")
+        return super().factors(norms, bound)
+
+
+@pytest.mark.slow
+def test_an_actor_that_has_lost_its_gpu_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
+    bounding = {"kind": f"{__name__}:Faulty", "bound": 1.0, "flag": str(tmp_path / "flag")}
+    faulty = run(experiment(bounding=bounding, client={"actors": 2}), tmp_path / "faulty").summary
+    assert faulty["replaced_actors"] == 1
+    again = run(experiment(bounding=bounding, client={"actors": 0}), tmp_path / "again").summary
+    assert faulty["model_sha256"] == again["model_sha256"]
+
+
+def test_a_label_that_no_model_knows_is_found_on_the_host():
+    there = torch.device("cuda")
+    device.check_labels(there, np.array([[0, 9]]), 10)
+    device.check_labels(there, np.array([[0.5, -3.0]]), 0)
+    device.check_labels(there, np.empty(0, np.int64), 10)
+    for wrong in (10, -1):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            device.check_labels(there, np.array([[0, wrong]]), 10)
+
+
+def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
+    gpu, tmp_path, monkeypatch
+):
+    plan = on_gpu(Plan.make(experiment(client={"on_error": "drop"})))
+    coordinator = Coordinator(plan, str(tmp_path))
+    coordinator.start()
+    shards = coordinator.pool.client.shards
+    lane = shards.lane
+    monkeypatch.setattr(
+        type(shards), "lane", lambda self, *given: spoilt(*lane(*given), given[0] == 7)
+    )
+
+    def spoilt(x, y, sizes, of):
+        y = y.copy()
+        y[of] = 12
+        return x, y, sizes
+
+    row = coordinator.round()
+    while 7 not in coordinator.at.participations:
+        row = coordinator.round()
+    assert row["dropped"] == 1
+    assert '"client": 7' in (tmp_path / "dropped.jsonl").read_text()
+
+
+# Which device.
+
+
+@needs_none
+def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
+    with pytest.raises(ConfigError, match=r"client.num_gpus = 0.5: 0; node 7 has no GPU"):
+        device.chosen(0.5, "node 7")
+    plan = on_gpu(Plan.make(experiment()))
+    with pytest.raises(ConfigError, match=r"client.num_gpus"):
+        ClientActor(plan.experiment, str(plan.shards))
+    with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: 0; this machine has no GPU"):
+        run(experiment(client={"actors": 0, "num_gpus": 1}), tmp_path)
+
+
+@needs_none
+def test_a_node_without_a_gpu_for_torch_is_named():
+    plan = on_gpu(Plan.make(experiment()))
+    given = (pickle.dumps(plan.experiment), str(plan.shards), (), None)
+    with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: 0; node .* has no GPU"):
+        ClientActor().ready(*given)
+
+
+def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
+    shares = []
+    monkeypatch.delenv(device.WORKSPACE, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark = True
+    with device.settings_kept():
+        device.settle(device.chosen(0.25), 0.25)
+        assert os.environ[device.WORKSPACE] == ":4096:8"
+        assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic
+        assert not (cudnn.benchmark or cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    assert shares == [0.25] and cudnn.benchmark
+    assert not torch.are_deterministic_algorithms_enabled()
+    cudnn.benchmark = False
+    monkeypatch.setenv(device.WORKSPACE, ":0:0")
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG = ':0:0': unset, :4096:8"):
+        device.settle(torch.device("cuda"), 1.0)
+
+
+def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
+    plan = Plan.make(experiment(client=GPU))
+    stored = plan.origin()
+    assert {"device", "cuda", "cudnn", "cublas"} <= stored.keys()
+    assert stored["device"] == "Pretended, compute 9.0, 1 multiprocessors"
+    assert not {"device", "cuda"} & of(experiment()).keys()
+    said = differences(stored, {**stored, "device": "NVIDIA H200", "cudnn": "1"})
+    assert "device was Pretended, compute 9.0, 1 multiprocessors, now NVIDIA H200" in said
+    check_node("here", of_run(plan), device.facts(1))
+    with pytest.raises(RunError, match=r"node here computes otherwise .*device NVIDIA A100"):
+        check_node("here", of_run(plan), {**device.facts(1), "device": "NVIDIA A100"})
+
+
+def of_run(plan: Plan) -> dict[str, str]:
+    """What the actors of a run are told of how it computes."""
+    return of_capability(plan.platform) | of_device(plan.platform)
+
+
+def test_actors_with_different_gpus_are_refused():
+    actors = object.__new__(Actors)
+    actors._facts = {0: Started(1, "a", "", "", {"device": "NVIDIA H200"})}
+    actors._check_alike(Started(2, "b", "", "", {"device": "NVIDIA H200"}))
+    with pytest.raises(RunError, match=r"node b has another GPU than node a .*NVIDIA A100"):
+        actors._check_alike(Started(2, "b", "", "", {"device": "NVIDIA A100"}))
+
+
+def test_the_cache_of_features_knows_the_gpu_that_made_them(monkeypatch):
+    features = ResNet18Features()
+    if not SEEN:
+        assert len(features.identity(None)) == 1
+        with pretended(monkeypatch):
+            assert features.identity(None)[1] == device.facts(1)
+    else:
+        assert features.identity(None)[1] == device.facts(1)
+
+
+class Homely(nn.Linear):
+    """Makes a tensor on the CPU in its forward pass."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(1)) + torch.zeros(10)
+
+
+def test_a_module_that_makes_tensors_on_the_cpu_is_refused_before_the_first_round(gpu):
+    args = {"in_features": 784, "out_features": 10}
+    plan = Plan.make(experiment(model={"kind": f"{__name__}:Homely", "args": args}, client=GPU))
+    with pytest.raises(ConfigError, match=r"a module that trains on a GPU.*same device") as error:
+        ClientActor(plan.experiment, str(plan.shards))
+    assert error.value.field == "model.kind" and "\n" not in str(error.value)
+
+
+# A real one.
+
+
+@needs_gpu
+def test_a_gpu_gives_the_same_bits_twice(tmp_path):
+    models = []
+    for name in ("a", "b"):
+        plan = Plan.make(experiment(model={"kind": "cnn"}, client=GPU))
+        models.append(numbers_of(plan, tmp_path / name))
+    assert np.array_equal(*models)
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", EVERY)
+def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
+    plan = on_gpu(Plan.make(experiment(**METHODS[method])))
+    expected = on_cpu(plan, tmp_path / "cpu")
+    with device.settings_kept():
+        found = numbers_of(plan, tmp_path / "gpu")
+    assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["clip", "DPSCAFFOLD", "per-sample clipping, cnn", "cnn, loop"])
+def test_however_lanes_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
+    plan = on_gpu(Plan.make(experiment(**METHODS[method])))
+    with device.settings_kept():
+        inline = numbers_of(plan, tmp_path / "inline")
+        for actors in (1, 3):
+            assert np.array_equal(numbers_of(plan, tmp_path / str(actors), actors), inline)
+
+
+@needs_gpu
+@pytest.mark.parametrize("model", ["softmax", "cnn"])
+def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
+    sent = {"kind": "clip", "bound": 0.01}
+    with device.settings_kept():
+        plan = Plan.make(
+            experiment(model={"kind": model}, bounding=sent, client=GPU, measure=["bounding"])
+        )
+        numbers_of(plan, tmp_path)
+    norms = pq.read_table(tmp_path / "clients.parquet")["bounded_norm"].to_numpy()
+    assert norms.max() <= 0.01 * (1 + 1e-9) * plan.weight
+
+
+@needs_gpu
+def test_a_gpu_without_memory_for_a_lane_trains_its_halves(tmp_path, monkeypatch):
+    plan = on_gpu(Plan.make(experiment(client={"way": "fused", "on_error": "drop"})))
+    with device.settings_kept():
+        expected = numbers_of(plan, tmp_path / "whole")
+        widths = small_memory(monkeypatch, 4)
+        assert np.array_equal(numbers_of(plan, tmp_path / "halves"), expected)
+    assert 4 in widths
+
+
+@needs_gpu
+def test_a_gpu_that_is_really_full_says_so():
+    with device.settings_kept(), pytest.raises(DeviceError, match=r"no memory left"):
+        device.settle(torch.device("cuda"), 0.05)
+        with device.blamed(torch.device("cuda")):
+            torch.empty(1 << 45, device="cuda")
