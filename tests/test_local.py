@@ -20,7 +20,7 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, torch_stream
+from raydpfl.keys import Purpose, stream, torch_stream
 from raydpfl.local import (
     FAMILY,
     Local,
@@ -602,6 +602,23 @@ def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
     if batch != "full":
         for name in ((8, 3, [4], [0]), (7, 4, [4], [0]), (7, 3, [5], [0]), (7, 3, [4], [1])):
             assert not np.array_equal(index[1], batches(*name, [80], local, rows=100)[0][0])
+
+
+def test_small_batches_of_many_rows_are_floyds_of_each_clients_own_numbers():
+    """Drawn together here, and one after another by the plain algorithm."""
+    local = Sgd(steps=3, batch={"share": 0.04})
+    sizes = [200, 130, 205, 1000, 51]
+    clients = [3, 9, 9, 12, 1 << 40]
+    draws = [0, 0, 1, 2, 0]
+    index, counts = batches(7, 3, clients, draws, sizes, local)
+    for slot, (n, b) in enumerate(zip(sizes, counts.tolist(), strict=True)):
+        keyed = stream(7, Purpose.BATCH, t=3, client=clients[slot], draw=draws[slot])
+        for uniform, found in zip(keyed.random((3, b)).tolist(), index[slot], strict=True):
+            rows: set[int] = set()
+            for number, last in zip(uniform, range(n - b, n), strict=True):
+                row = int(number * (last + 1))
+                rows.add(last if row in rows else row)
+            assert found[:b].tolist() == sorted(rows)
 
 
 # the two ways of drawing: by rank and row by row

@@ -48,19 +48,23 @@ def batches(
     index = np.zeros((len(counts), local.steps, width), dtype=np.int64)
     every = batch_sizes == counts
     index[every, :, :] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
+    fresh = ~every & (local.sampling == "fresh")
+    few = fresh & (counts <= RANKED * batch_sizes)
     # A client with many rows ranks them alone: how many bits they take may not show in the others.
-    few = (counts <= RANKED * batch_sizes) & (counts <= 1 << BITS) & (local.sampling == "fresh")
-    ranked = np.flatnonzero(few & ~every)
+    ranked = np.flatnonzero(few & (counts <= 1 << BITS))
     if len(ranked):
         words = _words(seed, t, clients, draws, counts, ranked, local.steps)
         most = int(batch_sizes[ranked].max())
         real = np.arange(most) < batch_sizes[ranked, None, None]
         index[ranked, :, :most] = np.where(real, _shuffled(words)[:, :, :most], 0)
-    for slot in np.flatnonzero(~few & ~every).tolist():
-        n = int(counts[slot])
-        b = int(batch_sizes[slot])
+    many = np.where(fresh & ~few, batch_sizes, 0)
+    for b in np.unique(many[many > 0]).tolist():
+        alike = np.flatnonzero(many == b)
+        uniform = _uniform(seed, t, clients, draws, alike, (local.steps, b))
+        index[alike, :, :b] = _floyd(uniform, counts[alike])
+    for slot in np.flatnonzero(~every & (~fresh | (few & (counts > 1 << BITS)))).tolist():
         keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
-        index[slot, :, :b] = _drawn_alone(keyed, n, b, local)
+        index[slot, :, : batch_sizes[slot]] = _drawn_alone(keyed, int(counts[slot]), local)
     return index, batch_sizes
 
 
@@ -89,15 +93,29 @@ def _words(
     return words.reshape(len(slots), steps, n)
 
 
-def _drawn_alone(keyed: np.random.Generator, n: int, b: int, local: Local) -> np.ndarray:
-    """The batches of one client of `n` rows, int64 [Q, b]."""
+def _uniform(
+    seed: int,
+    t: int,
+    clients: Integers,
+    draws: Integers,
+    slots: np.ndarray,
+    shape: tuple[int, ...],
+) -> np.ndarray:
+    """Uniform numbers in [0, 1), float64 [slots, *shape], as numpy's generators make them."""
+    who = {"clients": np.asarray(clients)[slots], "draws": np.asarray(draws)[slots]}
+    streams = bit_streams(seed, Purpose.BATCH, t=t, **who)
+    words = np.stack([bits.random_raw(math.prod(shape)) for bits in streams])
+    return ((words >> np.uint64(11)) * 2.0**-53).reshape(len(slots), *shape)
+
+
+def _drawn_alone(keyed: np.random.Generator, n: int, local: Local) -> np.ndarray:
+    """The batches of one client of `n` rows, all of them shuffled, int64 [Q, b]."""
+    b = local.batch_size(n)
     if local.sampling == "epochs":
         count = math.ceil(local.steps * b / n)
         epochs = _shuffled(keyed.bit_generator.random_raw(count * n).reshape(-1, n))
         return epochs.ravel()[: local.steps * b].reshape(local.steps, b)
-    if n <= RANKED * b:
-        return _shuffled(keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n))[:, :b]
-    return _floyd(keyed.random((local.steps, b)), n)
+    return _shuffled(keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n))[:, :b]
 
 
 def picked(
@@ -134,13 +152,15 @@ def _shuffled(words: np.ndarray) -> np.ndarray:
     return words & low
 
 
-def _floyd(uniform: np.ndarray, n: int) -> np.ndarray:
-    """A uniform subset of range(n) from each line of `uniform` (float64 [times, b], in [0, 1)),
-    ascending (Floyd; Bentley 1987).
+def _floyd(uniform: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """Uniform subsets of b of each client's n rows, ascending, int64 [C, Q, b], from `uniform`,
+    float64 [C, Q, b] in [0, 1), and `n`, int64 [C] (Floyd; Bentley 1987).
     """
-    chosen = np.empty(uniform.shape, dtype=np.int64)
-    for k, last in enumerate(range(n - uniform.shape[1], n)):
-        drawn = (uniform[:, k] * (last + 1)).astype(np.int64)
-        taken = (chosen[:, :k] == drawn[:, None]).any(axis=1)
-        chosen[:, k] = np.where(taken, last, drawn)
-    return np.sort(chosen, axis=1)
+    clients, steps, b = uniform.shape
+    chosen = np.empty((b, clients, steps), dtype=np.int64)
+    for k in range(b):
+        last = (n - b + k)[:, None]
+        drawn = (uniform[:, :, k] * (last + 1)).astype(np.int64)
+        taken = (chosen[:k] == drawn).any(axis=0)
+        chosen[k] = np.where(taken, last, drawn)
+    return np.sort(np.moveaxis(chosen, 0, -1), axis=-1)
