@@ -569,10 +569,18 @@ def test_a_printed_number_is_beside_ours_only_for_the_same_task(items):
         for row in rows_of(items, "cells-test_accuracy")
         if row["accounting"] == "paper"
     }
-    assert cells["iid", "A-1"]["printed"] == "44.5"
+    assert cells["iid", "A-1"]["printed"] == "44.5 %"
     assert cells["iid", "B"]["printed"] is None
-    assert cells["iid", "B"]["printed for another task"] == "other task: 99 on mnist"
+    assert cells["iid", "B"]["printed for another task"] == "other task: 99 % on mnist"
     assert cells["0.5", "A-1"]["printed"] is None
+
+
+def test_a_csv_has_all_numbers_of_a_cell_in_one_unit_which_it_names(items):
+    rows = csv.DictReader(csv_of(items["cells-test_accuracy"]).splitlines())
+    row = next(row for row in rows if row["arm"] == "A-1")
+    assert (row["mean"], row["printed"], row["unit"]) == ("0.515", "0.445", "fraction")
+    losses = csv_of(items["values-test_loss-deep.number"])
+    assert "unit" not in losses.splitlines()[0]
 
 
 def test_a_study_tells_its_scale_and_what_is_broken(study, items):

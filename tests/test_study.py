@@ -26,6 +26,8 @@ from raydpfl import cli
 from raydpfl import study as room
 from raydpfl.compare import over_seeds, paired
 from raydpfl.errors import ConfigError
+from raydpfl.report.figures import parse
+from raydpfl.report.published import Printed
 from raydpfl.study import Course, Study, reproduce, shipped
 from raydpfl.study.course import OUTPUTS, Together
 from raydpfl.study.form import RESERVED
@@ -320,6 +322,28 @@ def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_it
     assert {shipped.find(name) for name in names} == {*shipped.paths().values()}
     with pytest.raises(ConfigError, match="study = '009/fig1': the file of a study, or one of"):
         Study.named("009/fig1")
+
+
+def test_every_printed_table_is_read_by_a_study_which_finds_its_numbers():
+    read = set()
+    for path in shipped.paths().values():
+        given = yaml.safe_load(path.read_text())
+        tables = [item for item in given["show"] if "published" in item]
+        if not tables:
+            continue
+        asked = Study.named(path, "paper")
+        labels = {axis: [*names] for axis, names in asked.labels.items()}
+        for item in map(parse, tables, [path.stem] * len(tables)):
+            read.add(item.published)
+            printed = Printed.read(shipped.PUBLISHED / item.published)
+            columns = printed.columns(labels, item.match)
+            found = [
+                printed.of({**cell.labels, "arm": cell.arm}, columns, "", item.where, item.value)
+                for cell in asked.cells
+            ]
+            assert any(found), (path, item.published)
+    known = {path.name for path in shipped.PUBLISHED.glob("*.csv")}
+    assert read == known - {"mentioned_in_text.csv"}
 
 
 # --- in what order it is run ---

@@ -15,6 +15,7 @@ numbers of the same data set are put beside ours.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,9 @@ class Printed:
             value: the column of the number.
         """
         fitting = [
-            row for row in self.rows if row.get(value) and _fits(row, labels, columns, where)
+            row
+            for row in self.rows
+            if _is_number(row.get(value)) and _fits(row, labels, columns, where)
         ]
         same = [row for row in fitting if _same(row.get("dataset"), data)]
         kept = same or fitting
@@ -110,6 +113,13 @@ def _fits(
 def _alike(printed: str, label: str) -> bool:
     """Whether a printed label is ours; where none is printed, it is all of them."""
     return not printed or plain(printed) == plain(label)
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        return math.isfinite(float(text or ""))
+    except ValueError:
+        return False
 
 
 def _same(printed: str | None, data: str) -> bool:

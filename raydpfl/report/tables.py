@@ -36,8 +36,8 @@ class Cell:
 @dataclass(frozen=True)
 class Table:
     """Rows under a head. `name`: of its files; `percents`: the columns that hold shares, in print
-    in percent; `most`: how many rows a page shows, all being in the files. Numbers keep all their
-    digits in CSV.
+    in percent; `most`: how many rows a page shows, all being in the files; `unit`: that of the
+    numbers in CSV, where they keep all their digits, which then has it as a column of its own.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Table:
     rows: Sequence[Sequence[Any]]
     percents: Collection[int] = ()
     most: int = 60
+    unit: str = ""
 
 
 def _shown(table: Table, place: int, value: Any) -> str:
@@ -90,9 +91,10 @@ def csv_of(table: Table) -> str:
     """The table as CSV, an empty field for none."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.head)
+    unit = [table.unit] if table.unit else []
+    writer.writerow([*table.head, *(["unit"] if unit else [])])
     for row in table.rows:
-        values = [_value(value) for value in row]
+        values = [*(_value(value) for value in row), *unit]
         writer.writerow(["" if value is None or value != value else value for value in values])
     return out.getvalue()
 

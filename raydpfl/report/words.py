@@ -137,6 +137,15 @@ def with_std(mean: float, std: float, percent: bool = False) -> str:
     return f"{number(mean)} \N{PLUS-MINUS SIGN} {std:.2g}"
 
 
+def unit_of(measured: Quantity) -> str:
+    """The unit of a quantity in files: a share is no percentage there.
+
+    >>> unit_of(quantity("test_accuracy")), unit_of(quantity("seconds")), unit_of(quantity("snr"))
+    ('fraction', 's', '')
+    """
+    return "fraction" if measured.percent else measured.unit
+
+
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Names in a row.
 

@@ -290,7 +290,7 @@ class Study:
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
         self._check_labels()
-        check_outputs(self.show, self._known())
+        check_outputs(self.show, self.labels)
         for cell in self.cells:
             self.chooser(cell)
         if not self.cells:
@@ -309,14 +309,15 @@ class Study:
         self.published()
         self._check_sources()
 
-    def _known(self) -> dict[str, list[str]]:
+    @property
+    def labels(self) -> dict[str, list[str]]:
         """The labels of every axis, whatever the scale."""
         panels = {plain(axis): [*labels] for axis, labels in self.panels.items()}
         return panels | {"arm": [*self.arms], "accounting": [*self.accounting]}
 
     def _check_labels(self) -> None:
         """Raises `ConfigError` for labels in an `only` that the axis does not have."""
-        known = self._known()
+        known = self.labels
         onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
         onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
         onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))

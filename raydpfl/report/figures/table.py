@@ -15,7 +15,7 @@ from raydpfl.report.published import Found, Printed
 from raydpfl.report.reading import Case, labels_of, varying
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import axis as in_words
-from raydpfl.report.words import quantity, with_std
+from raydpfl.report.words import quantity, unit_of, with_std
 
 Seeds = dict[int, float | None]
 
@@ -78,7 +78,9 @@ class Tabled(Shown):
         if name.startswith("best_"):
             text += " It is chosen by what is shown, on the test set, which flatters."
         head = [*grid.heads, *grid.across]
-        return Table(name_of("table", name), title, f"{text} From results.parquet.", head, rows)
+        text += " From results.parquet."
+        unit = unit_of(quantity(name))
+        return Table(name_of("table", name), title, text, head, rows, unit=unit)
 
     def _differences(self, grid: Grid, title: str) -> Table:
         base = self.against if self.against in grid.across else grid.across[0]
@@ -92,7 +94,9 @@ class Tabled(Shown):
         text = f"Differences to {base} seed by seed, in the last round: mean and sample standard "
         text += f"deviation over the seeds that both have{_points(percent)}. From results.parquet."
         name = name_of("differences", self.of)
-        return Table(name, f"{title}, against {base}", text, [*grid.heads, *others], rows)
+        head = [*grid.heads, *others]
+        unit = unit_of(quantity(self.of))
+        return Table(name, f"{title}, against {base}", text, head, rows, unit=unit)
 
     def _cells(self, grid: Grid, title: str) -> Table:
         best = f"best_{self.of}"
@@ -129,6 +133,7 @@ class Tabled(Shown):
             [head[place] for place in kept],
             [[row[place] for place in kept] for row in rows],
             {kept.index(place) for place in percents if place in kept},
+            unit=unit_of(quantity(self.of)),
         )
 
 
@@ -225,10 +230,13 @@ class Grid:
         found = self._found(down, across)
         if found is None:
             return None, ""
+        percent = quantity(self.table.of).percent
         shown = f"{found.number} \N{PLUS-MINUS SIGN} {found.std}" if found.std else found.number
+        shown += " %" if percent else ""
         if found.other:
             return None, f"other task: {shown} on {found.other}"
-        return Cell(found.number, shown), ""
+        value = float(found.number)
+        return Cell(round(value / 100, 6) if percent else value, shown), ""
 
     def _found(self, down: tuple[str, ...], across: str) -> Found | None:
         if self._printed is None:
