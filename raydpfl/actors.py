@@ -154,7 +154,6 @@ class Actors:
         """Tells the actors what they work for: a complete experiment and the folder of its data."""
         opened = Shards.open(shards)
         self._kind = experiment.model.kind
-        self._classes = opened.classes
         self._batches = len(evaluator.batches(experiment.evaluate, opened))
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         self._given = (pickle.dumps(experiment), shards, path, capability)
@@ -377,7 +376,7 @@ class Actors:
         calls = [(reference, each) for each in some]
         found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
         every = itertools.chain.from_iterable(found[index] for index in range(len(some)))
-        return evaluator.scored(every, self._classes)
+        return evaluator.scored(every)
 
     def close(self) -> None:
         for actor in self._actors.values():

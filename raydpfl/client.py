@@ -41,7 +41,7 @@ from raydpfl.errors import (
 )
 from raydpfl.evaluator import Evaluator, Scored
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
-from raydpfl.local.way import Block, sample_loss
+from raydpfl.local.way import Block
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
 from raydpfl.process import Process, own_code, peak_rss_mb
@@ -111,12 +111,12 @@ class ClientActor(Process):
         self.experiment = experiment
         self.shards = Shards.open(shards)
         self._room = Room()
+        self.task = experiment.data.task
         gpus = experiment.client.num_gpus
         self.device = device.chosen(gpus)
         device.settle(self.device, gpus)
-        module = models.build(
-            experiment.model, self.shards.shape, self.shards.classes, experiment.seed
-        )
+        form = self.shards.form(self.task)
+        module = models.build(experiment.model, form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.device)
         self.own = own_code(experiment)
@@ -128,6 +128,7 @@ class ClientActor(Process):
             device=self.device,
             clip=experiment.bounding.sample_bound,
             own=self.own,
+            task=self.task,
         )
         self._shares = 0
         self._sample: tuple[Lane, int, torch.Tensor] | None = None
@@ -207,7 +208,7 @@ class ClientActor(Process):
             keyed = self.keyed(self.experiment.seed, t=t, client=client, step=3)
             with torch.inference_mode(), keyed:
                 outputs = self.module(torch.from_numpy(x[0]).to(self.device))
-                each = sample_loss(outputs, torch.from_numpy(y[0]).to(self.device), "none")
+                each = self.task.loss(outputs, torch.from_numpy(y[0]).to(self.device))
             found.append(selection.answer(each.double().cpu().numpy(), noise_seed, t, client))
         return found
 

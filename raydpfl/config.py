@@ -37,7 +37,19 @@ from pydantic import (
     field_validator,
 )
 
-from raydpfl import bounding, data, local, models, noise, own, scores, selection, server, weights
+from raydpfl import (
+    bounding,
+    data,
+    local,
+    models,
+    noise,
+    own,
+    scores,
+    selection,
+    server,
+    tasks,
+    weights,
+)
 from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
@@ -207,6 +219,7 @@ KINDS: dict[str, dict] = {  # of every section that is a choice, those within ot
     "data.sizes": data.SIZES,
     "data.partition": data.PARTITIONS,
     "data.features": data.FEATURES,
+    "data.task": tasks.FAMILY,
     "selection.response": selection.RESPONSES,
     "noise.epsilon": budgets.FAMILY,
 }

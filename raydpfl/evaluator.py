@@ -16,7 +16,6 @@ from raydpfl import models, scores
 from raydpfl.config import Evaluate, Experiment
 from raydpfl.data import Shards
 from raydpfl.keys import keyed_globals
-from raydpfl.local.way import sample_loss
 from raydpfl.process import own_code
 
 
@@ -26,7 +25,8 @@ class Scored:
 
     rows: str  # the set
     loss: float  # summed over the samples
-    right: int  # samples classified right
+    right: int  # targets that are met
+    counted: int  # of how many; 0: an accuracy has no meaning
     samples: int
 
 
@@ -39,9 +39,9 @@ def batches(evaluate: Evaluate, shards: Shards) -> list[tuple[str, np.ndarray, n
     return [(rows, *stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)]
 
 
-def scored(found: Iterable[Scored], classes: int) -> dict[str, float | None]:
-    """Each score of the sets of these batches, in order: the mean loss, and the share of samples
-    classified right (None for a regression, 0 classes).
+def scored(found: Iterable[Scored]) -> dict[str, float | None]:
+    """Each score of the sets of these batches, in order: the mean loss, and the share of targets
+    that are met (None where the task has no accuracy).
     """
     known: dict[str, float | None] = {}
     by_set: dict[str, list[Scored]] = {}
@@ -50,11 +50,12 @@ def scored(found: Iterable[Scored], classes: int) -> dict[str, float | None]:
     for rows, parts in by_set.items():
         samples = sum(part.samples for part in parts)
         right = sum(part.right for part in parts)
+        counted = sum(part.counted for part in parts)
         loss = 0.0
         for part in parts:  # `sum` rounds otherwise from Python 3.12 on
             loss += part.loss
         known[f"{rows}_loss"] = loss / samples
-        known[f"{rows}_accuracy"] = right / samples if classes else None
+        known[f"{rows}_accuracy"] = right / counted if counted else None
     return known
 
 
@@ -68,6 +69,7 @@ class Evaluator:
         self, experiment: Experiment, shards: Shards, module: torch.nn.Module, device: torch.device
     ):
         self.seed = experiment.seed
+        self.task = experiment.data.task
         self.own = own_code(experiment)
         self.shards = shards
         self.module = module
@@ -87,5 +89,5 @@ class Evaluator:
                 outputs = self.module(x)
         else:
             outputs = self.module(x)
-        loss = float(sample_loss(outputs, y, "sum"))
-        return Scored(rows, loss, int((outputs.argmax(1) == y).sum()), len(y))
+        loss = float(self.task.loss(outputs, y).sum())
+        return Scored(rows, loss, *self.task.right(outputs, y), len(y))

@@ -30,7 +30,7 @@ from torch import nn
 
 from raydpfl.data import Shards
 from raydpfl.local.stack import Layer, NoStack, stack
-from raydpfl.local.way import sample_loss
+from raydpfl.tasks import Task
 
 Shares = np.ndarray | Mapping[int, float]  # client -> the weight of its objective
 ROWS = 1 << 14  # of the data that are in memory at once
@@ -42,10 +42,14 @@ CURVATURE = 0.1
 
 
 def of_clients(
-    module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
+    module: nn.Module,
+    task: Task,
+    shards: Shards,
+    model: np.ndarray,
+    weight_decay: float = 0.0,
 ) -> dict:
     """What `Heterogeneity.result` returns, all of it done at once."""
-    work = Heterogeneity(module, shards, model, weight_decay)
+    work = Heterogeneity(module, task, shards, model, weight_decay)
     work.advance(float("inf"))
     return work.result()
 
@@ -56,13 +60,18 @@ class Heterogeneity:
     """
 
     def __init__(
-        self, module: nn.Module, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
+        self,
+        module: nn.Module,
+        task: Task,
+        shards: Shards,
+        model: np.ndarray,
+        weight_decay: float = 0.0,
     ):
-        self.objective = _Objective(module, shards, weight_decay)
+        self.objective = _Objective(module, task, shards, weight_decay)
         self.model = model
         self.shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
         self.everyone = np.flatnonzero(self.shares)
-        self.linear = linear(module, shards, weight_decay)
+        self.linear = linear(module, task, shards, weight_decay)
         self.done = 0
         self.of = len(self.everyone) * (2 if self.linear else 1) + 1
         self._work = self._pieces()
@@ -115,8 +124,12 @@ class Heterogeneity:
             found |= {"gamma_s": float(shares @ gaps), "optimum": best, "gap": gap}
 
 
-def linear(module: nn.Module, shards: Shards, weight_decay: float) -> Linear | None:
-    """The clients' objectives under a model of one linear layer; None for any other."""
+def linear(module: nn.Module, task: Task, shards: Shards, weight_decay: float) -> Linear | None:
+    """The clients' objectives under a model of one linear layer, where the loss is cross-entropy or
+    the squared error of one output; None for any other.
+    """
+    if task.closed() is None or shards.target.shape:
+        return None
     try:
         layers = stack(module)
     except NoStack:
@@ -237,11 +250,12 @@ def _rows(
     weights = [
         np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)
     ]
-    return x.astype(np.float64), y, np.concatenate(weights)
+    x = x if x.dtype.kind == "i" else x.astype(np.float64)
+    return x, y, np.concatenate(weights)
 
 
 def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
-    """The weighted sum of `sample_loss` over the rows of `outputs` float64 [n, outputs], and its
+    """The weighted sum of the losses over the rows of `outputs` float64 [n, outputs], and its
     gradient by them.
     """
     if y.dtype.kind == "f":
@@ -294,7 +308,8 @@ def _minimum(
 class _Objective:
     """Values and gradients (float64 [d]) of f_i and of their mixtures, for any module."""
 
-    def __init__(self, module: nn.Module, shards: Shards, weight_decay: float):
+    def __init__(self, module: nn.Module, task: Task, shards: Shards, weight_decay: float):
+        self.task = task
         self.module = copy.deepcopy(module).double().eval()
         self.shards = shards
         self.decay = weight_decay
@@ -320,7 +335,7 @@ class _Objective:
             rows, targets, shared = _rows(self.shards, together, shares)
             x, y, weights = (torch.from_numpy(each) for each in (rows, targets, shared))
             y = y.double() if y.is_floating_point() else y
-            loss = sample_loss(self.module(x), y, "none") @ weights
+            loss = self.task.loss(self.module(x), y) @ weights
             gradients = torch.autograd.grad(loss, self.parameters)
             value += float(loss.detach())
             gradient = gradient + torch.cat([each.flatten() for each in gradients]).numpy()

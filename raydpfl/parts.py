@@ -61,16 +61,16 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     sizes = np.array(opened.sizes)
     selection = experiment.selection
     selection.fits(len(sizes))
-    module = models.build(experiment.model, opened.shape, opened.classes, experiment.seed)
+    form = opened.form(experiment.data.task)
+    module = models.build(experiment.model, form, experiment.seed)
     d = models.parameter_count(module)
     way = local.resolve(
         module,
         experiment.local,
         int(sizes.max()),
-        opened.shape,
+        form,
         experiment.client.way,
         clip=experiment.bounding.sample_bound,
-        regression=opened.classes == 0,
     )
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)

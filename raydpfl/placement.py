@@ -109,7 +109,7 @@ class Inline:
         every = range(len(self.client.evaluator.batches))
         with self._limited("the evaluation of the model"):
             found = self.client.evaluate(model, every)
-        return evaluator.scored(found, self.client.shards.classes)
+        return evaluator.scored(found)
 
     def close(self) -> None:
         pass

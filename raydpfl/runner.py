@@ -125,7 +125,7 @@ def _settings_kept() -> Iterator[None]:
 def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray) -> Result:
     experiment = plan.experiment
     shards = Shards.open(plan.shards)
-    module = models.build(experiment.model, shards.shape, shards.classes, experiment.seed)
+    module = models.build(experiment.model, shards.form(experiment.data.task), experiment.seed)
     models.load(module, torch.from_numpy(model.copy()))
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     path = folder / "rounds.parquet"

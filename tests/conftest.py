@@ -55,6 +55,20 @@ def experiment(**sections):
     return Experiment.from_dict(tree)
 
 
+def form(shape, classes=10, task="classification", targets=(), tokens=0):
+    """Samples of this shape, and what is learnt of them."""
+    from raydpfl import tasks
+
+    return tasks.Form(tuple(shape), tasks.Target(targets, classes), tasks.parse(task), tokens)
+
+
+def task_of(y):
+    """The task for single targets."""
+    from raydpfl import tasks
+
+    return tasks.parse("regression" if y.is_floating_point() else "classification")
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     """Modules that a test wrote into its own directory are imported anew by the next test that has

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import form
 from PIL import Image
 
 from raydpfl import data, models
@@ -173,7 +174,7 @@ def test_parquet_of_jpeg_images_is_a_table_and_its_own_column_can_name_the_clien
 
 @pytest.mark.parametrize(("keys", "shape", "count"), MODELS.values(), ids=MODELS)
 def test_each_model_is_built_from_its_config(keys, shape, count):
-    module = models.build(models.parse(keys), shape, 10, seed=0)
+    module = models.build(models.parse(keys), form(shape), seed=0)
     assert models.parameter_count(module) == count
     with torch.no_grad():
         assert module(torch.zeros(2, *shape)).shape == (2, 10)
@@ -186,9 +187,7 @@ def test_the_dnn_of_002_trains_on_60_principal_components():
         "features": {"kind": "pca", "components": 60},
     }
     opened = Shards.open(prepare(data.parse(keys), 0))
-    module = models.build(
-        models.parse({"kind": "mlp", "hidden": 1200}), opened.shape, opened.classes, seed=0
-    )
+    module = models.build(models.parse({"kind": "mlp", "hidden": 1200}), form(opened.shape), seed=0)
     assert opened.shape == (60,) and [
         layer.in_features for layer in module if isinstance(layer, torch.nn.Linear)
     ] == [60, 1200]

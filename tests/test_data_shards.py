@@ -489,7 +489,7 @@ def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
         "test": str(tmp_path / "t.npz"),
         "x": "v",
         "y": "cost",
-        "regression": True,
+        "task": "regression",
     }
     opened = Shards.open(
         prepare(data.parse(keys | {"client": "who", "partition": {"kind": "natural"}}), 0)

@@ -352,8 +352,8 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
         ),
         ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi = 0: "),
         ({"partition": {"kind": "pie"}}, "data.partition.kind = 'pie': one of iid, shards,"),
-        ({"y": "text", "regression": True}, "data.y = 'text': finite numbers, for regression"),
-        ({"y": "nan", "regression": True}, "data.y = 'nan': finite numbers, for regression"),
+        ({"y": "text", "task": "regression"}, "data.y = 'text': finite numbers, for regression"),
+        ({"y": "nan", "task": "regression"}, "data.y = 'nan': finite numbers, for regression"),
         (
             {"features": {"kind": "ica"}},
             "data.features.kind = 'ica': one of pca, resnet18, random_filters, or the import",
@@ -404,12 +404,14 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
         (
             "label",
             np.array([0, 1, np.inf, 1]),
-            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes",
+            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes "
+            "(numbers to predict: task regression)",
         ),
         (
             "label",
             np.array([0, 1, 10**12, 1]),
-            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes",
+            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes "
+            "(numbers to predict: task regression)",
         ),
         (
             "label",

@@ -162,7 +162,7 @@ def test_clipping_the_difference_after_one_full_step_is_a_plain_loop_of_clipped_
     clipped = pq.read_table(tmp_path / "run" / "clients.parquet")["clipped"].to_numpy()
     assert 0 < clipped.mean() < 1
     shards = Shards.open(Plan.make(asked).shards)
-    module = models.build(asked.model, shards.shape, shards.classes, asked.seed).double()
+    module = models.build(asked.model, shards.form(asked.data.task), asked.seed).double()
     for _ in range(5):
         steps = []
         for client, n in enumerate(shards.sizes.tolist()):

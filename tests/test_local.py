@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import form, task_of
 from scipy import stats
 from torch import nn
 
@@ -241,7 +242,7 @@ def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t
         if picking:
             patch.setattr(linear, "PICK", -1)
             patch.setattr(way_module, "BLOCK", 1)
-        trainer = Trainer(module, local, way=way, seed=seed)
+        trainer = Trainer(module, local, way=way, seed=seed, task=task_of(y))
         lane = trainer.lane(
             models.flatten(module), x, y, sizes, t=t, clients=clients, draws=draws, **more
         )
@@ -355,7 +356,7 @@ def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_correction
 def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memory(
     way, kind, n, batch, steps
 ):
-    module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
+    module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
     local = Sgd(steps=steps, batch=batch, lr=0.1, weight_decay=1e-4)
     generator = np.random.default_rng(0)
     sizes = [n, n, n - 3, n, 5, n, n, n]
@@ -496,7 +497,7 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
 @pytest.mark.parametrize("way", ["sample_space", "fused", "vmap"])
 @pytest.mark.parametrize("kind,batch", [("softmax", 10), ("softmax", 3), ("mlp", 10)])
 def test_lanes_of_images_trained_together_have_the_bits_of_each_alone(way, kind, batch):
-    module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
+    module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
     trainer = Trainer(module, Sgd(steps=3, batch=batch, weight_decay=1e-4), way=way, seed=1)
     generator = np.random.default_rng(0)
     x = generator.random((75, 20, 1, 28, 28), dtype=np.float32)
@@ -836,7 +837,7 @@ def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
         stack(module)
     local = LOCALS["both"]
     x, y = rows(sizes=[13] * 5)
-    way = resolve(module, local, 13, SHAPE)
+    way = resolve(module, local, 13, form(SHAPE))
     got = train(way, module, local, x, y, [13] * 5, range(5), [0] * 5)
     index, _ = batches(4, 2, range(5), [0] * 5, [13] * 5, local)
     if kind != "dropout":
@@ -866,12 +867,12 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
     module, way, caplog
 ):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(module, Sgd(steps=1), 20, SHAPE) == "loop"
+        assert resolve(module, Sgd(steps=1), 20, form(SHAPE)) == "loop"
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
         f"clients are trained by the loop; {way}"
     )
     with pytest.raises(ConfigError, match=rf"client\.way = '{way}': auto or loop"):
-        resolve(module, Sgd(), 20, SHAPE, way)
+        resolve(module, Sgd(), 20, form(SHAPE), way)
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual"])
@@ -883,7 +884,7 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     for way in (Fused, SampleSpace, Vmap):
         monkeypatch.setattr(way, "straight", way.run, raising=False)
         monkeypatch.setattr(way, "run", skewed)
-    assert resolve(made(name), Sgd(), 20, SHAPE) == "loop"
+    assert resolve(made(name), Sgd(), 20, form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize(
@@ -900,9 +901,9 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     ],
 )
 def test_the_way_follows_from_the_architecture_and_the_shapes(kind, shape, rows, local, way):
-    module = models.build(models.parse({"kind": kind}), shape, 10, seed=0)
-    assert resolve(module, local, rows, shape) == way
-    assert resolve(module, local, rows, shape, "loop") == "loop"
+    module = models.build(models.parse({"kind": kind}), form(shape), seed=0)
+    assert resolve(module, local, rows, form(shape)) == way
+    assert resolve(module, local, rows, form(shape), "loop") == "loop"
 
 
 @pytest.mark.parametrize("way", [Fused, SampleSpace, Vmap])
@@ -915,24 +916,24 @@ def test_a_way_that_leaves_out_the_proximal_term_is_noticed(way, monkeypatch):
     module = made("residual" if way is Vmap else "mlp")
     local = Sgd(steps=20 if way is SampleSpace else 1, proximal=0.1)
     assert (
-        resolve(module, local, 20, SHAPE)
+        resolve(module, local, 20, form(SHAPE))
         == {Fused: "fused", SampleSpace: "sample_space", Vmap: "vmap"}[way]
     )
     monkeypatch.setattr(way, "run", without)
-    assert resolve(module, local, 20, SHAPE) == "loop"
+    assert resolve(module, local, 20, form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize("way", [Fused, Vmap])
 def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
     straight = way.run
     module = made("residual" if way is Vmap else "mlp")
-    assert resolve(module, Scaffold(), 20, SHAPE) == {Fused: "fused", Vmap: "vmap"}[way]
+    assert resolve(module, Scaffold(), 20, form(SHAPE)) == {Fused: "fused", Vmap: "vmap"}[way]
     monkeypatch.setattr(
         way,
         "run",
         lambda self, parameters, lane: straight(self, parameters, replace(lane, corrections=None)),
     )
-    assert resolve(module, Scaffold(), 20, SHAPE) == "loop"
+    assert resolve(module, Scaffold(), 20, form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize("way", [Fused, Vmap])
@@ -940,7 +941,7 @@ def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch)
     straight = way.run
     module = made("residual" if way is Vmap else "mlp", outputs=1)
     assert (
-        resolve(module, Sgd(steps=1), 20, SHAPE, regression=True)
+        resolve(module, Sgd(steps=1), 20, form(SHAPE, 0, "regression"))
         == {Fused: "fused", Vmap: "vmap"}[way]
     )
     monkeypatch.setattr(
@@ -948,17 +949,17 @@ def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch)
         "run",
         lambda self, parameters, lane: straight(self, parameters, replace(lane, y=lane.y * 1.01)),
     )
-    assert resolve(module, Sgd(steps=1), 20, SHAPE, regression=True) == "loop"
+    assert resolve(module, Sgd(steps=1), 20, form(SHAPE, 0, "regression")) == "loop"
 
 
 def test_corrections_are_never_trained_in_sample_space():
     module = made("softmax")
     assert (
-        resolve(module, Sgd(steps=20), 20, SHAPE) == "sample_space"
-        and resolve(module, Scaffold(steps=20), 20, SHAPE) == "fused"
+        resolve(module, Sgd(steps=20), 20, form(SHAPE)) == "sample_space"
+        and resolve(module, Scaffold(steps=20), 20, form(SHAPE)) == "fused"
     )
     for refused in (
-        lambda: resolve(module, Scaffold(), 20, SHAPE, "sample_space"),
+        lambda: resolve(module, Scaffold(), 20, form(SHAPE), "sample_space"),
         lambda: Trainer(module, Scaffold(), way="sample_space", seed=0),
     ):
         with pytest.raises(
@@ -987,7 +988,7 @@ def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way)
     ):
         Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
     with pytest.raises(ConfigError, match=rf"client\.way = '{way}'"):
-        resolve(made("softmax"), Sgd(), 20, SHAPE, way, clip=1.0)
+        resolve(made("softmax"), Sgd(), 20, form(SHAPE), way, clip=1.0)
 
 
 @pytest.mark.parametrize("way", ["fused", "loop"])
@@ -997,14 +998,14 @@ def test_noise_on_gradients_that_nothing_bounds_is_refused(way):
 
 
 @pytest.mark.parametrize("way", ["auto", "sample_space", "fused", "vmap", "loop"])
-def test_regression_needs_a_module_with_a_single_output(way):
+def test_regression_needs_a_module_with_an_output_for_each_target(way):
     for name in ("mlp", "residual"):
         with pytest.raises(
             ConfigError,
-            match=r"model = '\w+': a module with a single output, for regression; 2 samples give "
-            r"it shape \(2, 4\)",
+            match=r"data.task.kind = 'regression': a task with a loss for each sample of outputs "
+            r"\[4, 4\] \(RuntimeError",
         ):
-            resolve(made(name), Sgd(), 20, SHAPE, way, regression=True)
+            resolve(made(name), Sgd(), 20, form(SHAPE, 0, "regression"), way)
     if way != "auto":
         with pytest.raises(RuntimeError):
             train(way, made("mlp"), Sgd(), *rows(regression=True))
@@ -1015,7 +1016,7 @@ def test_an_unknown_way_is_refused_by_name():
         ConfigError,
         match=r"client\.way = 'lopo': auto or one of sample_space, fused, vmap, loop, noop",
     ):
-        resolve(made("mlp"), Sgd(), 20, SHAPE, "lopo")
+        resolve(made("mlp"), Sgd(), 20, form(SHAPE), "lopo")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1085,7 +1086,7 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
     everyone = dict(clients=range(4), draws=[0] * 4)
 
     def trained(local: Sgd) -> torch.Tensor:
-        trainer = Trainer(module, local, way=way, seed=0)
+        trainer = Trainer(module, local, way=way, seed=0, task=task_of(y))
         model = torch.zeros(3, dtype=torch.float64)
         own = torch.zeros(4, 3, dtype=torch.float64)
         state = {"c": np.zeros(3)}
@@ -1116,7 +1117,7 @@ if sys.argv[1] == "tuned":
 torch.manual_seed(int(sys.argv[2]))
 linear = ("sample_space", "fused", "vmap")
 for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("loop",)}.items():
-    module = models.build(models.parse({"kind": kind}), (1, 28, 28), 10, seed=0)
+    module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
     generator = np.random.default_rng(0)
     x = generator.random((3, 13, 1, 28, 28), dtype=np.float32)
     y = generator.integers(0, 10, (3, 13))
@@ -1150,7 +1151,7 @@ def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
 
     monkeypatch.setattr(checks, "_drawn_once", beside_a_thread)
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    assert resolve(module, Sgd(), rows=20, shape=(1, 28, 28)) == "sample_space"
+    assert resolve(module, Sgd(), 20, form((1, 28, 28))) == "sample_space"
     assert asked == [None] * 3
 
 

@@ -282,9 +282,9 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     }
     plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
-    module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)
+    module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
     model = models.flatten(module).numpy()
-    found = of_clients(module, shards, model, weight_decay=0.01)
+    found = of_clients(module, plan.experiment.data.task, shards, model, weight_decay=0.01)
 
     everyone = list(range(6))
     shares = np.asarray(shards.sizes) / shards.sizes.sum()
@@ -539,8 +539,10 @@ def test_a_selection_without_draws_has_no_probabilities(tmp_path):
 def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
     plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
-    module = models.build(plan.experiment.model, shards.shape, shards.classes, 0)
-    found = of_clients(module, shards, models.flatten(module).numpy(), weight_decay=0.1)
+    module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
+    found = of_clients(
+        module, plan.experiment.data.task, shards, models.flatten(module).numpy(), weight_decay=0.1
+    )
     assert found["gamma_n"] == pytest.approx(0, abs=1e-9) and found["gamma_s"] == pytest.approx(
         0, abs=1e-9
     )

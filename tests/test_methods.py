@@ -157,7 +157,7 @@ def dpnfl_client(plan: Plan, shards: Shards, client: int, bound: float, std: flo
     x = torch.from_numpy(x[0])
     y = torch.from_numpy(y[0])
     index, _ = local.batches(e.seed, 0, [client], [0], [n], e.local)
-    module = models.build(e.model, shards.shape, shards.classes, e.seed)
+    module = models.build(e.model, shards.form(e.data.task), e.seed)
     flat = models.flatten(module)
     for step, batch in enumerate(index[0].tolist()):
         total = torch.zeros_like(flat)
@@ -194,7 +194,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
     shards = Shards.open(plan.shards)
     sizes = np.asarray(Shards.open(plan.shards).sizes)
     cohort = plain.selection.draw(plain.seed, 0, plan.population)
-    start = models.flatten(models.build(plain.model, shards.shape, shards.classes, plain.seed))
+    start = models.flatten(models.build(plain.model, shards.form(plain.data.task), plain.seed))
     expected = start.double()
     for client in cohort.clients.tolist():
         moved = (dpnfl_client(plan, shards, client, 0.5, 0.02) - start).double()
@@ -395,7 +395,7 @@ def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp
     result = run(chosen, tmp_path / "out")
     plan = Plan.make(chosen)
     shards = Shards.open(plan.shards)
-    module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
+    module = models.build(chosen.model, shards.form(chosen.data.task), chosen.seed)
     candidates = chosen.selection.exposed(chosen.seed, 0, plan.population)
     losses = {}
     for client in candidates.tolist():
@@ -416,7 +416,7 @@ def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, flo
     to the bound.
     """
     shards = Shards.open(plan.shards)
-    module = models.build(chosen.model, shards.shape, shards.classes, chosen.seed)
+    module = models.build(chosen.model, shards.form(chosen.data.task), chosen.seed)
     models.load(module, torch.tensor(model))
     found = {}
     for client in chosen.selection.exposed(chosen.seed, t, plan.population).tolist():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from conftest import form
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,7 +22,8 @@ COLOUR = (3, 32, 32)
 
 
 def build(shape=GREY, classes=10, seed=0, **keys):
-    return models.build(models.parse(keys), shape, classes, seed)
+    task = "classification" if classes else "regression"
+    return models.build(models.parse(keys), form(shape, classes, task), seed)
 
 
 class Tied(nn.Module):

@@ -43,6 +43,7 @@ FOLDERS = (
     "data/sizes",
     "data/features",
     "models",
+    "tasks",
 )
 # What reads, makes and checks members of every family, and so handles their root.
 MACHINERY = ("member", "own")

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import yaml
-from conftest import SMALL, experiment
+from conftest import SMALL, experiment, form
 from test_bad_input import complain
 from torch import nn
 
@@ -371,7 +371,7 @@ def test_a_function_makes_a_model_if_it_says_so(mine):
     )
     for name in ("said", "quoted"):
         assert isinstance(
-            models.build(models.parse({"kind": f"mine:{name}"}), (6,), 6, 0), nn.Linear
+            models.build(models.parse({"kind": f"mine:{name}"}), form((6,), 6), 0), nn.Linear
         )
     for name in ("silent", "other", "unknown"):
         with pytest.raises(

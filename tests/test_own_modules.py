@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import experiment
+from conftest import experiment, form
 from test_same_bits import assert_same_bits
 
 from raydpfl import cli, models, run
@@ -206,10 +206,10 @@ def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actor
 
 
 def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_lane_at_once():
-    module = models.build(of("Numpy").model, (1, 28, 28), 10, 0)
-    assert resolve(module, Sgd(), rows=10, shape=(1, 28, 28)) == "loop"
+    module = models.build(of("Numpy").model, form((1, 28, 28)), 0)
+    assert resolve(module, Sgd(), 10, form((1, 28, 28))) == "loop"
     with pytest.raises(ConfigError, match=r"client.way = 'vmap': .* draws from np.random"):
-        resolve(module, Sgd(), rows=10, shape=(1, 28, 28), way="vmap")
+        resolve(module, Sgd(), 10, form((1, 28, 28)), way="vmap")
 
 
 def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import form, task_of
 from scipy import stats
 from torch import nn
 
@@ -362,7 +363,7 @@ def noise_and_corrections(module: nn.Module) -> tuple[np.ndarray, torch.Tensor]:
 
 
 def train(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, **more):
-    trainer = Trainer(module, local, way=way, seed=SEED, clip=clip)
+    trainer = Trainer(module, local, way=way, seed=SEED, clip=clip, task=task_of(y))
     lane = trainer.lane(
         models.flatten(module), x, y, sizes, t=ROUND, clients=clients, draws=draws, **more
     )
@@ -749,7 +750,7 @@ def test_scaffold_trains_with_clipping_and_noise():
 @pytest.mark.parametrize("name", MODULES)
 def test_the_way_follows_from_the_architecture(name, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        way = resolve(made(name), Sgd(), 20, SHAPE, clip=1.0)
+        way = resolve(made(name), Sgd(), 20, form(SHAPE), clip=1.0)
     assert way == ("fused" if name in STACKS else "layerwise" if name in LAYERS else "vmap")
     assert [message.partition(";")[0] for message in caplog.messages] == [
         "clients are trained by vmap"
@@ -761,8 +762,8 @@ def test_the_way_follows_from_the_architecture(name, caplog):
     [("softmax", "fused"), ("mlp", "fused"), ("cnn", "layerwise"), ("dp_cnn", "layerwise")],
 )
 def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
-    module = models.build(models.parse({"kind": kind}), (1, 12, 12), 10, seed=0)
-    assert resolve(module, Sgd(), 100, (1, 12, 12), clip=1.0) == way and not caplog.messages
+    module = models.build(models.parse({"kind": kind}), form((1, 12, 12)), seed=0)
+    assert resolve(module, Sgd(), 100, form((1, 12, 12)), clip=1.0) == way and not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -780,7 +781,7 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
         match=rf"client\.way = 'layerwise': auto or loop; this way "
         rf"does not fit the model: {reason}",
     ):
-        resolve(made(name), Sgd(), 20, SHAPE, "layerwise", clip=1.0)
+        resolve(made(name), Sgd(), 20, form(SHAPE), "layerwise", clip=1.0)
 
 
 class Recurrent(nn.Module):
@@ -842,7 +843,7 @@ class Unused(nn.Module):
 )
 def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, reason, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(kind(), Sgd(), 20, SHAPE, clip=1.0) in ("vmap", "loop")
+        assert resolve(kind(), Sgd(), 20, form(SHAPE), clip=1.0) in ("vmap", "loop")
     assert reason in caplog.messages[0]
 
 
@@ -860,14 +861,14 @@ class Drawing(nn.Module):
 
 def test_a_layer_that_cannot_be_drawn_sample_by_sample_is_left_to_the_loop():
     module = nn.Sequential(Drawing(), nn.Linear(72, CLASSES))
-    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "loop"
+    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "loop"
     module[0].dropout.p = 0.0
-    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "layerwise"
+    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "layerwise"
 
 
 def test_linear_layers_over_positions_are_no_stack_of_matrices_but_trained_layerwise():
     module = nn.Sequential(nn.Flatten(2), nn.Linear(36, 5), nn.Flatten(), nn.Linear(10, CLASSES))
-    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "layerwise"
+    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "layerwise"
 
 
 class Shrinking(nn.Module):
@@ -889,10 +890,10 @@ def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides
         match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter "
         r"linear.weight changes",
     ):
-        resolve(Shrinking(), Sgd(), 20, SHAPE, clip=1.0)
+        resolve(Shrinking(), Sgd(), 20, form(SHAPE), clip=1.0)
     table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
     with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
-        resolve(table, Sgd(), 20, SHAPE, clip=1.0)
+        resolve(table, Sgd(), 20, form(SHAPE), clip=1.0)
 
 
 class Mixing(nn.Module):
@@ -921,12 +922,12 @@ class Counting(nn.Module):
 
 
 def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused():
-    assert resolve(Mixing(), Sgd(), 20, SHAPE, clip=1.0) in ("vmap", "loop")
+    assert resolve(Mixing(), Sgd(), 20, form(SHAPE), clip=1.0) in ("vmap", "loop")
     with pytest.raises(
         ConfigError,
         match=r"model = 'Counting': a module that keeps samples apart.*its buffer mean changes",
     ):
-        resolve(Counting(), Sgd(), 20, SHAPE, clip=1.0)
+        resolve(Counting(), Sgd(), 20, form(SHAPE), clip=1.0)
     normed = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
     )
@@ -936,10 +937,10 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
             match=r"model = 'Sequential': a module that keeps samples apart.*1 is a BatchNorm2d "
             r".*group_norm",
         ):
-            resolve(normed, Sgd(), 20, SHAPE, way, clip=1.0)
+            resolve(normed, Sgd(), 20, form(SHAPE), way, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
-        Layerwise(normed, Sgd(), torch.device("cpu"))
-    assert resolve(normed, Sgd(), 20, SHAPE) == "loop"
+        Layerwise(normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
+    assert resolve(normed, Sgd(), 20, form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize("way,name", PRIVATE[:-1])
@@ -953,15 +954,15 @@ def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatc
         if fault == "a norm too small"
         else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
     )
-    assert trial.mismatch(made(name), Sgd(), SHAPE, way, 1.0, False) is None
+    assert trial.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0) is None
     for each in (layerwise, linear, vmap):
         monkeypatch.setattr(each, "clip_factors", wrong)
-    assert "off by" in trial.mismatch(made(name), Sgd(), SHAPE, way, 1.0, False)
+    assert "off by" in trial.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0)
 
 
 def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():
     module = ending(nn.Conv2d(2, 6, 3), nn.Dropout(0.5))
-    assert resolve(module, Sgd(), 20, SHAPE, clip=1.0) == "layerwise"
+    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "layerwise"
     x, y = rows()
     together = train("layerwise", module, LOCALS["plain"], 1.0, x, y)
     torch.manual_seed(1)

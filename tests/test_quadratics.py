@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from conftest import form
 from scipy.optimize import brentq
 
 from raydpfl import Experiment, data, models, run
@@ -15,6 +16,9 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 
 EQ_8 = (1.0, 2.0, 6.0), (4.0, 1.0, -1.0)  # a and b of 000 eq. 8; the optimum is 0
+
+
+LINEAR = models.parse({"kind": "linear", "spread": 1.0})
 
 
 def clip(values, bound):
@@ -332,7 +336,9 @@ def test_with_one_local_step_clipping_updates_is_clipped_sgd(tmp_path):
         )
         start = (
             models.flatten(
-                models.build(models.parse({"kind": "linear", "spread": 1.0}), (15,), 0, 4)
+                models.build(
+                    models.parse({"kind": "linear", "spread": 1.0}), form((15,), 0, "regression"), 4
+                )
             )
             .double()
             .numpy()
@@ -359,7 +365,11 @@ def test_runs_on_quadratics_follow_their_definition_from_a_start_at_a_distance(k
         spread=1.0,
     )
     w = (
-        models.flatten(models.build(models.parse({"kind": "linear", "spread": 1.0}), (15,), 0, 4))
+        models.flatten(
+            models.build(
+                models.parse({"kind": "linear", "spread": 1.0}), form((15,), 0, "regression"), 4
+            )
+        )
         .double()
         .numpy()
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import experiment
+from conftest import experiment, form
 from test_local import CLIENTS, DRAWS, SHAPE, SIZES, corrected, each, made, rows, train
 from torch import nn
 
@@ -297,13 +297,13 @@ def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
 @pytest.mark.parametrize("name", RULES)
 def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
     local = RULES[name].model_copy(update={"steps": 20})
-    assert resolve(made("softmax"), local, 20, SHAPE) == "fused"
-    assert resolve(made("residual"), local, 20, SHAPE) == "vmap"
-    assert resolve(made("cnn"), local, 20, SHAPE) == "loop"
-    assert resolve(made("cnn"), local, 20, SHAPE, clip=1.0) == "layerwise"
+    assert resolve(made("softmax"), local, 20, form(SHAPE)) == "fused"
+    assert resolve(made("residual"), local, 20, form(SHAPE)) == "vmap"
+    assert resolve(made("cnn"), local, 20, form(SHAPE)) == "loop"
+    assert resolve(made("cnn"), local, 20, form(SHAPE), clip=1.0) == "layerwise"
     accepted = r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop"
     with pytest.raises(ConfigError, match=accepted):
-        resolve(made("softmax"), local, 20, SHAPE, "sample_space")
+        resolve(made("softmax"), local, 20, form(SHAPE), "sample_space")
 
 
 def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
@@ -313,10 +313,10 @@ def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
         self.state = self.local.start(self.x)
         return right(self, gradient, k)
 
-    assert resolve(made("mlp"), RULES["nesterov"], 20, SHAPE) == "fused"
+    assert resolve(made("mlp"), RULES["nesterov"], 20, form(SHAPE)) == "fused"
     monkeypatch.setattr(Rule, "step", forgetful)
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(made("mlp"), RULES["nesterov"], 20, SHAPE) == "loop"
+        assert resolve(made("mlp"), RULES["nesterov"], 20, form(SHAPE)) == "loop"
     assert "fused does not fit the model" in caplog.text
 
 
@@ -363,7 +363,7 @@ class Failing(Local):
 )
 def test_a_rule_that_is_none_is_refused_before_the_run(kind, reason):
     with pytest.raises(ConfigError) as error:
-        resolve(made("mlp"), kind(), 20, SHAPE)
+        resolve(made("mlp"), kind(), 20, form(SHAPE))
     assert error.value.field == "local.kind" and reason in str(error.value)
 
 

@@ -296,7 +296,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
         n = int(shards.sizes[client])
         x, y, _ = shards.lane([client], n)
         index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
-        module = models.build(plain.model, shards.shape, shards.classes, plain.seed)
+        module = models.build(plain.model, shards.form(plain.data.task), plain.seed)
         start = models.flatten(module)
         optimizer = torch.optim.SGD(
             module.parameters(), lr=plain.local.lr, weight_decay=plain.local.weight_decay

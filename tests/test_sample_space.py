@@ -77,7 +77,7 @@ def test_losses_and_their_gradients_are_those_of_autograd(classes, apart):
     places = torch.stack([torch.randperm(n, generator=generator)[:batch] for _ in range(clients)])
     shares = torch.rand(clients, 1, batch, generator=generator)
     flat = (places + n * torch.arange(clients)[:, None]).flatten()
-    loss = _Loss(_target(y, classes), [(flat, shares)], regression=False)
+    loss = _Loss(_target(y, classes), [(flat, shares)], closed="softmax")
     with torch.inference_mode():
         g = loss.step(a.detach(), 0, apart)
     each = F.cross_entropy(a.mT, y.gather(1, places), reduction="none")
@@ -96,7 +96,7 @@ def test_bits_of_a_client_do_not_depend_on_how_many_columns_there_are(batch):
     shares = torch.full((clients, 1, batch), 1 / batch)
 
     def of(some: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = _Loss(_target(y[some], 10), [(None, shares[some])], regression=False)
+        loss = _Loss(_target(y[some], 10), [(None, shares[some])], closed="softmax")
         with torch.inference_mode():
             return loss.step(a[some], 0, apart=False), loss.sums()
 

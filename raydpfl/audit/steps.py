@@ -37,7 +37,7 @@ from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.batches import batches
-from raydpfl.local.way import Block, sample_loss
+from raydpfl.local.way import Block
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, rigorous
@@ -45,6 +45,7 @@ from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.personal import LocalSteps
 from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
+from raydpfl.tasks import Task
 from raydpfl.tracking import Clock
 
 SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
@@ -245,8 +246,8 @@ class StepRecord:
         self.power = np.zeros(len(self.canaries.inside))
         self.shape = shards.shape
         self.classes = shards.classes
-        module = models.build(e.model, shards.shape, shards.classes, e.seed)
-        self.gradients = Gradients(module, _sample_bound(self.plan))
+        module = models.build(e.model, shards.form(e.data.task), e.seed)
+        self.gradients = Gradients(module, e.data.task, _sample_bound(self.plan))
         linear = e.local.linear()
         if linear is None:
             accepted = "a rule that is linear (raydpfl.local.Local.linear), to audit local steps"
@@ -425,7 +426,8 @@ class StepRecord:
 class Gradients:
     """Clipped gradients of single samples, float32 [n, d], for a module of any kind."""
 
-    def __init__(self, module: torch.nn.Module, bound: float):
+    def __init__(self, module: torch.nn.Module, task: Task, bound: float):
+        self.task = task
         self.module = copy.deepcopy(module).eval()
         self.bound = bound
         self.shapes = {
@@ -443,7 +445,7 @@ class Gradients:
             name: part.view(shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
-        return sample_loss(functional_call(self.module, named, (x[None],)), y[None])
+        return self.task.loss(functional_call(self.module, named, (x[None],)), y[None])[0]
 
     def __call__(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         try:
@@ -491,9 +493,12 @@ def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
     """
     shards = Shards.open(plan.shards)
     e = plan.experiment
-    module = models.build(e.model, shards.shape, shards.classes, e.seed)
+    if shards.tokens or shards.target.shape:
+        accepted = "samples of numbers, each with one class or number, to audit local steps"
+        raise ConfigError("data.kind", e.data.kind, accepted)
+    module = models.build(e.model, shards.form(e.data.task), e.seed)
     bound = _sample_bound(plan)
-    gradients = Gradients(module, bound)
+    gradients = Gradients(module, e.data.task, bound)
     flat = models.flatten(module)
     reached = {}
     for relabel in (False, True)[: 1 + (shards.classes > 1)]:

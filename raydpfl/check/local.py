@@ -13,6 +13,7 @@ from raydpfl.local.checks import check_rule
 from raydpfl.local.trial import mismatch
 from raydpfl.local.ways import REFERENCE, WAYS, able
 from raydpfl.rounds import Facts, View
+from raydpfl.tasks import Classification, Form, Target
 
 K = 5
 FEATURES = 6
@@ -43,12 +44,13 @@ def no_hidden_state(case: Case) -> str:
 def every_way(case: Case) -> str:
     """Every way of training that can carry out its rule takes the same first steps."""
     module = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+    form = Form((FEATURES,), Target(classes=3), Classification())
     done = []
     for clip in (None, 1.0):
         for way, kind in WAYS.items():
             if way in (REFERENCE, "noop") or not able(kind, case.member, clip):
                 continue
-            wrong = mismatch(module, case.member, (FEATURES,), way, clip, regression=False)
+            wrong = mismatch(module, case.member, form, way, clip)
             clipped = " with clipping of each sample" if clip else ""
             hold(wrong is None, f"{way}{clipped}: {wrong}")
             done.append(way)

@@ -66,7 +66,7 @@ class Dealt(Inline):
         for index in reversed(range(batches)):
             actor = self.clients[index % len(self.clients)]
             (found[index],) = pickle.loads(pickle.dumps(actor.evaluate(model, [index])))
-        return scored([found[index] for index in range(batches)], self.client.shards.classes)
+        return scored([found[index] for index in range(batches)])
 
 
 class Watched(Coordinator):

@@ -13,15 +13,16 @@ trains on this machine.
 A prepared folder is named by a digest of (format, data config, seed, contents of the source files,
 code of the user's own members, share of rows held out), wherever the files are, and never changes:
 
-- `train.arrow`, a row per sample: x, uint8 or float32 [prod(shape)], and y, int64 (its class) or
-  float32 (its target, for regression); in batches that end where a client ends.
+- `train.arrow`, a row per sample: x, uint8, float32 or int64 [prod(shape)], and y, int64 (classes)
+  or float32 (numbers), a list where a sample has several; in batches that end where a client ends.
 - `clients.arrow`, a row per client: first, int64, its first row in `train.arrow`, and size, int64,
   how many rows.
 - `rows.arrow`, where clients share samples: `train.arrow` then has each sample once, and this for
   each row of each client, in client order, the row there that it is; `first` is a row of this.
 - `test.arrow`, as `train.arrow`, in one batch.
 - `validation.arrow`, as `train.arrow`, where rows are held out of training (`data.heldout`).
-- `data.json`: shape, classes (0: regression), unseen, mean and std, and how it was dealt.
+- `data.json`: shape, classes (0: numbers), unseen, mean and std, and how it was dealt; where they
+  are not 0 or empty, tokens, targets (the shape of a sample's) and names.
 - `digests.json`: size and digest of each; what does not agree with them is prepared again.
 
 It is written beside its place under another name and renamed, so a half-written one is never used,
@@ -59,6 +60,7 @@ from raydpfl.data.sources import Data, Split
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import STILL, cache_root, put, whole
 from raydpfl.member import own_code
+from raydpfl.tasks import Form, Target, Task
 
 FORMAT = 4
 # bytes that are read as fast as another call is made: so many for each row wanted, before rows are
@@ -160,7 +162,7 @@ def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> N
     write = _write_shared if split.shared else _write_train
     found = write(split, apart, folder)
     sizes = apart.sizes if apart else split.sizes
-    test = _batch(*split.test(), split.classes)
+    test = _batch(*split.test())
     columns = [packed(each, pa.int64()) for each in (np.cumsum(sizes) - sizes, sizes)]
     clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
     _write_batch(folder / "test.arrow", test)
@@ -174,6 +176,8 @@ def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> N
         "config": config,
         "description": _description(split, sizes, found, test.num_rows),
     }
+    more = {"tokens": split.tokens, "targets": list(split.targets), "names": list(split.names)}
+    about |= {name: value for name, value in more.items() if value}
     (folder / "data.json").write_text(json.dumps(about, indent=1))
 
 
@@ -190,7 +194,7 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
         description["distinct_samples"] = found.shared
     if found.scored:
         description["validation_samples"] = found.scored
-    if split.classes:
+    if _counted(split):
         has = sizes > 0
         commonest = (found.most[has] / sizes[has]).round(4)
         description["classes_per_client"] = _spread(found.held)
@@ -202,9 +206,10 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
 
 def _check_room(split: Split, folder: Path) -> None:
     rows = int(split.sizes.sum())
-    needed = rows * (_row_bytes(split) + 8)
+    width = _row_bytes(split) + 8 * math.prod(split.targets)
+    needed = rows * width
     if split.shared:
-        needed = split.distinct() * (_row_bytes(split) + 8) + rows * 8
+        needed = split.distinct() * width + rows * 8
     free = shutil.disk_usage(folder).free
     if needed > free:
         accepted = f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}"
@@ -229,20 +234,20 @@ class _Counts:
     @classmethod
     def none(cls, split: Split) -> _Counts:
         held = np.zeros(len(split.sizes), np.int64)
-        return cls(held, np.zeros_like(held), np.zeros(split.classes, np.int64))
+        classes = split.classes if _counted(split) else 0
+        return cls(held, np.zeros_like(held), np.zeros(classes, np.int64))
 
 
 class _Rows:
     """An Arrow IPC file of rows, written a batch at a time."""
 
-    def __init__(self, path: Path, classes: int, stack: ExitStack):
+    def __init__(self, path: Path, stack: ExitStack):
         self._path = path
-        self._classes = classes
         self._stack = stack
         self._writer: Any = None
 
     def write(self, x: np.ndarray, y: np.ndarray) -> None:
-        batch = _batch(x, y, self._classes)
+        batch = _batch(x, y)
         if self._writer is None:
             file = pa.ipc.new_file(str(self._path), batch.schema)
             self._writer = self._stack.enter_context(file)
@@ -256,8 +261,8 @@ def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
     found = _Counts.none(split)
     sizes = apart.sizes if apart else split.sizes
     with ExitStack() as stack:
-        train = _Rows(folder / "train.arrow", split.classes, stack)
-        validation = _Rows(folder / "validation.arrow", split.classes, stack)
+        train = _Rows(folder / "train.arrow", stack)
+        validation = _Rows(folder / "validation.arrow", stack)
         first = 0
         while first < len(ends):
             start = ends[first] - split.sizes[first]
@@ -271,7 +276,7 @@ def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
                 x = x[~out]
                 y = y[~out]
             train.write(x, y)
-            if split.classes:
+            if _counted(split):
                 _count(found, sizes[first:last], first, y)
             first = last
     return found
@@ -290,19 +295,19 @@ def _write_shared(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
         if apart:
             sizes = apart.sizes
             out, scored = apart.rows(0, len(sizes))
-            validation = _Rows(folder / "validation.arrow", split.classes, stack)
+            validation = _Rows(folder / "validation.arrow", stack)
             found.scored = int(scored.sum())
             for start in range(0, found.scored, step):
                 validation.write(*split.at(samples[scored][start : start + step]))
             samples = samples[~out]
         distinct, index = np.unique(samples, return_inverse=True)
-        train = _Rows(folder / "train.arrow", split.classes, stack)
-        y = np.empty(len(distinct), np.int64 if split.classes else np.float32)
+        train = _Rows(folder / "train.arrow", stack)
+        y = np.empty((len(distinct), *split.targets), np.int64 if split.classes else np.float32)
         for start in range(0, len(distinct), step):
             x, y[start : start + step] = split.at(distinct[start : start + step])
             train.write(x, y[start : start + step])
     _write_batch(folder / "rows.arrow", pa.record_batch({"row": index.astype(np.int32)}))
-    if split.classes:
+    if _counted(split):
         _count(found, sizes, 0, y[index])
     found.shared = len(distinct)
     return found
@@ -325,12 +330,26 @@ def _count(found: _Counts, sizes: np.ndarray, first: int, y: np.ndarray) -> None
     np.add.at(found.counted, kinds % classes, counts)
 
 
-def _batch(x: np.ndarray, y: np.ndarray, classes: int) -> pa.RecordBatch:
-    flat = pa.FixedSizeListArray.from_arrays(
-        packed(x.reshape(-1), pa.from_numpy_dtype(x.dtype)), int(np.prod(x.shape[1:]))
-    )
-    targets = packed(y, pa.int64() if classes else pa.float32())
-    return pa.RecordBatch.from_arrays([flat, targets], names=["x", "y"])
+def _counted(split: Split) -> bool:
+    """Whether each row has a class, by which rows are counted."""
+    return bool(split.classes) and not split.targets
+
+
+def _batch(x: np.ndarray, y: np.ndarray) -> pa.RecordBatch:
+    targets = _lists(y) if y.ndim > 1 else _packed(y)
+    return pa.RecordBatch.from_arrays([_lists(x), targets], names=["x", "y"])
+
+
+def _lists(rows: np.ndarray) -> pa.Array:
+    """A list of fixed length for each row."""
+    flat = _packed(rows.reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(rows.shape[1:])))
+
+
+def _packed(values: np.ndarray) -> pa.Array:
+    """Pixels as they are, all else in int64 or float32."""
+    kinds = {"u": pa.uint8(), "i": pa.int64(), "f": pa.float32()}
+    return packed(values, kinds[values.dtype.kind])
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -359,6 +378,10 @@ class _Mapped:
             [numbers(getattr(column, "values", column)) for column in columns]
             for columns in batches
         ]
+
+    def shape_targets(self, shape: tuple[int, ...]) -> None:
+        """Gives y of each batch this shape for a sample."""
+        self.columns = [[x, y.reshape(-1, *shape)] for x, y in self.columns]
 
     def at(self, column: np.ndarray) -> int:
         return column.ctypes.data - np.frombuffer(self.map, np.uint8).ctypes.data
@@ -430,9 +453,10 @@ class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
 
     `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0:
-    regression); `unseen`: classes without a training sample; `test_size`, `validation_size`. What
-    `lane`, `test` and `validation` return is the caller's to write to. Where y is said to be int64,
-    it is float32 for regression.
+    numbers); `unseen`: classes without a training sample; `target`: what y is; `tokens` (0: x is
+    float32); `test_size`, `validation_size`. What `lane`, `test` and `validation` return is the
+    caller's to write to. Where x is said to be float32, it is int64 for tokens; where y is said to
+    be int64, it is float32 for numbers, and has an axis more for several targets.
     """
 
     def __init__(self, folder: Path):
@@ -441,25 +465,36 @@ class Shards:
         self.shape = tuple(about["shape"])
         self.classes = about["classes"]
         self.unseen = tuple(about["unseen"])
+        self.tokens = about.get("tokens", 0)
+        several, names = (tuple(about.get(key, ())) for key in ("targets", "names"))
+        self.target = Target(several, self.classes, names)
         self._description = about["description"]
         self._train, self._clients, self._test = (
             _Mapped(folder / f"{part}.arrow") for part in ("train", "clients", "test")
         )
         ((self._first, self.sizes),) = self._clients.columns
-        ((test_x, self._test_y),) = self._test.columns
+        ((test_x, test_y),) = self._test.columns
         self._test_x = test_x.reshape(-1, *self.shape)
+        self._test_y = test_y.reshape(-1, *self.target.shape)
         held_out = folder / "validation.arrow"
         self._validation = _Mapped(held_out) if held_out.exists() else None
         rows = folder / "rows.arrow"
         self._rows = _Mapped(rows) if rows.exists() else None
+        for file in (self._train, self._validation):
+            if file is not None:
+                file.shape_targets(self.target.shape)
         # first row of each batch
         self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])
         # where x and y of each batch are in the file, int64 [batches, 2]
         places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
         self._places = np.array(places, np.int64)
+        self._target_bytes = self._test_y.itemsize * math.prod(self.target.shape)
         self._targets = self._small_targets()
         self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
-        # uint8 v becomes (v / 255 - mean) / std per channel, by one product and one sum.
+        self._normalise_by(about)
+
+    def _normalise_by(self, about: Mapping[str, Any]) -> None:
+        """Sets by what uint8 v becomes (v / 255 - mean) / std per channel: a product and a sum."""
         per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(about["mean"]) > 1 else ()
         mean, std = (
             np.array(about[key] or [other]).reshape(per_channel)
@@ -471,7 +506,7 @@ class Shards:
 
     def _small_targets(self) -> np.ndarray | None:
         """y of all rows, where that is little: a read for each client costs more than all of it."""
-        if int(self._starts[-1]) * self._test_y.itemsize > TARGETS:
+        if int(self._starts[-1]) * self._target_bytes > TARGETS:
             return None
         return np.concatenate([y for _, y in self._train.columns] or [self._test_y[:0]])
 
@@ -481,6 +516,10 @@ class Shards:
 
     def __reduce__(self) -> tuple:
         return Shards, (self.folder,)
+
+    def form(self, task: Task) -> Form:
+        """What a sample is, for a task."""
+        return Form(self.shape, self.target, task, self.tokens)
 
     @property
     def clients(self) -> int:
@@ -532,7 +571,7 @@ class Shards:
         if self._targets is None:
             self._read(1, y, members, sizes, apart)
         else:
-            np.take(self._targets, wanted, mode="clip", out=y)
+            np.take(self._targets, wanted, axis=0, mode="clip", out=y)
         for slot in np.flatnonzero(n < rows).tolist():
             x[slot, n[slot] :] = 0
             y[slot, n[slot] :] = 0
@@ -540,8 +579,9 @@ class Shards:
 
     def _arrays(self, room: Room, clients: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Memory for x and y of some clients."""
-        x = room.array("x", (clients, rows, *self.shape), np.dtype(np.float32))
-        return x, room.array("y", (clients, rows), self._test_y.dtype)
+        kind = np.dtype(np.int64 if self.tokens else np.float32)
+        x = room.array("x", (clients, rows, *self.shape), kind)
+        return x, room.array("y", (clients, rows, *self.target.shape), self._test_y.dtype)
 
     def _read_x(
         self,
@@ -689,7 +729,7 @@ class Shards:
         if self._train.cached(places[:: max(1, len(places) // LOOKS)].tolist()):
             return
         descriptor = self._train.file.fileno()
-        for part, width in enumerate((self._row_bytes, self._test_y.itemsize)):
+        for part, width in enumerate((self._row_bytes, self._target_bytes)):
             at = self._at(part, members, width)
             for place, length in zip(at.tolist(), (sizes * width).tolist(), strict=True):
                 os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)

@@ -18,7 +18,8 @@ gradient and add noise to every step (the loop sample by sample):
 
 >>> from torch import nn
 >>> module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(5408, 10))
->>> resolve(module, Sgd(), rows=20, shape=(1, 28, 28))
+>>> form = Form((1, 28, 28), Target(classes=10), Classification())
+>>> resolve(module, Sgd(), 20, form)
 'loop'
 """
 
@@ -32,6 +33,7 @@ from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block
 from raydpfl.local.ways import WAYS
 from raydpfl.member import family
+from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 
 __all__ = [
     "FAMILY",

@@ -15,47 +15,70 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raydpfl import keys
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.local.base import Local, Step
+from raydpfl.tasks import Form
 
 CLOSE = 1e-4  # relative: rounding gives less than 1e-6 on the few numbers that a rule is tried on
 
 
-def drawn_from(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+def drawn_from(module: nn.Module, form: Form) -> str | None:
     """The generator of the process, other than torch's, that a module in training draws from.
 
     None where it draws from none. Other threads of the process may draw from them too at any time,
     so only what is seen in each of a few tries is the module's.
     """
-    found = {_drawn_once(module, shape) for _ in range(3)}
+    found = {_drawn_once(module, form) for _ in range(3)}
     return found.pop() if len(found) == 1 else None
 
 
-def _drawn_once(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+def _drawn_once(module: nn.Module, form: Form) -> str | None:
     with keys.keyed_globals(0):
         of_python = random.getstate()
         of_numpy = pickle.dumps(np.random.get_state())
         with contextlib.suppress(Exception):  # what it raises it will raise in training too
-            copy.deepcopy(module).train()(torch.ones(2, *shape))
+            copy.deepcopy(module).train()(_some(form, 2))
         if random.getstate() != of_python:
             return "Python's random"
         return "np.random" if pickle.dumps(np.random.get_state()) != of_numpy else None
 
 
-def check_single_output(module: nn.Module, shape: tuple[int, ...]) -> None:
-    """Raises `ConfigError` for a module with more than one output, which regression cannot take."""
+def _some(form: Form, rows: int) -> torch.Tensor:
+    """Made-up inputs, float32 [rows, *shape] of ones or int64 ones drawn."""
+    inputs = form.inputs(rows, keys.stream(0, keys.Purpose.DATA))
+    return inputs if form.tokens else torch.ones_like(inputs)
+
+
+def check_loss(module: nn.Module, form: Form) -> None:
+    """Raises `ConfigError` for a loss of the task that does not fit what the module gives, is not a
+    number for each sample, or mixes samples.
+    """
+    task = form.task
+    generator = keys.stream(0, keys.Purpose.DATA)
+    inputs = form.inputs(4, generator)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            outputs = tuple(copy.deepcopy(module)(torch.zeros(2, *shape)).shape)
+            outputs = copy.deepcopy(module).eval()(inputs)
     except RAISED:  # it will raise in training too, and be reported with its client
         return
-    if outputs not in ((2, 1), (2,)):
-        raise ConfigError(
-            "model",
-            type(module).__name__,
-            f"a module with a single output, for regression; 2 samples give it shape {outputs}",
-        )
+    given = tuple(outputs.shape[1:])
+    # of classes a module may know more than there are
+    y = task.made_up(generator, 4, given if form.target.classes else form.outputs)
+    accepted = f"a task with a loss for each sample of outputs {list(outputs.shape)}"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            together = task.loss(outputs, y)
+            alone = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
+    except RAISED as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError("data.task.kind", task.kind, f"{accepted} ({reason})") from None
+    if together.shape != (4,):
+        reason = f"for a batch of 4 it gives shape {list(together.shape)}"
+        raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
+    if not torch.allclose(together, torch.cat(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+        reason = "that of one does not depend on the others"
+        raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
 
 
-def check_apart(module: nn.Module, shape: tuple[int, ...]) -> None:
+def check_apart(module: nn.Module, form: Form) -> None:
     """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
     another path than the noised parameters.
     """
@@ -71,7 +94,7 @@ def check_apart(module: nn.Module, shape: tuple[int, ...]) -> None:
     tried = copy.deepcopy(module).train()
     # what it raises it will raise in training too
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
-        tried(torch.ones(2, *shape))
+        tried(_some(form, 2))
     for kind, named, afterwards in (
         ("buffer", module.named_buffers(), tried.buffers()),
         ("parameter", module.named_parameters(), tried.parameters()),

@@ -7,7 +7,8 @@ layerwise, or else by vmap. The way's first steps are compared with the loop's o
 Where they fail or differ the next way is taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
->>> resolve(module, Sgd(steps=20, batch=10), rows=20, shape=(1, 28, 28))
+>>> form = Form((1, 28, 28), Target(classes=10), Classification())
+>>> resolve(module, Sgd(steps=20, batch=10), 20, form)
 'sample_space'
 """
 
@@ -21,12 +22,13 @@ from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.errors import ConfigError
 from raydpfl.local.base import Local
-from raydpfl.local.checks import check_apart, check_rule, check_single_output, drawn_from
+from raydpfl.local.checks import check_apart, check_loss, check_rule, drawn_from
 from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.trial import mismatch
 from raydpfl.local.ways import REFERENCE, WAYS, able, check_way
+from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 
 log = logging.getLogger("raydpfl")
 UNFIT = "this way does not fit the model"
@@ -37,35 +39,33 @@ def resolve(
     module: nn.Module,
     local: Local,
     rows: int,
-    shape: tuple[int, ...],
+    form: Form,
     way: str = "auto",
     clip: float | None = None,
-    regression: bool = False,
 ) -> str:
-    """The way to train `module` on samples of `shape` when a typical client has `rows` of them.
+    """The way to train `module` on samples of this form when a typical client has `rows` of them.
 
     With `way` auto it is a function of the architecture, `local`, the shapes and whether each
     sample is clipped alone, never of timing; see the module.
 
     Raises:
         ConfigError: for a way that does not fit and was asked for by name; for a module that has
-            BatchNorm or changes its buffers or parameters, with `clip`; for one with more than one
-            output, for `regression`; for a rule that is none (`raydpfl.local.checks.check_rule`).
+            BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none for
+            its outputs (`raydpfl.local.checks.check_loss`); for a rule that is none (`check_rule`).
     """
     check_rule(local)
-    if regression:
-        check_single_output(module, shape)
+    check_loss(module, form)
     if clip is not None:
-        check_apart(module, shape)
+        check_apart(module, form)
     choices = _choices(module, local, rows, clip) if way == "auto" else [way]
-    drawn = drawn_from(module, shape)
+    drawn = drawn_from(module, form)
     if drawn:
         choices = [_one_by_one(way, drawn)]
     for chosen, other in pairwise([*choices, REFERENCE]):
         check_way(chosen, local, clip)
         if chosen in (REFERENCE, "noop"):
             return chosen
-        reason = mismatch(module, local, shape, chosen, clip, regression)
+        reason = mismatch(module, local, form, chosen, clip)
         if reason is None:
             return chosen
         if way != "auto":

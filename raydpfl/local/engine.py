@@ -26,7 +26,9 @@ from raydpfl.local.batches import Integers, batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.way import BEGINS, Block, LaneData, spans
 from raydpfl.local.ways import WAYS, check_way
+from raydpfl.tasks import Classification, Task
 
+CLASSES = Classification()
 TOGETHER = 1 << 24  # bytes that lanes trained together may take
 
 
@@ -61,8 +63,9 @@ class Trainer:
     diverged update comes back as it is. Its arguments:
 
         parameters: the model, float32 [d], as `raydpfl.models.flatten` gives it.
-        x: float32 [C, n, *shape]; rows from sizes[i] on are never looked at.
-        y: [C, n], integers for cross-entropy, floats for half the squared error.
+        x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
+            are never looked at.
+        y: [C, n, *target], integers or floats, as the task has it.
         sizes: [C].
         t: the round.
         clients: [C], -1 for an empty slot.
@@ -95,6 +98,7 @@ class Trainer:
         device: torch.device | str = "cpu",
         clip: float | None = None,
         own: bool = False,
+        task: Task = CLASSES,
     ):
         check_way(way, local, clip)
         self.local = local
@@ -103,7 +107,7 @@ class Trainer:
         self.seed = self.noise_seed = seed  # a run sets them for each round
         self.own = own
         with keys.keyed_globals(seed):
-            self._way = WAYS[way](module, local, self.device)
+            self._way = WAYS[way](module, local, self.device, task)
 
     def lane(
         self,
@@ -155,11 +159,9 @@ class Trainer:
         draw: _Draw,
     ) -> LaneData:
         """What is trained on, without what is added to gradients."""
-        labels = torch.as_tensor(y)
-        dtype = torch.float32 if labels.is_floating_point() else torch.int64
         return LaneData(
-            x=torch.as_tensor(x, dtype=torch.float32, device=self.device),
-            y=labels.to(self.device, dtype),
+            x=self._here(x),
+            y=self._here(y),
             sizes=sizes,
             index=drawn[0],
             batch_sizes=drawn[1],
@@ -168,6 +170,12 @@ class Trainer:
             generator=partial(self._generator, draw),
             clip=self.clip,
         )
+
+    def _here(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
+        """On the device, in int64 or float32."""
+        given = torch.as_tensor(values)
+        dtype = torch.float32 if given.is_floating_point() else torch.int64
+        return given.to(self.device, dtype)
 
     def _check(self, stds: object, corrections: object) -> None:
         """Raises ValueError for what cannot be added to the gradients, or is missing."""

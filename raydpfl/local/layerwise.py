@@ -25,7 +25,9 @@ norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t
 added to its square.
 
 >>> from raydpfl.local.base import Local
->>> Layerwise(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Local(), torch.device("cpu"))
+>>> from raydpfl.tasks import Classification
+>>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+>>> Layerwise(net, Local(), torch.device("cpu"), Classification())
 Traceback (most recent call last):
 raydpfl.local.layerwise.NotLayerwise: BatchNorm1d mixes the samples of a batch
 """
@@ -50,7 +52,8 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl.local.base import Local
 from raydpfl.local.loop import Loop
 from raydpfl.local.products import product
-from raydpfl.local.way import Block, LaneData, clip_factors, sample_loss
+from raydpfl.local.way import Block, LaneData, clip_factors
+from raydpfl.tasks import Task
 
 GHOST = 32
 # numbers in a patch: up to so many, a product of patches takes less than a convolution of as many
@@ -298,8 +301,8 @@ class Layerwise(Loop):
     private = True
     inputs_only = True
 
-    def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        super().__init__(module, local, device)
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
         self.samples: int | None = None  # of a pass
         self.leaves: list[_Leaf] = []
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
@@ -349,7 +352,7 @@ class Layerwise(Loop):
         losses = torch.zeros((), device=self.device)
         sums = self._views(self.gradient)
         for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
-            loss = sample_loss(self._forward(some), labels, "none").sum()
+            loss = self.task.loss(self._forward(some), labels).sum()
             losses += loss.detach()
             edges = [leaf.backward_edge() for leaf in self.leaves]
             gradients = torch.autograd.grad(loss, edges, allow_unused=True)

@@ -50,8 +50,10 @@ from torch import nn
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.kernels import Kernels
 from raydpfl.local.products import affine
-from raydpfl.local.stack import Layer, aten, stack
+from raydpfl.local.stack import Layer, NoStack, aten, stack
 from raydpfl.local.way import Batches, Block, LaneData, Rule, Way, clip_factors, take
+from raydpfl.tasks import Task
+from raydpfl.tasks.base import Closed
 
 PICK = 1 << 18  # products that take as long as picking the rows of a batch out of small tensors
 by_log_p = aten._log_softmax_backward_data.default
@@ -333,9 +335,9 @@ class _Loss:
     its last columns, where they fill no vector, would be rounded otherwise than the others.
     """
 
-    def __init__(self, target: torch.Tensor, batches: Batches, regression: bool):
-        """`target` [C, n, out] is as `_target` gives it."""
-        self.regression = regression
+    def __init__(self, target: torch.Tensor, batches: Batches, closed: Closed):
+        """`target` [C, n, out] is as `_target` gives it; `closed` is the form of the loss."""
+        self.squares = closed == "squares"
         self.batches = batches
         clients, _, outputs = target.shape
         rows, shares = batches[0]
@@ -370,10 +372,11 @@ class _Loss:
         if shares is not self.given:
             self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
             self.given = shares
-        if self.regression:
-            g = self.outputs + self.wanted
+        if self.squares:
+            off = self.outputs + self.wanted
+            g = off / len(off) if len(off) > 1 else off
             share = g * self.shares
-            self.total.addcmul_(share, g, value=0.5)
+            self.total.addcmul_(share, off, value=0.5)
             return self._rows_of(g).contiguous() if apart else self._rows_of(share)
         share = self.wanted * self.shares
         log_p = torch.log_softmax(self.outputs, 0)
@@ -400,6 +403,7 @@ class _Training:
         lane: LaneData,
         y: torch.Tensor,
         batches: Batches,
+        closed: Closed,
     ):
         """`rule` is there where it is not linear; `y` [C, n] has zeros for padding."""
         self.chain = chain
@@ -407,7 +411,7 @@ class _Training:
         self.rule = rule
         self.lane = lane
         self.batches = batches
-        self.loss = _Loss(_target(y, chain[-1].layer.outputs), batches, lane.regression)
+        self.loss = _Loss(_target(y, chain[-1].layer.outputs), batches, closed)
         self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
 
     def train(self) -> np.ndarray:
@@ -473,9 +477,13 @@ class _Training:
 
 
 class _Stack(Way):
-    def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        super().__init__(module, local, device)
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
         self.layers = stack(module)
+        closed = task.closed()
+        if closed is None:
+            raise NoStack(f"the gradient of the loss of task {task.kind} is not written out here")
+        self.closed: Closed = closed
 
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         """The lane before its first step."""
@@ -502,14 +510,14 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
     """What the outputs are held against, [C, n, outputs]: classes as one-hot, the numbers of
     regression as they are.
 
-    Raises RuntimeError for a class that the model does not know, and for regression with several
-    outputs.
+    Raises RuntimeError for a class that the model does not know, and for another number of outputs
+    than of targets.
     """
     if not y.is_floating_point():
         return torch.zeros(*y.shape, outputs, device=y.device).scatter_(2, y[:, :, None], 1.0)
-    if outputs != 1:
-        raise RuntimeError(f"regression needs a single output, and the model has {outputs}")
-    return y[:, :, None]
+    if y[0, 0].numel() != outputs:
+        raise RuntimeError(f"{y[0, 0].numel()} targets, and the model has {outputs} outputs")
+    return y.view(*y.shape[:2], outputs)
 
 
 class Fused(_Stack):
@@ -523,10 +531,10 @@ class Fused(_Stack):
         linear = self.local.linear()
         if linear is not None:
             weights = [_Weights(layer, parameters, lane, linear, rows) for layer, rows in inputs]
-            return _Training(weights, None, lane, y, batches)
+            return _Training(weights, None, lane, y, batches, self.closed)
         rule = Rule(self.local, parameters, lane)
         layers = [_Layer(each, parameters, each.views(rule.x), rows) for each, rows in inputs]
-        return _Training(layers, rule, lane, y, batches)
+        return _Training(layers, rule, lane, y, batches, self.closed)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`. A rule of one's own has all parameters in one array."""
@@ -546,8 +554,8 @@ class SampleSpace(_Stack):
     linear = True
     corrects = False  # a correction is of the size of the weights that this way never forms
 
-    def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        super().__init__(module, local, device)
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
         self.kernels = Kernels()
 
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
@@ -565,7 +573,7 @@ class SampleSpace(_Stack):
         rows = x.flatten(2)
         first = _Span(self.layers[0], parameters, lane, linear, rows, whole, self.kernels)
         later = [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
-        return _Training([first, *later], None, lane, y, batches)
+        return _Training([first, *later], None, lane, y, batches, self.closed)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`."""

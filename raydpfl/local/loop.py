@@ -19,7 +19,8 @@ from torch import nn
 from raydpfl import models
 from raydpfl.local.base import Local, Step
 from raydpfl.local.products import speed_up
-from raydpfl.local.way import Block, LaneData, Way, clip_factors, sample_loss
+from raydpfl.local.way import Block, LaneData, Way, clip_factors
+from raydpfl.tasks import Task
 
 
 class Loop(Way):
@@ -35,8 +36,8 @@ class Loop(Way):
     # in another way
     inputs_only = False
 
-    def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        super().__init__(module, local, device)
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
         self.device = device
         self.module: nn.Module = copy.deepcopy(module).to(device).train()
         speed_up(self.module, inputs_only=self.inputs_only)
@@ -123,7 +124,7 @@ class Loop(Way):
         """
         if clip is None:
             self.gradient.zero_()
-            loss = sample_loss(self.module(x), y)
+            loss = self.task.loss(self.module(x), y).mean()
             loss.backward()
             return loss.detach()
         total = torch.zeros_like(self.gradient)

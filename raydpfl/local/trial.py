@@ -17,8 +17,8 @@ from raydpfl.local.base import Local
 from raydpfl.local.engine import Trainer
 from raydpfl.local.layerwise import NotLayerwise
 from raydpfl.local.stack import NoStack
-from raydpfl.local.way import sample_loss
 from raydpfl.local.ways import REFERENCE
+from raydpfl.tasks import Form, Task
 
 # of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong
 # gradient about 1
@@ -30,8 +30,8 @@ SIZES = [6, 5, 3]  # rows of the three clients
 
 @dataclass(frozen=True)
 class _Rows:
-    x: torch.Tensor  # float32 [3, 6, *shape]
-    y: torch.Tensor  # [3, 6]
+    x: torch.Tensor  # [3, 6, *shape]
+    y: torch.Tensor  # [3, 6, *target]
     clip: float | None
     corrections: torch.Tensor | None  # float32 [3, d]
 
@@ -39,10 +39,9 @@ class _Rows:
 def mismatch(
     module: nn.Module,
     local: Local,
-    shape: tuple[int, ...],
+    form: Form,
     way: str,
     clip: float | None,
-    regression: bool,
 ) -> str | None:
     """Why `way` cannot train `module`, or None: its first steps against the loop's.
 
@@ -60,8 +59,10 @@ def mismatch(
     late = TimeoutError(f"three steps take more than {LIMIT:g} s")
     try:
         with limited(LIMIT, late):
-            rows = _rows(module, local, shape, clip, regression)
-            ours, theirs = (_updates(module, local, each, rows) for each in (way, REFERENCE))
+            rows = _rows(module, local, form, clip)
+            ours, theirs = (
+                _updates(module, local, form.task, each, rows) for each in (way, REFERENCE)
+            )
     except (NoStack, NotLayerwise) as error:
         return str(error)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
@@ -81,21 +82,18 @@ def _short(local: Local) -> Local:
     return local.model_copy(update={"steps": steps, "batch": batch, "lr": 1.0})
 
 
-def _rows(
-    module: nn.Module, local: Local, shape: tuple[int, ...], clip: float | None, regression: bool
-) -> _Rows:
+def _rows(module: nn.Module, local: Local, form: Form, clip: float | None) -> _Rows:
     generator = stream(0, Purpose.DATA)
-    x = torch.from_numpy(generator.random((3, 6, *shape), dtype="float32"))
+    x = form.inputs(18, generator).view(3, 6, *form.shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         outputs = copy.deepcopy(module)(x[0])
-    if regression:
-        y = torch.from_numpy(generator.random((3, 6))).float()
-    else:
-        y = torch.from_numpy(generator.integers(outputs.shape[1], size=(3, 6)))
+    targets = form.task.made_up(generator, 18, tuple(outputs.shape[1:]))
+    y = targets.view(3, 6, *targets.shape[1:])
     if clip is not None:
-        x *= torch.linspace(1, 0.2, 6).view(1, 6, *[1] * len(shape))
+        if not form.tokens:
+            x *= torch.linspace(1, 0.2, 6).view(1, 6, *[1] * len(form.shape))
         with torch.random.fork_rng(devices=[]):
-            clip = _median_norm(module, x[0], y[0])
+            clip = _median_norm(module, form.task, x[0], y[0])
     corrections = None
     if local.corrects:  # of about the norm that gradients have
         d = models.parameter_count(module)
@@ -103,9 +101,9 @@ def _rows(
     return _Rows(x, y, clip, corrections)
 
 
-def _updates(module: nn.Module, local: Local, way: str, rows: _Rows) -> torch.Tensor:
+def _updates(module: nn.Module, local: Local, task: Task, way: str, rows: _Rows) -> torch.Tensor:
     """What the three clients have trained to, float32 [3, d]."""
-    trainer = Trainer(module, local, way=way, seed=0, clip=rows.clip, own=True)
+    trainer = Trainer(module, local, way=way, seed=0, clip=rows.clip, own=True, task=task)
     parameters = models.flatten(module)
     lane = trainer.lane(
         parameters,
@@ -120,13 +118,13 @@ def _updates(module: nn.Module, local: Local, way: str, rows: _Rows) -> torch.Te
     return torch.cat([block.updates for block in lane])
 
 
-def _median_norm(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+def _median_norm(module: nn.Module, task: Task, x: torch.Tensor, y: torch.Tensor) -> float:
     """The median norm of the samples' gradients."""
     module = copy.deepcopy(module).train()
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     norms = []
     for some, label in zip(x.split(1), y.split(1), strict=True):
-        loss = sample_loss(module(some), label)
+        loss = task.loss(module(some), label).mean()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         norms.append(torch.stack([each.norm() for each in gradients if each is not None]).norm())
     return float(torch.stack(norms).median())

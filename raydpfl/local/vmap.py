@@ -18,7 +18,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.local.base import Linear, Local
-from raydpfl.local.way import Block, LaneData, Rule, Way, clip_factors, sample_loss, take
+from raydpfl.local.way import Block, LaneData, Rule, Way, clip_factors, take
+from raydpfl.tasks import Task
 
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
@@ -61,8 +62,8 @@ class Vmap(Way):
     raises RuntimeError when it is run.
     """
 
-    def __init__(self, module: nn.Module, local: Local, device: torch.device):
-        super().__init__(module, local, device)
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
         self.module: nn.Module = copy.deepcopy(module).to(device).train()
         self.names = [
             name for name, parameter in self.module.named_parameters() if parameter.requires_grad
@@ -83,10 +84,7 @@ class Vmap(Way):
         y: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        return (
-            sample_loss(functional_call(self.module, parameters, (x,)), y, reduction="none")
-            @ weights
-        )
+        return self.task.loss(functional_call(self.module, parameters, (x,)), y) @ weights
 
     def _clipped(
         self,
@@ -148,7 +146,7 @@ class Vmap(Way):
         batches = lane.batches()
         x, y = lane.rows(picked=batches[0][0] is not None)
         walk = self._walk(parameters, lane)
-        losses = x.new_zeros(len(lane.sizes))
+        losses = parameters.new_zeros(len(lane.sizes))
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients
         if lane.clip is not None:

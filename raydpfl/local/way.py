@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from raydpfl.local.base import Local, Step
+from raydpfl.tasks import Task
 
 BLOCK = 1 << 18  # numbers of updates in a block
 ALIGNED = 64  # bytes: where torch's own tensors begin
@@ -62,9 +62,9 @@ def spans(first: int, end: int, d: int) -> Iterator[slice]:
 class LaneData:
     """What the clients of a lane train on, on the way's device."""
 
-    # float32 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
+    # float32 or int64 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
     x: torch.Tensor
-    y: torch.Tensor  # int64 [C, n], the class; or float32 [C, n], what regression is to give
+    y: torch.Tensor  # int64 or float32 [C, n, *target], what the task holds outputs against
     sizes: np.ndarray  # int64 [C]; 0: an empty slot
     index: np.ndarray  # int64 [C, Q, B], rows of each batch
     batch_sizes: np.ndarray  # int64 [C], how many of the B are real
@@ -92,10 +92,6 @@ class LaneData:
         """The slots of each lane."""
         width = self.width or len(self.sizes)
         return [slice(first, first + width) for first in range(0, len(self.sizes), width)]
-
-    @property
-    def regression(self) -> bool:
-        return self.y.is_floating_point()
 
     def blocks(self, d: int) -> Iterator[tuple[slice, np.ndarray]]:
         """For each block of updates of `d` numbers: the slots that it spans, and those of them to
@@ -133,7 +129,7 @@ class LaneData:
             return self.x, self.y
         padding = torch.from_numpy(np.arange(self.y.shape[1]) >= self.sizes[:, None])
         padding = padding.to(self.y.device)
-        y = self.y.masked_fill(padding, 0)
+        y = self.y.masked_fill(padding.view(*padding.shape, *[1] * (self.y.dim() - 2)), 0)
         if picked or (aligned and not self.x[padding].any()):
             return self.x, y
         x = self.x.clone(memory_format=torch.contiguous_format)
@@ -148,7 +144,7 @@ class LaneData:
         order, and the shares are [C, 1, n]: what a row outside of the batch has is 0, as has a
         place that a smaller batch leaves empty.
         """
-        clients, n = self.y.shape
+        clients, n = self.y.shape[:2]
         steps, width = self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[:, None]
         shares = torch.from_numpy(
@@ -212,18 +208,6 @@ def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return source.flatten(0, 1).index_select(0, rows).view(clients, -1, *rest)
 
 
-def sample_loss(outputs: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Cross-entropy of `outputs` [B, classes] for int64 y [B]; half the squared error of the single
-    output, [B, 1], for float y.
-
-    `reduction` as in torch: mean, a number; none, [B]. Raises RuntimeError for a float y and more
-    outputs than samples.
-    """
-    if y.is_floating_point():
-        return F.mse_loss(outputs.reshape(y.shape), y, reduction=reduction) / 2
-    return F.cross_entropy(outputs, y, reduction=reduction)
-
-
 def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
     """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so
     that it shows in the update.
@@ -246,8 +230,9 @@ class Way:
     # the working copy of the module, where its own code is run
     module: nn.Module | None = None
 
-    def __init__(self, module: nn.Module, local: Local, device: torch.device):
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.local = local
+        self.task = task
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """How many numbers of each array it keeps at once for a client, by which lanes are trained

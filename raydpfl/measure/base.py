@@ -17,6 +17,7 @@ from raydpfl.member import Member
 from raydpfl.privacy import Release
 from raydpfl.rounds import Columns, State
 from raydpfl.selection import Population
+from raydpfl.tasks import Task
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
@@ -59,7 +60,12 @@ class Problem:
     def module(self) -> torch.nn.Module:
         """The model, as it is before the first round."""
         e = self.experiment
-        return models.build(e.model, self.shards.shape, self.shards.classes, e.seed)
+        return models.build(e.model, self.shards.form(e.data.task), e.seed)
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return self.experiment.data.task
 
     @property
     def l2(self) -> float:

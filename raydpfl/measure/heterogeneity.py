@@ -25,7 +25,7 @@ class HeterogeneityProbe(Probe):
 class _Computed:
     def __init__(self, run: Finished):
         of = run.problem
-        self._work = Heterogeneity(of.module, of.shards, run.model, of.l2)
+        self._work = Heterogeneity(of.module, of.task, of.shards, run.model, of.l2)
         self._out = run.out
 
     def advance(self, seconds: float) -> tuple[int, int]:

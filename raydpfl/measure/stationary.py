@@ -57,7 +57,7 @@ class StationaryProbe(Probe):
             raise _refused("bounding.kind", bounding.kind, "one that does the same in every round")
 
     def fits(self, problem: Problem) -> None:
-        found = linear(problem.module, problem.shards, 0.0)
+        found = linear(problem.module, problem.task, problem.shards, 0.0)
         if problem.shards.classes or found is None or found.width != 1:
             accepted = "none of it, but for regression by a linear model of one parameter"
             raise ConfigError("measure", self.kind, accepted)
@@ -93,7 +93,7 @@ class _Parabolas:
     def __init__(self, problem: Problem):
         self._experiment = problem.experiment
         self._population = problem.population
-        of = linear(problem.module, problem.shards, 0.0)
+        of = linear(problem.module, problem.task, problem.shards, 0.0)
         assert of is not None
         sizes = problem.population.sizes
         self.shares = sizes / sizes.sum()

@@ -45,7 +45,7 @@ class SuboptimalityProbe(Probe):
         return COLUMNS
 
     def fits(self, problem: Problem) -> None:
-        found = linear(problem.module, problem.shards, problem.l2)
+        found = linear(problem.module, problem.task, problem.shards, problem.l2)
         if found is None:
             accepted = "none of it for this model: only one linear layer has an optimum to find"
             raise ConfigError("measure", self.kind, accepted)
@@ -80,7 +80,7 @@ class _Optimum:
     """f* as `value`, and how far a model is from it. Writes w* to the run directory."""
 
     def __init__(self, problem: Problem, out: Path):
-        found = linear(problem.module, problem.shards, problem.l2)
+        found = linear(problem.module, problem.task, problem.shards, problem.l2)
         assert found is not None
         self._start = models.flatten(problem.module).numpy()
         self._linear = found

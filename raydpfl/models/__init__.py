@@ -1,14 +1,16 @@
 """What is trained: a module from a config, its initial parameters, and those as one flat vector.
 
 >>> model = parse({"kind": "mlp", "hidden": 200})
->>> module = build(model, shape=(1, 28, 28), classes=10, seed=0)
+>>> form = Form((1, 28, 28), Target(classes=10), Classification())
+>>> module = build(model, form, seed=0)
 >>> parameter_count(module), flatten(module).shape
 (159010, torch.Size([159010]))
 
 A module of the user's own is named by import path and used unchanged:
 
 >>> args = {"in_features": 60, "out_features": 10}
->>> module = build(parse({"kind": "torch.nn:Linear", "args": args}), (60,), 10, seed=0)
+>>> form = Form((60,), Target(classes=10), Classification())
+>>> module = build(parse({"kind": "torch.nn:Linear", "args": args}), form, seed=0)
 >>> parameter_count(module)
 610
 
@@ -45,11 +47,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raydpfl import member
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.interrupts import limited
-from raydpfl.keys import Purpose, keyed_globals, torch_stream
+from raydpfl.keys import Purpose, keyed_globals, stream, torch_stream
 from raydpfl.models.base import Model
 from raydpfl.models.module import Module, factory
 from raydpfl.models.norms import group_norm
 from raydpfl.models.state import changed, kept
+from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
     "FAMILY", "Model", "Module", "build", "factory", "flatten", "group_norm", "load",
@@ -81,27 +84,23 @@ def _own(kind: str) -> bool:
     return kind not in FAMILY and (":" in kind or "." in kind)
 
 
-def build(model: Model, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+def build(model: Model, form: Form, seed: int) -> nn.Module:
     """A float32 module on the CPU whose initial parameters (torch's default ones) are a function of
-    (model, shape, classes, seed).
+    (model, form, seed).
 
-    With `classes` 0, for regression, it has one output. The global random state is left as it was.
-    Raises `ConfigError` for a classifier on regression data, and for a module that does not take
-    [batch, *shape] to [batch, classes or 1], has nothing to train, is not float32 throughout, or
-    changes its buffers in training, as BatchNorm does, or what it keeps in Python.
+    The global random state is left as it was. Raises `ConfigError` for a model that is not for such
+    samples, and for a module that does not take [batch, *form.shape] to [batch, *form.outputs], has
+    nothing to train, is not float32 throughout, or changes its buffers in training, as BatchNorm
+    does, or what it keeps in Python.
     """
-    outputs = classes or 1
-    if not classes and not model.regression:
-        accepted = "linear, mlp or another that is no classifier"
-        raise _refuse(model, f"{accepted}: the targets of the data are numbers, not classes")
     with keyed_globals(seed):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
-        module = model.module(tuple(shape), outputs)
-        _check(module, model, tuple(shape), outputs)
+        module = model.of(form)
+        _check(module, model, form)
     return module.train()
 
 
-def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int) -> None:
+def _check(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for a module that cannot be trained; see `build`."""
     if not isinstance(module, nn.Module):
         raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
@@ -110,7 +109,7 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
             remedy = "raydpfl.models.group_norm converts it"
             accepted = f"a module without BatchNorm ({name or 'itself'}), which mixes samples"
             raise _refuse(model, f"{accepted}; {remedy}")
-    _check_forward(module, model, shape, outputs)
+    _check_forward(module, model, form)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
             raise _refuse(model, f"a float32 module; {name} is {tensor.dtype}")
@@ -118,22 +117,23 @@ def _check(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int
         raise _refuse(model, "a module with trainable parameters")
 
 
-def _check_forward(module: nn.Module, model: Model, shape: tuple[int, ...], outputs: int) -> None:
+def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
-    taken = ["batch", *shape]
+    taken = f"{form.dtype} {['batch', *form.shape]}"
     try:
         late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
         with torch.no_grad(), limited(FORWARD, late):
-            module.train()(torch.zeros(2, *shape))  # also gives lazy layers their parameters
+            module.train()(form.inputs(2))  # also gives lazy layers their parameters
             before = {name: buffer.clone() for name, buffer in module.named_buffers()}
             state = kept(module)
-            scores = module(torch.rand(2, *shape))
+            scores = module(form.inputs(2, stream(0, Purpose.DATA)))
     except RAISED as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise _refuse(model, f"a module that takes float32 {taken} ({reason})") from None
-    if not isinstance(scores, torch.Tensor) or scores.shape != (2, outputs):
+        raise _refuse(model, f"a module that takes {taken} ({reason})") from None
+    if not isinstance(scores, torch.Tensor) or scores.shape != (2, *form.outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        accepted = f"a module that returns [batch, {outputs}] for {taken}"
+        returned = ", ".join(map(str, ["batch", *form.outputs]))
+        accepted = f"a module that returns [{returned}] for {taken}"
         raise _refuse(model, f"{accepted}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]):

@@ -10,22 +10,41 @@ from torch import nn
 
 from raydpfl.errors import ConfigError
 from raydpfl.member import Member
+from raydpfl.tasks import Form
 
 Shape = tuple[int, ...]
 
 
 class Model(Member):
     """Base of the family: `module` gives a fresh module that takes [batch, *shape] and returns
-    [batch, outputs]: a score for each class, or the one number of a regression.
+    [batch, outputs]: a score for each class, or the numbers of a regression. A model for other
+    inputs or outputs has `of` instead.
 
     It draws its initial parameters from torch's default generator, which `raydpfl.models.build`
     sets.
     """
 
-    regression: ClassVar[bool] = True  # whether it takes regression data too
+    classifies: ClassVar[bool] = False  # whether it is for classes alone
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
-        raise NotImplementedError
+        """A fresh module for float32 inputs of this shape."""
+        accepted = "a class with a method module(shape, outputs), or of(form)"
+        raise ConfigError("model.kind", self.kind, accepted)
+
+    def of(self, form: Form) -> nn.Module:
+        """A fresh module for samples of this form. Raises `ConfigError`."""
+        if form.tokens:
+            accepted = "char_lstm, transformer or one of your own: the inputs are whole numbers"
+            remedy = "data.dtype: float32 makes a table's numbers of them"
+            raise ConfigError("model.kind", self.kind, f"{accepted} ({remedy})")
+        if len(form.outputs) != 1:
+            accepted = "char_lstm, transformer or one of your own: there is a target per position"
+            raise ConfigError("model.kind", self.kind, accepted)
+        if self.classifies and not form.target.classes:
+            accepted = "linear, mlp or another that is no classifier"
+            reason = "the targets of the data are numbers, not classes"
+            raise ConfigError("model.kind", self.kind, f"{accepted}: {reason}")
+        return self.module(form.shape, form.outputs[0])
 
     def image(self, shape: Shape, least: int) -> Shape:
         """`shape` if it is (channels, height, width) with height and width at least `least`; else

@@ -12,7 +12,8 @@ from torch import nn
 
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.member import load
-from raydpfl.models.base import Model, Shape
+from raydpfl.models.base import Model
+from raydpfl.tasks import Form
 
 
 class Module(Model):
@@ -26,7 +27,7 @@ class Module(Model):
     def is_own(self) -> bool:
         return True
 
-    def module(self, shape: Shape, outputs: int) -> nn.Module:
+    def of(self, form: Form) -> nn.Module:
         make = factory(self.kind)
         try:
             return make(**self.args)

@@ -13,7 +13,7 @@ from raydpfl.models.base import Model, Shape
 class Softmax(Model):
     """Softmax regression: one linear layer with bias. For numeric targets see `linear`."""
 
-    regression: ClassVar[bool] = False
+    classifies: ClassVar[bool] = True
     kind: str = "softmax"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:

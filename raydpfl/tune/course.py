@@ -22,7 +22,6 @@ from ray.tune.schedulers import (
 )
 
 from raydpfl import interrupts
-from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.plan import Plan
 from raydpfl.scores import set_of
@@ -182,10 +181,11 @@ def _check(sweep: Sweep, root: Path | None) -> None:
     probes = sweep.probes if searched else sweep.probes[:1]
     for described in {each.data.model_dump_json(): each.data for each in probes}.values():
         described.identity(root)
-    plan = Plan.make(sweep.probes[0], root)
+    Plan.make(sweep.probes[0], root)
     metric = sweep.search.metric
-    if metric.endswith("_accuracy") and Shards.open(plan.shards).classes == 0:
-        accepted = f"{set_of(metric)}_loss; a regression has no accuracy"
+    task = sweep.probes[0].data.task
+    if metric.endswith("_accuracy") and "accuracy" not in task.scores():
+        accepted = f"{set_of(metric)}_loss; a {task.kind} has no accuracy"
         raise ConfigError("sweep.metric", metric, accepted)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -19,6 +19,8 @@ from raydpfl.data.sizes import Balanced, Sizes
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Member, choose
+from raydpfl.tasks import Classification, Target, Task
+from raydpfl.tasks import parse as parse_task
 
 LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million pixels
 SHARED = (
@@ -29,11 +31,12 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Split:
-    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape] uint8 or
-    float32, y [rows]).
+    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape], y [rows,
+    *targets]).
 
-    y is int64, the class from 0 to `classes` - 1; or for regression, where `classes` is 0, the
-    target in float32.
+    x is uint8, pixels that are scaled to [0, 1] when read; float32; or int64, whole numbers from 0
+    to `tokens` - 1. y is int64, classes from 0 to `classes` - 1; or float32 numbers, where
+    `classes` is 0.
     """
 
     sizes: np.ndarray  # int64 [clients]
@@ -52,6 +55,9 @@ class Split:
     # x and y of samples by their numbers, ascending; where it is given too, each sample is kept
     # once, however many clients hold it
     at: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+    tokens: int = 0  # x is whole numbers below it; 0: it is none
+    targets: tuple[int, ...] = ()  # shape of the targets of one sample
+    names: tuple[str, ...] = ()  # of the classes, or of the targets, where they have any
 
     @property
     def shared(self) -> bool:
@@ -68,8 +74,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Samples:
-    """A data set in memory: x [rows, *shape] uint8 (0 to 255) or float32, y [rows] in int64
-    (classes) or float32 (regression), and int64 [rows] of clients if the rows tell.
+    """A data set in memory: x [rows, *shape] uint8 (0 to 255), float32 or int64 (from 0), y [rows,
+    *targets] in int64 (classes) or float32 (numbers), and int64 [rows] of clients if the rows tell.
+
+    `target`: what y is; None: as many classes as the largest y says, or numbers. `tokens`: see
+    `Split`; None: as many as the largest x says.
     """
 
     x: np.ndarray
@@ -77,19 +86,47 @@ class Samples:
     test_x: np.ndarray
     test_y: np.ndarray
     client: np.ndarray | None = None
+    target: Target | None = None
+    tokens: int | None = None
 
-    @property
-    def classes(self) -> int:
-        """How many; 0: regression."""
-        if self.y.dtype.kind == "f":
+    def known_target(self) -> Target:
+        """What y is."""
+        if self.target is not None:
+            return self.target
+        numbers = self.y.dtype.kind == "f"
+        classes = 0 if numbers else 1 + int(max(self.y.max(), self.test_y.max(initial=0)))
+        return Target(self.y.shape[1:], classes)
+
+    def known_tokens(self) -> int:
+        """How many whole numbers x is of; 0: it is none."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.x.dtype.kind != "i":
             return 0
-        return 1 + int(max(self.y.max(), self.test_y.max(initial=0)))
+        return 1 + int(max(self.x.max(), self.test_x.max(initial=0)))
 
 
 class Data(Member):
     """Base of the family; a user's own source derives from it, or from `Dealt`."""
 
+    newer: ClassVar[frozenset[str]] = frozenset({"task"})
+
     clients: int | None = Field(default=None, ge=1, le=10**9)
+    task: SerializeAsAny[Task] = Classification()
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _task(cls, value: Any) -> Task:
+        found = parse_task(value)
+        cls.gives(found)
+        return found
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        """Raises `ConfigError` for a task that takes other targets than this source gives: other
+        than those of the task of a config that names none.
+        """
+        cls.model_fields["task"].default.same_sort(task)
 
     def split(self, seed: int, root: Path | None) -> Split:
         """The samples and who holds them. Raises `ConfigError` for what the data cannot give;
@@ -107,7 +144,10 @@ class Data(Member):
         """The config of the data in JSON types, without names of files: `identity` has what is in
         them.
         """
-        return {name: each for name, each in self.meaning().items() if name not in self.named}
+        named = self.named | {"task"}  # of the task only how it takes targets: a loss changes none
+        found = {name: each for name, each in self.meaning().items() if name not in named}
+        reading = self.task.reading()
+        return found | ({"task": reading} if reading else {})
 
     @classmethod
     def located(cls, root: Path) -> str:
@@ -203,11 +243,15 @@ class Dealt(Sized):
         said = self.features.exclusions if self.features else ()
         return (*said, SHARED) if self.overlaps() else said
 
+    def _check_size(self, x: np.ndarray) -> None:
+        """Raises `ConfigError` for samples that are too large."""
+        if int(np.prod(x.shape[1:], dtype=object)) > LARGEST:
+            accepted = f"samples of at most {LARGEST:,} numbers, not {x.shape[1:]}"
+            raise ConfigError("data.kind", self.kind, accepted)
+
     def split(self, seed: int, root: Path | None) -> Split:
         found = self.samples(seed, root)
-        if int(np.prod(found.x.shape[1:], dtype=object)) > LARGEST:
-            accepted = f"samples of at most {LARGEST:,} numbers, not {found.x.shape[1:]}"
-            raise ConfigError("data.kind", self.kind, accepted)
+        self._check_size(found.x)
         order, sizes = self.partition.dealt(
             found.y, found.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
@@ -229,10 +273,11 @@ class Dealt(Sized):
             return at(samples(first, last))
 
         unused = len(found.y) - len(np.unique(order))
+        target = found.known_target()
         return Split(
             sizes=sizes,
             shape=x.shape[1:],
-            classes=found.classes,
+            classes=target.classes,
             rows=rows,
             test=lambda: (test_x, found.test_y),
             mean=mean,
@@ -240,4 +285,7 @@ class Dealt(Sized):
             unused=unused,
             samples=samples,
             at=at if self.overlaps() else None,
+            tokens=found.known_tokens(),
+            targets=target.shape,
+            names=target.names,
         )

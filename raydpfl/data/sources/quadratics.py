@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
 from raydpfl.data.sources.base import Data, Split
 from raydpfl.keys import Purpose, stream
+from raydpfl.tasks import Task
+from raydpfl.tasks.regression import Regression
 
 
 class Quadratics(Data):
@@ -30,6 +32,7 @@ class Quadratics(Data):
     """
 
     kind: str = "quadratics"
+    task: SerializeAsAny[Task] = Regression()
     clients: int = Field(default=100, ge=1, le=10**9)
     dimension: int = Field(default=200, ge=1)
     rank: int = Field(default=20, ge=1)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from raydpfl.data.sources.base import Data, Split
 from raydpfl.data.sources.quadratics import regression_split
 from raydpfl.errors import ConfigError
+from raydpfl.tasks import Task
+from raydpfl.tasks.regression import Regression
 
 
 class ScalarQuadratics(Data):
@@ -23,6 +25,7 @@ class ScalarQuadratics(Data):
     """
 
     kind: str = "scalar_quadratics"
+    task: SerializeAsAny[Task] = Regression()
     a: tuple[float, ...] = Field(min_length=1)
     b: tuple[float, ...] = Field(min_length=1)
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"a": (1, 2, 6), "b": (4, 1, -1)},)

@@ -26,6 +26,7 @@ from raydpfl.data.sources.base import Dealt, Samples
 from raydpfl.errors import ConfigError
 from raydpfl.files import check_memory, file_identity, find_file
 from raydpfl.keys import Purpose, stream
+from raydpfl.tasks import Task
 
 PIXELS = 1 << 26  # of an image at most
 SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
@@ -62,7 +63,6 @@ class Table(Dealt):
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
     x: tuple[str, ...] = ("image",)
     y: str = "label"
-    regression: bool = False
     client: str | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -81,6 +81,10 @@ class Table(Dealt):
         if not self.x:
             raise ConfigError("data.x", self.x, "the name of a column, or several")
         return self
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        pass  # the task takes its targets from the columns
 
     @classmethod
     def located(cls, root: Path) -> str:
@@ -115,11 +119,10 @@ class Table(Dealt):
                 self.mean,
                 f"one number per channel of an image; the samples are {x.dtype} {x.shape[1:]}",
             )
-        numbered = _targets if self.regression else _numbered
-        y, test_y = numbered(self.y, y, test_y)
+        y, test_y, target = self.task.targets(self.y, y, test_y, None)
         if client is not None:
             client = np.unique(client, return_inverse=True)[1].astype(np.int64)
-        return Samples(x, y, test_x, test_y, client)
+        return Samples(x, y, test_x, test_y, client, target)
 
     def _held_out(self, y: np.ndarray, client: np.ndarray | None, seed: int) -> np.ndarray:
         """Which rows are kept for testing, bool [rows]; of each client one row is left to it."""
@@ -322,23 +325,3 @@ def _check_images(
     if decoded > BOMB and decoded > RATIO * encoded:
         size = f"{decoded / 1e9:.1f} GB in {encoded / 1e9:.4f}"
         raise ConfigError("data.x", name, f"images with something in them; these are {size}")
-
-
-def _targets(name: str, *columns: np.ndarray) -> list[np.ndarray]:
-    if not all(column.dtype.kind in "iuf" and np.isfinite(column).all() for column in columns):
-        raise ConfigError("data.y", name, "finite numbers, for regression")
-    return [column.astype(np.float32) for column in columns]
-
-
-def _numbered(name: str, y: np.ndarray, test_y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Int64 class numbers: whole numbers from 0 as they are, names by their place when sorted."""
-    both = np.concatenate([y, test_y])
-    if both.dtype.kind in "biuf":
-        if not (both.min() >= 0 and both.max() < CLASSES and (both == np.floor(both)).all()):
-            raise ConfigError(
-                "data.y", name, f"whole numbers from 0, or names; at most {CLASSES:,} classes"
-            )
-        both = both.astype(np.int64)
-    else:
-        both = np.unique(both.astype(str), return_inverse=True)[1].astype(np.int64)
-    return both[: len(y)], both[len(y) :]

@@ -1,0 +1,331 @@
+"""Tasks: what targets are, what a loss is, and that every way of training carries it out."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import experiment, form
+from torch import nn
+
+from raydpfl import data, models, run, tasks
+from raydpfl.data import Data, Shards, Split
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.local import Sgd, Trainer, batches, resolve
+from raydpfl.local.ways import WAYS
+
+SIZES = [5, 3, 0, 4]
+INPUTS = 6
+
+
+class PerPosition(nn.Module):
+    """Of tokens [B, T] scores [B, T, classes]."""
+
+    def __init__(self, tokens: int = 7, classes: int = 4):
+        super().__init__()
+        self.embed = nn.Embedding(tokens, 5)
+        self.out = nn.Linear(5, classes)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.embed(x)).cumsum(1))
+
+
+def flat(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, 5), nn.ReLU(), nn.Linear(5, outputs))
+
+
+class Huber(tasks.FAMILY["regression"]):  # type: ignore[misc]
+    delta: float = 0.3
+
+    def loss(self, outputs, y):
+        return F.huber_loss(outputs.view(y.shape), y, delta=self.delta, reduction="none").mean(1)
+
+
+# By name: the module, what samples are, and the mean loss of a batch in plain torch.
+CASES = {
+    "classification": (
+        lambda: flat(3),
+        form((INPUTS,), 3),
+        lambda outputs, y: F.cross_entropy(outputs, y),
+    ),
+    "several numbers": (
+        lambda: flat(3),
+        form((INPUTS,), 0, "regression", (3,)),
+        lambda outputs, y: F.mse_loss(outputs, y) / 2,
+    ),
+    "multi_label": (
+        lambda: flat(4),
+        form((INPUTS,), 0, "multi_label", (4,)),
+        lambda outputs, y: F.binary_cross_entropy_with_logits(outputs, y),
+    ),
+    "sequence": (
+        PerPosition,
+        form((8,), 4, "sequence", (8,), tokens=7),
+        lambda outputs, y: torch.stack(
+            [F.cross_entropy(*pair, ignore_index=-100) for pair in zip(outputs, y, strict=True)]
+        ).mean(),
+    ),
+    "own": (
+        lambda: flat(2),
+        form((INPUTS,), 0, Huber(), (2,)),
+        lambda outputs, y: F.huber_loss(outputs, y, delta=0.3),
+    ),
+}
+LOCAL = Sgd(steps=4, batch=3, lr=0.2)
+
+
+def rows(of: tasks.Form):
+    generator = stream(3, Purpose.DATA)
+    count = len(SIZES) * max(SIZES)
+    x = of.inputs(count, generator)
+    y = of.task.made_up(generator, count, of.outputs)
+    return (each.view(len(SIZES), max(SIZES), *each.shape[1:]) for each in (x, y))
+
+
+def plain(module: nn.Module, mean, x, y, index, clip=None):
+    """A client's update by an ordinary loop of torch, sample by sample where they are clipped."""
+    start = models.flatten(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LOCAL.lr)
+    for batch in index:
+        optimizer.zero_grad()
+        if clip is None:
+            mean(module(x[batch]), y[batch]).backward()
+        else:
+            total = [torch.zeros_like(each) for each in module.parameters()]
+            for row in batch:
+                optimizer.zero_grad()
+                mean(module(x[row : row + 1]), y[row : row + 1]).backward()
+                norm = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
+                for into, parameter in zip(total, module.parameters(), strict=True):
+                    into += parameter.grad * min(1.0, clip / float(norm)) / len(batch)
+            for into, parameter in zip(total, module.parameters(), strict=True):
+                parameter.grad = into
+        optimizer.step()
+    return models.flatten(module) - start
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return CASES[name][0]()
+
+
+@pytest.mark.parametrize("clip", [None, 0.2], ids=["plain", "clipped"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
+    _, of, mean = CASES[name]
+    x, y = rows(of)
+    index, taken = batches(4, 1, range(4), [0] * 4, SIZES, LOCAL, rows=max(SIZES))
+    done = []
+    for way in ("sample_space", "fused", "layerwise", "vmap", "loop"):
+        if way != "loop":
+            try:
+                resolve(made(name), LOCAL, 5, of, way, clip)
+            except ConfigError:
+                continue
+        trainer = Trainer(made(name), LOCAL, way=way, seed=4, clip=clip, task=of.task)
+        lane = trainer.lane(
+            models.flatten(made(name)), x, y, SIZES, t=1, clients=range(4), draws=[0] * 4
+        )
+        for slot, update, _ in (each for block in lane for each in block.clients()):
+            if SIZES[slot]:
+                steps = index[slot, :, : taken[slot]]
+                expected = plain(made(name), mean, x[slot], y[slot], steps, clip)
+                assert torch.allclose(update, expected, atol=1e-6, rtol=1e-5), (way, slot)
+        done.append(way)
+    closed = of.task.closed() is not None
+    clipping = ["layerwise"] if clip else []
+    stacked = (["fused"] if clip else ["sample_space", "fused"]) if closed else []
+    assert done == [*stacked, *clipping, "vmap", "loop"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_client_alone_in_its_lane_has_the_same_bits(name):
+    _, of, _ = CASES[name]
+    x, y = rows(of)
+    for way, clip in (("vmap", None), ("vmap", 0.2), ("loop", None)):
+        trainer = Trainer(made(name), LOCAL, way=way, seed=4, clip=clip, task=of.task)
+
+        def lane(clients, trainer=trainer):
+            found = trainer.lane(
+                models.flatten(made(name)), x, y, SIZES, t=1, clients=clients, draws=[0] * 4
+            )
+            return {slot: update for block in found for slot, update, _ in block.clients()}
+
+        together = lane([0, 1, 2, 3])
+        for slot in (0, 1, 3):
+            alone = [-1] * 4
+            alone[slot] = slot
+            assert torch.equal(lane(alone)[slot], together[slot]), (way, slot)
+
+
+def test_the_loss_of_several_labels_is_that_of_torch():
+    scores = torch.tensor([[-80.0, -1.0, 0.0, 3.0], [90.0, -0.0, 1e-6, -2.0]])
+    bits = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0]])
+    scores.requires_grad_()
+    ours = tasks.parse("multi_label").loss(scores, bits)
+    theirs = F.binary_cross_entropy_with_logits(scores, bits, reduction="none").mean(1)
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+    gradients = [torch.autograd.grad(each.sum(), scores)[0] for each in (ours, theirs)]
+    assert torch.allclose(*gradients, atol=1e-7)
+
+
+def test_a_sequence_without_a_counted_position_loses_nothing():
+    task = tasks.parse({"kind": "sequence", "ignore": 9})
+    scores = torch.randn(2, 3, 4, requires_grad=True)
+    y = torch.tensor([[9, 9, 9], [1, 9, 9]])
+    loss = task.loss(scores, y)
+    loss.sum().backward()
+    assert loss[0] == 0 and not scores.grad[0].any() and not scores.grad[1, 1:].any()
+    assert loss[1].item() == pytest.approx(F.cross_entropy(scores[1, :1], y[1, :1]).item())
+    assert task.right(scores, y)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "y", "classes", "target", "first"),
+    [
+        ("classification", ["b", "a", "b"], None, ((), 2, ("a", "b")), 1),
+        ("classification", [0, 2, 1], 7, ((), 7, ()), 0),
+        ("classification", [-1, 1, 1], ("1", "-1"), ((), 2, ("1", "-1")), 1),
+        ("regression", [[1, 2], [3, 4], [5, 6]], None, ((2,), 0, ()), [1.0, 2.0]),
+        ("multi_label", [[0, 1], [1, 1], [0, 0]], None, ((2,), 0, ()), [0.0, 1.0]),
+        ("multi_label", [["x"], [], ["y", "x"]], None, ((2,), 0, ("x", "y")), [1.0, 0.0]),
+        ("sequence", [[1, 2], [3], [0, 0]], None, ((2,), 4, ()), [1, 2]),
+        ("sequence", [[1, 2], [3], [0, 0]], 9, ((2,), 9, ()), [1, 2]),
+    ],
+)
+def test_targets_are_taken_from_columns(task, y, classes, target, first):
+    ragged = any(isinstance(row, list) for row in y) and (
+        len({len(row) for row in y}) > 1 or isinstance(y[0][0], str)
+    )
+    column = np.array([*y, None], object)[:-1] if ragged else np.array(y)
+    found, test, of = tasks.parse(task).targets("t", column, column[:1], classes)
+    assert of == tasks.Target(*target)
+    assert found[0].tolist() == first and test.tolist() == found[:1].tolist()
+    assert found.dtype == (np.int64 if of.classes else np.float32)
+
+
+@pytest.mark.parametrize(
+    ("task", "y", "classes", "message"),
+    [
+        ("classification", [0, 999], None, "data.y = 't': class numbers from 0 without such gaps"),
+        ("classification", [-1, 1], None, "data.y = 't': whole numbers from 0, or names"),
+        ("classification", [0, 5], 3, "data.classes = 3: more than 5, the largest label of t"),
+        ("classification", ["a", "b"], ("a",), "data.classes = ['a']: names of all labels of t; "),
+        ("classification", [[0, 1]], None, "data.y = 't': one column with a number or name"),
+        ("regression", ["a", "b"], None, "data.y = 't': finite numbers, for regression"),
+        ("regression", [1e39, 0], None, "data.y = 't': numbers below 3.4e38, for regression"),
+        ("regression", [1.0, 0], 2, "data.classes = 2: none for task regression"),
+        ("multi_label", [[0, 2]], None, "data.y = 't': columns or lists of 0 and 1, or names"),
+        ("multi_label", [[0, 1]], 3, "data.classes = 3: 2, the labels of t, or none"),
+        ("sequence", [0, 1], None, "data.y = 't': a list of whole numbers to a row"),
+        ("sequence", [[-100, -100]], None, "data.y = 't': targets; all of these are -100"),
+    ],
+)
+def test_targets_that_cannot_be_right_are_refused_in_one_line(task, y, classes, message):
+    column = np.array(y)
+    with pytest.raises(ConfigError) as refused:
+        tasks.parse(task).targets("t", column, column[:1], classes)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+class Letters(Data):
+    """Tokens with a target at each position, in memory."""
+
+    clients: int = 12
+    task: tasks.Task = tasks.parse("sequence")
+
+    def split(self, seed, root):
+        sizes = np.arange(self.clients) % 4 + 2
+        x = stream(seed, Purpose.DATA).integers(7, size=(int(sizes.sum()), 8))
+        y = np.where(np.arange(8) % 3 == 1, -100, (x + 1) % 4)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+
+        def dealt(first, last):
+            return x[ends[first] : ends[last]], y[ends[first] : ends[last]]
+
+        return Split(sizes, (8,), 4, dealt, lambda: (x[:9], y[:9]), tokens=7, targets=(8,))
+
+
+def letters(**sections):
+    sys.modules.setdefault("test_tasks", sys.modules[__name__])
+    sections = {
+        "data": {"kind": "test_tasks:Letters"},
+        "model": {"kind": "test_tasks:PerPosition"},
+        "selection": {"kind": "uniform", "cohort": 6},
+        **sections,
+    }
+    return experiment(**sections)
+
+
+def test_integers_and_targets_per_position_are_kept_as_they_are(tmp_path):
+    shards = Shards.open(data.prepare(letters().data, 3))
+    split = letters().data.split(3, None)
+    x, y, n = shards.lane([1, -1, 3], 5)
+    assert x.dtype == y.dtype == np.int64 and n.tolist() == [3, 0, 5]
+    for slot, client in ((0, 1), (2, 3)):
+        stored = split.rows(client, client + 1)
+        assert np.array_equal(x[slot, : n[slot]], stored[0])
+        assert np.array_equal(y[slot, : n[slot]], stored[1])
+    assert shards.form(letters().data.task).outputs == (8, 4) and shards.unseen == ()
+    picked = shards.lane([3], 2, [np.array([1, 4])])
+    assert np.array_equal(picked[1][0], split.rows(3, 4)[1][[1, 4]])
+
+
+def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path, shared_ray):
+    found = []
+    for place in (0, 2, "per-client"):
+        out = tmp_path / str(place)
+        asked = letters(client={"actors": place}, evaluate={"every": 2, "validation": 0.3})
+        found.append(run(asked, out=out))
+    one, *others = (models.flatten(each.model) for each in found)
+    assert all(torch.equal(one, other) for other in others)
+    assert found[0].summary["validation_accuracy"] is not None
+
+
+def test_an_own_loss_is_named_by_import_path_and_another_sort_of_targets_refused(tmp_path):
+    sys.modules.setdefault("test_tasks", sys.modules[__name__])
+    quadratics = {"kind": "quadratics", "clients": 12, "dimension": 5, "rank": 3}
+    cases = {"usual": {}, "huber": {"task": {"kind": "test_tasks:Absolute"}}}
+    models_of = {}
+    for name, task in cases.items():
+        asked = experiment(
+            data=quadratics | task,
+            model={"kind": "linear", "start": 1.0},
+            selection={"kind": "uniform", "cohort": 6},
+        )
+        models_of[name] = models.flatten(run(asked, out=tmp_path / name).model)
+    assert not torch.equal(models_of["usual"], models_of["huber"])
+    with pytest.raises(ConfigError, match=r"data.task.kind = 'classification': a task whose targe"):
+        experiment(data=quadratics | {"task": "classification"})
+
+
+class Absolute(tasks.FAMILY["regression"]):  # type: ignore[misc]
+    def loss(self, outputs, y):
+        return (outputs.reshape(y.shape) - y).abs()
+
+
+class Mixing(tasks.Classification):
+    def loss(self, outputs, y):
+        return F.cross_entropy(outputs - outputs.mean(0), y, reduction="none")
+
+
+class Single(tasks.Classification):
+    def loss(self, outputs, y):
+        return F.cross_entropy(outputs, y)
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [(Mixing(), "that of one does not depend on the others"), (Single(), "it gives shape")],
+)
+def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
+    with pytest.raises(ConfigError, match=reason):
+        resolve(flat(3), LOCAL, 5, form((INPUTS,), 3, task))
+
+
+def test_ways_are_all_looked_at():
+    assert set(WAYS) == {"sample_space", "fused", "layerwise", "vmap", "loop", "noop"}
