@@ -48,6 +48,9 @@ from raydpfl.process import Process, own_code, peak_rss_mb
 from raydpfl.rounds import Broadcast, Lane, LaneResult, View, Work
 from raydpfl.sums import snap
 
+# numbers of padding by which joining another lane costs about what training it by itself does
+PADDING = 1 << 19
+
 
 @dataclass
 class Tally:
@@ -232,15 +235,21 @@ class ClientActor(Process):
         return Tally(work, lr, here(broadcast.model), told)
 
     def _joined(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
-        """The lanes, those of as many rows joined that the trainer takes at once."""
+        """The lanes, those joined that the trainer takes at once and that hardly pad each other."""
         features = math.prod(self.shards.shape)
-        alike: dict[int, list[Lane]] = {}
-        for lane in lanes:
-            alike.setdefault(lane.rows if lane.slot is None else -1, []).append(lane)
-        for rows, same in alike.items():
-            most = self.trainer.together(same[0].width, rows, features) if rows >= 0 else 1
-            for start in range(0, len(same), most):
-                yield Lane.joined(same[start : start + most])
+        alike: dict[tuple[int, int], list[Lane]] = {}
+        for lane in sorted(lanes, key=lambda each: each.rows):
+            if lane.slot is not None:
+                yield lane
+                continue
+            same = alike.setdefault(self.trainer.alike(lane.rows), [])
+            full = len(same) >= self.trainer.together(lane.width, lane.rows, features)
+            padding = sum(lane.rows - each.rows for each in same[-1:]) * len(same)
+            if same and (full or padding * lane.width * features > PADDING):
+                yield Lane.joined(same)
+                same.clear()
+            same.append(lane)
+        yield from map(Lane.joined, filter(None, alike.values()))
 
     def _sum(self, tally: Tally, lane: Lane) -> np.ndarray:
         """The sum of what the clients of a lane send, or of several, float64 [d].

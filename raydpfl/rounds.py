@@ -38,7 +38,7 @@ class Lane:
 
     @classmethod
     def joined(cls, lanes: Sequence[Lane]) -> Lane:
-        """Lanes of the same width and rows as one, the clients of one after those of another."""
+        """Lanes of the same width as one, the clients of one after those of another."""
         first = lanes[0]
         if len(lanes) == 1:
             return first
@@ -52,7 +52,7 @@ class Lane:
             np.concatenate([lane.clients for lane in lanes]),
             np.concatenate([lane.draws for lane in lanes]),
             np.concatenate([lane.weights for lane in lanes]),
-            first.rows,
+            max(lane.rows for lane in lanes),
             stds=None if first.stds is None else np.concatenate([lane.stds for lane in lanes]),
             memory=memory,
             parts=len(lanes),

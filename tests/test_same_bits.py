@@ -27,8 +27,10 @@ from raydpfl.check.runs import Watched, carried_out
 from raydpfl.client import ClientActor
 from raydpfl.data import shards
 from raydpfl.data.sizes import Sizes
+from raydpfl.dealing import lanes
 from raydpfl.local import kernels
 from raydpfl.plan import Plan
+from raydpfl.selection import Cohort
 
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
@@ -239,6 +241,12 @@ METHODS |= {
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 6, "batch": {"share": 0.3}, "momentum": 0.5},
         "client": {"way": "sample_space"},
+    },
+    "lognormal sizes, fused": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "steps": 8, "batch": 2, "momentum": 0.5},
+        "client": {"way": "fused", "lane": 4},
     },
     "batches by share, per-sample clipping": {
         **TINY,
@@ -575,6 +583,22 @@ def test_products_that_are_kept_and_forgotten_give_the_bits_of_those_that_stay(
     monkeypatch.setattr(kernels, "MEMORY", 4 * int(plan.population.sizes.max()) ** 2 * places)
     for actors in (None, 2):
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), stay)
+
+
+@pytest.mark.parametrize(("way", "joined"), [("fused", True), ("sample_space", False)])
+def test_lanes_of_unequal_clients_are_trained_together_where_the_bits_allow_it(way, joined):
+    method = METHODS["lognormal sizes, fused"]
+    plan = Plan.make(experiment(**{**method, "client": {"way": way, "lane": 4}}))
+    sizes = plan.experiment.local.rows_used(np.array(plan.population.sizes))
+    clients = np.arange(len(sizes))
+    cut = lanes(Cohort.of(clients), np.ones(len(sizes)), sizes, 4)
+    found = list(ClientActor(plan.experiment, str(plan.shards))._joined(cut))
+    together = np.concatenate([lane.clients for lane in found])
+    assert np.array_equal(np.sort(together[together >= 0]), clients)
+    assert all((sizes[lane.members[lane.members >= 0]] <= lane.rows).all() for lane in found)
+    rows = {lane.rows for lane in cut}
+    # clients whose batch is all of their rows are taken otherwise, and apart
+    assert len(rows) > 4 and len(found) == (2 if joined else len(rows))
 
 
 def test_shared_samples_that_are_read_from_the_file_give_the_bits_of_those_on_the_map(

@@ -226,6 +226,11 @@ class Trainer:
     def _keyed(self, **name: int) -> AbstractContextManager[None]:
         return keys.keyed_globals(self.seed, **name) if self.own else nullcontext()
 
+    def alike(self, rows: int) -> tuple[int, int]:
+        """The same for lanes padded to different numbers of `rows` that may be trained together."""
+        batch = self.local.batch_size(rows)
+        return batch, rows if self._way.padded or batch == rows else 0
+
     def together(self, width: int, rows: int, features: int) -> int:
         """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
         trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 where a

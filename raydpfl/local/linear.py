@@ -523,6 +523,8 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
 class Fused(_Stack):
     """Every layer by its weights. Raises `NoStack` for what is no stack of linear layers."""
 
+    padded = False  # it looks at the rows of a batch alone
+
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         batches = lane.batches()
         x, y = lane.rows(picked=batches[0][0] is not None)

@@ -224,6 +224,8 @@ class Way:
     private: ClassVar[bool | None] = None
     corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
     linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
+    # whether a client's bits may depend on how many rows it is padded to, beyond a batch's
+    padded: ClassVar[bool] = True
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
