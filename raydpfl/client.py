@@ -237,7 +237,7 @@ class ClientActor(Process):
     def _joined(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
         """The lanes, those joined that the trainer takes at once and that hardly pad each other."""
         features = math.prod(self.shards.shape)
-        alike: dict[tuple[int, int], list[Lane]] = {}
+        alike: dict[tuple[int, ...], list[Lane]] = {}
         for lane in sorted(lanes, key=lambda each: each.rows):
             if lane.slot is not None:
                 yield lane
@@ -558,11 +558,11 @@ class ClientActor(Process):
         """
         work = tally.work
         local = self.experiment.local
-        sizes = np.where(members < 0, 0, self.shards.sizes[members])
+        held = np.where(members < 0, 0, self.shards.sizes[members])
         index, batch_sizes = batches(
-            work.seed, work.t, members, lane.draws, sizes, local, rows=lane.rows
+            work.seed, work.t, members, lane.draws, held, local, rows=lane.rows
         )
-        rows, index = picked(index, batch_sizes, sizes, local)
+        rows, index = picked(index, batch_sizes, held, local)
         x, y, sizes = self.shards.lane(members, lane.rows, rows, None if again else self._room)
         device.check_labels(self.device, y, self.shards.classes)
         view = self._view(tally, lane, "local", np.arange(len(members)))
@@ -578,7 +578,7 @@ class ClientActor(Process):
             draws=lane.draws,
             stds=lane.stds,
             corrections=local.correction(view),
-            drawn=(index, batch_sizes),
+            drawn=(index, batch_sizes, local.step_counts(held)),
             clipped=self.clipped[self._part],
             width=lane.width,
             same=np.array([each is None for each in rows]),

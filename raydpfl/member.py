@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -348,9 +348,10 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
     path = _path(cls, first["loc"])
     where = ".".join([section, *path] if section else path)
     if first["type"] == "extra_forbidden":
-        return ConfigError(
-            where, first["input"], f"no such key; the keys here are {', '.join(cls.model_fields)}"
-        )
+        inner, path = _inner(cls, first["loc"])
+        where = ".".join([section, *path] if section else path)
+        known = ", ".join(inner.model_fields)
+        return ConfigError(where, first["input"], f"no such key; the keys here are {known}")
     if first["type"] == "missing":
         return ConfigError(where, None, "required")
     messages = [
@@ -360,6 +361,21 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
     ]
     said = " or ".join(messages).replace("a valid tuple", "a list")
     return ConfigError(where, first["input"], said.replace("a valid dictionary", "a mapping"))
+
+
+def _inner(
+    cls: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[type[BaseModel], list[str]]:
+    """The class whose keys are asked for at a location, this one or that of one of its fields; and
+    the keys up to there.
+    """
+    field = str(location[0])
+    if len(location) == 1:
+        return cls, [field]
+    given = cls.model_fields[field].annotation
+    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
+    inner: list[type[BaseModel]] = [one for one in branches if issubclass(one, BaseModel)]
+    return (inner[0] if inner else cls), [field, str(location[-1])]
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

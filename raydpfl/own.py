@@ -98,6 +98,13 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
             )
 
 
+def mentioned(cls: type, base: type) -> set[str]:
+    """The names of `base`'s fields that a user's own class reads, or may read by computed names."""
+    own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
+    names = {name for _, some, _ in _code(own) for name in some}
+    return set(_fields(base)) if COMPUTED & names else names
+
+
 def complete(cls: type, section: str, kind: str) -> None:
     """Raises `ConfigError` for a class without a method that its base leaves to it."""
     for name in sorted(dir(cls)):

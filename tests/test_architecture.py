@@ -24,8 +24,8 @@ ORDER = [
     # no Ray from here on
     "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
     "compare", "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy",
-    "models", "data", "tasks", "member", "own", "rounds", "events", "arrow", "files", "keys",
-    "device", "errors", "interrupts", "reaper",
+    "models", "data", "tasks", "member", "own", "rounds", "rates", "events", "arrow", "files",
+    "keys", "device", "errors", "interrupts", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -712,8 +712,9 @@ def test_rows_that_no_batch_takes_are_not_needed(way):
         few_y[slot, : len(some)] = y[slot, some]
         few.append(len(some))
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
+    drawn = places, batch_sizes, local.step_counts(sizes)
     whole = trainer.lane(parameters, x, y, sizes, **name)
-    ours = trainer.lane(parameters, few_x, few_y, few, **name, drawn=(places, batch_sizes))
+    ours = trainer.lane(parameters, few_x, few_y, few, **name, drawn=drawn)
     for (_, delta, loss), (_, our_delta, our_loss) in zip(each(whole), each(ours), strict=True):
         torch.testing.assert_close(our_delta, delta, atol=1e-6, rtol=0)
         assert our_loss == pytest.approx(loss, abs=1e-6) and delta.norm() > 0.01
@@ -983,8 +984,8 @@ def test_corrections_are_never_trained_in_sample_space():
 def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd, with clipping of each "
-        rf"sample\)",
+        match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd: {way} cannot do "
+        rf"clipping of each sample\)",
     ):
         Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
     with pytest.raises(ConfigError, match=rf"client\.way = '{way}'"):

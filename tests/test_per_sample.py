@@ -694,6 +694,7 @@ def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
         y,
         sizes,
         index,
+        np.full(2, index.shape[1]),
         batch_sizes,
         [0, 1],
         0.1,

@@ -253,11 +253,14 @@ class StepRecord:
             accepted = "a rule that is linear (raydpfl.local.Local.linear), to audit local steps"
             raise ConfigError("local.kind", e.local.kind, accepted)
         self.linear = linear
-        # How often the gradient of each step is in the sum of all steps: 1, or more with momentum.
-        beta = linear.momentum
-        self.weights = np.array(
-            [sum(beta**j for j in range(e.local.steps - q)) for q in range(e.local.steps)]
-        )
+
+    def _weights(self, rows: int) -> np.ndarray:
+        """How often the gradient of each step of a client with so many rows is in the sum of all
+        its steps, float64 [Q]: 1, or more with momentum.
+        """
+        beta = self.linear.momentum
+        steps = int(self.plan.experiment.local.step_counts(np.array([rows]))[0])
+        return np.array([sum(beta**j for j in range(steps - q)) for q in range(steps)])
 
     def sent(self, sent: Sent) -> None:
         """Adds the evidence that an update gives about its client's canaries."""
@@ -266,8 +269,9 @@ class StepRecord:
         std = float(_steps(self.plan).stds[sent.client])
         self.participations.append((sent.t, sent.client))
         pair = self.canaries.pair(sent.client, self.shape, self.classes)
-        total = float(self.weights.sum())
-        energy = float(np.linalg.norm(self.weights))
+        weights = self._weights(n)
+        total = float(weights.sum())
+        energy = float(np.linalg.norm(weights))
         seen = (sent.steps - total * sent.correction).float()
         halves = np.zeros(n)
         products = np.zeros(n)
@@ -322,7 +326,7 @@ class StepRecord:
         model = start.clone()
         velocity = torch.zeros_like(start)
         total = torch.zeros_like(start)
-        for step in range(e.local.steps):
+        for step in range(index.shape[1]):
             rows = torch.from_numpy(index[0, step, : sizes[0]])
             gradient = torch.zeros_like(start)
             for part in rows.split(self.gradients.width):
@@ -382,7 +386,8 @@ class StepRecord:
             self.product, exposures, out=np.zeros_like(exposures), where=exposures > 0
         )
         scores = views.Scores(self.canaries.inside, 2 * self.product, statistics, exposures)
-        momentum = self.weights.sum() / np.linalg.norm(self.weights)
+        weights = self._weights(int(n))
+        momentum = weights.sum() / np.linalg.norm(weights)
         most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(counts[worst])
         return views.view(scores, imagined, claimed, float(most), True, confidence)
 

@@ -8,6 +8,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Relation
 from raydpfl.privacy.guarantee import SHARES
 
@@ -164,6 +166,14 @@ class SampleBudget(Budget):
         return {self.repeated: self.rounds, "steps": self.steps}
 
 
+def _steps_of(mechanism: LocalSteps) -> int | dict[str, int]:
+    """Local steps of a participation; where clients differ, the least and the most."""
+    if not isinstance(mechanism.steps, np.ndarray):
+        return mechanism.steps
+    held = mechanism.steps[mechanism.samples > 0]
+    return {"least": int(held.min()), "most": int(held.max())}
+
+
 @dataclass(frozen=True)
 class PersonalBudget:
     """What noise at local steps guarantees each client's samples, and what they were promised.
@@ -215,7 +225,7 @@ class PersonalBudget:
             "calibration": mechanism.calibration,
             "delta": mechanism.delta,
             "bound": mechanism.bound,
-            "steps": mechanism.steps,
+            "steps": _steps_of(mechanism),
             **({f"std_of_the_{beside.name}": beside.std} if beside else {}),
             "quantiles": {"at": list(SHARES), **quantiles},
             "clients": [

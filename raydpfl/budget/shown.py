@@ -137,7 +137,7 @@ def _personal_head(budget: PersonalBudget) -> Table:
     head = Table.grid(padding=(0, 2))
     order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
     batch = f"{mechanism.batch_words()}{order}"
-    steps = f"{mechanism.steps} local steps a participation, each on {batch}"
+    steps = f"{mechanism.step_words()}, in a participation, each on {batch}"
     head.add_row("released", f"every update of {len(budget.rows)} clients: {steps}")
     moves = f"replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B"
     head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; {moves}")

@@ -6,12 +6,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from raydpfl import models
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.keys import keyed_globals
 from raydpfl.local.base import Step
 from raydpfl.local.checks import check_rule
+from raydpfl.local.engine import Trainer
 from raydpfl.local.trial import mismatch
-from raydpfl.local.ways import REFERENCE, WAYS, able
+from raydpfl.local.ways import REFERENCE, WAYS
 from raydpfl.rounds import Facts, View
 from raydpfl.tasks import Classification, Form, Target
 
@@ -28,6 +31,8 @@ def rule(case: Case) -> str:
 def no_hidden_state(case: Case) -> str:
     """Its step keeps nothing but its state: made again, it is the same to the last bit."""
     member = case.member
+    if member.trains:
+        return "it has no step"
     x = tensor(K, 7).float()
     gradient = tensor(K, 7, step=1).float()
     at = Step(0, member.learning_rate(0), x[0])
@@ -41,14 +46,46 @@ def no_hidden_state(case: Case) -> str:
     return "the same step again"
 
 
+def _module() -> nn.Module:
+    with keyed_globals(0):
+        return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def training(case: Case) -> str:
+    """A `train` of its own changes the module that it is given, by what it is given alone, whoever
+    was trained before.
+    """
+    member = case.member
+    if not member.trains:
+        return "trains by steps"
+    module = _module()
+    start = models.flatten(module)
+    x = tensor(2, 12, FEATURES).float()
+    y = torch.arange(24).view(2, 12) % 3
+    found = []
+    for clients in ([3, -1], [7, 3]):
+        trainer = Trainer(module, member, way=REFERENCE, seed=1, own=True)
+        mine = clients.index(3)
+        order = [0, 1] if mine == 0 else [1, 0]
+        rows = x[order], y[order], [12, 12]
+        lane = trainer.lane(start, *rows, t=1, clients=clients, draws=[0, 0])
+        found += [block.updates[0] for block in lane if block.slots[0] == mine]
+    hold(torch.isfinite(found[0]).all(), "it has trained to numbers that are not finite")
+    hold(torch.equal(*found), "asked again, it trains to something else")
+    hold(bool(found[0].any()), "the module is as it was")
+    return "by itself, the same again"
+
+
 def every_way(case: Case) -> str:
     """Every way of training that can carry out its rule takes the same first steps."""
-    module = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+    module = _module()
     form = Form((FEATURES,), Target(classes=3), Classification())
     done = []
+    if case.member.trains:
+        return "trains by itself"
     for clip in (None, 1.0):
         for way, kind in WAYS.items():
-            if way in (REFERENCE, "noop") or not able(kind, case.member, clip):
+            if way in (REFERENCE, "noop") or kind.lacks(case.member, clip):
                 continue
             wrong = mismatch(module, case.member, form, way, clip)
             clipped = " with clipping of each sample" if clip else ""
@@ -132,4 +169,4 @@ def receive(case: Case) -> str:
     return f"keeps {', '.join(start) or 'nothing'}"
 
 
-PROMISES: tuple[Look, ...] = (rule, no_hidden_state, every_way, numbers, memory, receive)
+PROMISES: tuple[Look, ...] = (rule, no_hidden_state, training, every_way, numbers, memory, receive)

@@ -23,11 +23,14 @@ gradient and add noise to every step (the loop sample by sample):
 'loop'
 """
 
+from raydpfl.local.adam import Adam
+from raydpfl.local.adamw import AdamW
 from raydpfl.local.base import Linear, Local, Step
 from raydpfl.local.batches import batches, picked
 from raydpfl.local.choice import resolve
 from raydpfl.local.engine import Trainer
 from raydpfl.local.process import single_thread, tune_allocator
+from raydpfl.local.sam import Sam
 from raydpfl.local.scaffold import Scaffold
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block
@@ -38,9 +41,12 @@ from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examp
 __all__ = [
     "FAMILY",
     "WAYS",
+    "Adam",
+    "AdamW",
     "Block",
     "Linear",
     "Local",
+    "Sam",
     "Scaffold",
     "Sgd",
     "Step",

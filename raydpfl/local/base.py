@@ -4,17 +4,23 @@ step does with the gradient of its batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from torch import nn
 
+from raydpfl import own
+from raydpfl.errors import ConfigError
 from raydpfl.member import Member
+from raydpfl.rates import Schedule
 from raydpfl.rounds import Facts, State, View
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Step:
     """What a rule knows of the step that it makes."""
 
     k: int  # of the round, from 0
-    lr: float  # the learning rate of the round
+    lr: float  # its learning rate
     model: torch.Tensor  # x_t, float32 [P]: the round's model, where every client began
 
 
@@ -108,11 +114,13 @@ class Share(BaseModel):
         return np.clip(rounded, np.minimum(sizes, 1), sizes)
 
 
+RULED = {"fresh", "step", "perturb", "train"}  # what makes another rule of a class
+EITHER = "none with local.steps {0}: a client makes either; local.steps=null takes that away"
 Shared = Annotated[Share, BeforeValidator(_a_mapping)]
 
 
-class Local(Member):
-    """Base of the family: Q steps, each on a batch of the client's own rows.
+class Local(Schedule, Member):
+    """Base of the family: steps, each on a batch of the client's own rows.
 
     `step` is the rule of a step, here plain gradient descent. A member of one's own gives another,
     and `fresh` if it keeps something from one step to the next; it may give a `learning_rate` too.
@@ -135,35 +143,57 @@ class Local(Member):
             [-0.5000, -0.5000,  0.5000]])
     """
 
-    steps: int = Field(default=20, ge=1)  # Q
+    newer: ClassVar[frozenset[str]] = frozenset(
+        {"epochs", "lr_period", "lr_last", "lr_warmup", "within"}
+    )
+
+    # Q, of every client; or `epochs` in its place, and none here
+    steps: Annotated[int, Field(ge=1)] | None = None
+    # E: a client of n_i rows makes ceil(E n_i / B) steps
+    epochs: Annotated[float, Field(gt=0)] | None = None
     # B; a client with fewer rows uses all of them, as `full` always does; or a share of its rows
     batch: Annotated[int, Field(ge=1)] | Literal["full"] | Shared = 10
     # each step its own uniform subset; or shuffled rows in turn, each once an epoch
     sampling: Literal["fresh", "epochs"] = "fresh"
     lr: float = Field(default=0.1, gt=0)  # eta_l of round 0
-    # lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI)
-    schedule: Literal["exponential", "inverse_sqrt"] = "exponential"
-    lr_decay: float = Field(default=1.0, gt=0, le=1)
+    # by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); and others
+    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "exponential"
+    within: Schedule | None = None  # by step of a round, from what the round has
 
-    @field_validator("lr_decay")
+    @model_validator(mode="before")
     @classmethod
-    def _exponential_alone(cls, value: float, info: Any) -> float:
-        if value != 1 and info.data.get("schedule") == "inverse_sqrt":
-            raise ValueError("1 with the schedule inverse_sqrt, which decays by itself")
-        return value
+    def _steps_or_epochs(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        steps = values.get("steps")
+        if values.get("epochs") is None:
+            return values if steps is not None else {**values, "steps": 20}
+        if steps is not None:
+            raise ConfigError("local.epochs", values["epochs"], EITHER.format(steps))
+        return values
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """A class with a rule of its own does not inherit the coefficients of another rule."""
         super().__pydantic_init_subclass__(**kwargs)
-        if vars(cls).keys() & {"fresh", "step"} and "linear" not in vars(cls):
+        if vars(cls).keys() & RULED and "linear" not in vars(cls):
             cls.linear = _not_linear  # type: ignore[method-assign]
 
     def learning_rate(self, t: int) -> float:
-        """The learning rate of all local steps of round `t`, counted from 0."""
-        if self.schedule == "inverse_sqrt":
-            return self.lr / math.sqrt(t + 1)
-        return self.lr * self.lr_decay**t
+        """The learning rate of round `t`, counted from 0; of all its steps, if not for `within`."""
+        return self.lr_at(self.lr, t)
+
+    def step_counts(self, sizes: np.ndarray) -> np.ndarray:
+        """How many steps clients that have so many rows make in a round, int64 [C], as accountants
+        and every way of training know them, from their sizes, int64 [C].
+        """
+        if self.trains:
+            return np.zeros(len(sizes), np.int64)
+        if self.steps is not None:
+            return np.full(len(sizes), self.steps)
+        assert self.epochs is not None
+        rows = np.round(self.epochs * sizes, 9)  # as 0.1 times 30 is above 3
+        return np.ceil(rows / np.maximum(self.batch_sizes(sizes), 1)).astype(np.int64)
 
     def batch_size(self, rows: int) -> int:
         """Rows in each batch of a client that has `rows`."""
@@ -182,12 +212,14 @@ class Local(Member):
     def rows_used(self, sizes: np.ndarray) -> np.ndarray:
         """How many of its rows each client can train on in a round at most, int64 [C], from its
         number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, or a rule
-        has `batch_sizes` of its own, as the size of a lane's batches is known by them.
+        has `batch_sizes` or `step_counts` of its own, as the size of a lane's batches is known by
+        them, and for a `train` of one's own.
         """
-        own = type(self).batch_sizes is not Local.batch_sizes
-        if own or not isinstance(self.batch, int):
+        cls = type(self)
+        own = cls.batch_sizes is not Local.batch_sizes or cls.step_counts is not Local.step_counts
+        if own or self.trains or not isinstance(self.batch, int):
             return sizes
-        return np.minimum(sizes, self.steps * self.batch)
+        return np.minimum(sizes, self.step_counts(sizes) * self.batch)
 
     def fresh(self, x: torch.Tensor) -> Any:
         """What the rule keeps from one step to the next, at a round's start.
@@ -209,7 +241,8 @@ class Local(Member):
             x: float32 [..., P], the parameters of each client. The last axis holds all parameters
                 of one, in an order that may differ from way to way; a rule that needs a client's
                 norm takes it along that axis. No client may depend on another.
-            gradient: float32 [..., P], of each client's batch: clipped, noised and corrected.
+            gradient: float32 [..., P], of each client's batch, at x or where `perturb` says:
+                clipped, noised and corrected.
             state: as `fresh` made it and the steps before left it.
             at: the step, its learning rate and the round's model.
 
@@ -218,17 +251,68 @@ class Local(Member):
         """
         return x - at.lr * gradient, state
 
-    def linear(self) -> Linear | None:
-        """The coefficients of `step`, if it is linear as `Linear` says: some ways are fast because
-        of that. None for any other rule, and of itself for a class with a `step` of its own.
+    def perturb(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> torch.Tensor:
+        """Where the gradient that `step` is given is taken, float32 [..., P]; here x.
+
+        A class that gives this (`raydpfl.local.sam`) has a second gradient of every batch: that at
+        x, which this is given as it is, and that at what this returns, which `step` is given. The
+        arguments are those of `step`, and are not to be changed.
         """
-        return Linear()
+        return x
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether its steps take two gradients."""
+        return type(self).perturb is not Local.perturb
+
+    def train(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        """All of a client's training in a round, in the place of steps: any torch code.
+
+        A class that gives this is given clients one by one, and has no `step` beside it. It reads
+        fields of its own, and those of the base that it has a use for, such as `self.lr`.
+
+        Args:
+            module: the client's own copy of the model, at the round's parameters and in training
+                mode; what its trainable parameters have become is what the client has trained to.
+            x: [n, *shape], the client's rows.
+            y: [n], or [n, ...], their targets.
+            generator: keyed by the client and the round, for what is drawn; so are torch's default
+                generator, `numpy.random` and `random` during the call.
+        """
+        raise TypeError(f"{self.kind} trains by steps")
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains by a `train` of its own."""
+        return type(self).train is not Local.train
+
+    def linear(self) -> Linear | None:
+        """The coefficients of `step`, if it is linear as `Linear` says, with one learning rate in
+        all steps of a round: some ways are fast because of that. None for any other rule, and of
+        itself for a class with a `step` of its own.
+        """
+        return None if self.within else Linear()
 
     @property
     def l2(self) -> float:
         """l of the term l/2 ||x||^2 that the rule adds to every client's loss."""
-        linear = self.linear()
-        return 0.0 if linear is None else linear.decay
+        return 0.0
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where gradients of single samples are clipped and it has another use
+        for gradients, and for what a `train` of one's own leaves unread.
+        """
+        if self.trains:
+            _check_train(self)
+        clips = experiment.bounding.sample_bound is not None
+        if clips and (self.perturbs or self.trains):
+            accepted = f"one that bounds what a client sends: local.kind {self.kind} "
+            accepted += "has its own gradients" if self.trains else "takes two of every batch"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
 
     # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
 
@@ -268,6 +352,27 @@ class Local(Member):
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """Takes up the mean update of a round, float64 [d], into `state`, the member's own."""
+
+
+def _check_train(local: Local) -> None:
+    """Raises `ConfigError` for hooks beside a `train` of the user's own, which nothing would call,
+    and for fields of the base that it does not read and that are not as they are by themselves.
+    """
+    cls = type(local)
+    for name in ("step", "fresh", "perturb", "correction", "linear", "learning_rate"):
+        if getattr(cls, name) not in (getattr(Local, name), _not_linear):
+            accepted = f"a class without {name} beside train, as nothing calls it"
+            raise ConfigError("local.kind", local.kind, accepted)
+    read = own.mentioned(cls, Local)
+    for name, field in type(local).model_fields.items():
+        if name not in Local.model_fields:
+            continue
+        default = 20 if name == "steps" else field.default
+        read_or_none = name in read | {"kind"} or getattr(local, name) in (default, None)
+        if read_or_none or (name == "lr" and "learning_rate" in read):
+            continue
+        accepted = f"{default}: train of {local.kind} does not read it"
+        raise ConfigError(f"local.{name}", getattr(local, name), accepted)
 
 
 def _not_linear(self: Local) -> Linear | None:

@@ -37,35 +37,42 @@ def batches(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(rows of every batch, int64 [C, Q, B]; rows in each batch of a client, int64 [C]).
 
-    `clients`, `draws` and `sizes` have length C, a dummy has size 0. B is the batch size of a
-    client with `rows` rows (default: the largest here), and a smaller batch ends in zeros. In
-    `epochs` a batch may straddle two of them, so that all have one size and each row comes up once
-    in every n_i.
+    `clients`, `draws` and `sizes` have length C, a dummy has size 0. Q is the most steps; what is
+    beyond a client's own means nothing. B is the batch size of a client with `rows` rows (default:
+    the largest here), and a smaller batch ends in zeros. Sampled in `epochs`, a batch may straddle
+    two of them, so that all have one size and each row comes up once in every n_i.
     """
     counts = np.asarray(sizes, dtype=np.int64)
     width = local.batch_size(int(counts.max(initial=1)) if rows is None else rows)
     batch_sizes = local.batch_sizes(counts)
-    index = np.zeros((len(counts), local.steps, width), dtype=np.int64)
+    steps = local.step_counts(counts)
+    index = np.zeros((len(counts), int(steps.max(initial=0)), width), dtype=np.int64)
     every = batch_sizes == counts
-    index[every, :, :] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
+    index[every] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
     fresh = ~every & (local.sampling == "fresh")
     few = fresh & (counts <= RANKED * batch_sizes)
     # A client with many rows ranks them alone: how many bits they take may not show in the others.
     ranked = np.flatnonzero(few & (counts <= 1 << BITS))
     if len(ranked):
-        words = _words(seed, t, clients, draws, counts, ranked, local.steps)
-        most = int(batch_sizes[ranked].max())
-        real = np.arange(most) < batch_sizes[ranked, None, None]
-        index[ranked, :, :most] = np.where(real, _shuffled(words)[:, :, :most], 0)
+        words = _words(seed, t, clients, draws, counts, ranked, steps)
+        _rank(index, ranked, words, batch_sizes[ranked])
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
         alike = np.flatnonzero(many == b)
-        uniform = _uniform(seed, t, clients, draws, alike, (local.steps, b))
-        index[alike, :, :b] = _floyd(uniform, counts[alike])
+        uniform = _uniform(seed, t, clients, draws, alike, (int(steps[alike].max()), b))
+        index[alike, : uniform.shape[1], :b] = _floyd(uniform, counts[alike])
     for slot in np.flatnonzero(~every & (~fresh | (few & (counts > 1 << BITS)))).tolist():
         keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
-        index[slot, :, : batch_sizes[slot]] = _drawn_alone(keyed, int(counts[slot]), local)
+        found = _drawn_alone(keyed, int(counts[slot]), int(steps[slot]), local)
+        index[slot, : len(found), : batch_sizes[slot]] = found
     return index, batch_sizes
+
+
+def _rank(index: np.ndarray, slots: np.ndarray, words: np.ndarray, batch_sizes: np.ndarray) -> None:
+    """Writes the batches of slots, of so many rows each, from random words (`_words`)."""
+    most = int(batch_sizes.max())
+    real = np.arange(most) < batch_sizes[:, None, None]
+    index[slots, :, :most] = np.where(real, _shuffled(words)[:, :, :most], 0)
 
 
 def _words(
@@ -75,22 +82,24 @@ def _words(
     draws: Integers,
     sizes: np.ndarray,
     slots: np.ndarray,
-    steps: int,
+    steps: np.ndarray,
 ) -> np.ndarray:
-    """Random words, uint64 [slots, steps, n], n the most rows that one of the slots has; all bits
-    are set where a slot has fewer.
+    """Random words, uint64 [slots, Q, n], n the most rows that one of the slots has; all bits
+    are set where a slot has fewer, or makes fewer steps.
     """
     n = int(sizes[slots].max())
-    words = np.full((len(slots), steps * n), np.iinfo(np.uint64).max)
+    most = int(steps.max())
+    words = np.full((len(slots), most * n), np.iinfo(np.uint64).max)
     who = {"clients": np.asarray(clients)[slots], "draws": np.asarray(draws)[slots]}
     streams = bit_streams(seed, Purpose.BATCH, t=t, **who)
     for place, (size, bits) in enumerate(zip(sizes[slots].tolist(), streams, strict=True)):
-        drawn = bits.random_raw(steps * size)
+        own = int(steps[slots[place]])
+        drawn = bits.random_raw(own * size)
         if size == n:
-            words[place] = drawn
+            words[place, : own * n] = drawn
         else:
-            words[place].reshape(steps, n)[:, :size] = drawn.reshape(steps, size)
-    return words.reshape(len(slots), steps, n)
+            words[place].reshape(most, n)[:own, :size] = drawn.reshape(own, size)
+    return words.reshape(len(slots), most, n)
 
 
 def _uniform(
@@ -108,14 +117,14 @@ def _uniform(
     return ((words >> np.uint64(11)) * 2.0**-53).reshape(len(slots), *shape)
 
 
-def _drawn_alone(keyed: np.random.Generator, n: int, local: Local) -> np.ndarray:
-    """The batches of one client of `n` rows, all of them shuffled, int64 [Q, b]."""
+def _drawn_alone(keyed: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:
+    """The batches of one client of `n` rows, all of them shuffled, int64 [steps, b]."""
     b = local.batch_size(n)
     if local.sampling == "epochs":
-        count = math.ceil(local.steps * b / n)
+        count = math.ceil(steps * b / n)
         epochs = _shuffled(keyed.bit_generator.random_raw(count * n).reshape(-1, n))
-        return epochs.ravel()[: local.steps * b].reshape(local.steps, b)
-    return _shuffled(keyed.bit_generator.random_raw(local.steps * n).reshape(-1, n))[:, :b]
+        return epochs.ravel()[: steps * b].reshape(steps, b)
+    return _shuffled(keyed.bit_generator.random_raw(steps * n).reshape(-1, n))[:, :b]
 
 
 def picked(
@@ -130,8 +139,9 @@ def picked(
     """
     rows: list[np.ndarray | None] = [None] * len(sizes)
     places = index.copy()
+    steps = local.step_counts(sizes)
     for slot in np.flatnonzero(local.rows_used(sizes) < sizes):
-        batches = (slot, slice(None), slice(batch_sizes[slot]))
+        batches = (slot, slice(steps[slot]), slice(batch_sizes[slot]))
         rows[slot], inverse = np.unique(index[batches], return_inverse=True)
         places[batches] = inverse.reshape(index[batches].shape)
     return rows, places

@@ -112,14 +112,14 @@ def _mixes(module: nn.Module, reason: str) -> ConfigError:
 def check_rule(local: Local) -> None:
     """Raises `ConfigError` for a learning rate that depends on more than the round, and for a rule
     of the user's that raises, changes what it is given, or whose step for several clients is not
-    that for each of them.
+    that for each of them. What a `train` does shows when it trains.
     """
     rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
     if rates[:3] != rates[3:]:
         raise ConfigError(
             "local.kind", local.kind, "a class whose learning_rate depends on the round alone"
         )
-    if local.linear() is not None:
+    if local.linear() is not None or local.trains:
         return
     drawn = keys.stream(0, keys.Purpose.DATA).standard_normal((4, 3, 7))
     (model, *_), *gradients = torch.from_numpy(drawn).float()
@@ -143,11 +143,15 @@ def _steps(
     """x after a step along each of the gradients. Raises ValueError for what is no step."""
     state = local.fresh(x)
     for k, gradient in enumerate(gradients):
+        at = Step(k, local.learning_rate(0), model)
         before = x.clone(), gradient.clone()
-        after, state = local.step(x, gradient, state, Step(k, local.learning_rate(0), model))
+        elsewhere = local.perturb(x, gradient, state, at)
+        after, state = local.step(x, gradient, state, at)
         if not (torch.equal(x, before[0]) and torch.equal(gradient, before[1])):
             raise ValueError("it changes what it is given in place")
-        if after.shape != x.shape or after.dtype != x.dtype:
-            raise ValueError(f"from x {list(x.shape)} it gives {after.dtype} {list(after.shape)}")
-        x = after
+        for found in (after, elsewhere):
+            if found.shape != x.shape or found.dtype != x.dtype:
+                gives = f"{found.dtype} {list(found.shape)}"
+                raise ValueError(f"from x {list(x.shape)} it gives {gives}")
+        x = after + (elsewhere - before[0])  # so that neither may depend on other clients
     return x

@@ -27,7 +27,7 @@ from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.trial import mismatch
-from raydpfl.local.ways import REFERENCE, WAYS, able, check_way
+from raydpfl.local.ways import REFERENCE, WAYS, check_way
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 
 log = logging.getLogger("raydpfl")
@@ -89,7 +89,20 @@ def _one_by_one(way: str, drawn: str) -> str:
 
 
 def _choices(module: nn.Module, local: Local, rows: int, clip: float | None) -> list[str]:
-    """The ways to try before the loop, the best first."""
+    """The ways to try before the loop, the best first: of those that suit the module, those that
+    can do what is asked of them; only the best where samples are not clipped.
+    """
+    suited = _suited(module, local, rows, clip)
+    able = [way for way in suited if not WAYS[way].lacks(local, clip)]
+    lacks = WAYS[suited[0]].lacks(local, clip)
+    if lacks and suited[0] != REFERENCE:
+        instead = able[0] if able else "the loop"
+        log.warning("clients are trained by %s; %s cannot do %s", instead, suited[0], lacks)
+    return able[: None if clip is not None else 1] or [REFERENCE]
+
+
+def _suited(module: nn.Module, local: Local, rows: int, clip: float | None) -> list[str]:
+    """The ways that suit the module, whether or not they can do what is asked, the best first."""
     try:
         layers = stack(module)
     except NoStack:
@@ -100,5 +113,5 @@ def _choices(module: nn.Module, local: Local, rows: int, clip: float | None) -> 
         return ["loop" if convolves else "vmap"]
     if clip is not None:
         return ["fused", "layerwise", "vmap"]
-    spanned = able(SampleSpace, local, clip) and SampleSpace.pays(layers, rows, local)
-    return ["sample_space" if spanned else "fused"]
+    spanned = SampleSpace.pays(layers, rows, local)
+    return [*(["sample_space"] if spanned else []), "fused", "vmap"]

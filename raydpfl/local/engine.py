@@ -73,8 +73,8 @@ class Trainer:
         stds: float64 [C], of the Gaussian noise on the mean gradient of each step, in each
             coordinate; needs `clip`.
         corrections: float32 [C, d], added to every gradient after that.
-        drawn: the batches, as `batches` gives them, where x holds other rows than all of a client's
-            in their order (`picked`); else they are drawn.
+        drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
+            rows than all of a client's in their order (`picked`); else they are drawn.
         clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
             share of its (sample, step) pairs whose gradient was longer than `clip` (one that is not
             finite is not). NaN for a slot without rows, and for all where nothing is clipped.
@@ -121,7 +121,7 @@ class Trainer:
         draws: Integers,
         stds: np.ndarray | None = None,
         corrections: torch.Tensor | np.ndarray | None = None,
-        drawn: tuple[np.ndarray, np.ndarray] | None = None,
+        drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
         width: int | None = None,
         same: np.ndarray | None = None,
@@ -131,8 +131,6 @@ class Trainer:
         draw = _Draw(np.asarray(clients), np.asarray(draws), t)
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
-        if drawn is None:
-            drawn = batches(self.seed, t, clients, draws, present, self.local, rows=y.shape[1])
         lane = self._data(x, y, present, drawn, draw)
         lane = replace(lane, clipped=clipped, width=width, owners=draw.owners(same))
         if clipped is not None:
@@ -155,18 +153,24 @@ class Trainer:
         x: torch.Tensor | np.ndarray,
         y: torch.Tensor | np.ndarray,
         sizes: np.ndarray,
-        drawn: tuple[np.ndarray, np.ndarray],
+        drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
         draw: _Draw,
     ) -> LaneData:
         """What is trained on, without what is added to gradients."""
+        if drawn is None:
+            who = (draw.t, draw.clients, draw.draws)
+            found = batches(self.seed, *who, sizes, self.local, rows=y.shape[1])
+            drawn = *found, self.local.step_counts(sizes)
         return LaneData(
             x=self._here(x),
             y=self._here(y),
             sizes=sizes,
-            index=drawn[0],
+            index=_filled(drawn[0], drawn[2]),
             batch_sizes=drawn[1],
             slots=np.flatnonzero(sizes).tolist(),
+            steps=drawn[2],
             lr=self.local.learning_rate(draw.t),
+            within=self.local.within,
             generator=partial(self._generator, draw),
             clip=self.clip,
         )
@@ -226,10 +230,11 @@ class Trainer:
     def _keyed(self, **name: int) -> AbstractContextManager[None]:
         return keys.keyed_globals(self.seed, **name) if self.own else nullcontext()
 
-    def alike(self, rows: int) -> tuple[int, int]:
+    def alike(self, rows: int) -> tuple[int, int, int]:
         """The same for lanes padded to different numbers of `rows` that may be trained together."""
         batch = self.local.batch_size(rows)
-        return batch, rows if self._way.padded or batch == rows else 0
+        steps = int(self.local.step_counts(np.array([rows]))[0])
+        return batch, rows if self._way.padded or batch == rows else 0, steps
 
     def together(self, width: int, rows: int, features: int) -> int:
         """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
@@ -252,6 +257,14 @@ class Trainer:
         taken apart.
         """
         return self._way.module
+
+
+def _filled(index: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The batches, int64 [C, Q, B], with a client's first in the place of those that it does not
+    make, so that a way that takes them for all clients reads no other rows.
+    """
+    beyond = np.arange(index.shape[1]) >= steps[:, None]
+    return np.where(beyond[:, :, None], index[:, :1], index) if beyond.any() else index
 
 
 def _with_idle(

@@ -100,6 +100,14 @@ class _Place:
         """
         raise NotImplementedError
 
+    def held(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """What the step of these slots, int64 [m], would change."""
+        raise NotImplementedError
+
+    def put_back(self, slots: torch.Tensor, held: list[torch.Tensor]) -> None:
+        """Undoes the step for these slots, from what `held` gave before it."""
+        raise NotImplementedError
+
     def follow(self, parameters: torch.Tensor) -> None:
         """Takes `parameters` [C, d], which a rule has stepped to."""
         raise NotImplementedError
@@ -206,6 +214,13 @@ class _Weights(_Layer):
         for now, velocity in zip(self.now, self.velocity, strict=False):
             now.sub_(velocity.add_(now, alpha=decay), alpha=self.lr)
 
+    def held(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        return [part[slots] for part in self.now]
+
+    def put_back(self, slots: torch.Tensor, held: list[torch.Tensor]) -> None:
+        for part, before in zip(self.now, held, strict=True):
+            part[slots] = before
+
 
 def _factors(linear: Linear, lr: float) -> tuple[float, float]:
     """(keep, step) such that v <- keep v + step g for the gradient g, where v is the velocity if
@@ -297,6 +312,13 @@ class _Span(_Place):
         torch.baddbmm(self.start[0], a, self.x[slots], beta=shrunk, out=weight)
         for part in bias:
             torch.add(a.sum(2)[:, None], self.start[1], alpha=shrunk, out=part)
+
+    def held(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """See `_Place.held`; there is no velocity (`SampleSpace.lacks`)."""
+        return [self.now[slots], self.coefficients[slots]]
+
+    def put_back(self, slots: torch.Tensor, held: list[torch.Tensor]) -> None:
+        self.now[slots], self.coefficients[slots] = held
 
 
 def _responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]]:
@@ -425,7 +447,7 @@ class _Training:
                 gradients = self._clipped(gradients, clip, shares)
             self._step(gradients, k)
         self.lane.count_clipped(self.factors)
-        return (self.loss.sums() / len(self.batches)).double().cpu().numpy()
+        return self.lane.means(self.loss.sums())
 
     def _forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
         """The outputs of each layer, [C, B, out]."""
@@ -465,8 +487,12 @@ class _Training:
     def _step(self, gradients: list[torch.Tensor], k: int) -> None:
         noise = self.lane.step_noise(k)
         if self.rule is None:
+            done = self.lane.done(k)
             for place, g in zip(self.last_first, gradients, strict=True):
+                held = [] if done is None else place.held(done)
                 place.step(g, noise)
+                if done is not None:
+                    place.put_back(done, held)
             return
         gradient = torch.empty_like(self.rule.x)
         for place, g in zip(self.last_first, gradients, strict=True):
@@ -560,6 +586,14 @@ class SampleSpace(_Stack):
         super().__init__(module, local, device, task)
         self.kernels = Kernels()
 
+    @classmethod
+    def lacks(cls, local: Local, clip: float | None) -> str | None:
+        """See `raydpfl.local.way.Way`: what is added up by the number of steps holds for all."""
+        linear = local.linear()
+        if local.epochs is not None and linear is not None and not linear.plain:
+            return "momentum, decay and a proximal term where clients differ in their steps"
+        return super().lacks(local, clip)
+
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         linear = self.local.linear()
         assert linear is not None  # as the way says
@@ -590,5 +624,5 @@ class SampleSpace(_Stack):
         o = layers[0].outputs
         n = rows
         b = local.batch_size(rows)
-        q = local.steps
+        q = int(local.step_counts(np.array([rows]))[0])
         return 2 * n * p * o + n * n * p + q * n * b * o < q * (2 * b + MEMORY) * p * o

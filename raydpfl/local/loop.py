@@ -10,16 +10,18 @@ Large linear layers take their products from oneDNN (`raydpfl.local.products`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.local.base import Local, Step
+from raydpfl.local.base import Linear, Local, Step
 from raydpfl.local.products import speed_up
 from raydpfl.local.way import Block, LaneData, Way, clip_factors
+from raydpfl.local.whole import trained_whole
 from raydpfl.tasks import Task
 
 
@@ -32,6 +34,8 @@ class Loop(Way):
     """
 
     one_by_one = True
+    twice = True
+    trains = True
     # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
     # in another way
     inputs_only = False
@@ -39,6 +43,7 @@ class Loop(Way):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.device = device
+        self.given = module
         self.module: nn.Module = copy.deepcopy(module).to(device).train()
         speed_up(self.module, inputs_only=self.inputs_only)
         has = [
@@ -93,8 +98,12 @@ class Loop(Way):
                 torch.set_rng_state(generator.get_state())
                 if self.device.type == "cuda":
                     torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-                loss = self._train(parameters, lane, slot)
-            update = models.flatten(self.module) - parameters
+                if self.local.trains:
+                    made = (self.local, self.given, self.task)
+                    update, loss = trained_whole(*made, parameters, lane, slot)
+                else:
+                    loss = self._train(parameters, lane, slot)
+                    update = models.flatten(self.module) - parameters
             yield Block(np.array([slot]), update[None], np.array([loss]))
 
     def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
@@ -106,14 +115,17 @@ class Loop(Way):
         losses = torch.zeros((), device=self.device)
         x = lane.x[slot]
         y = lane.y[slot]
-        index = torch.from_numpy(lane.index[slot, :, : lane.batch_sizes[slot]]).to(self.device)
+        drawn = lane.index[slot, : lane.steps[slot], : lane.batch_sizes[slot]]
+        index = torch.from_numpy(drawn).to(self.device)
         for k, rows in enumerate(index):
             batch = x.index_select(0, rows)
             batch = batch.to(memory_format=self.layout) if batch.dim() == 4 else batch
             losses += self._gradient(batch, y.index_select(0, rows), lane.clip)
+            if self.local.perturbs:
+                self._again(step, k, batch, y.index_select(0, rows))
             if lane.noise is not None:
                 self._add_inside(self.gradient, lane.noise([slot], k)[0])
-            step(k)
+            step.make(k)
         if self.factors and lane.clipped is not None:
             lane.clipped[slot] = float(torch.cat(self.factors).lt(1).double().mean())
         return float(losses) / len(index)
@@ -138,37 +150,75 @@ class Loop(Way):
         torch.div(total, len(x), out=self.gradient)
         return losses / len(x)
 
-    def _rule(self, lane: LaneData, slot: int) -> Callable[[int], None]:
-        """What makes the k-th step of a client from `self.gradient`, at the round's model now. All
-        vectors are in the order inside.
-        """
-        lr = lane.lr
-        linear = self.local.linear()
+    def _again(self, step: _Step, k: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Takes the gradient of a batch again where the rule says, in the place of that at x."""
+        now = self.flat.clone()
+        self.flat.copy_(step.perturbed(k))
+        self._gradient(x, y, None)
+        self.flat.copy_(now)
+
+    def _rule(self, lane: LaneData, slot: int) -> _Step:
+        """What makes the steps of a client, at the round's model now."""
         corrections = []
         if lane.corrections is not None:
             correction = torch.zeros_like(self.flat)
             corrections.append(self._add_inside(correction, lane.corrections[slot]))
-        if linear is not None:
-            velocity = [self.velocity.zero_()]
-            began = [self.flat.clone()] if linear.proximal else []
+        linear = self.local.linear()
+        if linear is None:
+            return _General(self, lane, corrections)
+        return _Linear(self, lane, corrections, linear)
 
-            @torch.no_grad()
-            def move(k: int) -> None:
-                linear.move([self.flat], [self.gradient], velocity, began, corrections, lr)
 
-            return move
-        model = self.flat.clone()
-        state = self.local.fresh(model)
+class _Step:
+    """Makes the steps of a client from `Loop.gradient`. All vectors are in the order inside."""
 
-        @torch.no_grad()
-        def step(k: int) -> None:
-            nonlocal state
-            for correction in corrections:
-                self.gradient.add_(correction)
-            # copies: the state may keep what it is given, and both of these are written to
-            x = self.flat.clone()
-            gradient = self.gradient.clone()
-            after, state = self.local.step(x, gradient, state, Step(k, lr, model))
-            self.flat.copy_(after)
+    def __init__(self, loop: Loop, lane: LaneData, corrections: list[torch.Tensor]):
+        self.loop = loop
+        self.lane = lane
+        self.corrections = corrections
 
-        return step
+    def make(self, k: int) -> None:
+        """The k-th step."""
+        raise NotImplementedError
+
+    def perturbed(self, k: int) -> torch.Tensor:
+        """Where the k-th step has its gradient taken, float32 [d], from that at x."""
+        raise NotImplementedError
+
+
+class _Linear(_Step):
+    def __init__(self, loop: Loop, lane: LaneData, corrections: list[torch.Tensor], linear: Linear):
+        super().__init__(loop, lane, corrections)
+        self.linear = linear
+        self.velocity = [loop.velocity.zero_()]
+        self.began = [loop.flat.clone()] if linear.proximal else []
+
+    @torch.no_grad()
+    def make(self, k: int) -> None:
+        loop = self.loop
+        about = (self.velocity, self.began, self.corrections)
+        self.linear.move([loop.flat], [loop.gradient], *about, self.lane.lr)
+
+
+class _General(_Step):
+    def __init__(self, loop: Loop, lane: LaneData, corrections: list[torch.Tensor]):
+        super().__init__(loop, lane, corrections)
+        self.model = loop.flat.clone()
+        self.state = loop.local.fresh(self.model)
+
+    @torch.no_grad()
+    def make(self, k: int) -> None:
+        for correction in self.corrections:
+            self.loop.gradient.add_(correction)
+        after, self.state = self.loop.local.step(*self._given(k))
+        self.loop.flat.copy_(after)
+
+    @torch.no_grad()
+    def perturbed(self, k: int) -> torch.Tensor:
+        return self.loop.local.perturb(*self._given(k))
+
+    def _given(self, k: int) -> tuple[torch.Tensor, torch.Tensor, Any, Step]:
+        # copies: the state may keep what it is given, and both of these are written to
+        x = self.loop.flat.clone()
+        gradient = self.loop.gradient.clone()
+        return x, gradient, self.state, Step(k, self.lane.rate(k), self.model)

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from raydpfl.local.base import Local
 from raydpfl.local.way import Block, LaneData, Way
 
 
 class Noop(Way):
     """Every update and every loss is 0, with clipping and without."""
+
+    @classmethod
+    def lacks(cls, local: Local, clip: float | None) -> None:
+        """See `raydpfl.local.way.Way`."""
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`."""

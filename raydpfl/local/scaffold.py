@@ -80,12 +80,24 @@ class Scaffold(Sgd):
             accepted = f"one that sends updates, for local.kind {self.kind}"
             raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
 
+    @field_validator("epochs", "within")
+    @classmethod
+    def _steps_of_one_length(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("none with scaffold, whose variates are means over `steps` of one lr")
+        return value
+
     @field_validator("momentum", "proximal")
     @classmethod
     def _gradients_alone(cls, value: float) -> float:
         if value != 0:
             raise ValueError("0 with scaffold, whose control variates are means of gradients")
         return value
+
+    def _path(self, lr: float) -> float:
+        """Q lr."""
+        assert self.steps is not None  # see `_steps_of_one_length`
+        return self.steps * lr
 
     def start(self, d: int) -> State:
         return {"c": np.zeros(d)}
@@ -99,11 +111,11 @@ class Scaffold(Sgd):
 
     def idle(self, view: View) -> torch.Tensor:
         """The update after which `remember` gives a client its c_i as it was."""
-        return -view.told["c"] * (self.steps * view.lr)
+        return -view.told["c"] * self._path(view.lr)
 
     def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
         """c_i+ of clients that trained with `correction` and moved by this."""
-        return view.own.double() - view.told["c"].double() - moved / (self.steps * view.lr)
+        return view.own.double() - view.told["c"].double() - moved / self._path(view.lr)
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """c+ from the mean of what the cohort moved by, each client with the same weight."""
@@ -112,4 +124,4 @@ class Scaffold(Sgd):
         c = state["c"]
         sent = mean * (facts.divisor / facts.cohort)
         share = facts.cohort / facts.population
-        state["c"] = c - share * (c + sent / (self.steps * facts.lr))
+        state["c"] = c - share * (c + sent / self._path(facts.lr))

@@ -33,6 +33,8 @@ class Sgd(Local):
         {"steps": 2, "batch": "full", "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1},
         {"steps": 4, "batch": 5, "sampling": "epochs", "schedule": "inverse_sqrt"},
         {"steps": 4, "batch": {"share": 0.2}},
+        {"epochs": 1.5, "batch": 4, "momentum": 0.5},
+        {"epochs": 2, "batch": 5, "within": {"schedule": "cosine", "lr_period": 4}},
     )
     kind: str = "sgd"
     weight_decay: float = Field(default=0.0, ge=0)
@@ -55,4 +57,11 @@ class Sgd(Local):
 
     def linear(self) -> Linear | None:
         """See `Local.linear`."""
+        if self.within:
+            return None
         return Linear(self.momentum, self.weight_decay, self.proximal)
+
+    @property
+    def l2(self) -> float:
+        """See `Local.l2`."""
+        return self.weight_decay

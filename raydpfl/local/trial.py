@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,11 +76,16 @@ def mismatch(
 def _short(local: Local) -> Local:
     """The rule with few steps: two where the second differs from the first."""
     linear = local.linear()
-    batch = local.batch if local.batch == "full" else 4
-    if linear is None:  # its learning rate is of the size that it takes
-        return local.model_copy(update={"steps": 2, "batch": batch})
-    steps = 2 if linear.proximal else 1  # a proximal term is 0 at the first step
-    return local.model_copy(update={"steps": steps, "batch": batch, "lr": 1.0})
+    few: dict[str, Any] = {"batch": local.batch if local.batch == "full" else 4}
+    if local.epochs is not None:
+        few["epochs"] = 1.0  # two steps of the first two clients, one of the third
+    elif linear is None or linear.proximal:  # a proximal term is 0 at the first step
+        few["steps"] = 2
+    else:
+        few["steps"] = 1
+    if linear is not None:  # else its learning rate is of the size that it takes
+        few["lr"] = 1.0
+    return local.model_copy(update=few)
 
 
 def _rows(module: nn.Module, local: Local, form: Form, clip: float | None) -> _Rows:

@@ -32,7 +32,7 @@ class _Linear:
 
     def __init__(self, linear: Linear, parts: Parts, parameters: torch.Tensor, lane: LaneData):
         self.linear = linear
-        self.lr = lane.lr
+        self.lane = lane
         self.model = parts(parameters)
         self.now = [start.expand(len(lane.sizes), *start.shape).clone() for start in self.model]
         self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
@@ -41,7 +41,15 @@ class _Linear:
             self.corrections = [part.contiguous() for part in parts(lane.corrections)]
 
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
-        self.linear.move(self.now, gradients, self.velocity, self.model, self.corrections, self.lr)
+        done = self.lane.done(k)
+        held = [] if done is None else [part[done] for part in self.now]
+        lr = self.lane.lr
+        self.linear.move(self.now, gradients, self.velocity, self.model, self.corrections, lr)
+        for part, still in zip(self.now, held, strict=False):
+            part[done] = still
+
+    def perturbed(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
+        raise TypeError("a linear rule takes one gradient")
 
 
 class _General:
@@ -53,14 +61,22 @@ class _General:
         self.now = parts(self.rule.x)
 
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
-        flat = torch.cat([part.flatten(1) for part in gradients], dim=1)
-        self.now = self.parts(self.rule.step(flat, k))
+        self.now = self.parts(self.rule.step(_flat(gradients), k))
+
+    def perturbed(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
+        return self.parts(self.rule.perturbed(_flat(gradients), k))
+
+
+def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 class Vmap(Way):
     """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers
     raises RuntimeError when it is run.
     """
+
+    twice = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
@@ -134,6 +150,9 @@ class Vmap(Way):
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
 
+    def _named(self, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, parts, strict=True))
+
     def _walk(self, parameters: torch.Tensor, lane: LaneData) -> _Linear | _General:
         """The parameters of every client, and what makes their steps."""
         linear = self.local.linear()
@@ -157,20 +176,21 @@ class Vmap(Way):
                 chunk_size=max(1, LIMIT // (4 * numbers)),
             )
         for step, (rows, shares) in enumerate(batches):
-            named = dict(zip(self.names, walk.now, strict=True))
+            batch = take(x, rows), take(y, rows), shares[:, 0]
             found: list[torch.Tensor]  # the clip factors, where samples are clipped
-            gradients, loss, *found = gradients_of(
-                named, take(x, rows), take(y, rows), shares[:, 0]
-            )
+            gradients, loss, *found = gradients_of(self._named(walk.now), *batch)
             factors += found
             losses += loss
             direction = list(gradients.values())
+            if self.local.perturbs:
+                elsewhere = self._named(walk.perturbed(direction, step))
+                direction = list(gradients_of(elsewhere, *batch)[0].values())
             noise = lane.step_noise(step)
             if noise is not None:
                 torch._foreach_add_(direction, self._parts(noise))
             walk.step(direction, step)
         lane.count_clipped(factors)
-        means = (losses / lane.index.shape[1]).double().cpu().numpy()
+        means = lane.means(losses)
         for _, given in lane.blocks(len(parameters)):
             moved = [
                 (part[torch.from_numpy(given)] - start).flatten(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from raydpfl.local.base import Local, Step
+from raydpfl.rates import Schedule
 from raydpfl.tasks import Task
 
 BLOCK = 1 << 18  # numbers of updates in a block
@@ -66,10 +68,11 @@ class LaneData:
     x: torch.Tensor
     y: torch.Tensor  # int64 or float32 [C, n, *target], what the task holds outputs against
     sizes: np.ndarray  # int64 [C]; 0: an empty slot
-    index: np.ndarray  # int64 [C, Q, B], rows of each batch
+    index: np.ndarray  # int64 [C, Q, B], rows of each batch; Q of the client with most steps
+    steps: np.ndarray  # int64 [C], how many of the Q are the client's own
     batch_sizes: np.ndarray  # int64 [C], how many of the B are real
     slots: Sequence[int]  # the slots to train, none of them empty
-    lr: float
+    lr: float  # of the round
     generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
     # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
     clip: float | None = None
@@ -86,6 +89,25 @@ class LaneData:
     # of each of the lanes that the C clients make up one after another, whose shape alone decides
     # how it is trained; None: C
     width: int | None = None
+    within: Schedule | None = None  # by which the learning rate goes on from step to step
+
+    def rate(self, k: int) -> float:
+        """The learning rate of step k."""
+        return self.lr if self.within is None else self.within.lr_at(self.lr, k)
+
+    @cached_property
+    def unequal(self) -> bool:
+        """Whether some client to train makes fewer steps than others."""
+        return bool((self.steps[list(self.slots)] < self.index.shape[1]).any())
+
+    def done(self, k: int) -> torch.Tensor | None:
+        """The slots whose client makes no step k or a later one, int64 [m], where there are any;
+        padding and empty slots among them. They are to stand still from then on.
+        """
+        if not self.unequal:
+            return None
+        found = np.flatnonzero(self.steps <= k)
+        return torch.from_numpy(found).to(self.y.device) if len(found) else None
 
     @property
     def lanes(self) -> list[slice]:
@@ -105,16 +127,17 @@ class LaneData:
                     yield span, given
 
     def step_noise(self, step: int) -> torch.Tensor | None:
-        """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots; None if
-        there is none.
+        """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots and clients
+        that are done; None if there is none.
         """
         if self.noise is None:
             return None
-        drawn = self.noise(self.slots, step)
+        slots = [slot for slot in self.slots if step < self.steps[slot]]
+        drawn = self.noise(slots, step)
         if len(drawn) == len(self.sizes):
             return drawn
         return drawn.new_zeros(len(self.sizes), drawn.shape[1]).index_copy_(
-            0, torch.tensor(self.slots, device=drawn.device), drawn
+            0, torch.tensor(slots, device=drawn.device), drawn
         )
 
     def rows(self, picked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +165,7 @@ class LaneData:
 
         With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their
         order, and the shares are [C, 1, n]: what a row outside of the batch has is 0, as has a
-        place that a smaller batch leaves empty.
+        place that a smaller batch leaves empty, and every row of a client that is done.
         """
         clients, n = self.y.shape[:2]
         steps, width = self.index.shape[1:]
@@ -155,10 +178,26 @@ class LaneData:
             placed = torch.zeros(clients, steps, n)
             placed.scatter_add_(2, index, shares.expand(clients, steps, width))
             placed = placed.transpose(0, 1).contiguous()
+            if self.unequal:
+                placed *= self._going()
             return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind()]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
         shares = shares.to(self.y.device)
-        return [(each, shares) for each in rows.to(self.y.device).unbind()]
+        at = rows.to(self.y.device).unbind()
+        if not self.unequal:
+            return [(each, shares) for each in at]
+        going = self._going().to(self.y.device)[..., None]
+        return list(zip(at, (going * shares).unbind(), strict=True))
+
+    def _going(self) -> torch.Tensor:
+        """1 where a client makes the step, else 0: float32 [Q, C, 1]."""
+        going = np.arange(self.index.shape[1])[:, None] < self.steps
+        return torch.from_numpy(going.astype(np.float32))[:, :, None]
+
+    def means(self, sums: torch.Tensor) -> np.ndarray:
+        """The clients' mean losses, float64 [C], from the sums over their steps, float32 [C]."""
+        steps = torch.from_numpy(np.maximum(self.steps, 1).astype(np.float32))
+        return (sums / steps.to(sums.device)).double().cpu().numpy()
 
     def count_clipped(self, factors: list[torch.Tensor]) -> None:
         """Fills `clipped`, where it is wanted, from every step's clip factors, [C, B] or [C, B, 1],
@@ -171,10 +210,11 @@ class LaneData:
             below = np.take_along_axis(below, self.index, 2)
         slots = list(self.slots)
         steps, width = self.index.shape[1:]
+        own = self.steps[slots, None]
         real = np.arange(width) < self.batch_sizes[slots, None]
-        self.clipped[slots] = (below[slots] & real[:, None]).sum((1, 2)) / (
-            steps * self.batch_sizes[slots]
-        )
+        made = np.arange(steps) < own
+        counted = below[slots] & real[:, None] & made[:, :, None]
+        self.clipped[slots] = counted.sum((1, 2)) / (own[:, 0] * self.batch_sizes[slots])
 
 
 class Rule:
@@ -184,7 +224,7 @@ class Rule:
         """`model` is x_t, float32 [d]."""
         self.local = local
         self.model = model
-        self.lr = lane.lr
+        self.lane = lane
         self.corrections = lane.corrections
         self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [C, d]
         self.state = local.fresh(self.x)
@@ -194,10 +234,18 @@ class Rule:
         """x after the k-th step, from the gradients before corrections, float32 [C, d]."""
         if self.corrections is not None:
             gradient = gradient + self.corrections
-        at = Step(k, self.lr, self.model)
-        x, self.state = self.local.step(self.x, gradient, self.state, at)
-        self.x = x.contiguous()
+        x, self.state = self.local.step(self.x, gradient, self.state, self._at(k))
+        done = self.lane.done(k)
+        self.x = x.contiguous() if done is None else x.index_copy(0, done, self.x[done])
         return self.x
+
+    @torch.no_grad()
+    def perturbed(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
+        """Where the gradient of the k-th step is to be taken, float32 [C, d], from that at x."""
+        return self.local.perturb(self.x, gradient, self.state, self._at(k)).contiguous()
+
+    def _at(self, k: int) -> Step:
+        return Step(k, self.lane.rate(k), self.model)
 
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -226,6 +274,8 @@ class Way:
     linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
     # whether a client's bits may depend on how many rows it is padded to, beyond a batch's
     padded: ClassVar[bool] = True
+    twice: ClassVar[bool] = False  # whether it can take two gradients a step (`Local.perturb`)
+    trains: ClassVar[bool] = False  # whether it can leave training to `Local.train`
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
@@ -235,6 +285,23 @@ class Way:
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.local = local
         self.task = task
+
+    @classmethod
+    def lacks(cls, local: Local, clip: float | None) -> str | None:
+        """What of the rule, the corrections and the clipping of each sample (`clip`) that are asked
+        for it cannot carry out, in words; None: it can.
+        """
+        if cls.private is not None and cls.private != (clip is not None):
+            return "clipping of each sample" if clip is not None else "samples that are not clipped"
+        if local.corrects and not cls.corrects:
+            return "corrections of the gradients"
+        if local.trains and not cls.trains:
+            return "a train of one's own"
+        if local.perturbs and not (cls.twice and clip is None):
+            return "a second gradient in a step" + (", clipped" if clip is not None else "")
+        if cls.linear and local.linear() is None:
+            return "a rule that is not linear"
+        return None
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """How many numbers of each array it keeps at once for a client, by which lanes are trained

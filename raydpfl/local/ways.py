@@ -22,22 +22,13 @@ WAYS: dict[str, type[Way]] = {
 REFERENCE = "loop"  # trains any module by any rule
 
 
-def able(kind: type[Way], local: Local, clip: float | None) -> bool:
-    """Whether a way can carry out the rule and the corrections of `local`, and clip each sample's
-    gradient where `clip` is given.
-    """
-    clips = kind.private is None or kind.private == (clip is not None)
-    corrects = kind.corrects or not local.corrects
-    return clips and corrects and not (kind.linear and local.linear() is None)
-
-
 def check_way(way: str, local: Local, clip: float | None) -> None:
-    """Raises `ConfigError` for a way that is none, or that is not `able`."""
-    if way in WAYS and able(WAYS[way], local, clip):
+    """Raises `ConfigError` for a way that is none, or that lacks what is asked of it."""
+    lacks = WAYS[way].lacks(local, clip) if way in WAYS else None
+    if way in WAYS and not lacks:
         return
-    names = ", ".join(name for name, kind in WAYS.items() if able(kind, local, clip))
+    names = ", ".join(name for name, kind in WAYS.items() if not kind.lacks(local, clip))
     reason = ""
-    if way in WAYS:
-        clipping = "with" if clip is not None else "without"
-        reason = f" (local.kind {local.kind}, {clipping} clipping of each sample)"
+    if lacks:
+        reason = f" (local.kind {local.kind}: {way} cannot do {lacks})"
     raise ConfigError("client.way", way, f"auto or one of {names}{reason}")

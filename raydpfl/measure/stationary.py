@@ -129,7 +129,7 @@ class _Parabolas:
         bound = bounding.initial_bound
         state = bounding.start(1)
         told = {name: torch.tensor(each) for name, each in bounding.tells(state).items()}
-        moved = _moved(lr * self.curvature, e.local.steps)
+        moved = _moved(lr * self.curvature, e.local.step_counts(self._population.sizes))
         own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
 
         def pull(x: float) -> float:
@@ -149,8 +149,10 @@ class _Parabolas:
         return pull
 
 
-def _moved(rate: np.ndarray, steps: int) -> np.ndarray:
-    """s = 1 - (1 - rate)^steps, float64 [N], without loss of digits for small rates."""
+def _moved(rate: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """s = 1 - (1 - rate)^steps, float64 [N], without loss of digits for small rates; `steps` int64
+    [N].
+    """
     small = -np.expm1(steps * np.log1p(-np.minimum(rate, 0.5)))
     return np.where(rate < 0.5, small, 1 - (1 - rate) ** steps)
 

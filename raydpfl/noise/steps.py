@@ -29,7 +29,7 @@ def release(noise: Gaussian, facts: Facts) -> LocalSteps:
     what: dict[str, Any] = {
         "samples": facts.sizes,
         "batch": _batch(e, facts.sizes),
-        "steps": e.local.steps,
+        "steps": _steps(e, facts.sizes),
         "bound": e.bounding.sample_bound,
         "delta": noise.delta,
         "sampling": e.local.sampling,
@@ -58,6 +58,12 @@ def _batch(experiment: Experiment, sizes: np.ndarray) -> int | np.ndarray | None
     if isinstance(local.batch, int) and np.array_equal(taken, np.minimum(sizes, local.batch)):
         return local.batch
     return taken
+
+
+def _steps(experiment: Experiment, sizes: np.ndarray) -> int | np.ndarray:
+    """Steps of a participation: one number, or one for each client, int64 [N]."""
+    counts = experiment.local.step_counts(sizes)
+    return int(counts[0]) if (counts == counts[0]).all() else counts
 
 
 def _given(noise: Gaussian, silent: LocalSteps) -> np.ndarray:

@@ -21,8 +21,8 @@ array([0.3 , 0.18, 0.  ])
 array([22.51])
 
 Design note. Each client is a mechanism of its own (`Mechanism.of_local_steps`), and the tests
-compare this module with that, one client at a time. Here clients of the same size, batches and
-noise are accounted for once, and one composition serves all numbers of rounds. The search for a
+compare this module with that, one client at a time. Here clients of the same size, batches, steps
+and noise are accounted for once, and one composition serves all numbers of rounds. The search for a
 client's noise starts from the central limit theorem [1], corrected by what the most similar client
 needed, so that two or three evaluations suffice.
 
@@ -79,7 +79,7 @@ class LocalSteps(Release):
         samples: n_k, int64 [N].
         batch: B; a client with fewer samples uses all of them. Or B_k of each, int64 [N]. None: all
             samples at every step.
-        steps: Q, local steps of one participation.
+        steps: Q, local steps of one participation; or Q_k of each client, int64 [N].
         bound: the per-sample clip norm.
         delta: the delta of all epsilons.
         stds: of each client's noise on the mean gradient of a batch, in the units of `bound`,
@@ -103,7 +103,7 @@ class LocalSteps(Release):
 
     samples: np.ndarray
     batch: int | np.ndarray | None
-    steps: int
+    steps: int | np.ndarray
     bound: float
     delta: float
     stds: np.ndarray
@@ -119,9 +119,8 @@ class LocalSteps(Release):
 
     def __post_init__(self) -> None:
         one_of("sampling", self.sampling, Literal["fresh", "epochs"])
-        if not (isinstance(self.steps, int | np.integer) and self.steps >= 1):
-            raise ConfigError("steps", self.steps, "an integer, at least 1")
-        self._check_batch()
+        self._check_counts("batch", self.batch)
+        self._check_counts("steps", self.steps)
         if not (0 < self.bound < math.inf):
             raise ConfigError("bound", self.bound, "a positive finite number")
         if not (0 < self.delta < 1):
@@ -134,15 +133,15 @@ class LocalSteps(Release):
         if self.claims is not None:
             object.__setattr__(self, "claims", _budgets(self.claims, len(self.samples)))
 
-    def _check_batch(self) -> None:
-        """Raises `ConfigError` for what is no size of a batch, and for not one per client."""
-        if self.batch is None:
+    def _check_counts(self, name: str, counts: int | np.ndarray | None) -> None:
+        """Raises `ConfigError` for what is no number of samples or steps, nor one per client."""
+        if counts is None and name == "batch":
             return
-        given = np.asarray(self.batch)
+        given = np.asarray(counts)
         least = np.minimum(self.samples, 1) if given.ndim else 1
         fits = given.shape in ((), np.shape(self.samples))
         if not (fits and given.dtype.kind in "iu" and (given >= least).all()):
-            raise ConfigError("batch", self.batch, "an integer, at least 1, or one per client")
+            raise ConfigError(name, counts, "an integer, at least 1, or one per client")
 
     @classmethod
     def calibrated(
@@ -150,7 +149,7 @@ class LocalSteps(Release):
         *,
         samples: ArrayLike,
         batch: int | np.ndarray | None,
-        steps: int,
+        steps: int | np.ndarray,
         bound: float,
         delta: float,
         participations: Participations,
@@ -200,6 +199,11 @@ class LocalSteps(Release):
         return self.samples if self.batch is None else np.minimum(self.batch, self.samples)
 
     @property
+    def own_steps(self) -> np.ndarray:
+        """Q_k int64 [N]: the local steps of a client in one participation."""
+        return np.broadcast_to(np.asarray(self.steps, np.int64), self.samples.shape)
+
+    @property
     def amplified(self) -> np.ndarray:
         """Bool [N]: whether a batch is a secret subset, which amplifies privacy."""
         return (self.batches < self.samples) & (self.sampling == "fresh")
@@ -216,10 +220,11 @@ class LocalSteps(Release):
         """
         n = self.samples
         b = np.maximum(self.batches, 1)
+        steps = self.own_steps
         if self.sampling == "fresh":
-            return np.full(len(n), self.steps)
-        seen = -(-self.steps * b // np.maximum(n, 1))
-        return np.where(n == b, self.steps, np.where(n % b == 0, seen, 4 * (seen // 2) + seen % 2))
+            return steps
+        seen = -(-steps * b // np.maximum(n, 1))
+        return np.where(n == b, steps, np.where(n % b == 0, seen, 4 * (seen // 2) + seen % 2))
 
     @property
     def beside_mu(self) -> np.ndarray:
@@ -278,11 +283,18 @@ class LocalSteps(Release):
             return f"{self.batch} samples"
         return f"{self.batch.min()} to {self.batch.max()} samples, by the client's size"
 
+    def step_words(self) -> str:
+        """How many local steps a participation has, in words."""
+        if not isinstance(self.steps, np.ndarray):
+            return f"{self.steps} local steps"
+        held = self.steps[self.samples > 0]
+        return f"{held.min()} to {held.max()} local steps, by the client's size"
+
     def digest(self) -> str:
         """SHA-256 of all fields, in hexadecimal."""
         plain: list[Any] = [
             self.batch.tolist() if isinstance(self.batch, np.ndarray) else self.batch,
-            self.steps,
+            self.steps.tolist() if isinstance(self.steps, np.ndarray) else self.steps,
             self.bound,
             self.delta,
             self.sampling,
@@ -312,7 +324,7 @@ class LocalSteps(Release):
         found[exposed & (self.stds == 0)] = math.inf
         noisy = np.flatnonzero(exposed & (self.stds > 0))
         # float64, exact for these integers
-        columns = [self.samples, self.batches, self.stds, counts]
+        columns = [self.samples, self.batches, self.own_steps, self.stds, counts]
         kinds = np.stack([column[noisy] for column in columns], 1)
         _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
         found[noisy] = self._spent_by(accountant, noisy[first], counts)[member.reshape(-1)]
@@ -323,7 +335,7 @@ class LocalSteps(Release):
         of which `counts` int64 [N] are all.
         """
         if accountant in FORMULAS:
-            whose: dict[str, Any] = {"bound": self.bound, "steps": self.steps}
+            whose: dict[str, Any] = {"bound": self.bound, "steps": self.own_steps[clients]}
             whose |= {"batch": self.batches[clients], "samples": self.samples[clients]}
             claims = FORMULAS[accountant].claims
             return claims(self.stds[clients], self.delta, counts[clients], **whose)
@@ -476,7 +488,7 @@ class LocalSteps(Release):
                 "participations": int(counts[k]),
             }
             row |= {
-                "steps": self.steps * int(counts[k]),
+                "steps": int(self.own_steps[k] * counts[k]),
                 "noise_std": float(self.stds[k]),
                 "delta": self.delta,
             }
@@ -558,15 +570,15 @@ class LocalSteps(Release):
             "bound": self.bound,
             "batch": int(self.batches[k]),
             "samples": int(self.samples[k]),
-            "steps": self.steps * count,
+            "steps": int(self.own_steps[k]) * count,
         }
 
     def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
         """Epsilon of client k after first, ..., last participations, computed once for all clients
-        of its size, batches and noise.
+        of its size, batches, steps and noise.
         """
-        who = (int(self.samples[k]), int(self.batches[k]), float(self.stds[k]))
-        key = (name, *who, first, last)
+        sizes = (int(self.samples[k]), int(self.batches[k]), int(self.own_steps[k]))
+        key = (name, *sizes, float(self.stds[k]), first, last)
         if key not in self._spent:
             self._spent[key] = self._account(name, k, first, last)
         return self._spent[key]
@@ -618,7 +630,7 @@ class LocalSteps(Release):
             samples=int(self.samples[k]),
             hidden=bool(self.amplified[k]),
             gaussians=int(self.compositions[k]) * count,
-            steps=self.steps * count,
+            steps=int(self.own_steps[k]) * count,
             times=count,
             besides=self.beside.name if self.beside else "",
             spread=tuple(quantiles(others).tolist()) if len(others) else (),

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from raydpfl.errors import RunError
 from raydpfl.member import Member
+from raydpfl.rates import Schedule
 
 State = dict[str, np.ndarray]
 
 
-class Server(Member):
+class Server(Schedule, Member):
     """Base of the family. A member gives `direction`, and `start` if it keeps a state.
 
-    `lr` is the server's learning rate eta_g, divided by sqrt(t + 1) under `schedule: inverse_sqrt`.
+    `lr` is the server's learning rate eta_g, by round as `raydpfl.rates.Schedule` says.
     """
 
+    newer: ClassVar[frozenset[str]] = frozenset({"lr_decay", "lr_period", "lr_last", "lr_warmup"})
+
     lr: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "inverse_sqrt"] = "constant"
 
     def learning_rate(self, t: int) -> float:
         """eta_g of round t, counted from 0."""
-        if self.schedule == "inverse_sqrt":
-            return self.lr / math.sqrt(t + 1)
-        return self.lr
+        return self.lr_at(self.lr, t)
 
     def start(self, d: int) -> State:
         """The state before the first round, for a model of `d` parameters.

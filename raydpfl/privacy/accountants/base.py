@@ -165,18 +165,16 @@ class Formula(Accountant):
         bound: float,
         batch: ArrayLike,
         samples: ArrayLike,
-        steps: int,
+        steps: ArrayLike,
     ) -> np.ndarray:
         """Its epsilons float64 [n] after `counts` int64 [n] participations of `steps` steps each:
-        of one client, or of n clients whose `std`, `batch` and `samples` are [n].
+        of one client, or of n clients whose `std`, `batch`, `samples` and `steps` are [n].
         """
-        columns = np.broadcast_arrays(std, counts, batch, samples)
+        columns = np.broadcast_arrays(std, np.asarray(steps) * counts, batch, samples)
         return np.array(
             [
-                self.printed(z, delta, bound=bound, batch=b, samples=n, steps=steps * count)[
-                    0
-                ].value
-                for z, count, b, n in zip(*(each.tolist() for each in columns), strict=True)
+                self.printed(z, delta, bound=bound, batch=b, samples=n, steps=times)[0].value
+                for z, times, b, n in zip(*(each.tolist() for each in columns), strict=True)
             ]
         )
 

@@ -1,0 +1,80 @@
+"""How a learning rate goes on, by round or by step of a round.
+
+>>> cosine = Schedule(schedule="cosine", lr_period=10, lr_last=0.1, lr_warmup=1)
+>>> [round(cosine.lr_at(0.2, k), 3) for k in (0, 1, 6, 11, 12)]
+[0.1, 0.2, 0.11, 0.02, 0.02]
+>>> Schedule(schedule="exponential", lr_decay=0.5).lr_at(0.2, 2)
+0.05
+>>> Schedule(schedule="inverse_sqrt").lr_at(0.2, 3)
+0.1
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Schedule(BaseModel):
+    """A learning rate lr as a function of k, the round or the step, from 0.
+
+    | schedule     | lr times                                               | as torch's          |
+    |--------------|--------------------------------------------------------|---------------------|
+    | constant     | 1                                                      | ConstantLR          |
+    | exponential  | lr_decay^k                                             | ExponentialLR       |
+    | inverse_sqrt | 1 / sqrt(k + 1)                                        | LambdaLR            |
+    | cosine       | from 1 to lr_last in lr_period, along half a cosine,   | CosineAnnealingLR   |
+    |              | and lr_last from then on                               |                     |
+
+    The first w = `lr_warmup` of them have lr (k + 1) / (w + 1), and the schedule begins after them.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
+
+    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "constant"
+    lr_decay: float = Field(default=1.0, gt=0, le=1)
+    lr_period: int | None = Field(default=None, ge=1)
+    lr_last: float = Field(default=0.01, gt=0, le=1)
+    lr_warmup: int = Field(default=0, ge=0)
+
+    @field_validator("lr_decay")
+    @classmethod
+    def _exponential_alone(cls, value: float, info: Any) -> float:
+        schedule = info.data.get("schedule")
+        if value != 1 and schedule not in ("exponential", None):
+            raise ValueError(f"1 with the schedule {schedule}; exponential decays by it")
+        return value
+
+    @field_validator("lr_period")
+    @classmethod
+    def _of_cosine(cls, value: int | None, info: Any) -> int | None:
+        schedule = info.data.get("schedule")
+        if value is None and schedule == "cosine":
+            raise ValueError("a number, with the schedule cosine: how long lr falls")
+        if value is not None and schedule not in ("cosine", None):
+            raise ValueError(f"none with the schedule {schedule}; it is that of a cosine")
+        return value
+
+    @field_validator("lr_last")
+    @classmethod
+    def _end_of_cosine(cls, value: float, info: Any) -> float:
+        schedule = info.data.get("schedule")
+        if value != 0.01 and schedule not in ("cosine", None):
+            raise ValueError(f"none with the schedule {schedule}; it is that of a cosine")
+        return value
+
+    def lr_at(self, lr: float, k: int) -> float:
+        """The learning rate of round or step `k`, from 0."""
+        if k < self.lr_warmup:
+            return lr * (k + 1) / (self.lr_warmup + 1)
+        k -= self.lr_warmup
+        if self.schedule == "inverse_sqrt":
+            return lr / math.sqrt(k + 1)
+        if self.lr_period is not None:
+            turn = math.pi * min(k / self.lr_period, 1.0)
+            return lr * (self.lr_last + (1 - self.lr_last) * (1 + math.cos(turn)) / 2)
+        return lr * self.lr_decay**k
