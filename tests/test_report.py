@@ -590,6 +590,7 @@ def test_a_study_tells_its_scale_and_what_is_broken(study, items):
     assert "An identity is broken; see Identities." in found.warnings
     assert rows_of(items, "identities")[0]["held"] == "BROKEN"
     assert rows_of(items, "tuning")[0]["local.lr"] == "1"
+    assert rows_of(items, "tuning")[0]["at an edge"] == "local.lr and server.lr"
     assert found.lead[1].startswith("iid, paper accounting: Free 76.50 %, A-1 51.50 %")
 
 

@@ -24,6 +24,7 @@ from raydpfl.tune.source import Trial
 from raydpfl.tune.sweep import short
 
 ROWS = 60  # cells that are told in the end
+WIDE = 200  # characters of a line that no terminal shows
 
 
 class Display:
@@ -79,7 +80,9 @@ class Display:
         """What came of every cell; what failed and which identities hold; where it lies."""
         study = result.study
         self._console.print(f"[bold]{escape(study.about.id)}[/] {escape(study.about.title)}")
-        self._console.print(outcome(result, ROWS))
+        self._console.print(
+            outcome(result, ROWS), width=None if self._console.is_terminal else WIDE
+        )
         for failed in result.summary["failed"][:ROWS]:
             self._say(f"Failed: {failed['cell']}: {failed['reason']}")
         for identity in result.summary["identities"]:
@@ -104,7 +107,7 @@ def outcome(result: Result, most: int | None = None) -> Table:
         shown.add_column(escape(name), no_wrap=True)
     for name in (scores.named(metric), "epsilon", "seeds"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("values")
+    shown.add_column("values", overflow="fold")
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault(tuple(row[name] for name in names), []).append(row)

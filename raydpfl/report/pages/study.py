@@ -204,8 +204,11 @@ def tiles(studied: Studied) -> list[Tile]:
     found = [
         Tile("scale", str(studied.about.get("scale", "")), counted(len(seeds), "seed")),
         Tile("final runs", number(final.get("runs")), counted(summary.get("cells"), "cell")),
-        Tile("runs to choose by", number(tried.get("runs")), "on rows held out of training"),
     ]
+    if tried.get("runs"):
+        found.append(
+            Tile("runs to choose by", number(tried["runs"]), "on rows held out of training")
+        )
     claimed = summary.get("identities", ())
     if claimed:
         held = sum(each["held"] is True for each in claimed)
@@ -310,16 +313,32 @@ def tuning(studied: Studied) -> list[Piece]:
         cell: list[Any] = [*labels, len(inside)]
         cell += [in_print(values[key]) if key in values else "" for key in keys]
         best = chosen[judge] if chosen else None
-        rows.append([*cell, best, min(known, default=None), max(known, default=None)])
+        cell += [best, min(known, default=None), max(known, default=None)]
+        tries = [json_of(row["values"]) for row in inside]
+        rows.append([*cell, listed([key for key in values if at_edge(values[key], tries, key)])])
     measured = quantity(judge)
     heads = [in_words(axis) for axis in axes]
-    head = [*heads, "runs", *keys, f"{measured.words}, chosen", "least", "largest"]
-    first = len(head) - 3
+    head = [*heads, "runs", *keys, f"{measured.words}, chosen", "least", "largest", "at an edge"]
+    first = len(head) - 4
     percents = {first, first + 1, first + 2} if measured.percent else set()
     caption = "The values that were chosen, and the numbers that all tries of a cell reached, on "
-    caption += "rows held out of training, with one seed. From tuning.parquet."
+    caption += (
+        "rows held out of training, with one seed. At an edge: the value is the least or the "
+    )
+    caption += "largest that was tried, so that one beyond may be better. From tuning.parquet."
     table = Table("tuning", "Chosen values", caption, head, rows, percents)
     return [*found, *tried(studied, judge), table]
+
+
+def at_edge(value: Any, tries: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Whether a value is the least or the largest number that was tried.
+
+    >>> tries = [{"lr": 0.1}, {"lr": 0.3}, {"lr": 1}]
+    >>> at_edge(0.1, tries, "lr"), at_edge(0.3, tries, "lr"), at_edge(0.1, tries[:1], "lr")
+    (True, False, False)
+    """
+    known = {each[key] for each in tries if isinstance(each.get(key), (int, float))}
+    return len(known) > 1 and value in (min(known), max(known))
 
 
 def tried(studied: Studied, judge: str) -> list[Piece]:
@@ -331,7 +350,7 @@ def tried(studied: Studied, judge: str) -> list[Piece]:
         for row in studied.tuning
     ]
     cells = []
-    for facet in facets(cases, ("arm",)):
+    for facet in facets(cases, ("arm",), [axis for axis in axes if axis != "arm"]):
         for arm in labels_of(facet.cases, "arm"):
             inside = [case.numbers for case in facet.cases if case.labels["arm"] == arm]
             cells.append((facet, arm, [_tried(row, judge) for row in inside]))
