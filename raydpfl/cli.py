@@ -63,12 +63,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         help="Fields to change, such as rounds=50 or bounding.bound=0.5.",
-        metavar="[section.key=value ...]",
+        metavar="section.key=value",
     ),
 ]
 Kinds = Annotated[
     list[str] | None,
-    typer.Argument(help="Some of them, or import paths of your own classes.", metavar="[KIND ...]"),
+    typer.Argument(help="Some of them, or import paths of your own classes.", metavar="KIND"),
 ]
 DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
 Address = Annotated[str | None, _option(CLUSTER)]
@@ -156,11 +156,14 @@ REPRODUCED = (
     "for several), the file of your own, or a study directory. "
     "The import paths in a study are code that runs."
 )
-LIST = "Say what each study shows and lost; of a named one, what it would take here."
+LIST = (
+    "Run nothing: say what each study shows, what was chosen for it and what it costs here; of a "
+    "named one, all that it would run."
+)
 SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
 SEEDS = "Final runs of every cell. Default: as the study says."
 INTO = "Study directory (of several studies: theirs are in it); default: a new one under runs/."
-Studies = Annotated[list[str] | None, typer.Argument(help=REPRODUCED, metavar="STUDY...")]
+Studies = Annotated[list[str] | None, typer.Argument(help=REPRODUCED, metavar="STUDY")]
 
 
 @app.command()
@@ -169,7 +172,8 @@ def reproduce(
     scale: Annotated[str | None, _option(f"{SCALED} Default: small.")] = None,
     out: Annotated[Path | None, _option(INTO)] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the study in --out.")
+        bool,
+        typer.Option("--resume", help="Go on with the study in --out, or in the directory STUDY."),
     ] = False,
     seeds: Annotated[int | None, _count(SEEDS)] = None,
     listed: Annotated[bool, typer.Option("--list", help=LIST)] = False,
@@ -310,7 +314,7 @@ SAMPLE = "With --unit sample"
 @app.command()
 def budget(
     context: typer.Context,
-    config: Annotated[str | None, typer.Argument(help=ASKED, metavar="[CONFIG]")] = None,
+    config: Annotated[str | None, typer.Argument(help=ASKED, metavar="CONFIG")] = None,
     overrides: Overrides = None,
     epsilon: Annotated[float | None, _option(panel=GIVE)] = None,
     noise_multiplier: Annotated[float | None, _option(MULTIPLIER, GIVE)] = None,
@@ -415,7 +419,7 @@ AROUND = "Fields of the small experiment around it, or of the member's own secti
 def check(
     member: Annotated[str, typer.Argument(help=CHECKED, metavar="MEMBER")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help=AROUND, metavar="[section.key=value ...]")
+        list[str] | None, typer.Argument(help=AROUND, metavar="section.key=value")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -442,7 +446,7 @@ WRITTEN = "Where the report goes. Default: DIR/report; of several runs, a new ./
 
 @app.command()
 def report(
-    directories: Annotated[list[Path], typer.Argument(help=REPORTED, metavar="DIR...")],
+    directories: Annotated[list[Path], typer.Argument(help=REPORTED, metavar="DIR")],
     out: Annotated[Path | None, _option(WRITTEN)] = None,
 ) -> None:
     """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""

@@ -33,7 +33,7 @@ class Section:
 @dataclass(frozen=True)
 class Page:
     """All of a report. `lead`: paragraphs that say what was run and what came of it; `warnings`:
-    what whoever reads it must know; `config`: the config as text, empty for none.
+    what whoever reads it must know; `flaws`: files that cannot be read.
     """
 
     title: str
