@@ -186,9 +186,7 @@ def reproduce(
 
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     if listed:
-        for option, value in (("--out", out), ("--resume", resume), ("--address", address)):
-            if value:
-                raise ConfigError(option, str(value), "not with --list, which runs nothing")
+        _unused(out=out, resume=resume, address=address)
         room.catalogue(console, studies or (), scale, seeds, data_root)
         return
     if not studies:
@@ -208,6 +206,13 @@ def reproduce(
     problems = [f"{each.study.about.id}: {each.problem}" for each in results if each.problem]
     if problems:
         raise RunError("; ".join(problems))
+
+
+def _unused(**options: Any) -> None:
+    """Raises `ConfigError` for an option of running studies that is given with --list."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"--{name}", str(value), "not with --list, which runs nothing")
 
 
 THERE = "The files that CONFIG names are on the cluster: send none."

@@ -337,6 +337,15 @@ def test_parts_without_places_fill_rows_of_three():
     ]
 
 
+@pytest.mark.parametrize("kind", ["table", "values"])
+def test_the_rows_of_a_table_are_in_the_order_of_the_axes_that_it_names(kind, tmp_path):
+    run = Run(made(tmp_path / "run"), "r")
+    labels = [(a, b) for a in ("x", "y") for b in ("2", "1")]
+    cases = [Case({"slow": a, "fast": b}, run, {"snr": 1.0}, 1) for a, b in labels]
+    rows = parse({kind: "snr", "rows": ["fast", "slow"]}, "show.0").make(cases)[0].rows
+    assert [row[:2] for row in rows] == [["2", "x"], ["2", "y"], ["1", "x"], ["1", "y"]]
+
+
 def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
     folder = made(tmp_path / "run")
     table = pq.read_table(folder / "rounds.parquet").to_pydict()

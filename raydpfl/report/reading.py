@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -271,6 +271,20 @@ class Panel:
 def labels_of(cases: Sequence[Case], axis: str) -> list[str]:
     """The labels of an axis, in the order in which they come."""
     return list(dict.fromkeys(case.labels[axis] for case in cases if axis in case.labels))
+
+
+def in_order(
+    keys: Iterable[tuple[str, ...]], cases: Sequence[Case], axes: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Labels on these axes, each combination once, in the order of the labels of the cases: the
+    first axis is the slowest.
+    """
+    known = [labels_of(cases, axis) for axis in axes]
+    places = [{name: place for place, name in enumerate(names)} for names in known]
+    return sorted(
+        dict.fromkeys(keys),
+        key=lambda key: [at.get(name, -1) for at, name in zip(places, key, strict=True)],
+    )
 
 
 def varying(cases: Sequence[Case]) -> list[str]:

@@ -12,7 +12,7 @@ from pydantic import Field
 from raydpfl.compare import Spread, over_seeds, paired
 from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
 from raydpfl.report.published import Found, Printed
-from raydpfl.report.reading import Case, labels_of, varying
+from raydpfl.report.reading import Case, in_order, labels_of, varying
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import axis as in_words
 from raydpfl.report.words import quantity, unit_of, with_std
@@ -189,7 +189,7 @@ class Grid:
 
     @property
     def down(self) -> list[tuple[str, ...]]:
-        return list(dict.fromkeys(down for down, _ in self.cases))
+        return in_order((down for down, _ in self.cases), self.every, self.axes)
 
     @property
     def across(self) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from raydpfl.compare import over_seeds
 from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
-from raydpfl.report.reading import Case, varying
+from raydpfl.report.reading import Case, in_order, varying
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import axis as in_words
 from raydpfl.report.words import quantity, with_std
@@ -35,8 +35,8 @@ class Values(Shown):
         for case in cases:
             cells.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
         rows = [
-            [*labels, *(_cell(inside, name) for name in self.of)]
-            for labels, inside in cells.items()
+            [*labels, *(_cell(cells[labels], name) for name in self.of)]
+            for labels in in_order(cells, cases, axes)
         ]
         shown = [quantity(name).label for name in self.of]
         title = self.title or "Values"

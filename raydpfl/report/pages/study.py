@@ -305,17 +305,7 @@ def tuning(studied: Studied) -> list[Piece]:
     for row in studied.tuning:
         cells.setdefault(tuple(row[axis] or "" for axis in axes), []).append(row)
     keys = dict.fromkeys(key for row in studied.tuning for key in json_of(row["values"]))
-    rows = []
-    for labels, inside in cells.items():
-        chosen = next((row for row in inside if row["chosen"]), None)
-        values = json_of(chosen["values"]) if chosen else {}
-        known = [row[judge] for row in inside if row[judge] is not None]
-        cell: list[Any] = [*labels, len(inside)]
-        cell += [in_print(values[key]) if key in values else "" for key in keys]
-        best = chosen[judge] if chosen else None
-        cell += [best, min(known, default=None), max(known, default=None)]
-        tries = [json_of(row["values"]) for row in inside]
-        rows.append([*cell, listed([key for key in values if at_edge(values[key], tries, key)])])
+    rows = [[*labels, *_choice(inside, [*keys], judge)] for labels, inside in cells.items()]
     measured = quantity(judge)
     heads = [in_words(axis) for axis in axes]
     head = [*heads, "runs", *keys, f"{measured.words}, chosen", "least", "largest", "at an edge"]
@@ -328,6 +318,18 @@ def tuning(studied: Studied) -> list[Piece]:
     caption += "largest that was tried, so that one beyond may be better. From tuning.parquet."
     table = Table("tuning", "Chosen values", caption, head, rows, percents)
     return [*found, *tried(studied, judge), table]
+
+
+def _choice(tries: Sequence[Mapping[str, Any]], keys: Sequence[str], judge: str) -> list[Any]:
+    """What a cell tried and chose, from its rows of tuning.parquet."""
+    chosen = next((row for row in tries if row["chosen"]), None)
+    values = json_of(chosen["values"]) if chosen else {}
+    known = [row[judge] for row in tries if row[judge] is not None]
+    every = [json_of(row["values"]) for row in tries]
+    found: list[Any] = [len(tries)]
+    found += [in_print(values[key]) if key in values else "" for key in keys]
+    found += [chosen[judge] if chosen else None, min(known, default=None), max(known, default=None)]
+    return [*found, listed([key for key in values if at_edge(values[key], every, key)])]
 
 
 def at_edge(value: Any, tries: Sequence[Mapping[str, Any]], key: str) -> bool:
