@@ -142,7 +142,6 @@ class ClientActor(Process):
         self.known = np.empty((3, 0))
         # into how many parts a lane is cut, as the device's memory does not hold all of it
         self._cut = 1
-        self._part = slice(None)  # the slots of the lane that are in training
 
     def check(self) -> None:
         """Trains two made-up clients where that is on a GPU, which a module may not bear that the
@@ -446,12 +445,10 @@ class ClientActor(Process):
         width = len(lane.clients)
         sums = torch.zeros(width, tally.d, dtype=torch.float64, device=self.device)
         squares = np.zeros(width)
-        clipped = self.clipped
-        self.clipped = clipped.copy()
         for k in range(1, times + 1):
             again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
             try:
-                for block in self._train(tally, again, lane.members, again=True):
+                for block in self._train(tally, again, lane.members):
                     view = self._view(tally, lane, "bounding", block.slots)
                     sent = self.experiment.bounding.send(block.updates.double(), view)
                     sums[block.slots] += sent
@@ -459,7 +456,6 @@ class ClientActor(Process):
             except RAISED:  # some client's, which is found and named when the lane is trained
                 squares[:] = np.nan
                 break
-        self.clipped = clipped
         return sums, squares
 
     # --- training ---
@@ -529,17 +525,15 @@ class ClientActor(Process):
         self, tally: Tally, lane: Lane, members: np.ndarray, cut: int, done: int
     ) -> Iterator[Block]:
         """As `_train`, of the lane cut in so many parts, from the slot `done` on."""
-        self._part = slice(None)
         if cut == 1:
-            yield from self._train(tally, lane, members)
+            yield from self._train(tally, lane, members, self.clipped)
             return
         edges = np.linspace(0, len(members), cut + 1).astype(int).tolist()
         for start, end in pairwise(edges):
             part = slice(start, end)
             if (members[max(start, done) : end] < 0).all():
                 continue
-            self._part = part
-            for block in self._train(tally, lane.part(part), members[part]):
+            for block in self._train(tally, lane.part(part), members[part], self.clipped[part]):
                 new = block.slots + start >= done
                 if new.any():
                     updates = block.updates[int(np.argmax(new)) :]
@@ -551,19 +545,19 @@ class ClientActor(Process):
         return Block(np.array([slot]), updates, np.full(1, math.nan))
 
     def _train(
-        self, tally: Tally, lane: Lane, members: np.ndarray, again: bool = False
+        self, tally: Tally, lane: Lane, members: np.ndarray, clipped: np.ndarray | None = None
     ) -> Iterator[Block]:
-        """The updates of `members` (int64 [C], -1 for all others), in blocks. `again`: while the
-        lane is in training already.
+        """The updates of `members` (int64 [C], -1 for all others), in blocks. `clipped`: as for
+        `Trainer.lane`; None: they train apart from the round, in memory of their own.
         """
-        work = tally.work
         local = self.experiment.local
         held = np.where(members < 0, 0, self.shards.sizes[members])
         index, batch_sizes = batches(
-            work.seed, work.t, members, lane.draws, held, local, rows=lane.rows
+            tally.work.seed, tally.work.t, members, lane.draws, held, local, rows=lane.rows
         )
         rows, index = picked(index, batch_sizes, held, local)
-        x, y, sizes = self.shards.lane(members, lane.rows, rows, None if again else self._room)
+        room = None if clipped is None else self._room
+        x, y, sizes = self.shards.lane(members, lane.rows, rows, room)
         device.check_labels(self.device, y, self.shards.classes)
         view = self._view(tally, lane, "local", np.arange(len(members)))
         present = np.flatnonzero(members >= 0)
@@ -573,13 +567,13 @@ class ClientActor(Process):
             x,
             y,
             sizes,
-            t=work.t,
+            t=tally.work.t,
             clients=members,
             draws=lane.draws,
             stds=lane.stds,
             corrections=local.correction(view),
             drawn=(index, batch_sizes, local.step_counts(held)),
-            clipped=self.clipped[self._part],
+            clipped=clipped,
             width=lane.width,
             same=np.array([each is None for each in rows]),
         )

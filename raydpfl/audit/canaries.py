@@ -99,12 +99,12 @@ class PlantedClient(ClientActor):
         self.record = record
 
     def _train(
-        self, tally: Tally, lane: Lane, members: np.ndarray, again: bool = False
+        self, tally: Tally, lane: Lane, members: np.ndarray, clipped: np.ndarray | None = None
     ) -> Iterator[Block]:
         places = self.record.canaries.places
         planted = [client in places for client in members.tolist()]
         others = np.where(planted, -1, members)
-        blocks = super()._train(tally, lane, others) if (others >= 0).any() else ()
+        blocks = super()._train(tally, lane, others, clipped) if (others >= 0).any() else ()
         trained = (each for block in blocks for each in block.apart())
         for slot in np.flatnonzero(members >= 0).tolist():
             yield self._planted(tally, lane, slot) if planted[slot] else next(trained)
