@@ -333,7 +333,7 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
         ({"train": "none.parquet"}, "data.train = 'none.parquet': a file, absolute or under"),
         (
             {"train": "broken.parquet"},
-            "data.train = 'broken.parquet': a Parquet, Arrow or NPZ file",
+            "data.train = 'broken.parquet': a CSV, JSON lines, Parquet, Arrow or NPZ",
         ),
         ({"mean": [0.5], "std": [0.5]}, "data.mean = (0.5,): one number per channel of an image"),
         ({"mean": [0.5]}, "data.std = (): positive numbers, one for each of data.mean"),
@@ -416,7 +416,8 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
         (
             "label",
             np.eye(4),
-            "data.y = 'label': one number or name to a row; this array has shape (4, 4)",
+            "data.y = 'label': one column with a number or name to a row "
+            "(several: task multi_label, regression or sequence)",
         ),
         (
             "who",
@@ -453,7 +454,7 @@ def test_arrays_of_a_wrong_shape_or_range_are_refused_in_one_line(name, column, 
 def test_a_label_that_is_a_list_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [0.0, 1.0], "label": [[0, 1], [1, 0]]}), tmp_path / "t.parquet")
     with pytest.raises(
-        ConfigError, match=r"data.y = 'label': one number or name to a row, not list"
+        ConfigError, match=r"data.y = 'label': one column with a number or name to a row"
     ):
         table(train="t.parquet", x="a").split(0, tmp_path)
 

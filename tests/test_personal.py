@@ -186,7 +186,7 @@ def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
         ({"kind": "column", "path": "none.csv"}, "noise.epsilon.path = 'none.csv': a file"),
         (
             {"kind": "column", "path": "broken.parquet"},
-            "noise.epsilon.path = 'broken.parquet': a CSV, Parquet, Arrow or NPZ file",
+            "noise.epsilon.path = 'broken.parquet': a CSV, JSON lines, Parquet, Arrow or NPZ",
         ),
         (
             {"kind": "column", "path": "t.csv"},

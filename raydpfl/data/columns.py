@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,109 @@ import pyarrow.parquet as pq
 from raydpfl.errors import ConfigError
 from raydpfl.files import check_memory, find_file
 
+KINDS = "a CSV, JSON lines, Parquet, Arrow or NPZ file"
+DELIMITERS = ",;\t|"
 
-def read_columns(path: Path) -> dict[str, Any]:
-    """The columns of a Parquet, Arrow or NPZ file by name; raises whatever its reader does, and
-    MemoryError for one whose columns are larger than the memory that is free."""
+
+class Columns(dict[str, Any]):
+    """The columns of a table by name, each a numpy array or one of Arrow.
+
+    `name`: of the table, for messages. `part`: `train` or `test`. `names`: by column of class
+    numbers, the names of its classes, where the file says them, as Hugging Face's do.
+    """
+
+    def __init__(self, name: str, columns: Mapping[str, Any]):
+        super().__init__(columns)
+        self.name = name
+        self.part = "train"
+        self.names: dict[str, tuple[str, ...]] = {}
+
+
+def read_columns(path: Path) -> Columns:
+    """The columns of a file; raises whatever its reader does, ValueError for a file that is none of
+    `KINDS` or has a column twice, and MemoryError for one whose columns are larger than the memory
+    that is free.
+    """
     if path.suffix == ".npz":
         with zipfile.ZipFile(path) as archive:
             check_memory(sum(each.file_size for each in archive.infolist()))
         with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
-    if path.suffix in (".arrow", ".feather"):
-        from pyarrow import feather
+            return Columns(path.name, dict(arrays))
+    if path.suffix not in READERS:
+        raise ValueError(f"its name ends in none of {', '.join([*READERS, '.npz'])}")
+    return of_table(READERS[path.suffix](path), path.name)
 
-        table = feather.read_table(path)
-    else:
-        with pq.ParquetFile(path) as file:
-            check_memory(_bytes(file.metadata))
-        table = pq.read_table(path)
-    return dict(zip(table.column_names, table.columns, strict=True))
+
+def of_table(table: pa.Table, name: str) -> Columns:
+    """The columns of a table. Raises ValueError for a column that it has twice."""
+    twice = [each for each in table.column_names if table.column_names.count(each) > 1]
+    if twice:
+        raise ValueError(f"the column {twice[0]!r} twice")
+    found = Columns(name, dict(zip(table.column_names, table.columns, strict=True)))
+    about = (table.schema.metadata or {}).get(b"huggingface", b"{}")
+    features = json.loads(about).get("info", {}).get("features", {})
+    for column, feature in features.items():
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+            found.names[column] = tuple(feature.get("names") or ())
+    return found
+
+
+def _csv(path: Path) -> pa.Table:
+    """Commas, semicolons, tabs or bars between fields, whichever the first line has most of."""
+    from pyarrow import csv
+
+    check_memory(path.stat().st_size)
+    with path.open("rb") as file:
+        head = file.readline(1 << 16).decode("utf-8", "replace")
+    table = csv.read_csv(
+        path,
+        parse_options=csv.ParseOptions(
+            delimiter=max(DELIMITERS, key=head.count), newlines_in_values=True
+        ),
+        convert_options=csv.ConvertOptions(strings_can_be_null=True),
+    )
+    for field in table.schema:
+        if pa.types.is_binary(field.type):
+            raise ValueError(f"the column {field.name!r} is no text in UTF-8")
+    return table
+
+
+def _json(path: Path) -> pa.Table:
+    from pyarrow import json as lines
+
+    check_memory(path.stat().st_size)
+    with path.open("rb") as file:
+        if file.read(64).lstrip()[:1] == b"[":
+            raise ValueError("it is one JSON array: give an object per line, JSON lines")
+    return lines.read_json(path)
+
+
+def _arrow(path: Path) -> pa.Table:
+    """An Arrow file, or stream."""
+    with pa.memory_map(str(path)) as source:
+        try:
+            return pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:
+            pass
+    from pyarrow import feather
+
+    with path.open("rb") as file:
+        if file.read(4) == b"\xff\xff\xff\xff":
+            with pa.memory_map(str(path)) as source:
+                return pa.ipc.open_stream(source).read_all()
+    return feather.read_table(path)
+
+
+def _parquet(path: Path) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        check_memory(_bytes(file.metadata))
+    return pq.read_table(path)
+
+
+READERS: dict[str, Callable[[Path], pa.Table]] = {
+    ".csv": _csv, ".tsv": _csv, ".jsonl": _json, ".ndjson": _json, ".json": _json,
+    ".parquet": _parquet, ".arrow": _arrow, ".feather": _arrow,
+}  # fmt: skip
 
 
 def _bytes(parquet: pq.FileMetaData) -> int:
@@ -67,6 +154,46 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
     return column
 
 
+def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarray:
+    """Targets as some columns have them: numbers or text [rows]; numbers [rows, n] of several
+    columns, or of lists of one length; an object array [rows] of other lists. Raises `ConfigError`
+    on the field.
+    """
+    if len(columns) > 1:
+        found = [plain(column, name, field) for column, name in zip(columns, names, strict=True)]
+        for column, name in zip(found, names, strict=True):
+            if column.dtype.kind not in "biuf":
+                raise ConfigError(field, name, "a column of numbers, where there are several")
+        if len({len(column) for column in found}) > 1:
+            raise ConfigError(field, list(names), "columns of one length")
+        return np.stack(found, 1)
+    (column,) = columns
+    if isinstance(column, np.ndarray):
+        return column if column.ndim == 2 else plain(column, names[0], field)
+    if not is_list(column):
+        return plain(column, names[0], field)
+    if column.null_count:
+        accepted = f"a column without gaps; this one lacks {column.null_count} values"
+        raise ConfigError(field, names[0], accepted)
+    rows = column.to_pylist()
+    if any(each is None or isinstance(each, (list, dict)) for row in rows for each in row):
+        raise ConfigError(field, names[0], "lists of numbers or names, without gaps")
+    numeric = not any(isinstance(each, str) for row in rows for each in row)
+    if numeric and len({len(row) for row in rows}) == 1:
+        return np.array(rows)
+    return np.array([*rows, None], object)[:-1]  # or numpy would look into lists of one length
+
+
+def is_list(column: Any) -> bool:
+    """Whether a column has a list, or more than a number, to a row."""
+    if isinstance(column, np.ndarray):
+        return column.ndim > 1
+    kind = column.type
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
 def clients_table(
     field: str, path: str, root: Path | None, **wanted: str | None
 ) -> dict[str, np.ndarray]:
@@ -76,12 +203,12 @@ def clients_table(
     """
     file = find_file(f"{field}.path", path, root)
     try:
-        columns = _csv_columns(file) if file.suffix == ".csv" else read_columns(file)
+        columns = read_columns(file)
     except Exception as error:  # whatever a broken file makes its reader raise
         raise ConfigError(
             f"{field}.path",
             path,
-            f"a CSV, Parquet, Arrow or NPZ file ({type(error).__name__}: {error})",
+            f"{KINDS} ({' '.join(f'{type(error).__name__}: {error}'.split())})",
         ) from None
     for key, name in wanted.items():
         if name is not None and name not in columns:
@@ -100,10 +227,3 @@ def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:
     if column.dtype.kind not in "iuf" or column.ndim != 1:
         raise ConfigError(field, name, f"a column of numbers, not {column.dtype}")
     return column.astype(np.float64)
-
-
-def _csv_columns(path: Path) -> dict[str, Any]:
-    from pyarrow import csv
-
-    table = csv.read_csv(path)
-    return dict(zip(table.column_names, table.columns, strict=True))

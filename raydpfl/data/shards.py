@@ -760,7 +760,8 @@ class Shards:
 
     def ready(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Samples as they are trained on, from samples as they are stored."""
-        found = _aligned(4 * x.size).view(np.float32).reshape(x.shape)
+        kind = np.dtype(np.int64 if self.tokens else np.float32)
+        found = _aligned(kind.itemsize * x.size).view(kind).reshape(x.shape)
         if x.dtype == np.uint8:
             self._scaled(x, found)
         else:

@@ -3,8 +3,9 @@
 A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
 takes fewer operations; a module with convolutions or recurrent layers by the loop; any other by
 vmap. With a bound on every sample's gradient: a stack of linear layers fused, any other module
-layerwise, or else by vmap. The way's first steps are compared with the loop's on made-up rows.
-Where they fail or differ the next way is taken, in the end the loop, and the log says why.
+layerwise, or else by vmap, with recurrent layers by the loop. The way's first steps are compared
+with the loop's on made-up rows. Where they fail or differ the next way is taken, in the end the
+loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -106,10 +107,10 @@ def _suited(module: nn.Module, local: Local, rows: int, clip: float | None) -> l
     try:
         layers = stack(module)
     except NoStack:
+        recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
         if clip is not None:
-            return ["layerwise", "vmap"]
-        slow = (_ConvNd, nn.RNNBase)  # under vmap
-        convolves = any(isinstance(layer, slow) for layer in module.modules())
+            return ["layerwise", "loop" if recurs else "vmap"]
+        convolves = recurs or any(isinstance(layer, _ConvNd) for layer in module.modules())
         return ["loop" if convolves else "vmap"]
     if clip is not None:
         return ["fused", "layerwise", "vmap"]

@@ -59,7 +59,10 @@ __all__ = [
     "parameter_count", "parse",
 ]  # fmt: skip
 
-FIRST = ("softmax", "mlp", "cnn", "dp_cnn", "alexnet", "mobilenet_v2", "resnet18", "linear")
+FIRST = (
+    "softmax", "mlp", "cnn", "dp_cnn", "alexnet", "mobilenet_v2", "resnet18", "linear",
+    "char_lstm", "transformer",
+)  # fmt: skip
 FAMILY: dict[str, type[Model]] = member.family(__name__, Model, FIRST)
 FORWARD = 60.0  # seconds that a module may take for a batch of 2
 

@@ -56,6 +56,10 @@ class Task(Member):
         """
         return 0, 0
 
+    def ignored(self) -> int:
+        """The target of a position that does not count."""
+        return -100
+
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
     ) -> tuple[np.ndarray, np.ndarray, Target]:

@@ -25,6 +25,9 @@ class Sequence(Task):
     kind: str = "sequence"
     ignore: int = -100
 
+    def ignored(self) -> int:
+        return self.ignore
+
     def outputs(self, target: Target) -> tuple[int, ...]:
         return (*target.shape, target.classes)
 

@@ -25,9 +25,10 @@ from __future__ import annotations
 
 from raydpfl.data.partitions.base import Partition
 from raydpfl.data.partitions.iid import Iid
+from raydpfl.data.partitions.natural import Natural
 from raydpfl.member import family
 
-__all__ = ["FAMILY", "Iid", "Partition"]
+__all__ = ["FAMILY", "Iid", "Natural", "Partition"]
 
 FIRST = ("iid", "shards", "dominant-labels", "classes-per-client", "dirichlet", "similarity")
 FAMILY: dict[str, type[Partition]] = family(__name__, Partition, (*FIRST, "overlapping", "natural"))

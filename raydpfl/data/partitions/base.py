@@ -65,22 +65,22 @@ class Partition(Member):
             ConfigError: where there is no such column, or the clients do not agree with it.
         """
         if self.by == "client":
-            return self.deal(*self._owners(owners, clients), sizes, generator)
+            rows, counts = self.deal(*self._owners(owners), sizes, generator)
+            if clients not in (None, len(counts)):
+                accepted = f"{len(counts)}, the number of clients in the data, or none"
+                raise ConfigError("data.clients", clients, accepted)
+            return rows, counts
         if clients is None:
             accepted = "a number of clients (only partition natural finds it in the data)"
             raise ConfigError("data.clients", None, accepted)
-        if self.by == "label" and y.dtype.kind == "f":
-            accepted = "iid or natural for regression, which has no classes to deal by"
+        if self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
+            accepted = "iid or natural for targets that are not one class, to deal by"
             raise ConfigError("data.partition.kind", self.kind, accepted)
         return self.deal(y, clients, sizes, generator)
 
-    def _owners(self, owners: np.ndarray | None, clients: int | None) -> tuple[np.ndarray, int]:
+    def _owners(self, owners: np.ndarray | None) -> tuple[np.ndarray, int]:
         """The client of each row, and how many there are."""
         if owners is None:
             accepted = "a table whose column of client ids data.client names"
             raise ConfigError("data.partition.kind", self.kind, accepted)
-        present = int(owners.max()) + 1
-        if clients not in (None, present):
-            accepted = f"{present}, the number of clients in the data, or none"
-            raise ConfigError("data.clients", clients, accepted)
-        return owners, present
+        return owners, int(owners.max()) + 1

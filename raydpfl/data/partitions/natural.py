@@ -5,21 +5,54 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from raydpfl.data.partitions.base import Partition
 from raydpfl.data.sizes import Sizes
+from raydpfl.errors import ConfigError
 
 
 class Natural(Partition):
     """The column of a table that `data.client` names is the client; clients are numbered in the
-    order of its sorted values.
+    order of its sorted values. Those with fewer than `least` rows are left out, and of those with
+    more than `most` as many rows are drawn.
     """
 
     sized: ClassVar[bool] = False
     by: ClassVar[Literal["label", "client", "row"]] = "client"
+    newer: ClassVar[frozenset[str]] = frozenset({"least", "most"})
     kind: str = "natural"
+    least: int = Field(default=1, ge=1)
+    most: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Natural:
+        if self.most is not None and self.most < self.least:
+            accepted = f"at least data.partition.least = {self.least}, or none"
+            raise ConfigError("data.partition.most", self.most, accepted)
+        return self
 
     def deal(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        return np.argsort(labels, kind="stable"), np.bincount(labels, minlength=clients)
+        order = np.argsort(labels, kind="stable")
+        counts = np.bincount(labels, minlength=clients)
+        wanted = counts >= self.least
+        if not wanted.any():
+            accepted = f"at most {counts.max()}, the rows of the largest client"
+            raise ConfigError("data.partition.least", self.least, accepted)
+        if self.most is not None:
+            order = self._few(order, counts, generator)
+            counts = np.minimum(counts, self.most)
+        return order[np.repeat(wanted, counts)], counts[wanted]
+
+    def _few(
+        self, order: np.ndarray, counts: np.ndarray, generator: np.random.Generator
+    ) -> np.ndarray:
+        """Of the rows in client order, those that are drawn where a client has too many."""
+        assert self.most is not None
+        keys = generator.random(len(order))
+        owner = np.repeat(np.arange(len(counts)), counts)
+        drawn = np.lexsort((keys, owner))
+        rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return order[np.sort(drawn[rank < self.most])]

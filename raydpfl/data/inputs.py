@@ -1,0 +1,196 @@
+"""Inputs of samples from columns: numbers, lists of one length, arrays, encoded images."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl.errors import ConfigError
+from raydpfl.files import check_memory
+
+PIXELS = 1 << 26  # of an image at most
+SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
+WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
+# bytes of images that are suspect where they are so many times what was encoded
+BOMB = 1 << 31
+RATIO = 200
+# no others: some would run other programs
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
+EIGHT_BITS = "images of 8 bits a channel (scale others, or give them as numbers)"
+TOKENS = 1 << 20  # whole numbers that are taken for tokens of themselves are below it
+DType = Literal["auto", "float32", "int64"]
+
+
+def typed(
+    x: np.ndarray, test_x: np.ndarray, names: tuple[str, ...], dtype: DType, listed: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs of training and test rows in the type that they are trained on in: images stay uint8,
+    all else is float32 or int64.
+
+    Args:
+        x, test_x: [rows, *shape], as the columns have them.
+        names: of the columns, for messages.
+        dtype: what is asked for; auto: lists and arrays of whole numbers from 0 stay such, for an
+            embedding, all else becomes float32.
+        listed: whether they are lists or arrays, and no columns of single numbers.
+
+    Raises:
+        ConfigError: on the field `data.dtype`.
+    """
+    given = (x, test_x)
+    if all(each.dtype == np.uint8 and each.ndim > 3 for each in given):
+        if dtype != "auto":
+            raise ConfigError("data.dtype", dtype, "auto for images, which are scaled when read")
+        return given
+    tokens = dtype == "int64" or (dtype == "auto" and listed and all(map(_tokens, given)))
+    if not tokens:
+        with np.errstate(over="ignore"):  # it is refused as not finite
+            return x.astype(np.float32), test_x.astype(np.float32)
+    for each in given:
+        whole = each.dtype.kind in "biu" or (each == np.floor(each)).all()
+        if not whole or (each.size and not 0 <= each.min() <= each.max() < 1 << 31):
+            accepted = f"float32: {', '.join(names)} has other numbers than whole ones from 0"
+            raise ConfigError("data.dtype", dtype, accepted)
+    return x.astype(np.int64), test_x.astype(np.int64)
+
+
+def _tokens(x: np.ndarray) -> bool:
+    """Whether these are whole numbers that an embedding could take."""
+    return x.dtype.kind in "iu" and (not x.size or bool(0 <= x.min() <= x.max() < TOKENS))
+
+
+def inputs(column: Any, name: str) -> np.ndarray:
+    """[rows], or [rows, *shape]: uint8 (images), integers or floats as they are. Raises
+    `ConfigError` on the field `data.x`.
+    """
+    try:
+        return _samples(column, name)
+    except (pa.ArrowException, NotImplementedError) as error:
+        accepted = f"numbers, lists of numbers, or encoded images, not {column.type} ({error})"
+        raise ConfigError("data.x", name, accepted) from None
+
+
+def _samples(column: Any, name: str) -> np.ndarray:
+    if isinstance(column, np.ndarray):
+        return _array(column, name)
+    if column.null_count:
+        raise ConfigError(
+            "data.x", name, f"a column without gaps; this one lacks {column.null_count} values"
+        )
+    column = column.combine_chunks()
+    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = column.field("bytes")
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        return _decoded(column, name)
+    if (
+        pa.types.is_fixed_size_list(column.type)
+        or pa.types.is_list(column.type)
+        or pa.types.is_large_list(column.type)
+    ):
+        values = column.flatten()
+        rows = len(column)
+        lengths = (
+            {column.type.list_size}
+            if pa.types.is_fixed_size_list(column.type)
+            else set(column.value_lengths().unique().to_pylist())
+        )
+        if len(lengths) > 1 or values.null_count:
+            raise ConfigError(
+                "data.x",
+                name,
+                f"lists of one length without gaps; the lengths here are {sorted(lengths)[:5]}",
+            )
+        width = max(lengths, default=0) or 0
+        return _array(values.to_numpy(zero_copy_only=False).reshape(rows, width), name)
+    return _array(column.to_numpy(zero_copy_only=False), name)
+
+
+def _array(values: np.ndarray, name: str) -> np.ndarray:
+    if values.dtype.kind not in "biuf":
+        raise ConfigError(
+            "data.x", name, f"numbers, lists of numbers, or encoded images, not {values.dtype}"
+        )
+    if not values.ndim or not all(values.shape[1:]):
+        raise ConfigError(
+            "data.x", name, f"at least one number to a row; this array has shape {values.shape}"
+        )
+    if values.dtype != np.uint8 or values.ndim < 3:
+        return values
+    if values.ndim == 3:
+        return values[:, None]
+    last = values.ndim == 4 and values.shape[1] not in (1, 3) and values.shape[3] in (1, 3)
+    return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if last else values
+
+
+def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
+    """Uint8 [rows, channels, height, width]; grey images have one channel, all others become RGB.
+
+    Sizes are those that the images' headers say, and are checked before a pixel is decoded.
+    """
+    from PIL import Image
+
+    images: np.ndarray | None = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        for row, data in enumerate(column):
+            encoded = data.as_py() or b""
+            try:
+                with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+                    if image.mode.startswith(DEEP):
+                        accepted = f"{EIGHT_BITS}; row {row} has more ({image.mode})"
+                        raise ConfigError("data.x", name, accepted)
+                    shape = (1 if image.mode == "L" else 3, image.height, image.width)
+                    _check_image(encoded, shape, name, row)
+                    if images is None:
+                        _check_images(column, shape, name)
+                        images = np.empty((len(column), *shape), np.uint8)
+                    if shape != images.shape[1:]:
+                        others = f"row {row} is {shape}, row 0 is {images.shape[1:]}"
+                        accepted = f"images of one size and mode; {others}"
+                        raise ConfigError("data.x", name, accepted)
+                    pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
+            except ConfigError:
+                raise
+            except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+                raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has more") from None
+            except Exception as error:  # whatever a broken image makes its decoder raise
+                known = f"{', '.join(FORMATS)} ({type(error).__name__})"
+                accepted = f"encoded images; row {row} is none of {known}"
+                raise ConfigError("data.x", name, accepted) from None
+            images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
+
+
+def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, row: int) -> None:
+    """Raises `ConfigError` for an image that is too large, or would take for ever to decode."""
+    pixels = shape[1] * shape[2]
+    if pixels > PIXELS:
+        raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has {pixels:,}")
+    scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
+    if pixels * scans > WORK:  # a progressive JPEG goes over its pixels again in every scan
+        accepted = (
+            f"images that are soon decoded; row {row} has {pixels:,} pixels in {scans:,} scans"
+        )
+        raise ConfigError("data.x", name, accepted)
+
+
+def _check_images(
+    column: pa.Array | pa.ChunkedArray, shape: tuple[int, int, int], name: str
+) -> None:
+    """Raises `ConfigError` for images that, all of one shape, no memory would hold, or no camera
+    took.
+    """
+    decoded = len(column) * int(np.prod(shape))
+    encoded = column.nbytes
+    try:
+        check_memory(decoded)
+    except MemoryError as error:
+        raise ConfigError("data.x", name, f"images that memory holds: {error}") from None
+    if decoded > BOMB and decoded > RATIO * encoded:
+        size = f"{decoded / 1e9:.1f} GB in {encoded / 1e9:.4f}"
+        raise ConfigError("data.x", name, f"images with something in them; these are {size}")

@@ -1,0 +1,202 @@
+"""Samples from the columns of a table, wherever it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from raydpfl.data.columns import Columns, is_list, labels, plain
+from raydpfl.data.inputs import DType, inputs, typed
+from raydpfl.data.sources.base import Dealt, Samples
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
+from raydpfl.tasks import Target, Task
+
+
+class Tabular(Dealt):
+    """Base of the tables: `columns` gives the training rows, or the test rows.
+
+    `x`: one column or several. `y`: the column of targets, or several. `classes`: how many there
+    are, or the list of the labels in the order of their numbers; else as the data say. `dtype`: of
+    inputs (see `raydpfl.data.inputs.typed`). `client`: column of client ids, for partition natural.
+    `test_fraction`: of the training rows, held out when there are no test rows (but from no client,
+    where `client` names them, its last). `mean`, `std`: per channel, public constants to normalise
+    images by, after scaling to [0, 1].
+    """
+
+    newer: ClassVar[frozenset[str]] = Dealt.newer | {"classes", "dtype"}
+
+    test_fraction: float = Field(default=0.1, gt=0, lt=1)
+    x: tuple[str, ...] = ("image",)
+    y: str | tuple[str, ...] = "label"
+    classes: int | tuple[str, ...] | None = None
+    dtype: DType = "auto"
+    client: str | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @field_validator("x", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _labels(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(each if isinstance(each, str) else str(each) for each in value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent_columns(self) -> Tabular:
+        if len(self.mean) != len(self.std) or min(self.std, default=1) <= 0:
+            raise ConfigError(
+                "data.std", self.std, f"positive numbers, one for each of data.mean = {self.mean}"
+            )
+        if not self.x:
+            raise ConfigError("data.x", self.x, "the name of a column, or several")
+        if not self.y:
+            raise ConfigError("data.y", self.y, "the name of a column, or several")
+        both = [name for name in self.x if name in self.targets]
+        if both:
+            accepted = f"columns without {both[0]}, which is data.y: a model would read it off"
+            raise ConfigError("data.x", list(self.x), accepted)
+        least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
+        if least < 1 or (isinstance(self.classes, tuple) and len(set(self.classes)) < least):
+            raise ConfigError("data.classes", self.classes, "a number of classes, or their names")
+        return self
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns of targets."""
+        return (self.y,) if isinstance(self.y, str) else self.y
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        """A table takes any task: the task has its targets from the columns."""
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.mean, self.std
+
+    def columns(self, part: str, root: Path | None) -> Columns | None:
+        """The columns of the `train` or the `test` rows; None: there are no test rows. Raises
+        `ConfigError`.
+        """
+        raise NotImplementedError
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        train = self.columns("train", root)
+        assert train is not None
+        x, y, client = self._rows(train, self.client)
+        test = self.columns("test", root)
+        if test is not None:
+            test_x, test_y, _ = self._rows(test, None)
+            if test_x.shape[1:] != x.shape[1:]:
+                accepted = f"samples like those of {train.name}: {x.shape[1:]}"
+                raise ConfigError("data.test", test.name, f"{accepted}, not {test_x.shape[1:]}")
+        else:
+            held = self._held_out(len(y), client, seed)
+            test_x, x = x[held], x[~held]
+            test_y, y = y[held], y[~held]
+            client = None if client is None else client[~held]
+        self._check_rows(len(y), len(test_y), client is not None)
+        listed = is_list(train[self.x[0]])
+        x, test_x = typed(x, test_x, self.x, self.dtype, listed)
+        self._check_numbers(x, test_x, train.name)
+        y, test_y, target = self._targets(train, y, test_y)
+        if client is not None:
+            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
+        return Samples(x, y, test_x, test_y, client, target)
+
+    def _targets(
+        self, train: Columns, y: np.ndarray, test_y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        """Targets of training and test rows, and what they are."""
+        known = train.names.get(self.targets[0], ()) if len(self.targets) == 1 else ()
+        numbered = known and self.classes is None and y.dtype.kind in "iu"
+        classes = len(known) if numbered else self.classes
+        named = ", ".join(self.targets)
+        y, test_y, target = self.task.targets(named, y, test_y, classes)
+        several = self.targets if len(self.targets) > 1 else ()
+        names = target.names or (known if numbered else ()) or several
+        return y, test_y, replace(target, names=tuple(names))
+
+    def _held_out(self, rows: int, client: np.ndarray | None, seed: int) -> np.ndarray:
+        """Which rows are kept for testing, bool [rows]; of each client one row is left to it."""
+        order = stream(seed, Purpose.PARTITION, step=1).permutation(rows)
+        if client is not None:
+            last = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
+            order = np.delete(order, last)
+        held = np.zeros(rows, bool)
+        held[order[: max(1, round(self.test_fraction * rows))]] = True
+        return held
+
+    def _check_rows(self, train: int, test: int, by_client: bool) -> None:
+        """Raises `ConfigError` where no row is left to train on, or to test on."""
+        where = {key: getattr(self, key, None) for key in ("train", "test")}
+        if not train:
+            accepted = "a table that leaves at least one row to train"
+            raise ConfigError("data.train", where["train"], accepted)
+        if not test:
+            accepted = "a table that leaves at least one row to test"
+            if by_client:
+                accepted += ", or a file of test rows: each client keeps one row"
+            raise ConfigError("data.test", where["test"], accepted)
+
+    def _rows(
+        self, columns: Columns, owner: str | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """x [rows, ...] and y [rows, ...] as the columns have them and, where `owner` names the
+        column that tells, who holds each row.
+        """
+        fields = {"data.x": self.x, "data.y": self.targets, "data.client": [owner] if owner else []}
+        wanted = [(field, column) for field, named in fields.items() for column in named]
+        for field, column in wanted:
+            if column not in columns:
+                accepted = f"a column of {columns.name}: {', '.join(columns)}"
+                raise ConfigError(field, column, accepted)
+        arrays = [columns[column] for _, column in wanted]
+        if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
+            field = f"data.{columns.part}"
+            raise ConfigError(field, columns.name, "a table with rows; this one has none")
+        x = self._inputs(columns)
+        y = labels([columns[name] for name in self.targets], self.targets, "data.y")
+        client = self._clients_of(columns[owner], owner, columns.name) if owner else None
+        if len({len(part) for part in (x, y, client) if part is not None}) > 1:
+            raise ConfigError(f"data.{columns.part}", columns.name, "columns of one length")
+        return x, y, client
+
+    def _inputs(self, columns: Columns) -> np.ndarray:
+        """Inputs [rows, *shape], as the columns have them."""
+        parts = [inputs(columns[column], column) for column in self.x]
+        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
+            accepted = "one column of images or lists, or several of numbers"
+            raise ConfigError("data.x", self.x, accepted)
+        if parts[0].ndim > 1:
+            return parts[0]
+        whole = all(part.dtype.kind in "biu" for part in parts)
+        return np.stack([part if whole else part.astype(np.float64) for part in parts], 1)
+
+    def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
+        """Raises `ConfigError` for inputs that are not finite, and constants for no images."""
+        for each in (x, test_x):
+            if each.dtype == np.float32 and not np.isfinite(each).all():
+                row = int(np.argwhere(~np.isfinite(each))[0, 0])
+                accepted = f"finite numbers; row {row} of {file} has another"
+                raise ConfigError("data.x", self.x, accepted)
+        if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
+            accepted = "one number per channel of an image; the samples are"
+            raise ConfigError("data.mean", self.mean, f"{accepted} {x.dtype} {x.shape[1:]}")
+
+    @staticmethod
+    def _clients_of(column: Any, name: str, file: str) -> np.ndarray:
+        client = plain(column, name, "data.client")
+        if client.dtype.kind == "f" and not np.isfinite(client).all():
+            row = np.argmin(np.isfinite(client))
+            accepted = f"a column without gaps; row {row} of {file} is one"
+            raise ConfigError("data.client", name, accepted)
+        return client

@@ -1,0 +1,179 @@
+"""Text, of which each client has its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, SerializeAsAny, field_validator
+
+from raydpfl.data.columns import KINDS, READERS, plain, read_columns
+from raydpfl.data.partitions import Natural, Partition
+from raydpfl.data.sources.base import Dealt, Samples
+from raydpfl.errors import ConfigError
+from raydpfl.files import file_identity, find_file, read_text
+from raydpfl.tasks import Target, Task
+from raydpfl.tasks.sequence import Sequence
+
+LARGEST = 1 << 30  # bytes of a file of text
+
+
+class Text(Dealt):
+    """The next character of what each client has written, at every position: samples are windows of
+    `length` characters, one after another, and targets the characters that follow them.
+
+    `path`: a play, in which a line that is a name and a colon (`speaker`, a regular expression for
+    the name) begins the speech of a client, wherever it stands, or with `apart` only after an empty
+    line; or a table (.csv, .jsonl, .parquet, ...) with the columns `text` and `client`. Of each
+    client the last windows, a `test_fraction` of them, are test rows, but not its only one. The
+    last window of a part is filled up; what fills it is not scored. `characters`: the alphabet, of
+    which others are read but not scored; None: those that occur.
+    """
+
+    named: ClassVar[frozenset[str]] = frozenset({"path"})
+
+    kind: str = "text"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
+    path: str
+    length: int = Field(default=80, ge=1)
+    speaker: str = "[A-Z][A-Za-z ]+"
+    apart: bool = False
+    text: str = "text"
+    client: str = "client"
+    test_fraction: float = Field(default=0.1, gt=0, lt=1)
+    characters: str | None = Field(default=None, min_length=2)
+    task: SerializeAsAny[Task] = Sequence()
+    partition: SerializeAsAny[Partition] = Natural()
+
+    @field_validator("speaker")
+    @classmethod
+    def _pattern(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        return value
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        return "your own file"
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        if self.characters is not None:
+            return super().exclusions
+        found = "the characters that occur (unless data.characters names an alphabet)"
+        return (*super().exclusions, found)
+
+    def sources(self, root: Path | None) -> list:
+        return [file_identity("data.path", self.path, root)]
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        written = self.written(root)
+        codes = {name: _codes(text) for name, text in written.items() if len(text) > 1}
+        if not codes:
+            accepted = "text of two characters or more by some client"
+            raise ConfigError("data.path", self.path, accepted)
+        alphabet = self._alphabet(codes)
+        parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
+        owners = []
+        for place, name in enumerate(sorted(codes)):
+            windows = self._windows(_numbered(codes[name], alphabet), len(alphabet))
+            held = int(self.test_fraction * len(windows))
+            parts["train"].append(windows[: len(windows) - held])
+            parts["test"].append(windows[len(windows) - held :])
+            owners.append(np.full(len(windows) - held, place))
+        train, test = (np.concatenate(each) for each in parts.values())
+        if not len(test):
+            accepted = "larger: it comes to no window of any client"
+            raise ConfigError("data.test_fraction", self.test_fraction, accepted)
+        names = tuple(map(chr, alphabet.tolist()))
+        target = Target((self.length,), len(alphabet), names)
+        client = np.concatenate(owners)
+        x, y = self._pairs(train, len(alphabet))
+        test_x, test_y = self._pairs(test, len(alphabet))
+        return Samples(x, y, test_x, test_y, client, target, tokens=len(alphabet) + 1)
+
+    def written(self, root: Path | None) -> dict[str, str]:
+        """What each client has written, by its name. Raises `ConfigError`."""
+        path = find_file("data.path", self.path, root)
+        try:
+            if path.suffix not in (*READERS, ".npz"):
+                return self._speeches(read_text(path, LARGEST))
+            columns = read_columns(path)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a broken file makes its reader raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            accepted = f"a text in UTF-8, or {KINDS} ({reason})"
+            raise ConfigError("data.path", self.path, accepted) from None
+        for field in ("text", "client"):
+            if getattr(self, field) not in columns:
+                accepted = f"a column of {path.name}: {', '.join(columns)}"
+                raise ConfigError(f"data.{field}", getattr(self, field), accepted)
+        texts = plain(columns[self.text], self.text, "data.text").astype(str)
+        clients = plain(columns[self.client], self.client, "data.client").astype(str)
+        found: dict[str, list[str]] = {}
+        for name, text in zip(clients.tolist(), texts.tolist(), strict=True):
+            found.setdefault(name, []).append(text)
+        return {name: "\n".join(each) for name, each in found.items()}
+
+    def _speeches(self, text: str) -> dict[str, str]:
+        """What each speaker of a play says."""
+        found: dict[str, list[str]] = {}
+        for name, line in _lines(text, self.speaker, self.apart):
+            spoken = found.setdefault(name, [])
+            if line is not None:
+                spoken.append(line)
+        if not found:
+            accepted = "a pattern of names: no line is such a name and a colon"
+            raise ConfigError("data.speaker", self.speaker, accepted)
+        return {name: "\n".join(each) for name, each in found.items()}
+
+    def _alphabet(self, codes: dict[str, np.ndarray]) -> np.ndarray:
+        """The code points that are told apart, ascending."""
+        if self.characters is not None:
+            return np.unique(_codes(self.characters))
+        return np.unique(np.concatenate([np.unique(each) for each in codes.values()]))
+
+    def _windows(self, codes: np.ndarray, fill: int) -> np.ndarray:
+        """The windows of a text and the character after each, [windows, length + 1]."""
+        count = -(-(len(codes) - 1) // self.length)
+        padded = np.full(count * self.length + 1, fill, np.int64)
+        padded[: len(codes)] = codes
+        starts = np.arange(count)[:, None] * self.length
+        return padded[starts + np.arange(self.length + 1)]
+
+    def _pairs(self, windows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets."""
+        y = windows[:, 1:]
+        return windows[:, :-1].copy(), np.where(y == fill, self.task.ignored(), y)
+
+
+def _codes(text: str) -> np.ndarray:
+    """The code points of a text."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _numbered(codes: np.ndarray, alphabet: np.ndarray) -> np.ndarray:
+    """The places of code points in the alphabet, int64; its length for all others."""
+    places = np.minimum(np.searchsorted(alphabet, codes), len(alphabet) - 1)
+    return np.where(alphabet[places] == codes, places, len(alphabet))
+
+
+def _lines(text: str, speaker: str, apart: bool) -> Iterator[tuple[str, str | None]]:
+    """(speaker, line) of every line that somebody speaks, and (speaker, None) of every name."""
+    pattern = re.compile(f"({speaker}):")
+    name = None
+    empty = True
+    for line in text.splitlines():
+        begins = pattern.fullmatch(line) if empty or not apart else None
+        if begins:
+            name = begins[1]
+            yield name, None
+        elif name is not None:
+            yield name, line
+        empty = not line

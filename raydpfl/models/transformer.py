@@ -1,0 +1,96 @@
+"""A small transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.text import TokenModel
+
+
+class Transformer(TokenModel):
+    """A transformer whose positions see themselves and those before: embeddings of tokens and of
+    positions, blocks of attention and of a dense layer of 4 x `width` units with ReLU, each behind
+    a LayerNorm and added to its input (the pre-norm form of GPT-2), a LayerNorm and a linear layer.
+    No dropout.
+    """
+
+    kind: str = "transformer"
+    width: int = Field(default=64, ge=1)
+    heads: int = Field(default=4, ge=1)
+    layers: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _divides(self) -> Transformer:
+        if self.width % self.heads:
+            accepted = f"a number that divides model.width = {self.width}"
+            raise ConfigError("model.heads", self.heads, accepted)
+        return self
+
+    def tokens(
+        self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
+    ) -> nn.Module:
+        blocks = [Block(self.width, self.heads) for _ in range(self.layers)]
+        return nn.Sequential(
+            nn.Embedding(tokens, self.width),
+            Positions(length, self.width),
+            *blocks,
+            nn.LayerNorm(self.width),
+            Pick(pick),
+            nn.Linear(self.width, outputs),
+        )
+
+
+class Positions(nn.Module):
+    """Adds an embedding of each position, [length, width]."""
+
+    def __init__(self, length: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Pick(nn.Module):
+    """What is scored of all positions."""
+
+    def __init__(self, pick: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pick(x)
+
+
+class Block(nn.Module):
+    """Attention and a dense layer, [batch, length, width] to the same."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.before = nn.LayerNorm(width)
+        self.into = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.between = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = (
+            self._apart(part) for part in self.into(self.before(x)).chunk(3, 2)
+        )
+        scores = queries @ keys.mT * queries.shape[-1] ** -0.5
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        seen = torch.softmax(scores.masked_fill(later, -torch.inf), -1) @ values
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.between(x))))
+
+    def _apart(self, part: Tensor) -> Tensor:
+        """The heads of a part, [batch, heads, length, width / heads]."""
+        return part.unflatten(2, (self.heads, -1)).transpose(1, 2)
