@@ -120,7 +120,9 @@ class Client(Section):
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     lane: Whole | Literal["auto"] = "auto"  # clients trained at once; the bits depend on it
-    way: Literal["auto", "sample_space", "fused", "layerwise", "vmap", "loop", "noop"] = "auto"
+    way: Literal[
+        "auto", "sample_space", "fused", "convolutional", "layerwise", "vmap", "loop", "noop"
+    ] = "auto"
     # Seconds that an actor has for its share of a round, before it is replaced; auto: see
     # `raydpfl.actors.Patience`.
     # Without actors nobody could take over: a number then ends the run, and auto waits.

@@ -40,6 +40,7 @@ from pydantic import BaseModel
 
 from raydpfl import device
 from raydpfl.errors import RunError
+from raydpfl.local import products
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 # packages whose version may change a model's bits
@@ -68,18 +69,24 @@ def capability() -> dict[str, str]:
     """How this process computes.
 
     Returns:
-        `cpu`, torch's vector instructions; `settings`, environment variables that affect them; and
-        `arithmetic`, a digest of the results of products, convolutions, sums and elementary
-        functions in float32 and float64, on one thread (about 10 ms).
+        `cpu`, torch's vector instructions; `products`, whose large matrix products training takes;
+        `settings`, environment variables that affect them; and `arithmetic`, a digest of the
+        results of products, convolutions, sums and elementary functions in float32 and float64, on
+        one thread (about 10 ms).
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
-    found = {"cpu": torch.backends.cpu.get_cpu_capability(), "arithmetic": _arithmetic()}
+    found = {
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "products": products.library,
+        "arithmetic": _arithmetic(),
+    }
     return found | ({"settings": " ".join(settings)} if settings else {})
 
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
     """The part of `of` that comes from `capability`."""
-    return {name: facts[name] for name in ("cpu", "arithmetic", "settings") if name in facts}
+    names = ("cpu", "products", "arithmetic", "settings")
+    return {name: facts[name] for name in names if name in facts}
 
 
 def of_device(facts: Mapping[str, str]) -> dict[str, str]:

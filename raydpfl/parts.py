@@ -106,7 +106,7 @@ def resolved(experiment: Experiment, way: str, cohort: int) -> Experiment:
     """
     lane = experiment.client.lane
     if lane == "auto":
-        lane = 1 if way in ("loop", "layerwise") else lane_width(cohort)
+        lane = 1 if local.WAYS[way].one_by_one else lane_width(cohort)
     client = experiment.client.model_copy(update={"way": way, "lane": lane})
     return experiment.model_copy(update={"client": client})
 

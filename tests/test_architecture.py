@@ -25,7 +25,7 @@ ORDER = [
     "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
     "compare", "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy",
     "models", "data", "tasks", "member", "own", "rounds", "rates", "events", "arrow", "files",
-    "keys", "device", "errors", "interrupts", "reaper",
+    "keys", "device", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -83,6 +83,7 @@ ASKED = {"waits": 4.5, "copies": 13.0}  # for the losses of clients that are not
 CAPS = {
     "per-sample clipping, cnn": ONE_BY_ONE,
     "cnn, loop": ONE_BY_ONE,
+    "cnn by hand": ONE_BY_ONE,
     "large products, loop": ONE_BY_ONE,
     "large products, per-sample clipping": ONE_BY_ONE,
     "power of choice": ASKED,

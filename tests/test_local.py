@@ -35,6 +35,7 @@ from raydpfl.local import (
     resolve,
 )
 from raydpfl.local import way as way_module
+from raydpfl.local.convolutional import Convolutional
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.vmap import Vmap
@@ -96,6 +97,22 @@ class Tied(nn.Module):
         )
 
 
+class Pooling(nn.Module):
+    """Convolutions with the functions after them as they are usually written."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.a = nn.Conv2d(1, 4, 3, padding=1)
+        self.b = nn.Conv2d(4, 5, 3, padding=1)
+        self.c = nn.Linear(45, 8)
+        self.d = nn.Linear(8, outputs)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.a(x)), 2)
+        x = F.max_pool2d(torch.tanh(self.b(x)), kernel_size=3, stride=1, padding=1)
+        return self.d(F.relu(self.c(torch.flatten(x, 1))))
+
+
 MODULES = {
     "softmax": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, outputs)),
     "softmax without bias": lambda outputs: nn.Sequential(
@@ -124,10 +141,25 @@ MODULES = {
         nn.Flatten(),
         nn.Linear(54, outputs),
     ),
+    "cnn of functions": Pooling,
+    "cnn of all kinds": lambda outputs: nn.Sequential(
+        nn.Conv2d(1, 4, (3, 2), stride=(1, 2), padding=(2, 1), bias=False),
+        nn.Tanh(),
+        nn.MaxPool2d(3, 1, padding=1),
+        nn.Identity(),
+        nn.Conv2d(4, 6, 2, dilation=2, groups=2),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.LeakyReLU(0.1),
+        nn.Flatten(),
+        nn.Linear(18, 7, bias=False),
+        nn.Sigmoid(),
+        nn.Linear(7, outputs),
+    ),
     "group norm": lambda outputs: nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, outputs)
     ),
 }
+CONVOLUTIONAL = ["cnn", "cnn of functions", "cnn of all kinds"]
 STACKS = ["softmax", "softmax without bias", "mlp", "deep mlp", "functional"]
 PAIRS = [
     *(
@@ -136,6 +168,7 @@ PAIRS = [
         for name in STACKS
     ),
     *(("vmap", name) for name in ("softmax", "deep mlp", "residual", "tied")),
+    *(("convolutional", name) for name in CONVOLUTIONAL),
     *(("loop", name) for name in MODULES),
 ]
 LOCALS = {
@@ -876,13 +909,13 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
         resolve(module, Sgd(), 20, form(SHAPE), way)
 
 
-@pytest.mark.parametrize("name", ["mlp", "residual"])
+@pytest.mark.parametrize("name", ["mlp", "residual", "cnn"])
 def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     def skewed(self, parameters, lane):
         for block in self.straight(parameters, lane):
             yield replace(block, updates=block.updates * 1.01)
 
-    for way in (Fused, SampleSpace, Vmap):
+    for way in (Fused, SampleSpace, Vmap, Convolutional):
         monkeypatch.setattr(way, "straight", way.run, raising=False)
         monkeypatch.setattr(way, "run", skewed)
     assert resolve(made(name), Sgd(), 20, form(SHAPE)) == "loop"
@@ -898,7 +931,7 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
         ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch=16), "sample_space"),
         ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch="full"), "sample_space"),
         ("mlp", (1, 28, 28), 600, Sgd(steps=10, batch=64), "fused"),
-        ("cnn", (1, 28, 28), 64, Sgd(), "loop"),
+        ("cnn", (1, 28, 28), 64, Sgd(), "convolutional"),
     ],
 )
 def test_the_way_follows_from_the_architecture_and_the_shapes(kind, shape, rows, local, way):
@@ -965,7 +998,7 @@ def test_corrections_are_never_trained_in_sample_space():
     ):
         with pytest.raises(
             ConfigError,
-            match=r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop",
+            match=r"client\.way = 'sample_space': auto or one of fused, convolutional, vmap, loop",
         ):
             refused()
     with pytest.raises(ValueError, match="this way adds no corrections"):
@@ -1015,7 +1048,7 @@ def test_regression_needs_a_module_with_an_output_for_each_target(way):
 def test_an_unknown_way_is_refused_by_name():
     with pytest.raises(
         ConfigError,
-        match=r"client\.way = 'lopo': auto or one of sample_space, fused, vmap, loop, noop",
+        match=r"client\.way = 'lopo': auto or one of sample_space, fused, convolutional, vmap",
     ):
         resolve(made("mlp"), Sgd(), 20, form(SHAPE), "lopo")
 
@@ -1117,7 +1150,7 @@ if sys.argv[1] == "tuned":
     waste = [torch.rand(100_003) for _ in range(7)]
 torch.manual_seed(int(sys.argv[2]))
 linear = ("sample_space", "fused", "vmap")
-for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("loop",)}.items():
+for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("convolutional", "loop")}.items():
     module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
     generator = np.random.default_rng(0)
     x = generator.random((3, 13, 1, 28, 28), dtype=np.float32)

@@ -1,6 +1,8 @@
 """Products by oneDNN against torch's own, in value, gradient and bits."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,8 +11,16 @@ from torch import nn
 from raydpfl.local import products
 
 pytestmark = pytest.mark.skipif(
-    products._dnnl is None, reason="this torch has no oneDNN; products are torch's own"
+    products.OPERATOR is None, reason="this torch has no oneDNN; products are torch's own"
 )
+
+
+@pytest.fixture(autouse=True)
+def of_onednn(monkeypatch):
+    """Whatever this processor's maker."""
+    monkeypatch.setattr(products, "_dnnl", products.OPERATOR)
+
+
 BIG = (64, 400, 300)
 SMALL = (6, 40, 30)
 
@@ -31,6 +41,32 @@ def test_a_product_is_torchs_however_its_factors_lie(shape, turned):
     torch.testing.assert_close(
         products.product(a, b), (a.double() @ b.double()).float(), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("shape", [BIG, SMALL])
+@pytest.mark.parametrize("beta", [0.0, 0.9, 1.0])
+def test_a_product_is_added_in_place(shape, beta):
+    m, k, n = shape
+    a = torch.randn(m, k)
+    b = torch.randn(k, n)
+    to = torch.full((m, n), torch.nan) if beta == 0 else torch.randn(m, n)
+    expected = -0.1 * (a.double() @ b.double()) + (beta * to.double() if beta else 0)
+    products.add_product_(to, a, b, beta=beta, alpha=-0.1)
+    torch.testing.assert_close(to, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_processor_of_intels_takes_torchs_own():
+    code = (
+        "from raydpfl import hardware; hardware.maker = lambda: {!r};"
+        "from raydpfl.local import products; print(products.library)"
+    )
+    seen = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(maker)], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for maker in ("GenuineIntel", "AuthenticAMD")
+    ]
+    assert seen == ["torch", "oneDNN"]
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])

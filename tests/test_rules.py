@@ -167,8 +167,8 @@ def trained(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, **more
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
     "way,model",
-    [("loop", "mlp"), ("loop", "cnn"), ("vmap", "residual"), ("vmap", "mlp"), ("fused", "mlp"),
-     ("fused", "softmax"), ("fused", "softmax without bias")],
+    [("loop", "mlp"), ("loop", "cnn"), ("convolutional", "cnn"), ("vmap", "residual"),
+     ("vmap", "mlp"), ("fused", "mlp"), ("fused", "softmax"), ("fused", "softmax without bias")],
 )  # fmt: skip
 def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
     module = made(model)
@@ -299,9 +299,9 @@ def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
     local = RULES[name].model_copy(update={"steps": 20})
     assert resolve(made("softmax"), local, 20, form(SHAPE)) == "fused"
     assert resolve(made("residual"), local, 20, form(SHAPE)) == "vmap"
-    assert resolve(made("cnn"), local, 20, form(SHAPE)) == "loop"
+    assert resolve(made("cnn"), local, 20, form(SHAPE)) == "convolutional"
     assert resolve(made("cnn"), local, 20, form(SHAPE), clip=1.0) == "layerwise"
-    accepted = r"client\.way = 'sample_space': auto or one of fused, vmap, loop, noop"
+    accepted = r"client\.way = 'sample_space': auto or one of fused, convolutional, vmap, loop"
     with pytest.raises(ConfigError, match=accepted):
         resolve(made("softmax"), local, 20, form(SHAPE), "sample_space")
 

@@ -35,6 +35,12 @@ from raydpfl.selection import Cohort
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
 
+CNN = {
+    "model": {"kind": "cnn"},
+    "local": {"kind": "sgd", "steps": 2, "batch": 4},
+    "selection": {"kind": "uniform", "cohort": 6},
+    "rounds": 2,
+}
 LARGE = {  # enough for products by oneDNN
     "model": {"kind": "mlp", "hidden": [512]},
     "local": {"kind": "sgd", "steps": 2, "batch": 16},
@@ -183,13 +189,8 @@ METHODS = {
         "noise": STEPS,
         "client": {"way": "layerwise"},
     },
-    "cnn, loop": {
-        "model": {"kind": "cnn"},
-        "local": {"kind": "sgd", "steps": 1, "batch": 4},
-        "selection": {"kind": "uniform", "cohort": 6},
-        "rounds": 2,
-        "client": {"lane": 2},
-    },
+    "cnn, loop": {**CNN, "client": {"lane": 2, "way": "loop"}},
+    "cnn by hand": {**CNN, "client": {"lane": 2, "way": "convolutional"}},
 }
 
 

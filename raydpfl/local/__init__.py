@@ -4,23 +4,25 @@ A member of the family says what a step does with its gradient, `resolve` which 
 does it, and `Trainer` does it. A rule of one's own is a class of `Local` with a `step` (see there).
 All ways have the mathematics of a plain loop over the clients, with cross-entropy or, for float
 targets and a module with a single output, half the squared error. All but sample_space, which takes
-linear rules alone, carry out any rule, add corrections (`Scaffold`), and can clip each sample's
-gradient and add noise to every step (the loop sample by sample):
+linear rules alone, carry out any rule and add corrections (`Scaffold`). All but sample_space and
+convolutional can clip each sample's gradient and add noise to every step (the loop sample by
+sample):
 
-| way          | for                                     | how                                     |
-|--------------|-----------------------------------------|-----------------------------------------|
-| sample_space | linear layers, many epochs on few rows  | first layer in the span of the rows     |
-| fused        | any stack of linear layers              | batched products, step in the backward  |
-| vmap         | modules without convolution, recurrence | torch.func over the lane                |
-| layerwise    | per-sample clipping of networks         | one backward pass; norms, sums by layer |
-| loop         | any module                              | client after client, on a flat vector   |
-| noop         | measuring                               | no training                             |
+| way           | for                                     | how                                    |
+|---------------|-----------------------------------------|----------------------------------------|
+| sample_space  | linear layers, many epochs on few rows  | first layer in the span of the rows    |
+| fused         | any stack of linear layers              | batched products, step in the backward |
+| convolutional | convolutions, max-pooling, then linear  | client after client, layers by hand    |
+| vmap          | modules without convolution, recurrence | torch.func over the lane               |
+| layerwise     | per-sample clipping of networks         | norms, sums by layer in one pass       |
+| loop          | any module                              | client after client, on a flat vector  |
+| noop          | measuring                               | no training                            |
 
 >>> from torch import nn
 >>> module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(5408, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
 >>> resolve(module, Sgd(), 20, form)
-'loop'
+'convolutional'
 """
 
 from raydpfl.local.adam import Adam

@@ -1,11 +1,11 @@
 """Which way trains a model.
 
 A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
-takes fewer operations; a module with convolutions or recurrent layers by the loop; any other by
-vmap. With a bound on every sample's gradient: a stack of linear layers fused, any other module
-layerwise, or else by vmap, with recurrent layers by the loop. The way's first steps are compared
-with the loop's on made-up rows. Where they fail or differ the next way is taken, in the end the
-loop, and the log says why.
+takes fewer operations; convolutions with linear layers after them by hand; any other module with
+convolutions or recurrent layers by the loop; any other by vmap. With a bound on every sample's
+gradient: a stack of linear layers fused, any other module layerwise, or else by vmap, with
+recurrent layers by the loop. The way's first steps are compared with the loop's on made-up rows.
+Where they fail or differ the next way is taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl.errors import ConfigError
 from raydpfl.local.base import Local
 from raydpfl.local.checks import check_apart, check_loss, check_rule, drawn_from
+from raydpfl.local.convolutional import links
 from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.stack import NoStack, stack
@@ -89,6 +90,14 @@ def _one_by_one(way: str, drawn: str) -> str:
     return way
 
 
+def _by_hand(module: nn.Module) -> bool:
+    try:
+        links(module)
+    except NoStack:
+        return False
+    return True
+
+
 def _choices(module: nn.Module, local: Local, rows: int, clip: float | None) -> list[str]:
     """The ways to try before the loop, the best first: of those that suit the module, those that
     can do what is asked of them; only the best where samples are not clipped.
@@ -110,8 +119,9 @@ def _suited(module: nn.Module, local: Local, rows: int, clip: float | None) -> l
         recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
         if clip is not None:
             return ["layerwise", "loop" if recurs else "vmap"]
-        convolves = recurs or any(isinstance(layer, _ConvNd) for layer in module.modules())
-        return ["loop" if convolves else "vmap"]
+        if not recurs and not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+            return ["vmap"]
+        return ["convolutional" if _by_hand(module) else "loop"]
     if clip is not None:
         return ["fused", "layerwise", "vmap"]
     spanned = SampleSpace.pays(layers, rows, local)

@@ -1,10 +1,12 @@
-"""Large matrix products by oneDNN, where torch would take them to MKL.
+"""Large matrix products by oneDNN, where torch would take them to MKL and that is slower.
 
 MKL keeps processors of other makers than Intel from their AVX-512 units; oneDNN, which torch builds
 in for its convolutions, does not. On such a processor the CNN of `experiments/benchmarks/engine.py
---only cnn` went from 1.5 to 1.7 times the plain loop. torch reaches oneDNN's product of float32
-matrices by one operator alone, which its compiler uses and which has no public name; where it is
-missing, and below `CALL_COST`, the products are torch's.
+--only cnn` went from 1.5 to 1.7 times the plain loop. On Intel's, MKL is the faster of the two, and
+adds a product to what is there, which this operator does not. torch reaches oneDNN's product of
+float32 matrices by one operator alone, which its compiler uses and which has no public name; where
+it is missing, on Intel's processors, and below `CALL_COST`, the products are torch's. `library` is
+a part of what a run's bits depend on (`raydpfl.origin`).
 
 >>> layer = nn.Linear(1568, 512)
 >>> x = torch.ones(128, 1568)
@@ -21,15 +23,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raydpfl import hardware
+
 # multiplications: up to so many, what calling the operator costs is not won back
 CALL_COST = 1 << 22
 TALL_COST = 1 << 20  # of many rows by few outputs, at which MKL is slow
+
+
 _overloads = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.mkldnn.is_available()
     else None
 )
-_dnnl = None if _overloads is None else _overloads.default
+OPERATOR = None if _overloads is None else _overloads.default
+_dnnl = None if hardware.maker() == "GenuineIntel" else OPERATOR
+library = "torch" if _dnnl is None else "oneDNN"
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -37,6 +45,18 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if _dnnl is None or not _pays(a, b.shape[1]):
         return a @ b
     return _dnnl(a, b.T, None, "none", [], "")
+
+
+def add_product_(
+    to: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
+) -> None:
+    """to <- beta to + alpha a @ b, for matrices float32; with beta 0 whatever `to` holds."""
+    if _dnnl is None or not _pays(a, b.shape[1]):
+        to.addmm_(a, b, beta=beta, alpha=alpha)
+    elif beta:
+        (to if beta == 1 else to.mul_(beta)).add_(product(a, b), alpha=alpha)
+    else:
+        torch.mul(product(a, b), alpha, out=to)
 
 
 def affine(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -14,8 +14,9 @@ raydpfl.local.stack.NoStack: Dropout is none of its layers
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +34,22 @@ class NoStack(Exception):
 
 @dataclass(frozen=True)
 class Activation:
-    """`forward` works in place; `backward(g, a)` is the gradient by the input, from that by the
-    output and the output itself.
+    """`forward` works in place; `kernel(g, a, *settings)`, an operator of torch's, is the gradient
+    by the input from that by the output, g, and the output itself, a.
     """
 
     name: str
     forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    kernel: Any
+    settings: tuple[Any, ...] = ()
+
+    def backward(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """The gradient by the input, from `g` by the output and the output `a`."""
+        return self.kernel.default(g, a, *self.settings)
+
+    def backward_(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """As `backward`, in place of `g`."""
+        return self.kernel.grad_input(g, a, *self.settings, grad_input=g)
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Layer:
         return [weight, flat[..., None, self.bias : self.bias + self.outputs]]
 
 
-RELU = Activation("relu", torch.relu_, lambda g, a: aten.threshold_backward(g, a, 0))
+RELU = Activation("relu", torch.relu_, aten.threshold_backward, (0,))
 TANH = Activation("tanh", torch.tanh_, aten.tanh_backward)
 SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward)
 
@@ -71,11 +81,8 @@ def _leaky(slope: float) -> Activation:
         raise NoStack(
             f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input"
         )
-    return Activation(
-        "leaky_relu",
-        lambda z: F.leaky_relu_(z, slope),
-        lambda g, a: aten.leaky_relu_backward(g, a, slope, True),
-    )
+    forward = partial(F.leaky_relu_, negative_slope=slope)
+    return Activation("leaky_relu", forward, aten.leaky_relu_backward, (slope, True))
 
 
 ACTIVATIONS: dict[Any, Activation] = {
@@ -95,41 +102,63 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     an active Dropout, a branch, control flow that torch.fx cannot follow. A `view` is taken for a
     flatten; whether it is one shows when the way is checked.
     """
-    try:
-        # wrapped, so that a lone Linear is seen as a layer
-        traced = fx.symbolic_trace(nn.Sequential(module))
-    except RAISED as error:  # whatever the module's own code does when it runs on proxies
-        raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
-    places = {}
-    place = 0
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            places[id(parameter)] = place
-            place += parameter.numel()
+    places = places_of(module)
     layers: list[Layer] = []
     activation = None
-    node = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-    # from the output back to the input
-    while isinstance(node, fx.Node) and node.op != "placeholder":
-        step = _step(traced, node)
+    for traced, node in backwards(module):
+        step = step_of(traced, node)
         if isinstance(step, Activation):
             if activation:
                 raise NoStack(f"{activation.name} follows {step.name}")
             activation = step
         elif step is not None:
             weight, bias = step
-            if id(weight) not in places or (bias is not None and id(bias) not in places):
-                raise NoStack("a linear layer is used twice, tied to another or frozen")
-            at = places.pop(id(weight)), None if bias is None else places.pop(id(bias))
+            at = taken(places, weight, bias)
             layers.append(Layer(weight.shape[1], weight.shape[0], *at, activation))
             activation = None
-        node = node.args[0] if node.args else node.kwargs.get("input")
-    if not isinstance(node, fx.Node) or not layers or activation or places:
+    if not layers or activation or places:
         raise NoStack("it is more than linear layers and activations after them")
     return tuple(reversed(layers))
 
 
-def _step(traced: fx.GraphModule, node: fx.Node) -> Found:
+def backwards(module: nn.Module) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """The nodes of the traced module from its output back to its input, each the first argument of
+    the one before. Raises `NoStack` where they do not lead there.
+    """
+    try:
+        # wrapped, so that a lone Linear is seen as a layer
+        traced = fx.symbolic_trace(nn.Sequential(module))
+    except RAISED as error:  # whatever the module's own code does when it runs on proxies
+        raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
+    node = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        yield traced, node
+        node = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(node, fx.Node):
+        raise NoStack("it is more than layers one after another")
+
+
+def places_of(module: nn.Module) -> dict[int, int]:
+    """Where each trainable parameter, by its id, begins in the flat vector."""
+    places = {}
+    place = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            places[id(parameter)] = place
+            place += parameter.numel()
+    return places
+
+
+def taken(
+    places: dict[int, int], weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[int, int | None]:
+    """The places of a layer's weight and bias, taken out of `places`. Raises `NoStack`."""
+    if id(weight) not in places or (bias is not None and id(bias) not in places):
+        raise NoStack("a layer is used twice, tied to another or frozen")
+    return places.pop(id(weight)), None if bias is None else places.pop(id(bias))
+
+
+def step_of(traced: fx.GraphModule, node: fx.Node) -> Found:
     """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but
     the shape.
     """
@@ -156,15 +185,8 @@ def _step(traced: fx.GraphModule, node: fx.Node) -> Found:
 
 
 def _of_module(module: nn.Module) -> Found:
-    """What a module within the stack is; see `_step`."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if any(hooks):
-        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
+    """What a module within the stack is; see `step_of`."""
+    check_unhooked(module)
     if type(module) is nn.Linear:
         return module.weight, module.bias
     if type(module) in ACTIVATIONS:
@@ -176,6 +198,18 @@ def _of_module(module: nn.Module) -> Found:
     if flat or idle or isinstance(module, nn.Identity):
         return None
     raise NoStack(f"{type(module).__name__} is none of its layers")
+
+
+def check_unhooked(module: nn.Module) -> None:
+    """Raises `NoStack` for a layer with hooks."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(hooks):
+        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
 
 
 def _of_function(traced: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor | None]:

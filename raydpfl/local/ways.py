@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raydpfl.errors import ConfigError
 from raydpfl.local.base import Local
+from raydpfl.local.convolutional import Convolutional
 from raydpfl.local.layerwise import Layerwise
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.loop import Loop
@@ -14,6 +15,7 @@ from raydpfl.local.way import Way
 WAYS: dict[str, type[Way]] = {
     "sample_space": SampleSpace,
     "fused": Fused,
+    "convolutional": Convolutional,
     "layerwise": Layerwise,
     "vmap": Vmap,
     "loop": Loop,

@@ -1,0 +1,35 @@
+"""What the processor is, as far as arithmetic differs by it."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+INFO = Path("/proc/cpuinfo")
+
+
+@functools.cache
+def _described() -> dict[str, str]:
+    """What Linux says of the first processor; nothing elsewhere."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = INFO.read_text(errors="replace").split("\n\n")[0].splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def maker() -> str:
+    """Its maker, as the processor names itself: GenuineIntel, AuthenticAMD, ...; "" if unknown."""
+    return _described().get("vendor_id", "") or _of_windows()
+
+
+def _of_windows() -> str:
+    """The last word of, for instance, "Intel64 Family 6 Model 151 Stepping 2, GenuineIntel"."""
+    return platform.processor().rpartition(", ")[2]
+
+
+def flags() -> frozenset[str]:
+    """Its instruction sets, as Linux names them; empty elsewhere."""
+    return frozenset(_described().get("flags", "").split())

@@ -1,0 +1,387 @@
+"""One client after another: nets of convolutions, max-pooling and linear layers, by hand.
+
+What autograd does for any module costs a net of these layers more than it must. Here every layer's
+step is made with its gradient, where the rule needs no more (W <- shrink W - lr g^T a is one
+product, which reads and writes W once), nothing is zeroed or copied to be thrown away, and the
+first layer's input gets no gradient. An activation is taken after the pooling that follows it: they
+commute, as it does not fall. A bias has the sum of the gradient by the maxima, and the gradient by
+the pooling's input takes that input's memory. Images, filters and the columns of the first linear
+layer are channels-last inside.
+
+>>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(676, 10)
+>>> [type(link).__name__ for link in links(nn.Sequential(*layers))]
+['Convolution', 'Pointwise', 'Flat', 'Dense']
+>>> links(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(4, 2)))
+Traceback (most recent call last):
+raydpfl.local.stack.NoStack: Dropout is none of its layers
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from raydpfl.local.base import Local
+from raydpfl.local.one_by_one import Descent, OneByOne
+from raydpfl.local.products import add_product_, affine, product
+from raydpfl.local.stack import (
+    Activation,
+    NoStack,
+    backwards,
+    check_unhooked,
+    places_of,
+    step_of,
+    taken,
+)
+from raydpfl.tasks import Task
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter's part of the flat vector: where it begins, its row-major shape there, and these
+    axes in the order of `raydpfl.models.flatten`.
+    """
+
+    place: int
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """In the shape inside."""
+        return flat[self.place : self.place + prod(self.shape)].view(self.shape)
+
+    def outside(self, flat: torch.Tensor) -> torch.Tensor:
+        """In the order of `raydpfl.models.flatten`."""
+        return self.of(flat).permute(self.axes)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What becomes of a gradient: the step of `flat` is made with it, or it is written to `out`."""
+
+    flat: torch.Tensor
+    out: torch.Tensor
+    descent: Descent | None
+
+    def product(self, parameter: Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
+        """The gradient by a parameter, as a matrix, is a @ b."""
+        if self.descent is None:
+            add_product_(parameter.of(self.out).view(len(a), -1), a, b, beta=0, alpha=1)
+            return
+        now = parameter.of(self.flat).view(len(a), -1)
+        add_product_(now, a, b, beta=self.descent.shrink, alpha=-self.descent.lr)
+
+    def add(self, parameter: Parameter, gradient: torch.Tensor) -> None:
+        """`gradient` is in the order of `raydpfl.models.flatten`."""
+        if self.descent is None:
+            parameter.outside(self.out).copy_(gradient)
+            return
+        now = parameter.of(self.flat)
+        if self.descent.shrink != 1:
+            now.mul_(self.descent.shrink)
+        parameter.outside(self.flat).sub_(gradient, alpha=self.descent.lr)
+
+
+class Link:
+    """A layer of the chain."""
+
+    parameters: tuple[Parameter, ...] = ()
+
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """Its output, and what `backward` needs of the pass."""
+        raise NotImplementedError
+
+    def backward(
+        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+    ) -> torch.Tensor:
+        """The gradient by its input from `g`, that by its output; anything for the first link."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Convolution(Link):
+    """A convolution and the max-pooling that follows it, if any does: the arguments of torch's
+    operators for them.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    pool: tuple[Any, ...] | None = None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """See `Link`."""
+        weight = self.weight.outside(flat)
+        bias = None if self.bias is None else self.bias.of(flat)
+        z = F.conv2d(a, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.pool is None:
+            return z, (a, None, None)
+        maxima, where = aten.max_pool2d_with_indices(z, *self.pool)
+        return maxima, (a, z, where)
+
+    def backward(
+        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+    ) -> torch.Tensor:
+        """See `Link`."""
+        a, z, where = kept
+        weight = self.weight.outside(gradients.flat)
+        if self.bias is not None:
+            gradients.add(self.bias, g.sum((0, 2, 3)))
+        if self.pool is not None:
+            scatter = aten.max_pool2d_with_indices_backward.grad_input
+            g = scatter(g, z, *self.pool, where, grad_input=z)  # z is no longer needed
+        geometry = (self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
+        wanted = (not first, True, False)
+        by_input, by_weight, _ = aten.convolution_backward(g, a, weight, None, *geometry, wanted)
+        gradients.add(self.weight, by_weight)
+        return by_input
+
+
+@dataclass(frozen=True)
+class Pointwise(Link):
+    """An activation."""
+
+    activation: Activation
+
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """See `Link`."""
+        a = self.activation.forward(a)
+        return a, (a,)
+
+    def backward(
+        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+    ) -> torch.Tensor:
+        """See `Link`."""
+        return self.activation.backward_(g, *kept)
+
+
+@dataclass(frozen=True)
+class Flat(Link):
+    """An image as a row, channels last."""
+
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """See `Link`."""
+        images = a.permute(0, 2, 3, 1)
+        return images.reshape(len(a), -1), (images.shape,)
+
+    def backward(
+        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+    ) -> torch.Tensor:
+        """See `Link`."""
+        return g.view(*kept).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Dense(Link):
+    """A linear layer."""
+
+    weight: Parameter
+    bias: Parameter | None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """See `Link`."""
+        weight = self.weight.of(flat).flatten(1)
+        return affine(a, weight, None if self.bias is None else self.bias.of(flat)), (a,)
+
+    def backward(
+        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+    ) -> torch.Tensor:
+        """See `Link`."""
+        (a,) = kept
+        by_input = product(g, self.weight.of(gradients.flat).flatten(1))
+        gradients.product(self.weight, g.T, a)
+        if self.bias is not None:
+            gradients.add(self.bias, g.sum(0))
+        return by_input
+
+
+MIXED = "it is more than convolutions, and linear layers after them"
+
+
+@dataclass(frozen=True)
+class _Pool:
+    arguments: tuple[Any, ...]
+
+
+def links(module: nn.Module) -> tuple[Link, ...]:
+    """The links of a chain (convolution [activation] [max-pooling])*, flatten, (Linear
+    [activation])*: convolutions and linear layers are modules, the others modules or functions, and
+    max-pooling may come before the activation.
+
+    Raises `NoStack` for anything else; see `raydpfl.local.stack.stack`.
+    """
+    places = places_of(module)
+    chain: list[Link] = []
+    for each in reversed([_found(places, *node) for node in backwards(module)]):
+        if isinstance(each, _Pool):
+            _attach(each, chain)
+        elif isinstance(each, Pointwise) and chain and isinstance(chain[-1], Pointwise):
+            raise NoStack("an activation follows another")
+        elif each is not None:
+            chain.append(each)
+    kinds = [type(link) for link in chain]
+    if places or kinds.count(Flat) != 1:
+        raise NoStack(MIXED)
+    flat = kinds.index(Flat)
+    images = {Convolution, Pointwise}
+    rows = {Dense, Pointwise}
+    begins = kinds[0] is Convolution and kinds[flat + 1 : flat + 2] == [Dense]
+    if not begins or set(kinds[:flat]) - images or set(kinds[flat + 1 :]) - rows:
+        raise NoStack(MIXED)
+    channels = [link.weight.shape[0] for link in chain if isinstance(link, Convolution)][-1]
+    chain[flat + 1] = _channels_last(chain[flat + 1], channels)
+    return tuple(chain)
+
+
+def _attach(pool: _Pool, chain: list[Link]) -> None:
+    """Gives the pooling to the convolution before it, from which an activation may part it."""
+    place = len(chain) - 1
+    if chain and isinstance(chain[place], Pointwise):
+        place -= 1
+    before = chain[place] if place >= 0 else None
+    if not isinstance(before, Convolution) or before.pool is not None:
+        raise NoStack("max-pooling that follows no convolution is none of its layers")
+    chain[place] = replace(before, pool=pool.arguments)
+
+
+def _channels_last(dense: Link, channels: int) -> Dense:
+    """The layer after the images are made rows, with its columns in their order."""
+    assert isinstance(dense, Dense)
+    outputs, inputs = dense.weight.shape
+    if inputs % channels:
+        raise NoStack("its first linear layer does not take the images")
+    shape = (outputs, inputs // channels, channels)
+    return replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
+
+
+def _found(places: dict[int, int], traced: fx.GraphModule, node: fx.Node) -> Link | _Pool | None:
+    """What a node is; None for what changes nothing."""
+    layer = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if isinstance(layer, nn.Conv2d) and type(layer) is nn.Conv2d:
+        return _convolution(places, layer)
+    if isinstance(layer, nn.MaxPool2d) and type(layer) is nn.MaxPool2d:
+        return _pool(layer)
+    if node.target is F.max_pool2d:
+        return _pool_function(node)
+    step = step_of(traced, node)
+    if step is None:
+        return None if layer is not None and not isinstance(layer, nn.Flatten) else Flat()
+    if isinstance(step, Activation):
+        return Pointwise(step)
+    weight, bias = step
+    place, of_bias = taken(places, weight, bias)
+    return Dense(Parameter(place, tuple(weight.shape), (0, 1)), _bias(of_bias, len(weight)))
+
+
+def _bias(place: int | None, outputs: int) -> Parameter | None:
+    return None if place is None else Parameter(place, (outputs,), (0,))
+
+
+def _convolution(places: dict[int, int], layer: nn.Conv2d) -> Convolution:
+    check_unhooked(layer)
+    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        raise NoStack("a convolution whose padding is not so many zeros is none of its layers")
+    outputs, inputs, height, width = layer.weight.shape
+    place, of_bias = taken(places, layer.weight, layer.bias)
+    return Convolution(
+        Parameter(place, (outputs, height, width, inputs), (0, 3, 1, 2)),
+        _bias(of_bias, outputs),
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.groups,
+    )
+
+
+def _pool(layer: nn.MaxPool2d) -> _Pool:
+    check_unhooked(layer)
+    return _pooling(
+        layer.kernel_size,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.ceil_mode,
+        layer.return_indices,
+    )
+
+
+def _pool_function(node: fx.Node) -> _Pool:
+    named = inspect.signature(F.max_pool2d_with_indices).bind(*node.args, **node.kwargs)
+    named.apply_defaults()
+    return _pooling(*list(named.arguments.values())[1:])
+
+
+def _pooling(
+    kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: bool
+) -> _Pool:
+    if indices:
+        raise NoStack("max-pooling that gives its indices is none of its layers")
+    pairs = (_pair(each) for each in (kernel, stride or kernel, padding, dilation))
+    return _Pool((*pairs, ceil))
+
+
+def _pair(value: int | Sequence[int]) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+class Convolutional(OneByOne):
+    """See the module. Raises `NoStack` for a net that `links` does not know."""
+
+    private = False
+    channels_last = True
+
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        self.links = links(module)
+        parameters = [each for link in self.links for each in link.parameters]
+        self.parameters = sorted(parameters, key=lambda parameter: parameter.place)
+        sizes = [prod(parameter.shape) for parameter in self.parameters]
+        super().__init__(module, local, device, task, sizes)
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [parameter.outside(flat) for parameter in self.parameters]
+
+    def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
+        return self._pass(x, y, Gradients(self.flat, self.gradient, None))
+
+    def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
+        return self._pass(x, y, Gradients(self.flat, self.gradient, descent))
+
+    @torch.no_grad()
+    def _pass(self, x: torch.Tensor, y: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+        a = x
+        kept = []
+        for link in self.links:
+            a, of_pass = link.forward(a, self.flat)
+            kept.append(of_pass)
+        loss, g = self._of_loss(a, y)
+        for place in reversed(range(len(self.links))):
+            g = self.links[place].backward(g, kept.pop(), gradients, first=place == 0)
+        return loss
+
+    def _of_loss(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of a batch, and its gradient by the outputs."""
+        with torch.enable_grad():
+            outputs.requires_grad_()
+            loss = self.task.loss(outputs, y).mean()
+            (g,) = torch.autograd.grad(loss, outputs)
+        return loss.detach(), g
