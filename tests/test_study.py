@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import SMALL
+from rich.console import Console
 from test_same_bits import kill_tree
 
 from raydpfl import cli
@@ -28,13 +30,14 @@ from raydpfl.compare import over_seeds, paired
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.published import Printed
-from raydpfl.study import Course, Study, reproduce, shipped
+from raydpfl.study import Course, Display, Study, reproduce, shipped
 from raydpfl.study.course import OUTPUTS, Together
 from raydpfl.study.form import RESERVED
 from raydpfl.study.identities import looked_at, words
 from raydpfl.study.progress import numbers
 from raydpfl.tune.directory import Directory
 from raydpfl.tune.folder import name_of
+from raydpfl.tune.sweep import short
 
 ARMS = ("Free", "Data", "Uniform")  # of which none takes a number
 MACHINE = ["seconds", "wall_seconds", "clients_per_second", "peak_rss_mb"]
@@ -585,6 +588,18 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
         given["show"][0]["published"] = name
         with pytest.raises(ConfigError, match=r"show\.0\.published = .*: a file beside the study"):
             Study.from_dict(given, place=tmp_path / "out")
+
+
+def test_what_came_of_a_study_is_told_in_whole_lines_where_no_terminal_is(tmp_path):
+    asked = study()
+    course = course_of(asked, tmp_path)
+    play(course, 1)
+    console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
+    Display(console, [asked]).report(course.gather(over=True))
+    told = console.file.getvalue().splitlines()
+    (line,) = [line for line in told if line.startswith("shards") and " Clip " in line]
+    values = json.loads(course.gather(over=True).results.to_pylist()[-6]["values"])
+    assert line.split()[-2:] == [f"{key}={short(value)}" for key, value in values.items()]
 
 
 # --- identities and comparisons ---

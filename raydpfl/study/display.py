@@ -79,10 +79,10 @@ class Display:
     def report(self, result: Result) -> None:
         """What came of every cell; what failed and which identities hold; where it lies."""
         study = result.study
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, WIDE)
         self._console.print(f"[bold]{escape(study.about.id)}[/] {escape(study.about.title)}")
-        self._console.print(
-            outcome(result, ROWS), width=None if self._console.is_terminal else WIDE
-        )
+        self._console.print(outcome(result, ROWS))
         for failed in result.summary["failed"][:ROWS]:
             self._say(f"Failed: {failed['cell']}: {failed['reason']}")
         for identity in result.summary["identities"]:
@@ -107,7 +107,7 @@ def outcome(result: Result, most: int | None = None) -> Table:
         shown.add_column(escape(name), no_wrap=True)
     for name in (scores.named(metric), "epsilon", "seeds"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("values", overflow="fold")
+    shown.add_column("values", overflow="fold", min_width=20)
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault(tuple(row[name] for name in names), []).append(row)
