@@ -289,6 +289,15 @@ def test_a_run_that_does_not_look_at_the_test_set_tells_its_validation(untouched
     assert f"round 4/4  validation accuracy {written['validation_accuracy']:.2%}" in said(show)
 
 
+def test_measuring_after_the_last_round_is_told_without_the_name_of_a_measure():
+    def show(console):
+        with shown.Display(console, 4) as display:
+            for done in range(5):
+                display.measure(done, 4)
+
+    assert said(show).splitlines() == [f"measuring: {part}%" for part in (0, 25, 50, 75, 100)]
+
+
 def test_a_run_that_looks_at_the_test_set_reads_it(untouched, tmp_path):
     with pytest.raises((AssertionError, RunError), match="a test row was read"):
         run(experiment(evaluate=HALF), tmp_path / "out")
