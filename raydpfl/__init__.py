@@ -4,14 +4,15 @@
 >>> Experiment.from_dict({"rounds": 2}).selection.cohort
 30
 
-`run(experiment)` carries it out and returns its rounds table, summary, guarantees and model.
+`run(experiment)` carries it out and returns its rounds table, summary, guarantees and model;
+`load(directory)` gives the model, config and summary of a run that has ended.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Experiment", "Result", "run"]
+__all__ = ["Experiment", "Result", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:  # the runtime imports Ray and torch; the name alone should not
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:  # the runtime imports Ray and torch; the nam
         from raydpfl import runner
 
         return getattr(runner, name)
+    if name == "load":
+        from raydpfl.saved import load
+
+        return load
     raise AttributeError(f"module 'raydpfl' has no attribute {name!r}")

@@ -64,7 +64,7 @@ class Account:
         """
         plan = self.plan
         assert plan.mechanism is not None
-        release: dict[str, Any] = {"mechanism": plan.mechanism.digest(), "bound": bound}
+        release: dict[str, Any] = {"mechanism": plan.mechanism.round_digest(), "bound": bound}
         release["std"] = plan.sum_std(bound)
         release |= {f"{name}_std": std for name, std in plan.side_stds.items()}
         asked = plan.experiment.selection.loss_query

@@ -34,6 +34,7 @@ app = typer.Typer(
     "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
     "Run no config that you have not read.",
 )
+EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
 AGAIN = "a run that had begun goes on with --resume"
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 CLUSTER = "A running Ray cluster to join; auto finds the local one."
@@ -111,6 +112,17 @@ def run(
             on_measure=display.measure,
         )
     shown.report(console, result)
+
+
+@app.command()
+def export(
+    folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],
+    out: Annotated[Path | None, _option(EXPORTED)] = None,
+) -> None:
+    """Write the model of a run to a file."""
+    from raydpfl import saved
+
+    print(saved.export(folder, out))
 
 
 @app.command()

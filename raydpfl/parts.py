@@ -6,6 +6,7 @@ They are the data, the clients, their weights, the way of training, and who take
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,13 +103,16 @@ def clients(
 
 def resolved(experiment: Experiment, way: str, cohort: int) -> Experiment:
     """With the way of training and the width of a lane, so that the bits do not depend on what
-    another machine would choose.
+    another machine would choose, and the whole path of the weights that it starts from.
     """
     lane = experiment.client.lane
     if lane == "auto":
         lane = 1 if local.WAYS[way].one_by_one else lane_width(cohort)
     client = experiment.client.model_copy(update={"way": way, "lane": lane})
-    return experiment.model_copy(update={"client": client})
+    model = experiment.model
+    if model.init is not None:  # as actors stand in other directories
+        model = model.model_copy(update={"init": os.path.abspath(model.init)})
+    return experiment.model_copy(update={"client": client, "model": model})
 
 
 def lane_width(cohort: int) -> int:

@@ -102,30 +102,34 @@ class Plan:
         drawn = [e.selection.survivors(seed, e.rounds, self.population) for seed in seeds]
         return replace(self, history=history, first=first, survivors=min(self.survivors, *drawn))
 
-    def origin(self) -> dict[str, str]:
-        """What a run's bits depend on besides the experiment, by name."""
-        ran = {"mechanism": self.mechanism.digest()} if self.mechanism else {}
-        drawn = {"cohorts": self._cohorts()} if self.mechanism else {}
+    def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a run's bits depend on besides the experiment, by name; as a checkpoint of fewer
+        rounds would have it, where `stored` is that of one.
+        """
+        ran = {"mechanism": self.mechanism.round_digest()} if self.mechanism else {}
+        drawn = {"cohorts": self._cohorts((stored or {}).get("cohorts"))} if self.mechanism else {}
         # a checkpoint of another run goes on nowhere else
         own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"
         found = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
         return found | drawn | ran | dict(self.platform)
 
-    def _cohorts(self) -> str:
-        """A digest of the draws by the experiment's own seed: of all rounds for an own selection,
-        else of the first few.
+    def _cohorts(self, stored: str | None = None) -> str:
+        """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
+        for an own selection, else the first few; those of `stored`, if there are as many.
 
         What was released before a change of code or of versions is counted by draws that are made
         again after it.
         """
         e = self.experiment
         rounds = e.rounds if e.selection.is_own else min(e.rounds, 4)
+        before = (stored or "").rpartition(" ")[2]
+        if before.isdecimal() and 1 <= int(before) <= e.rounds:
+            rounds = int(before)
 
         def compute() -> str:
             drawn = [e.selection.exposed(e.seed, t, self.population) for t in range(rounds)]
-            return hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn)).hexdigest()[
-                :16
-            ]
+            found = hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn))
+            return f"{found.hexdigest()[:16]} of {rounds}"
 
         return self.population.remember(("cohorts", e.seed, rounds), compute)
 
@@ -477,10 +481,13 @@ def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
     Raises:
         ConfigError: no noise meets what is asked for.
     """
+    rounds = parts.experiment.rounds
+    first = parts.experiment.noise.calibrated_over(rounds) or rounds
     facts = Facts(
         experiment=parts.experiment,
         sizes=parts.population.sizes,
-        rounds=int(parts.exposures[-1]) or parts.experiment.rounds,
+        rounds=int(parts.exposures[-1]) or rounds,
+        calibrated=int(parts.exposures[first - 1]) or first,
         weight=parts.weight,
         survivors=parts.survivors,
         draws=parts.draws,

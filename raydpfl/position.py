@@ -152,7 +152,7 @@ def check_origin(plan: Plan, stored: dict[str, str], anew: bool) -> None:
 
     With `anew` only the mechanism and the data must be the same.
     """
-    now = plan.origin()
+    now = plan.origin(stored)
     if anew:
         kept = ("experiment", "data", "clients", "cohorts", "mechanism")
         stored = {name: stored[name] for name in kept if name in stored}

@@ -23,17 +23,19 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import device, interrupts, measure, models
+from raydpfl import device, interrupts, measure, models, noise, saved
 from raydpfl.config import Experiment, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.files import LOCK, holding
 from raydpfl.launch import Call, Places, forkable
 from raydpfl.measure import Board
+from raydpfl.member import choose
 from raydpfl.origin import versions
 from raydpfl.plan import FREE, Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.process import peak_rss_mb
+from raydpfl.tasks import Form
 from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
@@ -123,10 +125,7 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray) -> Result:
-    experiment = plan.experiment
-    shards = Shards.open(plan.shards)
-    module = models.build(experiment.model, shards.form(experiment.data.task), experiment.seed)
-    models.load(module, torch.from_numpy(model.copy()))
+    module, _ = _module(plan, model)
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     path = folder / "rounds.parquet"
     # a run that released nothing has no rows
@@ -134,6 +133,14 @@ def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray
         pq.ParquetFile(path).read() if path.exists() else pa.Table.from_batches([], pa.schema([]))
     )
     return Result(folder, rounds, summary, guarantees, module)
+
+
+def _module(plan: Plan, model: np.ndarray) -> tuple[torch.nn.Module, Form]:
+    """The module of a run with these parameters, float32 [d], and what its samples are."""
+    experiment = plan.experiment
+    form = Shards.open(plan.shards).form(experiment.data.task)
+    module = models.build(experiment.model, form, experiment.seed)
+    return models.load(module, torch.from_numpy(model.copy())), form
 
 
 @contextmanager
@@ -311,6 +318,7 @@ class _Drive:
                 summary["reason"] = MISSING.format(", ".join(left))
             for board in self.boards:
                 board.close()
+            saved.keep(self.folder, *_module(self.plan, model), summary)
             write_json(self.folder / "summary.json", summary)
         except RunError:
             if status == "failed" and failure:
@@ -365,11 +373,17 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
         raise ConfigError(
             "--resume", str(folder), f"the directory of a run; its config.yaml is {found}"
         )
+    longer = _longer(experiment, stored)
     for section, value in asked.items():
         before = stored.get(section)
+        if section == "rounds" and longer:
+            continue
         if isinstance(value, dict) and isinstance(before, dict):
+            free = FREE.get(section, set()) | (
+                {"rounds"} if longer and section == "noise" else set()
+            )
             for key in value.keys() | before.keys():
-                if value.get(key) != before.get(key) and key not in FREE.get(section, ()):
+                if value.get(key) != before.get(key) and key not in free:
                     raise ConfigError(
                         f"{section}.{key}",
                         value.get(key),
@@ -377,3 +391,21 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
                     )
         elif measure.settled(value) != measure.settled(before):
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
+
+
+def _longer(experiment: Experiment, stored: dict[str, Any]) -> bool:
+    """Whether it asks for more rounds than the run to be resumed, of the same noise.
+
+    Raises:
+        ConfigError: the noise would be another, as its size is for a number of rounds.
+    """
+    rounds = stored.get("rounds")
+    if not isinstance(rounds, int) or experiment.rounds <= rounds:
+        return False
+    family = noise.FAMILY, noise.Noise
+    before = choose("noise", stored.get("noise"), *family).calibrated_over(rounds)
+    if experiment.noise.calibrated_over(experiment.rounds) != before:
+        accepted = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
+        accepted += f"noise.rounds={before} beside it: the noise stays as it is, and guarantees say"
+        raise ConfigError("rounds", experiment.rounds, f"{accepted} what all rounds spend")
+    return True

@@ -22,10 +22,10 @@ ORDER = [
     "witnessing", "adapting", "position", "account", "memory", "placement", "actors", "dealing",
     "slots", "client", "evaluator", "process", "cluster",
     # no Ray from here on
-    "plan", "parts", "origin", "config", "measure", "scores", "tables", "tracking", "heterogeneity",
-    "compare", "selection", "local", "bounding", "noise", "weights", "server", "sums", "privacy",
-    "models", "data", "tasks", "member", "own", "rounds", "rates", "events", "arrow", "files",
-    "keys", "device", "errors", "interrupts", "hardware", "reaper",
+    "plan", "parts", "origin", "saved", "config", "measure", "scores", "tables", "tracking",
+    "heterogeneity", "compare", "selection", "local", "bounding", "noise", "weights", "server",
+    "sums", "privacy", "models", "data", "tasks", "member", "own", "rounds", "rates", "events",
+    "arrow", "files", "keys", "device", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -58,6 +58,7 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
         "clients.parquet",
         "ledger.jsonl",
         "summary.json",
+        "model.safetensors",
         "checkpoints",
         "tensorboard",
     }

@@ -52,6 +52,7 @@ from raydpfl.models.base import Model
 from raydpfl.models.module import Module, factory
 from raydpfl.models.norms import group_norm
 from raydpfl.models.state import changed, kept
+from raydpfl.models.weights import fill
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
@@ -88,8 +89,8 @@ def _own(kind: str) -> bool:
 
 
 def build(model: Model, form: Form, seed: int) -> nn.Module:
-    """A float32 module on the CPU whose initial parameters (torch's default ones) are a function of
-    (model, form, seed).
+    """A float32 module on the CPU whose initial parameters (torch's default ones, or those of the
+    file that the model starts from) are a function of (model, form, seed).
 
     The global random state is left as it was. Raises `ConfigError` for a model that is not for such
     samples, and for a module that does not take [batch, *form.shape] to [batch, *form.outputs], has
@@ -100,6 +101,8 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
         module = model.of(form)
         _check(module, model, form)
+    if model.init is not None:
+        fill(module, model.init)
     return module.train()
 
 

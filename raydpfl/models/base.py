@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import nn
 
 from raydpfl.errors import ConfigError
+from raydpfl.files import digest
 from raydpfl.member import Member
+from raydpfl.models.weights import place
 from raydpfl.tasks import Form
 
 Shape = tuple[int, ...]
@@ -25,6 +27,11 @@ class Model(Member):
     """
 
     classifies: ClassVar[bool] = False  # whether it is for classes alone
+    named: ClassVar[frozenset[str]] = frozenset({"init"})
+    newer: ClassVar[frozenset[str]] = frozenset({"init"})
+
+    # the weights that training starts from: a file of safetensors, a state_dict, or a run directory
+    init: str | None = None
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         """A fresh module for float32 inputs of this shape."""
@@ -46,6 +53,24 @@ class Model(Member):
             raise ConfigError("model.kind", self.kind, f"{accepted}: {reason}")
         return self.module(form.shape, form.outputs[0])
 
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """What of it no accountant counts, in words."""
+        if self.init is None:
+            return ()
+        return (f"the weights that training starts from ({self.init}), and the data they are of",)
+
+    def meaning(self) -> dict[str, Any]:
+        """See `Member.meaning`: of the file that it starts from what it holds, not where it is."""
+        found = super().meaning()
+        if self.init is None:
+            return found
+        try:
+            return {**found, "init": digest(place(self.init))}
+        except OSError as error:
+            accepted = f"a file of weights, or the directory of a run that has ended ({error})"
+            raise ConfigError("model.init", self.init, accepted) from None
+
     def image(self, shape: Shape, least: int) -> Shape:
         """`shape` if it is (channels, height, width) with height and width at least `least`; else
         raises `ConfigError`.
@@ -60,7 +85,7 @@ class Model(Member):
 class Net(Model):
     """Base of the structured nets, each hidden layer of which may be narrower, or wider."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"width"})
+    newer: ClassVar[frozenset[str]] = Model.newer | {"width"}
 
     # every hidden layer has so many times the channels or units that it has in the paper
     width: float = Field(default=1.0, gt=0, le=16)

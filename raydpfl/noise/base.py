@@ -28,6 +28,7 @@ class Facts:
     experiment: Experiment
     sizes: np.ndarray  # int64 [N], samples of each client
     rounds: int  # that a guarantee composes
+    calibrated: int  # of these, the rounds that an epsilon is for
     weight: float  # the largest of any client
     survivors: int  # the fewest clients that are left in any round
     draws: Callable[[], list[np.ndarray]]  # whose participations it is sized for, with repeats
@@ -199,6 +200,12 @@ class Noise(Member):
     def target(self) -> float | None:
         """The epsilon that all clients are promised; None: it follows from the noise, or differs
         between clients.
+        """
+        return None
+
+    def calibrated_over(self, rounds: int) -> int | None:
+        """How many rounds of a run of `rounds` its size is for; None: its size is the same however
+        many there are.
         """
         return None
 

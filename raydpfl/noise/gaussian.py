@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # the fields that determine how large the noise is
 SIZES = {
     "epsilon",
+    "rounds",
     "multiplier",
     "std",
     "delta",
@@ -61,6 +62,8 @@ class Gaussian(Noise):
     placement: Literal["auto", "client", "server", "step"] = "auto"
     delta: float = Field(default=1e-5, gt=0, lt=1)
     epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
+    # the first rounds, which `epsilon` is for; None: all of the run
+    rounds: int | None = Field(default=None, ge=1)
     multiplier: float | None = Field(default=None, ge=1e-9, le=1e15)
     std: float | None = Field(default=None, ge=1e-9, le=1e15)
     calibration: Literal["rigorous", "paper", "tcdp"] = "rigorous"
@@ -83,6 +86,8 @@ class Gaussian(Noise):
         ]
         if len(given) != 1:
             raise ConfigError("noise", given or None, "exactly one of epsilon, multiplier and std")
+        if self.rounds is not None and self.epsilon is None:
+            raise ConfigError("noise.rounds", self.rounds, "none without noise.epsilon for them")
         if self.calibration != "rigorous" and self.epsilon is None:
             raise ConfigError(
                 "noise.calibration",
@@ -149,7 +154,12 @@ class Gaussian(Noise):
         return Terms(self._by.relation(asked, natural), self.delta, self.v)
 
     def target(self) -> float | None:
+        if self.rounds is not None:  # what all rounds spend follows
+            return None
         return self.epsilon if isinstance(self.epsilon, int | float) else None
+
+    def calibrated_over(self, rounds: int) -> int | None:
+        return None if self.epsilon is None else self.rounds or rounds
 
     def simulated(self) -> bool:
         return self.virtual_cohort is None
@@ -183,7 +193,7 @@ class Gaussian(Noise):
         return self._calibrated(outline, facts)
 
     def _calibrated(self, outline: Mechanism, facts: Facts) -> float:
-        """z for `epsilon`, over the rounds that a guarantee composes."""
+        """z for `epsilon`, over the rounds that it is for."""
         assert isinstance(self.epsilon, int | float)
         target = float(self.epsilon)
         if self.calibration == "tcdp":
@@ -191,7 +201,7 @@ class Gaussian(Noise):
             raise ConfigError("noise.calibration", self.calibration, accepted)
         if self.calibration == "paper":
             law = outline.sampling
-            return privacy.paper_multiplier(target, law, facts.rounds, self.delta, self.v)
+            return privacy.paper_multiplier(target, law, facts.calibrated, self.delta, self.v)
         e = facts.experiment
         accountants = sums.covering(e, outline)
         if not accountants:
@@ -199,11 +209,11 @@ class Gaussian(Noise):
                 "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
             )
             raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
-        whole = replace(outline, rounds=facts.rounds)
+        whole = replace(outline, rounds=facts.calibrated)
 
         def calibrate(name: str) -> float:
             terms = e.terms
-            at = (terms.relation, terms.delta, name, facts.rounds)
+            at = (terms.relation, terms.delta, name, facts.calibrated)
             return privacy.noise_for(target, whole, *at)
 
         return sums.first_that_can(accountants, calibrate)
@@ -261,6 +271,9 @@ class Gaussian(Noise):
         if bounding.initial_bound is None and bounding.sample_bound is None:
             accepted = "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound"
             raise ConfigError("noise.kind", self.kind, accepted)
+        if self.rounds is not None and self.rounds > experiment.rounds:
+            accepted = f"at most the {experiment.rounds} rounds of the run"
+            raise ConfigError("noise.rounds", self.rounds, accepted)
         self._by.check(self, experiment)
         accountants = experiment.privacy.accountants
         if self.epsilon is not None and not accountants:
@@ -271,9 +284,16 @@ class Gaussian(Noise):
             accepted = "a budget needs noise and an accountant; this run spends without bound"
             raise ConfigError("privacy.budget", budget, accepted)
 
+    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
+        """See `Member.warnings`."""
+        if self.rounds is None or self.rounds == experiment.rounds:
+            return ()
+        first = f"noise.epsilon {self.epsilon} is what {self.rounds} rounds spend"
+        return (f"{first}; guarantees say what all {experiment.rounds} do",)
+
     def check_sums(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for settings that noise on sums rules out."""
-        if self.epsilon is not None and self.target() is None:
+        if self.epsilon is not None and not isinstance(self.epsilon, int | float):
             accepted = (
                 "a number; budgets of clients' own need placement step, and bounding.kind "
                 "per_sample_clip"

@@ -130,6 +130,9 @@ def check(noise: Gaussian, experiment: Experiment) -> None:
     if uncounted is not None and noise.epsilon is None:
         accepted = f"a budget to size the noise for, where {uncounted}"
         raise ConfigError("noise.epsilon", None, accepted)
+    if noise.rounds is not None:
+        accepted = "none with placement step: a client's noise is for the rounds that it is in"
+        raise ConfigError("noise.rounds", noise.rounds, accepted)
     if noise.v != 4.0:
         accepted = "none with placement step, whose formulas have no such constant"
         raise ConfigError("noise.v", noise.v, accepted)

@@ -52,7 +52,7 @@ def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
 def excluded(experiment: Experiment, noise: Noise) -> tuple[str, ...]:
     """What no accountant counts, in words: the `exclusions` of a guarantee."""
     said = (*experiment.data.exclusions, *experiment.selection.exclusions)
-    said += experiment.evaluate.exclusions
+    said += (*experiment.evaluate.exclusions, *experiment.model.exclusions)
     common = (COMMON,) if noise.of_seed else ()
     return (*said, *common, SHOWN)
 

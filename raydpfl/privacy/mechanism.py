@@ -202,6 +202,10 @@ class Release:
         """Its name in the ledger and in the cache: a SHA-256, in hexadecimal."""
         raise NotImplementedError
 
+    def round_digest(self) -> str:
+        """The same of one round: runs have it that differ in their number of rounds alone."""
+        return self.digest()
+
     @property
     def private(self) -> bool:
         """Whether there is any noise to account for."""
@@ -544,6 +548,9 @@ class Mechanism(Release):
             return replace(query, std=math.sqrt(len(sums)) * multiplier * query.bound)
 
         return replace(self, queries=tuple(map(scaled, self.queries)))
+
+    def round_digest(self) -> str:
+        return replace(self, rounds=1).digest()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of all fields, in hexadecimal.

@@ -1,0 +1,106 @@
+"""The weights of a module in a file: its parameters and buffers by name, in safetensors or in a
+`state_dict` that torch reads without running code.
+
+>>> import tempfile
+>>> path = Path(tempfile.mkdtemp()) / "weights.safetensors"
+>>> _ = path.write_bytes(packed(nn.Linear(2, 1), path.suffix, {"rounds": "40"}))
+>>> sorted(read(path)), facts(path)
+(['bias', 'weight'], {'rounds': '40'})
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+from torch import nn
+
+from raydpfl.errors import RAISED, ConfigError
+
+SAVED = "model.safetensors"  # of a run, in its directory
+TENSORS = ".safetensors"
+STATES = (".pt", ".pth", ".bin", ".ckpt")
+NAMES = 3  # that a message lists
+
+
+def place(path: str | Path) -> Path:
+    """The file of weights that a path names: itself, or that of a run, by its directory."""
+    found = Path(path)
+    return found / SAVED if found.is_dir() else found
+
+
+def packed(module: nn.Module, suffix: str, said: Mapping[str, str]) -> bytes:
+    """The bytes of a file with this suffix: the module's parameters and buffers, each whole under
+    every name that it has, and `said` of them, which a `state_dict` has no room for.
+
+    Raises:
+        ConfigError: there is no such file of weights.
+    """
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in module.state_dict().items()
+    }
+    if suffix == TENSORS:
+        return save(tensors, dict(said))
+    if suffix not in STATES:
+        accepted = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
+        raise ConfigError("--out", suffix, accepted)
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    return buffer.getvalue()
+
+
+def read(path: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, by name, on the CPU. Raises `ConfigError` on `model.init`."""
+    file = place(path)
+    try:
+        if file.suffix == TENSORS:
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except RAISED as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise _refused(path, f"a file that can be read ({reason})") from None
+    named = isinstance(found, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
+    )
+    if not named:
+        raise _refused(path, f"a state_dict, tensors by name; it holds {type(found).__name__}")
+    return dict(found)
+
+
+def facts(path: Path) -> dict[str, str]:
+    """What is said of the weights in a file of safetensors."""
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
+
+
+def fill(module: nn.Module, path: str) -> None:
+    """Gives a module the parameters and buffers that a file holds, all of them.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or is another module's.
+    """
+    tensors = read(path)
+    wanted = module.state_dict()
+    for what, names in (
+        ("without", [name for name in tensors if name not in wanted]),
+        ("with", [name for name in wanted if name not in tensors]),
+    ):
+        if names:
+            more = ", ..." if len(names) > NAMES else ""
+            raise _refused(path, f"weights {what} {', '.join(names[:NAMES])}{more}")
+    for name, tensor in tensors.items():
+        shape = list(wanted[name].shape)
+        if list(tensor.shape) != shape:
+            raise _refused(path, f"weights with {name} {shape}, not {list(tensor.shape)}")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise _refused(path, f"weights that are finite; {name} is not")
+    module.load_state_dict(tensors)
+
+
+def _refused(path: str | Path, accepted: str) -> ConfigError:
+    return ConfigError("model.init", str(path), accepted)

@@ -1,0 +1,119 @@
+"""What a run has trained, taken out of its directory: `load(run)`, and `raydpfl export`.
+
+A run that ends leaves `model.safetensors`: the parameters and buffers of its module, with what is
+needed to make the module again without the data, and the guarantees that hold for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from raydpfl import models, tasks
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.files import read_json
+from raydpfl.models import weights
+from raydpfl.tasks import Form, Target
+from raydpfl.tracking import replace_file
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run has trained. `module` has its weights and is in evaluation mode; `config` is its
+    experiment, complete; `summary` is what `summary.json` holds.
+    """
+
+    module: nn.Module
+    config: Experiment
+    summary: dict[str, Any]
+
+
+def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
+    """Writes the model of a run to its directory. Raises `FileError`.
+
+    Args:
+        folder: the run directory.
+        module: with its weights.
+        form: what its samples are.
+        summary: of the run.
+    """
+    made = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
+    made["task"] = form.task.model_dump(mode="json")
+    said = {
+        "form": json.dumps(made),
+        "model_sha256": str(summary["model_sha256"]),
+        "rounds": str(summary["rounds"]),
+        "holds": json.dumps(summary["holds"]),
+    }
+    path = folder / weights.SAVED
+    held = weights.packed(module, path.suffix, said)
+    replace_file(path, lambda file: file.write(held))
+
+
+def load(run: str | Path) -> Saved:
+    """What a run has trained, from its directory alone.
+
+    Raises:
+        ConfigError: it is no directory of a run that has ended.
+        RunError: the weights in it are not those of its summary.
+    """
+    folder = Path(run)
+    path = _file(folder)
+    experiment = Experiment.from_yaml(folder / "config.yaml")
+    try:
+        summary = read_json(folder / "summary.json")
+        said = weights.facts(path)
+        form = _form(json.loads(said["form"]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError("run", str(run), f"the directory of a run ({reason})") from None
+    fresh = experiment.model.model_copy(update={"init": None})
+    module = models.build(fresh, form, experiment.seed)
+    weights.fill(module, str(path))
+    numbers = models.flatten(module).numpy().astype("<f4")
+    found = hashlib.sha256(numbers.tobytes()).hexdigest()
+    if found != summary.get("model_sha256"):
+        raise RunError(f"{path} is not the model of {folder / 'summary.json'}")
+    return Saved(module.eval(), experiment, summary)
+
+
+def export(run: str | Path, out: str | Path | None = None) -> Path:
+    """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix.
+
+    Args:
+        run: the run directory.
+        out: the file; None: the run's own is named.
+
+    Returns:
+        The file.
+    """
+    folder = Path(run)
+    path = _file(folder)
+    if out is None:
+        return path
+    file = Path(out)
+    held = weights.packed(load(folder).module, file.suffix, weights.facts(path))
+    replace_file(file, lambda part: part.write(held))
+    return file
+
+
+def _file(folder: Path) -> Path:
+    path = folder / weights.SAVED
+    if not os.path.isfile(path):
+        accepted = f"the directory of a run that has ended; it has no {weights.SAVED} "
+        accepted += f"(raydpfl run {folder} --resume ends it)"
+        raise ConfigError("run", str(folder), accepted)
+    return path
+
+
+def _form(said: dict[str, Any]) -> Form:
+    target = said["target"]
+    given = Target(tuple(target["shape"]), target["classes"], tuple(target["names"]))
+    return Form(tuple(said["shape"]), given, tasks.parse(said["task"]), said["tokens"])

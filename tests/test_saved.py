@@ -1,0 +1,296 @@
+"""Models in and out of a run, and a finished run that goes on for more rounds."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import experiment
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import raydpfl
+from raydpfl import models, run, saved
+from raydpfl.cli import app
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError, RunError
+
+TIED = {"kind": f"{__name__}:Tied"}
+
+
+class Tied(nn.Module):
+    """A tied layer, a frozen one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(784, 12)
+        self.again = nn.Linear(12, 12)
+        self.twice = self.again
+        self.frozen = nn.Linear(12, 10)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scale", torch.rand(12))
+
+    def forward(self, x):
+        return self.frozen(self.twice(self.again(self.first(x.flatten(1)).relu() * self.scale)))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two rounds, and its result."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    return folder, run(experiment(rounds=2, model=TIED), folder)
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_is_loaded_from_its_directory_alone(finished, tmp_path, monkeypatch):
+    folder, result = finished
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))  # no prepared data
+    found = raydpfl.load(folder)
+    assert same(found.module.state_dict(), result.model.state_dict())
+    assert not found.module.training
+    assert found.module.twice is found.module.again
+    assert found.summary == json.loads((folder / "summary.json").read_text())
+    assert found.config == Experiment.from_yaml(folder / "config.yaml")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_a_model_is_exported_with_all_that_it_has(finished, tmp_path, name):
+    folder, result = finished
+    file = tmp_path / name
+    done = CliRunner().invoke(app, ["export", str(folder), "--out", str(file)])
+    assert done.exit_code == 0 and done.stdout.strip() == str(file)
+    read = load_file(file) if name.endswith("safetensors") else torch.load(file, weights_only=True)
+    assert same(read, result.model.state_dict())
+    fresh = Tied()
+    fresh.load_state_dict(read)
+    x = torch.rand(3, 1, 28, 28)
+    assert torch.equal(fresh(x), result.model(x))
+
+
+def test_without_a_file_export_names_that_of_the_run(finished):
+    folder, _ = finished
+    assert saved.export(folder) == folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("source", ["safetensors", "state_dict", "run"])
+def test_training_starts_from_the_weights_that_are_given(finished, tmp_path, source):
+    folder, result = finished
+    state = state_of(result.model)
+    given = {"safetensors": tmp_path / "w.safetensors", "state_dict": tmp_path / "w.pt"}
+    path = given.get(source, folder)
+    if source == "safetensors":
+        save_file({name: tensor.clone() for name, tensor in state.items()}, path)
+    elif source == "state_dict":
+        torch.save(state, path)
+    e = experiment(rounds=1, model={**TIED, "init": os.path.relpath(path)}, seed=9)
+    e = e.model_copy(update={"local": e.local.model_copy(update={"lr": 1e-30})})
+    e = Experiment.from_dict({**e.to_dict(), "noise": {"kind": "none"}})
+    found = run(e, tmp_path / "run")
+    assert same(found.model.state_dict(), state)
+    assert os.path.isabs(raydpfl.load(tmp_path / "run").config.model.init)
+
+
+def test_what_a_run_starts_from_is_named_as_not_counted_and_keys_its_noise(finished, tmp_path):
+    folder, result = finished
+    first = shutil.copy(folder / "model.safetensors", tmp_path / "first.safetensors")
+    second = shutil.copy(first, tmp_path / "second.safetensors")
+    state = state_of(result.model)
+    state["scale"] += 1
+    save_file(
+        {name: tensor.clone() for name, tensor in state.items()}, tmp_path / "other.safetensors"
+    )
+
+    def plan(file):
+        from raydpfl.plan import Plan
+
+        init = None if file is None else str(tmp_path / file)
+        return Plan.make(experiment(rounds=2, model={**TIED, "init": init}))
+
+    seeds = {
+        name: plan(name).noise_seed for name in (None, "first.safetensors", "other.safetensors")
+    }
+    assert len(set(seeds.values())) == 3
+    assert plan("second.safetensors").noise_seed == seeds["first.safetensors"]
+    assert second != first
+    said = plan("first.safetensors").mechanism.exclusions
+    assert any("first.safetensors" in each and "the data they are of" in each for each in said)
+
+
+def wrong_weights(kind: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    if kind == "more":
+        state["head"] = torch.ones(1)
+    elif kind == "less":
+        del state["first.bias"]
+    elif kind == "shape":
+        state["first.bias"] = torch.ones(3)
+    elif kind == "nan":
+        state["first.bias"][0] = torch.nan
+    return state
+
+
+@pytest.mark.parametrize(
+    "kind,said",
+    [
+        ("more", "weights without head"),
+        ("less", "weights with first.bias"),
+        ("shape", r"first.bias \[12\], not \[3\]"),
+        ("nan", "first.bias is not"),
+        ("missing", "a file of weights|a file that can be read"),
+        ("code", "a file that can be read"),
+        ("list", "a state_dict"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_a_line(finished, tmp_path, kind, said):
+    _, result = finished
+    path = tmp_path / "w.pt"
+    if kind == "code":
+        torch.save(Tied(), path)
+    elif kind == "list":
+        torch.save([torch.ones(1)], path)
+    elif kind != "missing":
+        torch.save(wrong_weights(kind, state_of(result.model)), path)
+    with pytest.raises(ConfigError, match=rf"model\.init.*({said})") as refused:
+        run(experiment(rounds=1, model={**TIED, "init": str(path)}), tmp_path / "run")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_is_no_finished_run_is_refused(finished, tmp_path):
+    folder, _ = finished
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
+        raydpfl.load(tmp_path)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    summary = json.loads((damaged / "summary.json").read_text())
+    (damaged / "summary.json").write_text(json.dumps({**summary, "model_sha256": "0"}))
+    with pytest.raises(RunError, match=r"is not the model of"):
+        raydpfl.load(damaged)
+    with pytest.raises(ConfigError, match=r"--out"):
+        saved.export(folder, tmp_path / "model.onnx")
+
+
+# --- more rounds ---
+
+
+def grown(tmp_path, *, first=2, rounds=4, then=None, **sections):
+    """The same run in two parts, and at once; what each came to."""
+    run(experiment(rounds=first, **sections), tmp_path / "parts")
+    stored = Experiment.from_yaml(tmp_path / "parts" / "config.yaml")
+    more = {**stored.to_dict(), "rounds": rounds}
+    more["noise"] = {**more["noise"], **(then or {})}
+    asked = Experiment.from_dict(more)
+    parts = run(asked, tmp_path / "parts", resume=True)
+    return parts, run(asked, tmp_path / "whole")
+
+
+CASES = {
+    "multiplier": {"noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5}},
+    "none": {"noise": {"kind": "none"}, "bounding": {"kind": "none"}},
+    "adapting": {"bounding": {"kind": "quantile_clip", "bound": 0.5}},
+    "secret": {"selection": {"kind": "poisson", "cohort": 10}},
+    "local steps": {
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "placement": "step", "multiplier": 1.0, "delta": 1e-3},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_finished_run_goes_on_as_one_of_so_many_rounds(case, tmp_path):
+    parts, whole = grown(tmp_path, **copy.deepcopy(CASES[case]))
+    assert parts.summary["rounds"] == 4 and parts.summary["status"] == "completed"
+    assert parts.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert parts.summary["guarantees"] == whole.summary["guarantees"]
+    assert same(raydpfl.load(tmp_path / "parts").module.state_dict(), whole.model.state_dict())
+    ledger = tmp_path / "parts" / "ledger.jsonl"
+    if ledger.exists():
+        lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+        assert [line["round"] for line in lines] == [0, 1, 2, 3]
+        assert {line["mechanism"] for line in lines} == {lines[0]["mechanism"]}
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "banded_gaussian"])
+def test_noise_for_an_epsilon_stays_and_the_guarantees_say_what_all_rounds_spend(kind, tmp_path):
+    sections = {"noise": {"kind": kind, "epsilon": 3.0, "delta": 1e-5}}
+    if kind == "banded_gaussian":
+        sections["noise"]["bands"] = 2
+        sections["selection"] = {"kind": "cyclic", "period": 2, "cohort": 25}
+    begun = experiment(rounds=2, **copy.deepcopy(sections))
+    first = run(begun, tmp_path / "alone")
+    longer = Experiment.from_yaml(tmp_path / "alone" / "config.yaml", ["rounds=4"])
+    with pytest.raises(ConfigError, match=r"rounds = 4: 2,.*noise\.rounds=2 beside it"):
+        run(longer, tmp_path / "alone", resume=True)
+    parts, whole = grown(tmp_path, then={"rounds": 2}, **sections)
+    assert parts.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert parts.summary["guarantees"] == whole.summary["guarantees"]
+    assert parts.summary["noise_multiplier"] == first.summary["noise_multiplier"]
+
+    def spent(result) -> float:
+        return max(each.epsilon for each in result.guarantees if each.kind == "rigorous")
+
+    before = max(entry["epsilon"] for entry in first.summary["holds"][:1])
+    after = max(entry["epsilon"] for entry in parts.summary["holds"][:1])
+    assert before == pytest.approx(3.0, rel=1e-2)
+    assert after > 3.2
+    assert spent(parts) > spent(first)
+
+
+def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
+    steps = {"kind": "gaussian", "placement": "step", "epsilon": 4.0, "delta": 1e-3}
+    sections = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": steps}
+    begun = experiment(rounds=2, **sections)
+    run(begun, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"rounds = 3"):
+        run(Experiment.from_dict({**begun.to_dict(), "rounds": 3}), tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"noise\.rounds = 2: none with placement step"):
+        experiment(rounds=3, **{**sections, "noise": {**steps, "rounds": 2}})
+
+
+@pytest.mark.parametrize(
+    "values,field",
+    [
+        ({"rounds": 1}, "rounds"),
+        ({"rounds": 4, "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.2}}, "local.lr"),
+        ({"rounds": 4, "noise": {"kind": "gaussian", "multiplier": 2.0}}, "noise.multiplier"),
+    ],
+)
+def test_only_the_rounds_may_grow(values, field, finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    stored = Experiment.from_yaml(folder / "config.yaml").to_dict()
+    with pytest.raises(ConfigError) as refused:
+        run(Experiment.from_dict({**stored, **values}), folder, resume=True)
+    assert refused.value.field == field
+
+
+def test_noise_is_for_rounds_that_there_are():
+    for values, said in (
+        ({"epsilon": 3.0, "rounds": 9}, "at most the 4"),
+        ({"std": 1.0, "rounds": 2}, "none without"),
+    ):
+        with pytest.raises(ConfigError, match=rf"noise\.rounds.*{said}"):
+            experiment(noise={"kind": "gaussian", **values})
+    e = experiment(noise={"kind": "gaussian", "epsilon": 3.0, "rounds": 2})
+    assert any("what 2 rounds spend" in said for said in e.warnings())
+
+
+def test_a_model_file_holds_float32_as_it_is(finished):
+    folder, result = finished
+    read = load_file(folder / "model.safetensors")
+    flat = models.flatten(result.model).numpy()
+    assert np.array_equal(read["first.weight"].numpy().ravel(), flat[: 784 * 12])
