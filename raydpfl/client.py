@@ -18,6 +18,8 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -28,7 +30,7 @@ import torch
 
 from raydpfl import device, models
 from raydpfl.config import Experiment
-from raydpfl.data import Room, Shards
+from raydpfl.data import Shards
 from raydpfl.errors import (
     RAISED,
     ClientError,
@@ -40,13 +42,17 @@ from raydpfl.errors import (
     told,
 )
 from raydpfl.evaluator import Evaluator, Scored
+from raydpfl.keys import Purpose, stream
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import Block
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
 from raydpfl.process import Process, own_code, peak_rss_mb
+from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import Broadcast, Lane, LaneResult, View, Work
-from raydpfl.sums import snap
+from raydpfl.sums import check_range, snap, snapped
+
+AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
 
 # numbers of padding by which joining another lane costs about what training it by itself does
 PADDING = 1 << 19
@@ -65,6 +71,8 @@ class Tally:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     # (client, draw): those whose training has raised
     failed: set[tuple[int, int]] = field(default_factory=set)
+    # the size of the largest coordinate of each lane's sum, where that is on a device
+    largest: list[torch.Tensor] = field(default_factory=list)
     # the lane that was trained again for its measures, and what came of it (see `_again`)
     again: tuple[Lane, torch.Tensor, np.ndarray] | None = None
 
@@ -113,13 +121,14 @@ class ClientActor(Process):
         tune_allocator()
         self.experiment = experiment
         self.shards = Shards.open(shards)
-        self._room = Room()
-        self.task = experiment.data.task
+        self.form = self.shards.form(experiment.data.task)
         gpus = experiment.client.num_gpus
         self.device = device.chosen(gpus)
         device.settle(self.device, gpus)
-        form = self.shards.form(self.task)
-        module = models.build(experiment.model, form, experiment.seed)
+        on_host = self.device.type == "cpu"
+        given = (self.shards, self.form)
+        self.rows = Rows(*given) if on_host else Resident(*given, self.device, gpus)
+        module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.device)
         self.own = own_code(experiment)
@@ -131,7 +140,7 @@ class ClientActor(Process):
             device=self.device,
             clip=experiment.bounding.sample_bound,
             own=self.own,
-            task=self.task,
+            task=self.form.task,
         )
         self._shares = 0
         self._sample: tuple[Lane, int, torch.Tensor] | None = None
@@ -142,6 +151,8 @@ class ClientActor(Process):
         self.known = np.empty((3, 0))
         # into how many parts a lane is cut, as the device's memory does not hold all of it
         self._cut = 1
+        # the slots of the lane in training, and their noise, which a thread draws
+        self._drawn: tuple[np.ndarray, Future] | None = None
 
     def check(self) -> None:
         """Trains two made-up clients where that is on a GPU, which a module may not bear that the
@@ -154,11 +165,13 @@ class ClientActor(Process):
             return
         local = self.experiment.local
         d = models.parameter_count(self.module)
-        x = torch.zeros(2, 2, *self.shards.shape)
-        y = torch.zeros(2, 2, dtype=torch.int64 if self.shards.classes else torch.float32)
+        form = self.form
+        x = form.inputs(4).view(2, 2, *form.shape)
+        y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
         added = torch.zeros(2, d) if local.corrects else None
         flat = models.flatten(self.module)
-        train = partial(self.trainer.lane, flat, x, y, [2, 2], clients=[0, 1], draws=[0, 0])
+        given = (flat, x, y.view(2, 2, *y.shape[1:]), [2, 2])
+        train = partial(self.trainer.lane, *given, clients=[0, 1], draws=[0, 0])
         try:
             with device.blamed(self.device):
                 for _ in train(t=0, corrections=added):
@@ -182,16 +195,19 @@ class ClientActor(Process):
         self.trainer.seed = work.seed
         self.trainer.noise_seed = work.noise_seed
         tally = self._tally(broadcast, work)
-        total = np.zeros(tally.d)
+        total = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
         members = np.concatenate([lane.members for lane in lanes])
         self.shards.prefetch(members, max(lane.rows for lane in lanes))
         with device.blamed(self.device):
             for lane in self._joined(lanes):
                 total += self._sum(tally, lane)
+            summed = total.cpu().numpy()
+            if tally.largest:
+                check_range(float(torch.stack(tally.largest).max()), work.grid)
         if self.own:
             self._watch(tally)
         self.shards.release()
-        return tally.result(total, time.perf_counter() - began)
+        return tally.result(summed, time.perf_counter() - began)
 
     @contained()
     def losses(
@@ -203,22 +219,25 @@ class ClientActor(Process):
         """
         selection = self.experiment.selection
         models.load(self.module, torch.tensor(model, device=self.device))
-        found = []
-        for client in clients:
-            self.progress.at(client)
-            x, y, _ = self.shards.lane([client], int(self.shards.sizes[client]))
-            keyed = self.keyed(self.experiment.seed, t=t, client=client, step=3)
-            with torch.inference_mode(), keyed:
-                outputs = self.module(torch.from_numpy(x[0]).to(self.device))
-                each = self.task.loss(outputs, torch.from_numpy(y[0]).to(self.device))
-            found.append(selection.answer(each.double().cpu().numpy(), noise_seed, t, client))
-        return found
+        parts = []
+        with device.blamed(self.device), torch.inference_mode():
+            for client in clients:
+                self.progress.at(client)
+                x, y, _ = self.rows.lane([client], int(self.shards.sizes[client]), again=True)
+                with self.keyed(self.experiment.seed, t=t, client=client, step=3):
+                    outputs = self.module(torch.as_tensor(x[0]))
+                    parts.append(self.form.task.loss(outputs, torch.as_tensor(y[0])).double())
+            every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
+        apart = np.split(every, np.cumsum([len(part) for part in parts])[:-1])
+        answered = zip(clients, apart, strict=True) if parts else ()
+        return [selection.answer(each, noise_seed, t, client) for client, each in answered]
 
     @contained()
     def evaluate(self, model: np.ndarray, which: Sequence[int]) -> list[Scored]:
         """See `Evaluator.evaluate`."""
         self.progress.at(-1)
-        return self.evaluator.evaluate(model, which)
+        with device.blamed(self.device):
+            return self.evaluator.evaluate(model, which)
 
     # --- the sum of a lane ---
 
@@ -250,32 +269,60 @@ class ClientActor(Process):
             same.append(lane)
         yield from map(Lane.joined, filter(None, alike.values()))
 
-    def _sum(self, tally: Tally, lane: Lane) -> np.ndarray:
+    def _sum(self, tally: Tally, lane: Lane) -> torch.Tensor:
         """The sum of what the clients of a lane send, or of several, float64 [d].
 
         A lane's sum is taken in client order, and is put on the grid where it is the whole lane's.
         """
-        found = np.zeros(tally.d)
-        total = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
+        found = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
+        total = torch.zeros_like(found)
         place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
         apart = self.experiment.bounding.is_own
-        for trained in self._trained(tally, lane):
-            if int(trained.slots[0]) // lane.width > place:  # the first clients of the next lane
-                found += self._whole(total, lane, tally.work.grid)
-                total.zero_()
-                place = int(trained.slots[0]) // lane.width
-            for block in trained.apart() if apart else (trained,):
-                self._reduce(total, self._contribute(tally, lane, block))
+        with self._drawing(tally, lane):
+            for trained in self._trained(tally, lane):
+                if int(trained.slots[0]) // lane.width > place:  # the first clients of the next
+                    found += self._whole(tally, total, lane)
+                    total.zero_()
+                    place = int(trained.slots[0]) // lane.width
+                for block in trained.apart() if apart else (trained,):
+                    self._send(tally, lane, block, total)
         slots = np.flatnonzero(lane.members >= 0)
         for some in slots[:, None] if apart else [slots]:
             self._know(tally, lane, some)
-        return found + self._whole(total, lane, tally.work.grid)
+        return found + self._whole(tally, total, lane)
 
-    @staticmethod
-    def _whole(total: torch.Tensor, lane: Lane, grid: float) -> np.ndarray:
-        summed = total.cpu().numpy()
-        return summed if lane.slot is not None else snap(summed, grid)
+    def _whole(self, tally: Tally, total: torch.Tensor, lane: Lane) -> torch.Tensor:
+        """A lane's sum, put on the grid where it is whole."""
+        if lane.slot is not None:
+            return total
+        if self.device.type == "cpu":
+            snap(total.numpy(), tally.work.grid)
+            return total
+        total, largest = snapped(total, tally.work.grid)
+        tally.largest.append(largest)
+        return total
+
+    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+        """Adds what a block's clients send to `total`, float64 [d]: half of them after the others
+        where the device's memory does not hold it of all.
+        """
+        vectors = None
+        try:
+            vectors = self._contribute(tally, lane, block)
+        except RuntimeError as error:
+            alone = len(block.slots) == 1
+            if alone or self.device.type == "cpu" or not device.exhausted(error):
+                raise
+            clear_frames(error.__traceback__)
+        if vectors is not None:
+            self._reduce(total, vectors)
+            return
+        device.freed(self.device)
+        half = len(block.slots) // 2
+        for part in (slice(half), slice(half, None)):
+            some = Block(block.slots[part], block.updates[part], block.losses[part])
+            self._send(tally, lane, some, total)
 
     def _reduce(self, total: torch.Tensor, vectors: torch.Tensor) -> None:
         """Adds the rows of `vectors`, float64 [k, d], to `total`, float64 [d], one by one."""
@@ -303,20 +350,24 @@ class ClientActor(Process):
         view = self._view(tally, lane, "bounding", slots)
         vectors, norms, lengths = self._sent(tally, lane, block, view)
         factors = self._factors(tally, lane, slots, lengths)
-        weights = torch.from_numpy(lane.weights[slots]).to(self.device)
+        scale = factors * torch.from_numpy(lane.weights[slots])
         unbounded = vectors.clone() if bounding.remembers else vectors
-        vectors *= (factors * weights)[:, None]
-        self.known[:, slots] = norms, factors.cpu().numpy(), block.losses
+        vectors *= device.sent(scale, self.device)[:, None]
         noise = self._noise(tally, lane, slots)
-        tally.add(self._measured(tally, lane, block, vectors, noise))
-        tally.keep("bounding", bounding.remember(unbounded, vectors, view), len(slots))
+        measured = self._measured(tally, lane, block, vectors, noise)
+        left = bounding.remember(unbounded, vectors, view)
         if noise is not None:
-            vectors += torch.from_numpy(noise).to(self.device)
+            vectors += device.sent(torch.from_numpy(noise), self.device)
         local = self.experiment.local
+        own = None
         if local.remembers:
             moved = bounding.moved(vectors, view)
             own = local.remember(moved, self._view(tally, lane, "local", slots))
-            tally.keep("local", own, len(slots))
+        # at last, as what comes before may be done again where memory is short
+        self.known[:, slots] = norms, factors.numpy(), block.losses
+        tally.add(measured)
+        tally.keep("bounding", left, len(slots))
+        tally.keep("local", own, len(slots))
         return vectors
 
     def _know(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
@@ -344,15 +395,15 @@ class ClientActor(Process):
         """
         bounding = self.experiment.bounding
         vectors = bounding.send(self._double(block.updates), view)
-        lengths = torch.linalg.vector_norm(vectors, dim=1)
-        norms = lengths.cpu().numpy().copy()
+        lengths = device.norms(vectors)
+        norms = lengths.numpy().copy()
         for place in (~np.isfinite(norms)).nonzero()[0]:
             self._fault(tally, lane, int(block.slots[place]), float(norms[place]))
             slot = block.slots[place : place + 1]
             idle = self._idle(tally, lane, slot)[None]
             alone = self._view(tally, lane, "bounding", slot)
             vectors[place] = bounding.send(idle.double(), alone)[0]
-            lengths[place] = torch.linalg.vector_norm(vectors[place])
+            lengths[place] = device.norms(vectors[place][None])[0]
             norms[place] = math.nan
         return vectors, norms, lengths
 
@@ -361,6 +412,29 @@ class ClientActor(Process):
         work = tally.work
         if work.client_std == 0:
             return None
+        if self._drawn is not None:
+            who, drawn = self._drawn
+            noise = drawn.result()
+            return None if noise is None else noise[np.searchsorted(who, slots)]
+        return self._draw(tally, lane, slots)
+
+    @contextmanager
+    def _drawing(self, tally: Tally, lane: Lane) -> Iterator[None]:
+        """Draws the noise of the lane's clients in a thread while they train on a device."""
+        slots = np.flatnonzero(lane.members >= 0)
+        small = 8 * tally.d * len(slots) <= AHEAD
+        if self.device.type == "cpu" or tally.work.client_std == 0 or not small:
+            yield
+            return
+        with ThreadPoolExecutor(1) as thread:
+            self._drawn = slots, thread.submit(self._draw, tally, lane, slots)
+            try:
+                yield
+            finally:
+                self._drawn = None
+
+    def _draw(self, tally: Tally, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
+        work = tally.work
         who = (lane.clients[slots], lane.draws[slots])
         d = tally.d
         return self.experiment.noise.on_clients(work.noise_seed, work.t, *who, work.client_std, d)
@@ -386,7 +460,7 @@ class ClientActor(Process):
         with self.keyed(work.seed, **key, step=2):
             factors = bounding.factors(lengths, math.inf if work.bound is None else work.bound)
         if work.bound is not None:
-            left = (factors * lengths).cpu().numpy()
+            left = (factors * lengths).numpy()
             fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))
             if not fits.all():
                 place = int(np.argmin(fits))
@@ -556,9 +630,7 @@ class ClientActor(Process):
             tally.work.seed, tally.work.t, members, lane.draws, held, local, rows=lane.rows
         )
         rows, index = picked(index, batch_sizes, held, local)
-        room = None if clipped is None else self._room
-        x, y, sizes = self.shards.lane(members, lane.rows, rows, room)
-        device.check_labels(self.device, y, self.shards.classes)
+        x, y, sizes = self.rows.lane(members, lane.rows, rows, again=clipped is None)
         view = self._view(tally, lane, "local", np.arange(len(members)))
         present = np.flatnonzero(members >= 0)
         self.progress.at(members[present[0]] if len(present) else -1)
@@ -618,6 +690,7 @@ class ClientActor(Process):
             self._drop(
                 tally, client, f"its update has norm {norm} in round {tally.work.t}; {advice}"
             )
+            tally.failed.add((client, int(lane.draws[slot])))
 
     # --- code of the user's own must keep nothing ---
 

@@ -119,7 +119,9 @@ class Client(Section):
     actors: Whole | Literal["auto", "per-client"] = "auto"
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
-    lane: Whole | Literal["auto"] = "auto"  # clients trained at once; the bits depend on it
+    # clients trained at once; the bits depend on it. auto: some of a cohort for each core; on a GPU
+    # all of it, where half of the actor's memory holds them, so that several actors need a number
+    lane: Whole | Literal["auto"] = "auto"
     way: Literal[
         "auto", "sample_space", "fused", "convolutional", "layerwise", "vmap", "loop", "noop"
     ] = "auto"

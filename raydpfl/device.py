@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from raydpfl.errors import ConfigError, DeviceError, DeviceLost
 
@@ -28,6 +29,8 @@ CPU = torch.device("cpu")
 # in the message of an error other than torch.OutOfMemoryError
 FULL = ("ALLOC_FAILED", "CUDA out of memory", "CUDA error: out of memory")
 SHOWN = 200  # characters of an error
+SMALL = 16_000_000_000  # bytes of memory, of a GPU that is not seen
+GROUP = 1 << 22  # numbers of the vectors whose norms are taken at once
 
 
 def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
@@ -149,6 +152,40 @@ def blamed(device: torch.device) -> Iterator[None]:
         raise
 
 
+def memory(num_gpus: float) -> int:
+    """Bytes of a GPU's memory that are an actor's; those of a small GPU where this process sees
+    none.
+    """
+    whole = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else SMALL
+    return int(min(1.0, num_gpus) * whole)
+
+
+def sent(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+    """A tensor of the CPU there, through pinned memory, so that the host need not wait. It is the
+    same one where `to` is the CPU.
+    """
+    if to.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(to, non_blocking=True)
+
+
+def norms(vectors: torch.Tensor) -> torch.Tensor:
+    """The L2 norms of k vectors, float64 [k, d], on the CPU, for which a GPU is waited for once.
+
+    A GPU sums up a row otherwise where there are other numbers of rows, so the shape that it is
+    given depends on d alone.
+    """
+    if vectors.device.type == "cpu":
+        return torch.linalg.vector_norm(vectors, dim=1)
+    k, d = vectors.shape
+    rows = max(1, GROUP // max(d, 1))
+    found = []
+    for some in vectors.split(rows):
+        group = some if len(some) == rows else F.pad(some, (0, 0, 0, rows - len(some)))
+        found.append(torch.linalg.vector_norm(group, dim=1))
+    return torch.cat(found)[:k].cpu()
+
+
 def synchronise(device: torch.device) -> None:
     """Waits for what the device has been asked, so that its errors are raised here."""
     if device.type != "cpu":
@@ -161,22 +198,23 @@ def freed(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def check_labels(device: torch.device, y: np.ndarray, classes: int) -> None:
-    """Raises IndexError for a label that a model does not know, before it reaches a GPU, where it
-    would end the whole process's use of it. A CPU finds it by itself.
+def check_numbers(device: torch.device, values: np.ndarray, below: int, what: str) -> None:
+    """Raises IndexError for a label or a token that a model does not know, before it reaches a GPU,
+    where it would end the whole process's use of it. A CPU finds it by itself.
 
     Args:
         device: that trains.
-        y: [...], integers; floats are no labels.
-        classes: labels are from 0 to this, excluded.
+        values: [...], integers; all others are neither.
+        below: they are from 0 to this, excluded.
+        what: they are, for the message.
     """
-    if device.type == "cpu" or y.dtype.kind == "f" or not y.size:
+    if device.type == "cpu" or values.dtype.kind not in "iu" or not values.size:
         return
-    least = int(y.min())
-    most = int(y.max())
-    if least < 0 or most >= classes:
+    least = int(values.min())
+    most = int(values.max())
+    if least < 0 or most >= below:
         wrong = least if least < 0 else most
-        raise IndexError(f"Target {wrong} is out of bounds: labels are from 0 to {classes - 1}")
+        raise IndexError(f"{what} {wrong} is out of bounds: they are from 0 to {below - 1}")
 
 
 def _line(error: BaseException) -> str:

@@ -15,8 +15,13 @@ import torch
 from raydpfl import models, scores
 from raydpfl.config import Evaluate, Experiment
 from raydpfl.data import Shards
+from raydpfl.device import memory, sent
 from raydpfl.keys import keyed_globals
 from raydpfl.process import own_code
+from raydpfl.resident import check
+
+Number = torch.Tensor | int  # the tensor is [], on the device
+SHARE = 8  # of the device's memory that is the actor's, batches may take one part in so many
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,13 @@ def scored(found: Iterable[Scored]) -> dict[str, float | None]:
     return known
 
 
+def known(values: list[Number]) -> list[float]:
+    """Numbers, some of which a GPU may hold, which is waited for once."""
+    held = [each for each in values if isinstance(each, torch.Tensor)]
+    fetched = iter(torch.stack(held).tolist() if held else ())
+    return [next(fetched) if isinstance(each, torch.Tensor) else each for each in values]
+
+
 class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
@@ -69,25 +81,43 @@ class Evaluator:
         self, experiment: Experiment, shards: Shards, module: torch.nn.Module, device: torch.device
     ):
         self.seed = experiment.seed
-        self.task = experiment.data.task
+        self.form = shards.form(experiment.data.task)
         self.own = own_code(experiment)
         self.shards = shards
         self.module = module
         self.device = device
         self.batches = batches(experiment.evaluate, shards)
+        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # that a GPU keeps
+        self._left = memory(experiment.client.num_gpus) // SHARE  # bytes that it has for more
 
     def evaluate(self, model: np.ndarray, which: Sequence[int]) -> list[Scored]:
         """What the model, float32 [d], does on some of the batches, each by itself."""
         models.load(self.module, torch.tensor(model, device=self.device))
         with torch.inference_mode():
-            return [self._scored(*self.batches[index]) for index in which]
+            found = [self._scored(*self._batch(index)) for index in which]
+        columns = [known(list(values)) for values in zip(*found, strict=True)]
+        sets = [self.batches[index][0] for index in which]
+        samples = [len(self.batches[index][2]) for index in which]
+        return [Scored(*each) for each in zip(sets, *columns, samples, strict=True)]
 
-    def _scored(self, rows: str, *stored: np.ndarray) -> Scored:
-        x, y = (torch.from_numpy(each).to(self.device) for each in self.shards.ready(*stored))
+    def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y of a batch, on the device."""
+        if index in self._there:
+            return self._there[index]
+        x, y = self.shards.ready(*self.batches[index][1:])
+        check(self.device, self.form, x, y)
+        given = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
+        if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._left:
+            self._left -= x.nbytes + y.nbytes
+            self._there[index] = given
+        return given
+
+    def _scored(self, x: torch.Tensor, y: torch.Tensor) -> tuple[Number, Number, Number]:
+        """The loss, summed over the samples, how many targets are met, and of how many."""
         if self.own:  # which may draw from the generators of the process
             with keyed_globals(self.seed, step=4):
                 outputs = self.module(x)
         else:
             outputs = self.module(x)
-        loss = float(self.task.loss(outputs, y).sum())
-        return Scored(rows, loss, *self.task.right(outputs, y), len(y))
+        right, counted = self.form.task.right(outputs, y)
+        return self.form.task.loss(outputs, y).sum(), right, counted

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
-from raydpfl import data, local, models
+from raydpfl import data, device, local, models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
@@ -72,12 +73,13 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         form,
         experiment.client.way,
         clip=experiment.bounding.sample_bound,
+        gpu=experiment.client.num_gpus > 0,
     )
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
     check_measures(Problem(experiment, opened, population))
     cohorts = selection.sampling(population)
-    experiment = resolved(experiment, way, cohorts.cohort)
+    experiment = resolved(experiment, way, cohorts.cohort, module, opened)
     noise = experiment.noise.resolved(experiment, cohorts)
     return Parts(
         experiment=experiment.model_copy(update={"noise": noise}),
@@ -101,13 +103,16 @@ def clients(
     return Population(sizes, selection.costs(d, variances), table)
 
 
-def resolved(experiment: Experiment, way: str, cohort: int) -> Experiment:
+def resolved(
+    experiment: Experiment, way: str, cohort: int, module: nn.Module, shards: Shards
+) -> Experiment:
     """With the way of training and the width of a lane, so that the bits do not depend on what
     another machine would choose, and the whole path of the weights that it starts from.
     """
     lane = experiment.client.lane
     if lane == "auto":
-        lane = 1 if local.WAYS[way].one_by_one else lane_width(cohort)
+        most = held_at_once(experiment, module, shards) if experiment.client.num_gpus > 0 else LANE
+        lane = 1 if local.WAYS[way].one_by_one else lane_width(cohort, most)
     client = experiment.client.model_copy(update={"way": way, "lane": lane})
     model = experiment.model
     if model.init is not None:  # as actors stand in other directories
@@ -115,14 +120,32 @@ def resolved(experiment: Experiment, way: str, cohort: int) -> Experiment:
     return experiment.model_copy(update={"client": client, "model": model})
 
 
-def lane_width(cohort: int) -> int:
+def lane_width(cohort: int, most: int = LANE) -> int:
     """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at
-    most `LANE`.
+    most `most`; one lane where that holds more than `LANE`, as on a GPU, and the whole cohort.
 
     >>> lane_width(150), lane_width(80), lane_width(10)
     (25, 20, 5)
+    >>> lane_width(150, most=1000), lane_width(150, most=100)
+    (150, 75)
     """
-    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * LANE))))
+    if most > LANE and cohort <= most:
+        return cohort
+    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * most))))
+
+
+def held_at_once(experiment: Experiment, module: nn.Module, shards: Shards) -> int:
+    """How many clients' training takes about half of an actor's share of a GPU's memory, two at
+    least.
+    """
+    rule = experiment.local
+    rows = int(rule.rows_used(np.array([shards.sizes.max()]))[0])
+    # weights, gradients and updates, these and the noise in float64, and what is in the making
+    numbers = 16 * models.parameter_count(module)
+    numbers += 2 * rows * math.prod(shards.shape)
+    form = shards.form(experiment.data.task)
+    numbers += 4 * rule.batch_size(rows) * models.activations(module, form)
+    return max(2, device.memory(experiment.client.num_gpus) // (2 * 4 * numbers))
 
 
 def check_means(experiment: Experiment, population: Population) -> None:

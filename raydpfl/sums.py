@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from raydpfl.errors import RunError
 
@@ -54,17 +55,29 @@ def snap(total: np.ndarray, step: float) -> np.ndarray:
     Raises:
         RunError: a coordinate is out of range, or not a number.
     """
+    check_range(float(np.abs(total).max(initial=0.0)), step)
+    total /= step
+    np.rint(total, out=total)
+    total *= step
+    return total
+
+
+def snapped(total: torch.Tensor, step: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `snap`, where the tensor is, without a look at it: the sum on the grid, changed in place,
+    and the size of its largest coordinate before, for `check_range`.
+    """
+    largest = total.abs().max()
+    return total.div_(step).round_().mul_(step), largest
+
+
+def check_range(largest: float, step: float) -> None:
+    """Raises `RunError` for a sum with a coordinate of this size, that a grid does not hold."""
     limit = step * 2.0**52
-    largest = np.abs(total).max(initial=0.0)
     if not largest <= limit:
         raise RunError(
             f"the updates diverged: a coordinate of their sum exceeds {limit:g} in size; "
             "lower local.lr, or bound the updates"
         )
-    total /= step
-    np.rint(total, out=total)
-    total *= step
-    return total
 
 
 def total(sums: Sequence[np.ndarray], d: int, grid: float, width: int | None = None) -> np.ndarray:

@@ -20,7 +20,7 @@ ORDER = [
     "__main__", "cli", "outline", "budget", "audit", "check", "submit", "staging", "archive",
     "study", "tune", "report", "shown", "runner", "launch", "hosted", "coordinator", "record",
     "witnessing", "adapting", "position", "account", "memory", "placement", "actors", "dealing",
-    "slots", "client", "evaluator", "process", "cluster",
+    "slots", "client", "evaluator", "resident", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "config", "measure", "scores", "tables", "tracking",
     "heterogeneity", "compare", "selection", "local", "bounding", "noise", "weights", "server",

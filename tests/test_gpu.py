@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import subprocess
+import sys
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +27,14 @@ from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import carried_out
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
+from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
 from raydpfl.local import engine, linear, products
 from raydpfl.origin import check_node, differences, of, of_capability, of_device
 from raydpfl.plan import Plan
 from raydpfl.process import Started
+from raydpfl.resident import Resident
 
 SEEN = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not SEEN, reason="needs a GPU that torch can use")
@@ -77,16 +83,21 @@ def trained(out: Path) -> int:
 
 # For each client, of what waits for the device and of what is copied to it or from it. What trains
 # client by client waits for each.
-AT_ONCE = {"waits": 1.5, "copies": 5.0}
-ONE_BY_ONE = {"waits": 9.0, "copies": 11.0}
-ASKED = {"waits": 4.5, "copies": 13.0}  # for the losses of clients that are not chosen
+AT_ONCE = {"waits": 1.2, "copies": 4.5}
+ONE_BY_ONE = {"waits": 5.5, "copies": 8.0}
+ASKED = {"waits": 2.0, "copies": 8.0}  # for the losses of clients that are not chosen
 CAPS = {
     "per-sample clipping, cnn": ONE_BY_ONE,
-    "cnn, loop": ONE_BY_ONE,
     "cnn by hand": ONE_BY_ONE,
     "large products, loop": ONE_BY_ONE,
     "large products, per-sample clipping": ONE_BY_ONE,
+    "cnn, loop": ONE_BY_ONE,
+    "narrow cnn": ONE_BY_ONE,
     "power of choice": ASKED,
+    "power of choice among the chosen": ASKED,
+    # noise for every step, of which there are many
+    "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
+    "validation": {"waits": 1.5, "copies": 5.5},
     "power of choice, noised losses": ASKED,
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
@@ -114,6 +125,21 @@ def test_the_path_to_a_gpu_gives_the_bits_of_the_cpu_and_seldom_waits(
 ):
     """Training, bounding, noise and evaluation; with no operation on tensors of both sides."""
     check_path(method, tmp_path, monkeypatch)
+
+
+@needs_none
+def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, monkeypatch):
+    """For the losses and the norms of all its clients, for faults, for the sum and its range; what
+    the model and an evaluation take is not counted by clients either.
+    """
+    plan = on_gpu(Plan.make(experiment(client={"lane": 20}, evaluate={"every": 9})))
+    with device.settings_kept(), pretended(monkeypatch) as counts:
+        numbers_of(plan, tmp_path)
+    rounds = plan.experiment.rounds
+    assert trained(tmp_path) == 20 * rounds
+    assert counts["waits"] <= 5 * rounds + 4, counts
+    assert counts["to host"] <= 3 * rounds + 1, counts
+    assert counts["to device"] <= 10 * rounds + 8, counts
 
 
 @needs_none
@@ -196,6 +222,97 @@ def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_no
     assert "\n" not in str(error.value) and "client 0" not in str(error.value)
 
 
+@needs_none
+def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_path, monkeypatch):
+    asked = experiment(client={"on_error": "drop"}, local={"kind": "scaffold", "steps": 2})
+    plan = on_gpu(Plan.make(asked))
+    expected = on_cpu(plan, tmp_path / "cpu")
+    sent = FAMILY["clip"].send
+    tried = []
+
+    def limited(self, updates, view):
+        tried.append(len(updates))
+        if len(updates) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return sent(self, updates, view)
+
+    with device.settings_kept(), pretended(monkeypatch):
+        monkeypatch.setattr(FAMILY["clip"], "send", limited)
+        found = numbers_of(plan, tmp_path / "gpu")
+    assert np.array_equal(found, expected) and tried[:3] == [8, 4, 2]
+    assert not (tmp_path / "gpu" / "dropped.jsonl").exists()
+
+
+# Where rows and noise are.
+
+
+@needs_none
+@pytest.mark.parametrize("held", [True, False])
+def test_rows_that_a_gpu_cannot_keep_go_there_lane_by_lane(held, tmp_path, monkeypatch):
+    plan = on_gpu(Plan.make(experiment(local={"steps": 2, "batch": 4}, client={"lane": 20})))
+    expected = on_cpu(plan, tmp_path / "cpu")
+    with device.settings_kept(), pretended(monkeypatch):
+        if not held:
+            monkeypatch.setattr(device, "memory", lambda *_: 1000)
+        found = numbers_of(plan, tmp_path / "gpu")
+        shards = Shards.open(plan.shards)
+        rows = Resident(shards, shards.form(plan.experiment.data.task), device.chosen(1), 1)
+        x, y, sizes = rows.lane([3, -1, 5], 180, [np.array([2, 7]), None, None])
+        read = rows.shards.lane([3, -1, 5], 180, [np.array([2, 7]), None, None])
+        assert ("_stored" in vars(rows)) == held
+        given = (x.cpu().numpy(), y.cpu().numpy(), sizes)
+    assert np.array_equal(found, expected)
+    assert all(np.array_equal(a, b) for a, b in zip(given, read, strict=True))
+
+
+@needs_none
+def test_noise_is_drawn_by_a_thread_while_a_lane_trains(tmp_path, monkeypatch):
+    threads = set()
+    draw = ClientActor._draw
+
+    def watched(self, *given):
+        threads.add(threading.current_thread() is threading.main_thread())
+        return draw(self, *given)
+
+    monkeypatch.setattr(ClientActor, "_draw", watched)
+    plan = on_gpu(Plan.make(experiment()))
+    with device.settings_kept(), pretended(monkeypatch):
+        numbers_of(plan, tmp_path)
+    assert threads == {False}
+
+
+def test_norms_of_rows_do_not_depend_on_how_many_there_are(monkeypatch):
+    """They are taken of as many at once wherever, the last of them filled up."""
+    shapes = set()
+    norm = torch.linalg.vector_norm
+    vectors = torch.rand(7, 5, dtype=torch.float64)
+    expected = norm(vectors, dim=1)
+
+    def seen(rows, dim):
+        shapes.add(tuple(rows.shape))
+        return norm(rows, dim=dim)
+
+    monkeypatch.setattr(device, "GROUP", 10)
+    if SEEN:
+        pytest.skip("pretends a GPU where there is none")
+    with pretended(monkeypatch):
+        there = vectors.to("cuda")
+        monkeypatch.setattr(torch.linalg, "vector_norm", seen)
+        for k in (1, 2, 7):
+            assert np.array_equal(device.norms(there[:k]).numpy(), expected.numpy()[:k])
+    assert shapes == {(2, 5)}
+
+
+def test_a_gpu_trains_a_whole_cohort_at_once_and_convolutions_by_vmap(gpu):
+    small = {"model": {"kind": "cnn", "width": 0.25}, "local": {"steps": 1, "batch": 4}}
+    of_gpu = Plan.make(experiment(**small, client={"num_gpus": 1, "lane": "auto"})).experiment
+    assert (of_gpu.client.way, of_gpu.client.lane) == ("vmap", 20)
+    of_cpu = Plan.make(experiment(**small, client={"lane": "auto"})).experiment
+    assert (of_cpu.client.way, of_cpu.client.lane) == ("loop", 1)
+    share = {"num_gpus": 0.01, "lane": "auto"}  # 86 MB
+    assert 2 <= Plan.make(experiment(**small, client=share)).experiment.client.lane < 20
+
+
 def test_on_the_cpu_a_lack_of_memory_is_what_it_was():
     device.blame(device.CPU, torch.OutOfMemoryError("CUDA out of memory"))
 
@@ -247,12 +364,12 @@ def test_an_actor_that_has_lost_its_gpu_is_replaced_and_the_bits_stay(tmp_path, 
 
 def test_a_label_that_no_model_knows_is_found_on_the_host():
     there = torch.device("cuda")
-    device.check_labels(there, np.array([[0, 9]]), 10)
-    device.check_labels(there, np.array([[0.5, -3.0]]), 0)
-    device.check_labels(there, np.empty(0, np.int64), 10)
+    device.check_numbers(there, np.array([[0, 9]]), 10, "Target")
+    device.check_numbers(there, np.array([[0.5, -3.0]]), 0, "Target")
+    device.check_numbers(there, np.empty(0, np.int64), 10, "Target")
     for wrong in (10, -1):
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            device.check_labels(there, np.array([[0, wrong]]), 10)
+            device.check_numbers(there, np.array([[0, wrong]]), 10, "Target")
 
 
 def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
@@ -264,7 +381,9 @@ def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
     shards = coordinator.pool.client.shards
     lane = shards.lane
     monkeypatch.setattr(
-        type(shards), "lane", lambda self, *given: spoilt(*lane(*given), given[0] == 7)
+        type(shards),
+        "lane",
+        lambda self, *given, **named: spoilt(*lane(*given, **named), given[0] == 7),
     )
 
     def spoilt(x, y, sizes, of):
@@ -369,6 +488,29 @@ def test_a_module_that_makes_tensors_on_the_cpu_is_refused_before_the_first_roun
     with pytest.raises(ConfigError, match=r"a module that trains on a GPU.*same device") as error:
         ClientActor(plan.experiment, str(plan.shards))
     assert error.value.field == "model.kind" and "\n" not in str(error.value)
+
+
+# The benchmark.
+
+BENCHMARK = Path(__file__).parent.parent / "experiments" / "benchmarks" / "gpu.py"
+
+
+@needs_none
+def test_the_benchmark_says_in_one_line_that_it_needs_a_gpu():
+    done = subprocess.run([sys.executable, BENCHMARK], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.count("\n") == 1 and not done.stderr
+    assert done.stdout.startswith("gpu.py needs a GPU, and torch finds none")
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_a_few_rounds_on_the_cpu():
+    small = ["--cpu", "--rounds", "2", "--clients", "8", "--data", "fashion_mnist_mini", "--json"]
+    done = subprocess.run([sys.executable, BENCHMARK, *small], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rounds"] == 2 and found["device"] == "the CPU"
+    assert found["parameters"] == 320 + 18496 + 64 * 12 * 12 * 128 + 128 + 1290
+    assert found["seconds"] > found["seconds_round"] > 0
 
 
 # A real one.

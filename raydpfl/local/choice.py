@@ -2,8 +2,9 @@
 
 A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
 takes fewer operations; convolutions with linear layers after them by hand; any other module with
-convolutions or recurrent layers by the loop; any other by vmap. With a bound on every sample's
-gradient: a stack of linear layers fused, any other module layerwise, or else by vmap, with
+convolutions or recurrent layers by the loop; any other by vmap. On a GPU all convolutions are
+trained by vmap, as one client after another keeps it waiting for the host. With a bound on every
+sample's gradient: a stack of linear layers fused, any other module layerwise, or else by vmap, with
 recurrent layers by the loop. The way's first steps are compared with the loop's on made-up rows.
 Where they fail or differ the next way is taken, in the end the loop, and the log says why.
 
@@ -44,11 +45,12 @@ def resolve(
     form: Form,
     way: str = "auto",
     clip: float | None = None,
+    gpu: bool = False,
 ) -> str:
     """The way to train `module` on samples of this form when a typical client has `rows` of them.
 
-    With `way` auto it is a function of the architecture, `local`, the shapes and whether each
-    sample is clipped alone, never of timing; see the module.
+    With `way` auto it is a function of the architecture, `local`, the shapes, whether each sample
+    is clipped alone and whether clients train on a `gpu`, never of timing; see the module.
 
     Raises:
         ConfigError: for a way that does not fit and was asked for by name; for a module that has
@@ -59,7 +61,7 @@ def resolve(
     check_loss(module, form)
     if clip is not None:
         check_apart(module, form)
-    choices = _choices(module, local, rows, clip) if way == "auto" else [way]
+    choices = _choices(module, local, rows, clip, gpu) if way == "auto" else [way]
     drawn = drawn_from(module, form)
     if drawn:
         choices = [_one_by_one(way, drawn)]
@@ -72,8 +74,7 @@ def resolve(
             return chosen
         if way != "auto":
             raise ConfigError("client.way", way, f"auto or {REFERENCE}; {UNFIT}: {reason}")
-        instead = "the loop" if other == REFERENCE else other
-        log.warning(SAID, instead, chosen, reason)
+        log.warning(SAID, "the loop" if other == REFERENCE else other, chosen, reason)
     return REFERENCE
 
 
@@ -98,11 +99,13 @@ def _by_hand(module: nn.Module) -> bool:
     return True
 
 
-def _choices(module: nn.Module, local: Local, rows: int, clip: float | None) -> list[str]:
+def _choices(
+    module: nn.Module, local: Local, rows: int, clip: float | None, gpu: bool
+) -> list[str]:
     """The ways to try before the loop, the best first: of those that suit the module, those that
     can do what is asked of them; only the best where samples are not clipped.
     """
-    suited = _suited(module, local, rows, clip)
+    suited = _suited(module, local, rows, clip, gpu)
     able = [way for way in suited if not WAYS[way].lacks(local, clip)]
     lacks = WAYS[suited[0]].lacks(local, clip)
     if lacks and suited[0] != REFERENCE:
@@ -111,7 +114,7 @@ def _choices(module: nn.Module, local: Local, rows: int, clip: float | None) -> 
     return able[: None if clip is not None else 1] or [REFERENCE]
 
 
-def _suited(module: nn.Module, local: Local, rows: int, clip: float | None) -> list[str]:
+def _suited(module: nn.Module, local: Local, rows: int, clip: float | None, gpu: bool) -> list[str]:
     """The ways that suit the module, whether or not they can do what is asked, the best first."""
     try:
         layers = stack(module)
@@ -119,7 +122,7 @@ def _suited(module: nn.Module, local: Local, rows: int, clip: float | None) -> l
         recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
         if clip is not None:
             return ["layerwise", "loop" if recurs else "vmap"]
-        if not recurs and not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+        if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
             return ["vmap"]
         return ["convolutional" if _by_hand(module) else "loop"]
     if clip is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from raydpfl import keys
+from raydpfl.device import sent
 from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
 from raydpfl.local.batches import Integers, batches
@@ -194,7 +195,7 @@ class Trainer:
         self, d: int, draw: _Draw, stds: np.ndarray, slots: Sequence[int], step: int
     ) -> torch.Tensor:
         """See `LaneData.noise`."""
-        return keys.clients_normals(
+        drawn = keys.clients_normals(
             self.noise_seed,
             Purpose.STEP_NOISE,
             d,
@@ -203,7 +204,8 @@ class Trainer:
             clients=draw.clients[slots],
             draws=draw.draws[slots],
             stds=stds[slots],
-        ).to(self.device)
+        )
+        return sent(drawn, self.device)
 
     def _generator(self, draw: _Draw, slot: int) -> torch.Generator:
         """See `LaneData.generator`."""

@@ -192,8 +192,9 @@ class Vmap(Way):
         lane.count_clipped(factors)
         means = lane.means(losses)
         for _, given in lane.blocks(len(parameters)):
+            slots = torch.from_numpy(given).to(parameters.device)
             moved = [
-                (part[torch.from_numpy(given)] - start).flatten(1)
+                (part.index_select(0, slots) - start).flatten(1)
                 for part, start in zip(walk.now, self._parts(parameters), strict=True)
             ]
             yield Block(given, torch.cat(moved, dim=1), means[given])

@@ -120,8 +120,9 @@ class LaneData:
         train, int64 [k], at least one. All of them are of one lane.
         """
         wanted = np.asarray(self.slots, dtype=np.int64)
+        numbers = d if self.y.device.type == "cpu" else 1  # a GPU takes the lane as one
         for lane in self.lanes:
-            for span in spans(lane.start, lane.stop, d):
+            for span in spans(lane.start, lane.stop, numbers):
                 given = wanted[(wanted >= span.start) & (wanted < span.stop)]
                 if len(given):
                     yield span, given
@@ -153,6 +154,9 @@ class LaneData:
         padding = torch.from_numpy(np.arange(self.y.shape[1]) >= self.sizes[:, None])
         padding = padding.to(self.y.device)
         y = self.y.masked_fill(padding.view(*padding.shape, *[1] * (self.y.dim() - 2)), 0)
+        if not picked and self.x.device.type != "cpu":  # which a look at the rows would wait for
+            shape = (*padding.shape, *[1] * (self.x.dim() - 2))
+            return self.x.masked_fill(padding.view(shape), 0), y
         if picked or (aligned and not self.x[padding].any()):
             return self.x, y
         x = self.x.clone(memory_format=torch.contiguous_format)

@@ -37,6 +37,7 @@ The parameters:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ from raydpfl.models.weights import fill
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
-    "FAMILY", "Model", "Module", "build", "factory", "flatten", "group_norm", "load",
+    "FAMILY", "Model", "Module", "activations", "build", "factory", "flatten", "group_norm", "load",
     "parameter_count", "parse",
 ]  # fmt: skip
 
@@ -170,6 +171,21 @@ def flatten(module: nn.Module) -> torch.Tensor:
     whatever its memory layout.
     """
     return torch.cat([parameter.detach().reshape(-1) for parameter in _trainable(module)])
+
+
+def activations(module: nn.Module, form: Form) -> int:
+    """How many numbers the layers of a module give for a sample of this form."""
+    counted: list[int] = []
+
+    def count(layer: nn.Module, given: Any, made: Any) -> None:
+        counted.extend(each.numel() for each in (made,) if isinstance(each, torch.Tensor))
+
+    tried = copy.deepcopy(module)
+    for layer in tried.modules():
+        layer.register_forward_hook(count)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        tried(form.inputs(1))
+    return sum(counted)
 
 
 def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:

@@ -13,6 +13,7 @@ from raydpfl.member import Member
 
 TOKENS = 16  # of made-up inputs at most, so that they have repeats
 
+Count = torch.Tensor | int
 Closed = Literal["softmax", "squares"]
 
 
@@ -50,9 +51,10 @@ class Task(Member):
         """The scores that are given by default, the one to follow a run by first."""
         return ("loss",)
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
-        """How many targets of the batch are met, of how many that count; (0, 0): there is no such
-        thing as an accuracy.
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+        """How many targets of the batch are met, of how many that count, as whole numbers or as
+        tensors [], for which a GPU need not be waited for; (0, 0): there is no such thing as an
+        accuracy.
         """
         return 0, 0
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from raydpfl.errors import ConfigError
-from raydpfl.tasks.base import Closed, Target, Task
+from raydpfl.tasks.base import Closed, Count, Target, Task
 
 # at most: a larger class number is an id or a mistake, and a model would have an output for each
 # number below it
@@ -34,8 +34,8 @@ class Classification(Task):
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
-        return int((outputs.argmax(1) == y).sum()), len(y)
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+        return (outputs.argmax(1) == y).sum(), len(y)
 
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from raydpfl.errors import ConfigError
-from raydpfl.tasks.base import Target, Task
+from raydpfl.tasks.base import Count, Target, Task
 
 
 class MultiLabel(Task):
@@ -34,8 +34,8 @@ class MultiLabel(Task):
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
-        return int(((outputs > 0) == (y > 0.5)).sum()), y.numel()
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+        return ((outputs > 0) == (y > 0.5)).sum(), y.numel()
 
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None

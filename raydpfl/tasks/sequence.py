@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from raydpfl.errors import ConfigError
-from raydpfl.tasks.base import Target, Task
+from raydpfl.tasks.base import Count, Target, Task
 from raydpfl.tasks.classification import numbered
 
 
@@ -41,9 +41,9 @@ class Sequence(Task):
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
         counted = y != self.ignore
-        return int(((outputs.argmax(-1) == y) & counted).sum()), int(counted.sum())
+        return ((outputs.argmax(-1) == y) & counted).sum(), counted.sum()
 
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
