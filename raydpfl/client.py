@@ -55,7 +55,7 @@ from raydpfl.sums import check_range, snap, snapped
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
 
 # numbers of padding by which joining another lane costs about what training it by itself does
-PADDING = 1 << 19
+PADDING = 1 << 17
 
 
 @dataclass
