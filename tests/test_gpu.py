@@ -308,7 +308,7 @@ def test_a_gpu_trains_a_whole_cohort_at_once_and_convolutions_by_vmap(gpu):
     of_gpu = Plan.make(experiment(**small, client={"num_gpus": 1, "lane": "auto"})).experiment
     assert (of_gpu.client.way, of_gpu.client.lane) == ("vmap", 20)
     of_cpu = Plan.make(experiment(**small, client={"lane": "auto"})).experiment
-    assert (of_cpu.client.way, of_cpu.client.lane) == ("loop", 1)
+    assert (of_cpu.client.way, of_cpu.client.lane) == ("convolutional", 1)
     share = {"num_gpus": 0.01, "lane": "auto"}  # 86 MB
     assert 2 <= Plan.make(experiment(**small, client=share)).experiment.client.lane < 20
 
