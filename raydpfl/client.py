@@ -261,11 +261,12 @@ class ClientActor(Process):
                 yield lane
                 continue
             same = alike.setdefault(self.trainer.alike(lane.rows), [])
-            full = len(same) >= self.trainer.together(lane.width, lane.rows, features)
-            padding = sum(lane.rows - each.rows for each in same[-1:]) * len(same)
-            if same and (full or padding * lane.width * features > PADDING):
-                yield Lane.joined(same)
-                same.clear()
+            if same:
+                padded = len(same) * (lane.rows - same[-1].rows)
+                most = self.trainer.together(lane.width, lane.rows, features)
+                if len(same) >= most or padded * lane.width * features > PADDING:
+                    yield Lane.joined(same)
+                    same.clear()
             same.append(lane)
         yield from map(Lane.joined, filter(None, alike.values()))
 
