@@ -28,7 +28,7 @@ from traceback import clear_frames
 import numpy as np
 import torch
 
-from raydpfl import device, models
+from raydpfl import device, models, native
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import (
@@ -142,6 +142,7 @@ class ClientActor(Process):
             own=self.own,
             task=self.form.task,
         )
+        self._scaled = self.device.type == "cpu" and _scales(experiment)
         self._shares = 0
         self._sample: tuple[Lane, int, torch.Tensor] | None = None
         self._state = self._kept()
@@ -308,6 +309,9 @@ class ClientActor(Process):
         """Adds what a block's clients send to `total`, float64 [d]: half of them after the others
         where the device's memory does not hold it of all.
         """
+        if self._scaled:
+            self._scale(tally, lane, block, total)
+            return
         vectors = None
         try:
             vectors = self._contribute(tally, lane, block)
@@ -324,6 +328,24 @@ class ClientActor(Process):
         for part in (slice(half), slice(half, None)):
             some = Block(block.slots[part], block.updates[part], block.losses[part])
             self._send(tally, lane, some, total)
+
+    def _scale(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+        """Adds what a block's clients send to `total`, float64 [d], one by one: as `_contribute`
+        and `_reduce` do, where that is their updates, scaled, without the vectors in float64.
+        """
+        slots = block.slots
+        lengths = native.norms(block.updates)
+        norms = lengths.copy()
+        for place in (~np.isfinite(norms)).nonzero()[0]:
+            self._fault(tally, lane, int(slots[place]), float(norms[place]))
+            alone = slice(place, place + 1)
+            block.updates[place] = self._idle(tally, lane, slots[alone])
+            lengths[alone] = native.norms(block.updates[alone])
+            norms[place] = math.nan
+        factors = self._factors(tally, lane, slots, torch.from_numpy(lengths)).numpy()
+        self.known[:, slots] = norms, factors, block.losses
+        noise = self._noise(tally, lane, slots)
+        native.add(total.numpy(), block.updates.numpy(), factors * lane.weights[slots], noise)
 
     def _reduce(self, total: torch.Tensor, vectors: torch.Tensor) -> None:
         """Adds the rows of `vectors`, float64 [k, d], to `total`, float64 [d], one by one."""
@@ -396,7 +418,7 @@ class ClientActor(Process):
         """
         bounding = self.experiment.bounding
         vectors = bounding.send(self._double(block.updates), view)
-        lengths = device.norms(vectors)
+        lengths = self._lengths(vectors)
         norms = lengths.numpy().copy()
         for place in (~np.isfinite(norms)).nonzero()[0]:
             self._fault(tally, lane, int(block.slots[place]), float(norms[place]))
@@ -404,9 +426,15 @@ class ClientActor(Process):
             idle = self._idle(tally, lane, slot)[None]
             alone = self._view(tally, lane, "bounding", slot)
             vectors[place] = bounding.send(idle.double(), alone)[0]
-            lengths[place] = device.norms(vectors[place][None])[0]
+            lengths[place] = self._lengths(vectors[place : place + 1])[0]
             norms[place] = math.nan
         return vectors, norms, lengths
+
+    def _lengths(self, vectors: torch.Tensor) -> torch.Tensor:
+        """The L2 norms of vectors, float64 [k, d]: float64 [k]."""
+        if self.device.type != "cpu":
+            return device.norms(vectors)
+        return torch.from_numpy(native.norms(vectors))
 
     def _noise(self, tally: Tally, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
         """What the clients draw on what they send, float64 [k, d]; None: nothing."""
@@ -743,3 +771,10 @@ class ClientActor(Process):
             if not np.array_equal(again, update.cpu().numpy(), equal_nan=True):
                 return f"client {lane.clients[slot]}, trained again, gives another update"
         return ""
+
+
+def _scales(experiment: Experiment) -> bool:
+    """Whether what clients send is their updates, scaled, and nobody asks for it in float64."""
+    bounding = experiment.bounding
+    asked = any(probe.looks for probe in experiment.measure)
+    return bounding.scales and not (asked or bounding.remembers or experiment.local.remembers)

@@ -123,7 +123,15 @@ class Client(Section):
     # all of it, where half of the actor's memory holds them, so that several actors need a number
     lane: Whole | Literal["auto"] = "auto"
     way: Literal[
-        "auto", "sample_space", "fused", "convolutional", "layerwise", "vmap", "loop", "noop"
+        "auto",
+        "compiled",
+        "sample_space",
+        "fused",
+        "convolutional",
+        "layerwise",
+        "vmap",
+        "loop",
+        "noop",
     ] = "auto"
     # Seconds that an actor has for its share of a round, before it is replaced; auto: see
     # `raydpfl.actors.Patience`.

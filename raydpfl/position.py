@@ -59,7 +59,11 @@ class Position:
 
     def checkpoint(self, plan: Plan, tables: dict[str, Extent]) -> Checkpoint:
         members, memory = self.memory.arrays()
-        seen = np.array(sorted(self.participations.items()), np.int64).reshape(-1, 2)
+        count = len(self.participations)
+        seen = np.empty((count, 2), np.int64)
+        seen[:, 0] = np.fromiter(self.participations.keys(), np.int64, count)
+        seen[:, 1] = np.fromiter(self.participations.values(), np.int64, count)
+        seen = seen[np.argsort(seen[:, 0])]
         held = (self.t, self.model, self.states, self.bound, self.seconds, seen, members, memory)
         return Checkpoint(*held, plan.origin(), tables)
 

@@ -66,7 +66,8 @@ def task_of(y):
     """The task for single targets."""
     from raydpfl import tasks
 
-    return tasks.parse("regression" if y.is_floating_point() else "classification")
+    numbers = "float" in str(y.dtype)  # torch's, or numpy's
+    return tasks.parse("regression" if numbers else "classification")
 
 
 @pytest.fixture(autouse=True)

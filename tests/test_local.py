@@ -129,6 +129,14 @@ MODULES = {
         nn.Sigmoid(),
         nn.Linear(11, outputs),
     ),
+    "relu mlp": lambda outputs: nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(36, 20),
+        nn.ReLU(),
+        nn.Linear(20, 11, bias=False),
+        nn.ReLU(),
+        nn.Linear(11, outputs),
+    ),
     "functional": Functional,
     "residual": Residual,
     "tied": Tied,
@@ -160,6 +168,7 @@ MODULES = {
     ),
 }
 CONVOLUTIONAL = ["cnn", "cnn of functions", "cnn of all kinds"]
+SPANS = ("compiled", "sample_space")  # the first layer in the span of the rows
 STACKS = ["softmax", "softmax without bias", "mlp", "deep mlp", "functional"]
 PAIRS = [
     *(
@@ -167,6 +176,7 @@ PAIRS = [
         for way in ("sample_space", "sample_space, picking rows", "fused")
         for name in STACKS
     ),
+    *(("compiled", name) for name in ("softmax", "softmax without bias", "relu mlp")),
     *(("vmap", name) for name in ("softmax", "deep mlp", "residual", "tied")),
     *(("convolutional", name) for name in CONVOLUTIONAL),
     *(("loop", name) for name in MODULES),
@@ -316,7 +326,7 @@ def test_every_way_does_regression_as_the_plain_loop_does(way, name):
 
 @pytest.mark.parametrize("method", CORRECTED)
 @pytest.mark.parametrize(
-    "way,name", [(way, name) for way, name in PAIRS if not way.startswith("sample_space")]
+    "way,name", [(way, name) for way, name in PAIRS if not way.startswith(SPANS)]
 )
 def test_every_way_that_takes_corrections_adds_them_to_every_gradient(way, name, method):
     module = made(name)
@@ -377,7 +387,7 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_corrections(way, name):
     check_bits_in_and_out_of_company(way, made(name, outputs=1), LOCALS["both"], regression=True)
-    if not way.startswith("sample_space"):
+    if not way.startswith(SPANS):
         check_bits_in_and_out_of_company(way, made(name), CORRECTED["all"], corrects=True)
 
 
@@ -385,7 +395,7 @@ def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_correction
 @pytest.mark.parametrize(
     "kind,n,batch,steps", [("softmax", 20, 10, 20), ("mlp", 31, 16, 6), ("mlp", 37, 16, 3)]
 )
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
 def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memory(
     way, kind, n, batch, steps
 ):
@@ -455,9 +465,9 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
     torch.testing.assert_close(together[2][0], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop", "noop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop", "noop"])
 def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(way, monkeypatch):
-    module = made("mlp")
+    module = made("relu mlp")
     d = models.parameter_count(module)
     monkeypatch.setattr(way_module, "BLOCK", 3 * d)
     clients = [9, 5, 5, 7, 3, -1, 2]
@@ -476,6 +486,7 @@ def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(way, monkeypatch
 
 
 MERGED = {
+    "compiled": ("softmax", "relu mlp"),
     "sample_space": ("softmax", "mlp"),
     "fused": ("softmax", "mlp"),
     "vmap": ("mlp", "residual"),
@@ -487,9 +498,9 @@ MERGED = {
 @pytest.mark.parametrize("way,name", [(way, name) for way in MERGED for name in MERGED[way]])
 def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
     more = {}
-    clip = 0.5 if method == "clipped" and way != "sample_space" else None
+    clip = 0.5 if method == "clipped" and way not in SPANS else None
     local = LOCALS["plain" if method == "plain" else "both"]
-    if way != "sample_space" and method == "corrected":
+    if way not in SPANS and method == "corrected":
         local = CORRECTED["all"]
     if clip is not None:
         more["stds"] = np.linspace(0.0, 0.1, 12)
@@ -527,7 +538,7 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
         np.testing.assert_equal(one, other)
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap"])
 @pytest.mark.parametrize("kind,batch", [("softmax", 10), ("softmax", 3), ("mlp", 10)])
 def test_lanes_of_images_trained_together_have_the_bits_of_each_alone(way, kind, batch):
     module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
@@ -561,7 +572,7 @@ def test_ways_that_train_one_by_one_or_convolve_train_every_lane_by_itself():
 def test_an_update_that_is_handed_out_is_not_written_to_again():
     module = made("mlp")
     x, y = rows()
-    for way in ("sample_space", "fused", "vmap", "loop", "noop"):
+    for way in ("compiled", "sample_space", "fused", "vmap", "loop", "noop"):
         trainer = Trainer(module, LOCALS["plain"], way=way, seed=0)
         lane = dict(t=0, clients=CLIENTS, draws=DRAWS)
         held = [
@@ -572,9 +583,9 @@ def test_an_update_that_is_handed_out_is_not_written_to_again():
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
 def test_a_diverged_client_shows_it_and_spares_the_others(way):
-    module = made("mlp")
+    module = made("relu mlp")
     x, y = rows()
     healthy = train(way, module, LOCALS["plain"], x, y)
     x[2, 0] = float("inf")
@@ -584,7 +595,7 @@ def test_a_diverged_client_shows_it_and_spares_the_others(way):
     assert all(torch.equal(healthy[slot][0], sick[slot][0]) for slot in (0, 1, 4))
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
 def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(way):
     local = Sgd(steps=50, batch=4, lr=1e9, weight_decay=1e-3)
     assert not any(
@@ -593,9 +604,9 @@ def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(wa
     )
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop", "noop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop", "noop"])
 def test_a_client_without_rows_sends_nothing(way):
-    module = made("mlp")
+    module = made("relu mlp")
     x, y = rows()
     got = train(way, module, LOCALS["both"], x, y, clients=[2, 5, 5, 7, 30])
     assert list(got) == [0, 1, 2, 3, 4]
@@ -604,12 +615,12 @@ def test_a_client_without_rows_sends_nothing(way):
     )
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
 def test_a_label_that_the_model_does_not_know_is_an_error(way):
     x, y = rows()
     y[0, 3] = CLASSES
     with pytest.raises((RuntimeError, IndexError)):
-        train(way, made("mlp"), LOCALS["full gradient"], x, y)
+        train(way, made("relu mlp"), LOCALS["full gradient"], x, y)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -716,7 +727,7 @@ def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, m
 # which way
 
 
-@pytest.mark.parametrize("way", ["sample_space", "fused", "vmap", "loop"])
+@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
 def test_rows_that_no_batch_takes_are_not_needed(way):
     sizes = np.array([40, 0, 12, 13, 7])
     clients = [5, -1, 6, 7, 8]
@@ -924,12 +935,12 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
 @pytest.mark.parametrize(
     "kind,shape,rows,local,way",
     [
-        ("softmax", (1, 28, 28), 20, Sgd(steps=20, batch=10), "sample_space"),
+        ("softmax", (1, 28, 28), 20, Sgd(steps=20, batch=10), "compiled"),
         ("softmax", (1, 28, 28), 600, Sgd(steps=300, batch=10), "fused"),
         ("softmax", (1, 28, 28), 20, Sgd(steps=1, batch=10), "fused"),
-        ("softmax", (60,), 20, Sgd(steps=20, batch=10), "sample_space"),
-        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch=16), "sample_space"),
-        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch="full"), "sample_space"),
+        ("softmax", (60,), 20, Sgd(steps=20, batch=10), "compiled"),
+        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch=16), "compiled"),
+        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch="full"), "compiled"),
         ("mlp", (1, 28, 28), 600, Sgd(steps=10, batch=64), "fused"),
         ("cnn", (1, 28, 28), 64, Sgd(), "convolutional"),
     ],
@@ -989,7 +1000,7 @@ def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch)
 def test_corrections_are_never_trained_in_sample_space():
     module = made("softmax")
     assert (
-        resolve(module, Sgd(steps=20), 20, form(SHAPE)) == "sample_space"
+        resolve(module, Sgd(steps=20), 20, form(SHAPE)) == "compiled"
         and resolve(module, Scaffold(steps=20), 20, form(SHAPE)) == "fused"
     )
     for refused in (
@@ -1048,7 +1059,7 @@ def test_regression_needs_a_module_with_an_output_for_each_target(way):
 def test_an_unknown_way_is_refused_by_name():
     with pytest.raises(
         ConfigError,
-        match=r"client\.way = 'lopo': auto or one of sample_space, fused, convolutional, vmap",
+        match=r"client\.way = 'lopo': auto or one of compiled, sample_space, fused",
     ):
         resolve(made("mlp"), Sgd(), 20, form(SHAPE), "lopo")
 
@@ -1185,7 +1196,7 @@ def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
 
     monkeypatch.setattr(checks, "_drawn_once", beside_a_thread)
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    assert resolve(module, Sgd(), 20, form((1, 28, 28))) == "sample_space"
+    assert resolve(module, Sgd(), 20, form((1, 28, 28))) == "compiled"
     assert asked == [None] * 3
 
 

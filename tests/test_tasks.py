@@ -120,7 +120,7 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
     x, y = rows(of)
     index, taken = batches(4, 1, range(4), [0] * 4, SIZES, LOCAL, rows=max(SIZES))
     done = []
-    for way in ("sample_space", "fused", "layerwise", "vmap", "loop"):
+    for way in ("compiled", "sample_space", "fused", "layerwise", "vmap", "loop"):
         if way != "loop":
             try:
                 resolve(made(name), LOCAL, 5, of, way, clip)
@@ -138,7 +138,7 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
         done.append(way)
     closed = of.task.closed() is not None
     clipping = ["layerwise"] if clip else []
-    stacked = (["fused"] if clip else ["sample_space", "fused"]) if closed else []
+    stacked = (["fused"] if clip else ["compiled", "sample_space", "fused"]) if closed else []
     assert done == [*stacked, *clipping, "vmap", "loop"]
 
 
@@ -328,4 +328,5 @@ def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
 
 
 def test_ways_are_all_looked_at():
-    assert set(WAYS) == {"sample_space", "fused", "layerwise", "vmap", "loop", "noop"}
+    stacks = {"compiled", "sample_space", "fused", "convolutional"}
+    assert set(WAYS) == stacks | {"layerwise", "vmap", "loop", "noop"}

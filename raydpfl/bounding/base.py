@@ -106,6 +106,11 @@ class Bounding(Member):
             raise ConfigError("weights.kind", experiment.weights.kind, accepted)
 
     @property
+    def scales(self) -> bool:
+        """Whether clients send their updates as they are, times the factors."""
+        return type(self).send is Bounding.send and self.scaling == "update"
+
+    @property
     def remembers(self) -> bool:
         """Whether clients keep a vector from one round to their next."""
         return type(self).remember is not Bounding.remember

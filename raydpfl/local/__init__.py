@@ -2,14 +2,14 @@
 
 A member of the family says what a step does with its gradient, `resolve` which way of training
 does it, and `Trainer` does it. A rule of one's own is a class of `Local` with a `step` (see there).
-All ways have the mathematics of a plain loop over the clients, with cross-entropy or, for float
-targets and a module with a single output, half the squared error. All but sample_space, which takes
-linear rules alone, carry out any rule and add corrections (`Scaffold`). All but sample_space and
-convolutional can clip each sample's gradient and add noise to every step (the loop sample by
-sample):
+All ways have the mathematics of a plain loop over the clients and the loss of the task. All but
+compiled and sample_space, which take linear rules alone, carry out any rule and add corrections
+(`Scaffold`). All but these and convolutional can clip each sample's gradient and add noise to every
+step (the loop sample by sample):
 
 | way           | for                                     | how                                    |
 |---------------|-----------------------------------------|----------------------------------------|
+| compiled      | linear layers and ReLUs, as the next    | the same in C, client by client        |
 | sample_space  | linear layers, many epochs on few rows  | first layer in the span of the rows    |
 | fused         | any stack of linear layers              | batched products, step in the backward |
 | convolutional | convolutions, max-pooling, then linear  | client after client, layers by hand    |

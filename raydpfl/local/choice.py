@@ -1,17 +1,20 @@
 """Which way trains a model.
 
 A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
-takes fewer operations; convolutions with linear layers after them by hand; any other module with
-convolutions or recurrent layers by the loop; any other by vmap. On a GPU all convolutions are
-trained by vmap, as one client after another keeps it waiting for the host. With a bound on every
-sample's gradient: a stack of linear layers fused, any other module layerwise, or else by vmap, with
-recurrent layers by the loop. The way's first steps are compared with the loop's on made-up rows.
-Where they fail or differ the next way is taken, in the end the loop, and the log says why.
+A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
+takes fewer operations: in sample space by compiled code, where its activations are ReLUs and there
+is a C compiler, else by torch. Convolutions with linear layers after them are trained by hand; any
+other module with convolutions or recurrent layers by the loop; any other by vmap. On a GPU all
+convolutions are trained by vmap, as one client after another keeps it waiting for the host. With a
+bound on every sample's gradient: a stack of linear layers fused, any other module layerwise, or
+else by vmap, with recurrent layers by the loop. The way's first steps are compared with the loop's
+on made-up rows. Where they fail or differ the next way is taken, in the end the loop, and the log
+says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
 >>> resolve(module, Sgd(steps=20, batch=10), 20, form)
-'sample_space'
+'compiled'
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl.errors import ConfigError
 from raydpfl.local.base import Local
 from raydpfl.local.checks import check_apart, check_loss, check_rule, drawn_from
+from raydpfl.local.compiled import unfit
 from raydpfl.local.convolutional import links
 from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
@@ -49,14 +53,15 @@ def resolve(
 ) -> str:
     """The way to train `module` on samples of this form when a typical client has `rows` of them.
 
-    With `way` auto it is a function of the architecture, `local`, the shapes, whether each sample
-    is clipped alone and whether clients train on a `gpu`, never of timing; see the module.
+    With `way` auto it is a function of all that is given and of whether there is a C compiler,
+    never of timing; see the module. `gpu`: whether clients train on one.
 
     Raises:
         ConfigError: for a way that does not fit and was asked for by name; for a module that has
             BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none for
             its outputs (`raydpfl.local.checks.check_loss`); for a rule that is none (`check_rule`).
     """
+    _check_device(way, gpu)
     check_rule(local)
     check_loss(module, form)
     if clip is not None:
@@ -99,6 +104,12 @@ def _by_hand(module: nn.Module) -> bool:
     return True
 
 
+def _check_device(way: str, gpu: bool) -> None:
+    """Raises `ConfigError` for a way that is none for the device."""
+    if gpu and way == "compiled":
+        raise ConfigError("client.way", way, "auto, or another way; compiled code is for the CPU")
+
+
 def _choices(
     module: nn.Module, local: Local, rows: int, clip: float | None, gpu: bool
 ) -> list[str]:
@@ -127,5 +138,6 @@ def _suited(module: nn.Module, local: Local, rows: int, clip: float | None, gpu:
         return ["convolutional" if _by_hand(module) else "loop"]
     if clip is not None:
         return ["fused", "layerwise", "vmap"]
-    spanned = SampleSpace.pays(layers, rows, local)
-    return [*(["sample_space"] if spanned else []), "fused", "vmap"]
+    spanned = ["sample_space"] if SampleSpace.pays(layers, rows, local) else []
+    compiled = ["compiled"] if spanned and not gpu and unfit(layers) is None else []
+    return [*compiled, *spanned, "fused", "vmap"]

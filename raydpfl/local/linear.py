@@ -256,8 +256,8 @@ class _Span(_Place):
         self.factors = _factors(linear, lane.lr)
         self.whole = whole
         self.start = layer.views(parameters)
-        self.gamma, responses = _responses(linear, lane.lr, lane.index.shape[1])
-        self.responses = iter(responses)
+        self.gamma, each = responses(linear, lane.lr, lane.index.shape[1])
+        self.responses = iter(each)
         now = self._products(lane)
         self.now = now.mT.contiguous() if whole else now  # Z
         self.first = self.now.clone() if linear.proximal else None  # Z_0
@@ -321,7 +321,7 @@ class _Span(_Place):
         self.now[slots], self.coefficients[slots] = held
 
 
-def _responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]]:
+def responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]]:
     """(gamma, [c_0, ..., c_{Q-1}]) for gradients g_t of the steps t, such that
 
     W_Q = gamma W_0 + sum_t c_t g_t.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raydpfl.errors import ConfigError
 from raydpfl.local.base import Local
+from raydpfl.local.compiled import Compiled
 from raydpfl.local.convolutional import Convolutional
 from raydpfl.local.layerwise import Layerwise
 from raydpfl.local.linear import Fused, SampleSpace
@@ -13,6 +14,7 @@ from raydpfl.local.vmap import Vmap
 from raydpfl.local.way import Way
 
 WAYS: dict[str, type[Way]] = {
+    "compiled": Compiled,
     "sample_space": SampleSpace,
     "fused": Fused,
     "convolutional": Convolutional,

@@ -137,6 +137,11 @@ class Probe(Member):
 
     # --- of a lane, where the clients are ---
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at what clients send."""
+        return type(self).lane is not Probe.lane
+
     def columns(self, client_noise: bool) -> tuple[str, ...]:
         """The names of what `lane` gives. `client_noise`: clients draw noise on what they send."""
         return ()

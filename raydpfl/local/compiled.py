@@ -1,0 +1,154 @@
+"""Stacks of linear layers in sample space, client by client, in compiled code.
+
+The mathematics is that of `raydpfl.local.linear`, sample space: the first layer's weights move
+within the span of the client's rows, so that a step takes its outputs on these rows and the
+products of the rows with one another; the later layers have their weights. The code is
+`raydpfl/native/kernels.c`. It needs no array of a whole lane, so that all of a client's stay in the
+cache, and what a client gets depends on its own rows and batches alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl import native
+from raydpfl.local.base import Linear, Local
+from raydpfl.local.linear import responses
+from raydpfl.local.stack import RELU, Layer, NoStack, stack
+from raydpfl.local.way import Block, LaneData, Way
+from raydpfl.tasks import Task
+
+LANES = 16  # numbers of a vector
+MOST = 64  # layers
+
+
+class _Job(ctypes.Structure):
+    """Job of kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n", "p", "steps", "batch", "d", "layers")),
+        *((name, ctypes.c_void_p) for name in ("inputs", "outputs", "weights", "biases", "relu")),
+        *((name, ctypes.c_void_p) for name in ("model", "columns", "responses")),
+        ("squares", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("keep", "step", "decay", "proximal")),
+        *((name, ctypes.c_float) for name in ("momentum", "lr")),
+    )
+
+
+class Compiled(Way):
+    """See the module. Raises `NoStack` for what is no stack of linear layers with ReLUs or nothing
+    between them, and where nothing can be compiled.
+    """
+
+    private = False
+    linear = True
+    corrects = False
+    padded = False
+
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
+        self.layers = stack(module)
+        reason = unfit(self.layers)
+        if device.type != "cpu":
+            reason = "compiled code is for the CPU"
+        if task.closed() is None:
+            reason = f"the gradient of the loss of task {task.kind} is not written out here"
+        if reason:
+            raise NoStack(reason)
+        facts = np.array([_facts(layer) for layer in self.layers], np.int64)
+        self._facts = np.ascontiguousarray(facts.T)
+
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
+        """See `raydpfl.local.way.Way`."""
+        compiled = native.library()
+        linear = self.local.linear()
+        assert compiled is not None and linear is not None  # as the way says
+        first = self.layers[0]
+        columns = np.zeros((first.inputs + 1, -(-first.outputs // LANES) * LANES), np.float32)
+        weight, *bias = (each.numpy() for each in first.views(parameters))
+        columns[:-1, : first.outputs] = weight.T
+        columns[-1, : first.outputs] = bias[0][0] if bias else 0
+        gammas = np.ones(len(lane.steps), np.float32)
+        for made in np.unique(lane.steps):
+            gammas[lane.steps == made] = responses(linear, lane.lr, int(made))[0]
+        given = (lane.x, lane.y, lane.sizes, lane.index, lane.batch_sizes, lane.steps, gammas)
+        arrays = [_plain(each) for each in given]
+        job, kept = self._job(parameters, lane, linear, columns)
+        d = parameters.numel()
+        _check_targets(lane, self.layers[-1].outputs)
+        for _, slots in lane.blocks(d):
+            updates = torch.empty(len(slots), d)
+            losses = np.empty(len(slots))
+            failed = compiled.raydpfl_train(
+                ctypes.byref(job),
+                ctypes.c_int64(len(slots)),
+                *map(_at, (slots, *arrays, updates.numpy(), losses)),
+            )
+            if failed:
+                raise MemoryError("no memory for the outputs of a client's rows")
+            yield Block(slots, updates, losses)
+        del kept
+
+    def _job(
+        self, parameters: torch.Tensor, lane: LaneData, linear: Linear, columns: np.ndarray
+    ) -> tuple[_Job, Sequence[object]]:
+        """The job, and what it points to."""
+        steps, batch = lane.index.shape[1:]
+        model = parameters.contiguous().numpy()
+        answers = np.array(responses(linear, lane.lr, steps)[1], np.float32)
+        decay = linear.decay + linear.proximal
+        keep, step = (linear.momentum, 1.0) if linear.momentum else (1 - lane.lr * decay, -lane.lr)
+        job = _Job(
+            *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
+            *(_at(row).value for row in self._facts),
+            *(_at(array).value for array in (model, columns, answers)),
+            int(self.task.closed() == "squares"),
+            *(keep, step, linear.decay, linear.proximal, linear.momentum, lane.lr),
+        )
+        return job, (model, columns, answers)
+
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
+        """See `raydpfl.local.way.Way`. Wherever a client's rows lie, it has the same bits."""
+        return (-(-rows * features // 4) * 4,)
+
+
+def unfit(layers: tuple[Layer, ...]) -> str | None:
+    """Why such a model is not trained by compiled code here; None where it is."""
+    if len(layers) > MOST:
+        return f"it has more than {MOST} layers"
+    others = [each.activation.name for each in layers if each.activation not in (None, RELU)]
+    if others:
+        return f"{others[0]} is not compiled"
+    if native.library() is None:
+        return "there is no C compiler, or no code for this processor"
+    return None
+
+
+def _facts(layer: Layer) -> tuple[int, ...]:
+    bias = -1 if layer.bias is None else layer.bias
+    return layer.inputs, layer.outputs, layer.weight, bias, int(layer.activation is not None)
+
+
+def _check_targets(lane: LaneData, outputs: int) -> None:
+    """Raises RuntimeError, as torch's losses do, for targets that the model has no outputs for."""
+    y = lane.y.numpy()
+    if y.dtype != np.int64:
+        if y[0, 0].size != outputs:
+            raise RuntimeError(f"{y[0, 0].size} targets, and the model has {outputs} outputs")
+        return
+    real = y[np.arange(y.shape[1]) < lane.sizes[:, None]]
+    if len(real) and not (real.min() >= 0 and real.max() < outputs):
+        raise RuntimeError(f"a target is not one of the model's {outputs} classes")
+
+
+def _plain(array: torch.Tensor | np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array.numpy() if isinstance(array, torch.Tensor) else array)
+
+
+def _at(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -1,0 +1,132 @@
+"""The parts of the engine that are compiled, from `kernels.c`.
+
+The first process that needs them compiles them, in about a second, with the C compiler of the
+machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
+source, the command and the processor's kind. Where there is no compiler `library` is None: sums
+then take numpy, with the same bits, and training another way (`raydpfl.local.ways`).
+
+The bits of what the library computes depend neither on the processor nor on who calls it: every sum
+has an order of its own, and every vector length gives the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raydpfl.files import cache_root
+
+log = logging.getLogger("raydpfl")
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-w")
+KINDS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
+LIMIT = 120  # seconds for the compiler
+PARTIAL = 64  # partial sums of a norm
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None where there is no compiler, or no kind of code for this processor
+    (x86-64 from AVX2 on, and 64-bit ARM).
+    """
+    command = _command()
+    if command is None:
+        return None
+    text = SOURCE.read_bytes() + " ".join(command).encode()
+    path = cache_root() / "native" / f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            _compile(command, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("nothing is compiled, and softmax models train slower: %s", error)
+        return None
+
+
+def _command() -> list[str] | None:
+    """What compiles; None for a processor that nothing is written for."""
+    compiler = os.environ.get("CC", "cc").split()
+    if platform.machine() in ("aarch64", "arm64"):
+        return [*compiler, *FLAGS]
+    kind = KINDS.get(torch.backends.cpu.get_cpu_capability())
+    return None if kind is None else [*compiler, *FLAGS, *kind]
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Compiles to `path`, where another process may be doing the same.
+
+    Raises:
+        OSError: there is no compiler, or nowhere to write to.
+        subprocess.SubprocessError: it fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        done = [*command, "-o", str(made), str(SOURCE), "-lm"]
+        subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
+        made.replace(path)
+
+
+def norms(rows: torch.Tensor) -> np.ndarray:
+    """The L2 norms of `rows`, float32 or float64 [k, d] in the CPU's memory: float64 [k].
+
+    The squares are added up in float64: those of every 64th number, then these 64 sums by halves.
+    """
+    given = rows.numpy()
+    compiled = library()
+    if compiled is None or not given.flags.c_contiguous:
+        return np.array([_norm(row.astype(np.float64)) for row in given])
+    found = np.empty(len(given))
+    called = compiled.raydpfl_norms32 if given.dtype == np.float32 else compiled.raydpfl_norms64
+    called(*_sizes(given), _at(given), _at(found))
+    return found
+
+
+def _norm(row: np.ndarray) -> float:
+    sums = np.zeros((-(-len(row) // PARTIAL) + 1, PARTIAL))  # the first row is 0, and starts sums
+    sums.reshape(-1)[PARTIAL : PARTIAL + len(row)] = row * row
+    found = np.add.reduce(sums, axis=0)
+    while len(found) > 1:
+        found = found[: len(found) // 2] + found[len(found) // 2 :]
+    return float(np.sqrt(found[0]))
+
+
+def add(
+    total: np.ndarray, rows: np.ndarray, factors: np.ndarray, noise: np.ndarray | None = None
+) -> None:
+    """Adds factors[i] rows[i] + noise[i] to `total` for each i in turn, every product and sum
+    rounded.
+
+    Args:
+        total: float64 [d], changed in place.
+        rows: float32 [k, d].
+        factors: float64 [k].
+        noise: float64 [k, d].
+    """
+    compiled = library()
+    given = (rows, factors, total) if noise is None else (rows, factors, total, noise)
+    if compiled is None or not all(each.flags.c_contiguous for each in given):
+        for i, row in enumerate(rows):
+            sent = row * factors[i]
+            total += sent if noise is None else sent + noise[i]
+        return
+    places = (_at(rows), _at(factors), None if noise is None else _at(noise), _at(total))
+    compiled.raydpfl_add(*_sizes(rows), *places)
+
+
+def _sizes(rows: np.ndarray) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    return ctypes.c_int64(rows.shape[0]), ctypes.c_int64(rows.shape[1])
+
+
+def _at(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -1,0 +1,729 @@
+/* Training of stacks of linear layers in the span of each client's rows, and sums of updates.
+
+raydpfl/native/__init__.py says what is computed; here is how. A client is trained alone, and every
+sum is taken in an order that depends on its own shapes only: the same bits in any lane, on any
+number of threads, with vectors of any length. Products are accumulated by fused multiply-adds, 16
+columns at once (v16), so rows are padded to a multiple of 16 floats. Nothing here keeps state.
+*/
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 16
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
+#if defined(__AVX512F__)
+#define WIDE 16 /* floats of the processor's vector */
+#elif defined(__AVX2__)
+#define WIDE 8
+#else
+#define WIDE 4
+#endif
+#define PARTS (LANES / WIDE)
+#define EACH UNROLL for (int i = 0; i < PARTS; i++)
+
+typedef float part __attribute__((vector_size(4 * WIDE)));
+typedef float part_anywhere __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef int32_t bits __attribute__((vector_size(4 * WIDE)));
+typedef float v8 __attribute__((vector_size(32), may_alias));
+typedef float v4 __attribute__((vector_size(16), may_alias));
+typedef struct {
+    part p[PARTS];
+} v16;
+
+int64_t raydpfl_version(void) { return 1; }
+
+const char *raydpfl_compiler(void) { return __VERSION__; }
+
+/* a b + c, rounded once. Nothing else is: the code is compiled without contraction, as compilers
+contract what has two products now this way and now that. */
+INLINE part fused(part a, part b, part c) {
+#if WIDE == 16
+    return (part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif WIDE == 8 && defined(__FMA__)
+    return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < WIDE; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+/* a where the mask is -1, b where it is 0. */
+INLINE part pick(bits mask, part a, part b) { return (part)((mask & (bits)a) | (~mask & (bits)b)); }
+
+INLINE v16 all(float value) {
+    v16 found;
+    EACH found.p[i] = (part){} + value;
+    return found;
+}
+
+INLINE v16 load(const float *at) {
+    v16 found;
+    EACH found.p[i] = *(const part_anywhere *)(at + i * WIDE);
+    return found;
+}
+
+INLINE void store(float *at, v16 v) { EACH *(part_anywhere *)(at + i * WIDE) = v.p[i]; }
+
+INLINE v16 fma16(v16 a, v16 b, v16 c) {
+    EACH c.p[i] = fused(a.p[i], b.p[i], c.p[i]);
+    return c;
+}
+
+INLINE v16 times(v16 a, float b) {
+    EACH a.p[i] *= b;
+    return a;
+}
+
+INLINE v16 plus(v16 a, v16 b) {
+    EACH a.p[i] += b.p[i];
+    return a;
+}
+
+INLINE v16 larger16(v16 a, v16 b) {
+    EACH a.p[i] = pick(a.p[i] > b.p[i], a.p[i], b.p[i]);
+    return a;
+}
+
+/* v, with 0 where `gate` is at most 0; NaN stays. */
+INLINE v16 passed(v16 gate, v16 v) {
+    EACH v.p[i] = pick(gate.p[i] <= 0.0f, (part){}, v.p[i]);
+    return v;
+}
+
+/* The numbers of these lanes, less `from`. */
+INLINE bits places(int part_number, int64_t from) {
+    bits found;
+    for (int i = 0; i < WIDE; i++) found[i] = i;
+    return found + (int32_t)(part_number * WIDE - from);
+}
+
+/* The first `count` lanes of v, and `other` in those after. */
+INLINE v16 first(v16 v, int64_t count, float other) {
+    EACH v.p[i] = pick(places(i, count) < 0, v.p[i], (part){} + other);
+    return v;
+}
+
+/* `value` in one lane, 0 in the others, and all of them if there is no such lane. */
+INLINE v16 only(int64_t lane, float value) {
+    v16 found;
+    EACH found.p[i] = pick(places(i, lane) == 0, (part){} + value, (part){});
+    return found;
+}
+
+#if WIDE == 16
+#define HALVES(join) (join(((const v8 *)&v.p[0])[0], ((const v8 *)&v.p[0])[1]))
+#elif WIDE == 8
+#define HALVES(join) (join(v.p[0], v.p[1]))
+#endif
+#define ADD(a, b) ((a) + (b))
+
+/* Numbers half a vector apart are taken together, then a quarter, and so on. */
+INLINE float sum_of(v16 v) {
+#if WIDE == 4
+    v4 four = (v.p[0] + v.p[2]) + (v.p[1] + v.p[3]);
+#else
+    v8 half = HALVES(ADD);
+    v4 four = ((const v4 *)&half)[0] + ((const v4 *)&half)[1];
+#endif
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+INLINE float largest_of(v16 v) {
+    float found[LANES];
+    store(found, v);
+    UNROLL for (int half = LANES / 2; half; half /= 2)
+        UNROLL for (int l = 0; l < half; l++) found[l] = larger(found[l], found[l + half]);
+    return found[0];
+}
+
+/* e^x for x <= 0, to 1e-7 of it (Cephes); NaN stays. */
+INLINE part exp_of(part x) {
+    const part zero = {};
+    const part magic = zero + 12582912.0f; /* 1.5 2^23: its last bit counts ones */
+    x = pick(x < -87.0f, zero - 87.0f, x);
+    part t = fused(x, zero + 1.44269504088896341f, magic);
+    part k = t - magic;
+    part r = fused(k, zero + 2.12194440e-4f, fused(k, zero - 0.693359375f, x));
+    part y = zero + 1.9875691500e-4f;
+    y = fused(y, r, zero + 1.3981999507e-3f);
+    y = fused(y, r, zero + 8.3334519073e-3f);
+    y = fused(y, r, zero + 4.1665795894e-2f);
+    y = fused(y, r, zero + 1.6666665459e-1f);
+    y = fused(y, r, zero + 5.0000001201e-1f);
+    y = fused(y, r * r, r) + 1.0f;
+    return y * (part)(((bits)t + 127) << 23);
+}
+
+/* e^(a - most), of the first `count` lanes, and 0. */
+INLINE v16 exponentials(v16 a, float most, int64_t count) {
+    EACH a.p[i] = exp_of(a.p[i] - most);
+    return first(a, count, 0);
+}
+
+INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+/* --- products; the last arguments of a tile are constants --- */
+
+/* out[R][V vectors] = start + a[R rows, of `stride`][k] b[k][`width`], for one tile. */
+INLINE void tile(const float *a, int64_t down, int64_t across, const float *b, int64_t width,
+                 int64_t k, v16 acc[], int R, int V) {
+    for (int64_t j = 0; j < k; j++) {
+        v16 columns[4];
+        UNROLL for (int v = 0; v < V; v++) columns[v] = load(b + j * width + v * LANES);
+        UNROLL for (int r = 0; r < R; r++) {
+            float x = a[r * down + j * across];
+            UNROLL for (int v = 0; v < V; v++)
+                acc[r * V + v] = fma16(columns[v], all(x), acc[r * V + v]);
+        }
+    }
+}
+
+#define TILE(R, V)                                                                              \
+    {                                                                                           \
+        v16 acc[(R) * (V)];                                                                     \
+        UNROLL for (int i = 0; i < (R) * (V); i++) acc[i] = all(0);                            \
+        tile(a + r * down, down, across, b + c, width, k, acc, R, V);                           \
+        UNROLL for (int i = 0; i < (R); i++)                                                    \
+            UNROLL for (int v = 0; v < (V); v++) {                                              \
+                float *at = out + (r + i) * out_width + c + v * LANES;                          \
+                v16 done = times(acc[i * (V) + v], scale);                                      \
+                store(at, keep == 0 ? done : fma16(load(at), all(keep), done));                 \
+            }                                                                                   \
+    }
+
+/* out[m][columns] = keep out + scale (a b), where a[r][j] lies at a[r down + j across], b is
+[k][width] and `columns` is a multiple of 16. */
+static void multiply(const float *a, int64_t down, int64_t across, const float *b, int64_t width,
+                     int64_t m, int64_t k, int64_t columns, float keep, float scale, float *out,
+                     int64_t out_width) {
+    for (int64_t c = 0; c < columns;) {
+        int64_t left = (columns - c) / LANES;
+        int64_t r = 0;
+        if (left >= 4) {
+            for (; r + 5 <= m; r += 5) TILE(5, 4);
+            for (; r < m; r++) TILE(1, 4);
+            c += 4 * LANES;
+        } else if (left >= 2) {
+            for (; r + 8 <= m; r += 8) TILE(8, 2);
+            for (; r + 2 <= m; r += 2) TILE(2, 2);
+            for (; r < m; r++) TILE(1, 2);
+            c += 2 * LANES;
+        } else {
+            for (; r + 10 <= m; r += 10) TILE(10, 1);
+            for (; r + 4 <= m; r += 4) TILE(4, 1);
+            for (; r < m; r++) TILE(1, 1);
+            c += LANES;
+        }
+    }
+}
+
+INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_width, int64_t k,
+                 float out[], int R, int S) {
+    v16 acc[16];
+    UNROLL for (int i = 0; i < R * S; i++) acc[i] = all(0);
+    for (int64_t j = 0; j < k; j += LANES) {
+        v16 right[4];
+        UNROLL for (int s = 0; s < S; s++) right[s] = load(b + s * b_width + j);
+        UNROLL for (int r = 0; r < R; r++) {
+            v16 x = load(a + r * a_width + j);
+            UNROLL for (int s = 0; s < S; s++) acc[r * S + s] = fma16(x, right[s], acc[r * S + s]);
+        }
+    }
+    UNROLL for (int i = 0; i < R * S; i++) out[i] = sum_of(acc[i]);
+}
+
+#define DOTS(R, S)                                                                              \
+    {                                                                                           \
+        float found[(R) * (S)];                                                                 \
+        dots(a + r * a_width, b + s * b_width, a_width, b_width, k, found, R, S);               \
+        UNROLL for (int i = 0; i < (R); i++)                                                    \
+            UNROLL for (int j = 0; j < (S); j++)                                                \
+                out[(r + i) * out_width + s + j] = found[i * (S) + j];                          \
+    }
+
+/* out[m][n] = a[m][k] b[n][k]^T, k a multiple of 16; with `half`, where a is b, the part on and
+above the diagonal alone (in tiles of 4). */
+static void multiply_rows(const float *a, int64_t a_width, const float *b, int64_t b_width,
+                          int64_t m, int64_t n, int64_t k, float *out, int64_t out_width,
+                          int half) {
+    int64_t r = 0;
+    for (; r + 4 <= m; r += 4) {
+        int64_t s = half ? r : 0;
+        for (; s + 4 <= n; s += 4) DOTS(4, 4);
+        for (; s < n; s++) DOTS(4, 1);
+    }
+    for (; r < m; r++) {
+        int64_t s = half ? r : 0;
+        for (; s + 4 <= n; s += 4) DOTS(1, 4);
+        for (; s < n; s++) DOTS(1, 1);
+    }
+}
+
+/* --- a client --- */
+
+/* What the clients of a call share; raydpfl/local/compiled.py fills it. */
+typedef struct {
+    int64_t n, p, steps, batch, d;  /* rows of x, numbers of a row, Q, columns of index, d */
+    int64_t layers;
+    const int64_t *inputs, *outputs; /* [layers] */
+    const int64_t *weights, *biases; /* [layers]: where they begin in the parameters; -1: none */
+    const int64_t *relu;             /* [layers]: 1, or 0 for no activation */
+    const float *model;              /* [d] */
+    /* the first layer's weight, transposed, and its bias: [p + 1][padded outputs] */
+    const float *columns;
+    const float *responses;          /* [steps]: c_t of a client that makes all steps */
+    int64_t squares; /* 1: half the mean squared error; 0: cross-entropy */
+    float keep, step, decay, proximal, momentum, lr; /* raydpfl.local.linear */
+} Job;
+
+typedef struct {
+    float *weight, *bias;     /* [outputs][padded inputs], [padded outputs] */
+    float *w_speed, *b_speed; /* the velocity, likewise */
+    float *a, *g;             /* [batch][padded outputs]: outputs and their gradient */
+} Layer;
+
+typedef struct {
+    float *rows;                         /* [n][padded p], where p is no multiple of 16 */
+    float *z, *z_first, *z_speed, *coef; /* [n][padded outputs of the first layer] */
+    float *kernel, *some;                /* [n][padded n], and these rows of a batch */
+    float *scratch;                      /* a row of weights, padded */
+    Layer *layer;                        /* [layers] */
+} Room;
+
+enum { MOST = 64 };
+
+INLINE int64_t widest(const Job *job) {
+    int64_t most = padded(job->p);
+    for (int64_t l = 0; l < job->layers; l++)
+        if (padded(job->outputs[l]) > most) most = padded(job->outputs[l]);
+    return most;
+}
+
+
+/* Cuts memory into a room; returns how many floats that takes. */
+static int64_t furnish(const Job *job, Room *room, float *memory) {
+    float *start = memory;
+    float *at = memory ? memory : NULL;
+    int64_t used = 0;
+    int64_t n = job->n;
+    int64_t o = padded(job->outputs[0]);
+#define PART(place, count)                                                                      \
+    {                                                                                           \
+        int64_t size = padded(count);                                                           \
+        if (start) (place) = at + used;                                                         \
+        used += size;                                                                           \
+    }
+    PART(room->rows, job->p % LANES ? n * padded(job->p) : 0);
+    PART(room->z, n * o);
+    PART(room->z_first, job->proximal != 0 ? n * o : 0);
+    PART(room->z_speed, job->momentum != 0 ? n * o : 0);
+    PART(room->coef, n * o);
+    PART(room->kernel, n * padded(n));
+    PART(room->some, job->batch * padded(n));
+    PART(room->scratch, widest(job));
+    for (int64_t l = 0; l < job->layers; l++) {
+        Layer *layer = &room->layer[l];
+        int64_t out = padded(job->outputs[l]);
+        int64_t weights = l ? job->outputs[l] * padded(job->inputs[l]) : 0;
+        PART(layer->weight, weights);
+        PART(layer->bias, out);
+        PART(layer->w_speed, job->momentum != 0 ? weights : 0);
+        PART(layer->b_speed, job->momentum != 0 ? out : 0);
+        PART(layer->a, job->batch * out);
+        PART(layer->g, job->batch * out);
+    }
+    return used;
+}
+
+INLINE void copy(const float *from, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += LANES) store(to + i, load(from + i));
+}
+
+INLINE void copy_rows(const float *from, int64_t rows, int64_t columns, float *to) {
+    int64_t width = padded(columns);
+    for (int64_t r = 0; r < rows; r++) {
+        memcpy(to + r * width, from + r * columns, columns * sizeof(float));
+        memset(to + r * width + columns, 0, (width - columns) * sizeof(float));
+    }
+}
+
+/* The gradient of a row's cross-entropy by its outputs `a`, times `share`, to `g`. Its loss is
+log(`*sum`) minus what is returned. */
+INLINE double cross_entropy(const float *a, int64_t classes, int64_t width, int64_t y, float share,
+                            float *g, double *sum) {
+    v16 top = all(-INFINITY);
+    for (int64_t c = 0; c < width; c += LANES)
+        top = larger16(first(load(a + c), classes - c, -INFINITY), top);
+    float most = largest_of(top);
+    v16 total = all(0);
+    for (int64_t c = 0; c < width; c += LANES) {
+        v16 e = exponentials(load(a + c), most, classes - c);
+        store(g + c, e);
+        total = plus(total, e);
+    }
+    float found = sum_of(total);
+    float scale = share / found;
+    for (int64_t c = 0; c < width; c += LANES)
+        store(g + c, fma16(load(g + c), all(scale), only(y - c, -share)));
+    *sum = found;
+    return (double)a[y] - most;
+}
+
+enum { AT_ONCE = 16 };
+
+/* The mean cross-entropy of a batch [b][width], and its gradient. */
+INLINE double cross_entropies(const float *a, int64_t b, int64_t classes, int64_t width,
+                              const int64_t *y, const int64_t *rows, float share, float *g) {
+    double loss = 0;
+    for (int64_t from = 0; from < b; from += AT_ONCE) {
+        double product = 1;
+        for (int64_t j = from; j < b && j < from + AT_ONCE; j++) {
+            double sum;
+            loss -= cross_entropy(a + j * width, classes, width, y[rows[j]], share, g + j * width,
+                                  &sum);
+            product *= sum;
+        }
+        loss += log(product);
+    }
+    return loss * share;
+}
+
+/* Half the mean squared error of a row's outputs `a`, and its gradient, both times `share`. */
+INLINE double squared_error(const float *a, int64_t outputs, const float *y, float share,
+                            float *g) {
+    double loss = 0;
+    for (int64_t c = 0; c < padded(outputs); c += LANES) store(g + c, all(0));
+    for (int64_t c = 0; c < outputs; c++) {
+        float off = a[c] - y[c];
+        g[c] = off / outputs * share;
+        loss += 0.5 * off * off;
+    }
+    return loss / outputs * share;
+}
+
+static void scale_add(float *to, int64_t count, float keep, const float *what, float scale) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store(to + i, fma16(load(what + i), all(scale), times(load(to + i), keep)));
+}
+
+/* The step of some parameters from keep moved + step g, which `moved` holds already. */
+static void finish_step(const Job *job, float *now, float *speed, const float *first,
+                        int64_t count) {
+    float *moved = job->momentum != 0 ? speed : now;
+    if (job->proximal != 0) scale_add(moved, count, 1.0f, first, -job->step * job->proximal);
+    if (job->momentum == 0) return;
+    scale_add(speed, count, 1.0f, now, job->decay + job->proximal);
+    scale_add(now, count, 1.0f, speed, -job->lr);
+}
+
+static void begin(const Job *job, Room *room, const float *x, int64_t rows) {
+    int64_t width = padded(job->p);
+    int64_t o = padded(job->outputs[0]);
+    int64_t wide = padded(job->n);
+    float one = job->biases[0] < 0 ? 0 : 1;
+    multiply(x, width, 1, job->columns, o, rows, job->p, o, 0, 1, room->z, o);
+    for (int64_t r = 0; r < rows; r++)
+        scale_add(room->z + r * o, o, 1, job->columns + job->p * o, 1);
+    multiply_rows(x, width, x, width, rows, rows, width, room->kernel, wide, 1);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t s = r; s < rows; s++) {
+            float value = room->kernel[r * wide + s] + one;
+            room->kernel[r * wide + s] = room->kernel[s * wide + r] = value;
+        }
+    memset(room->coef, 0, rows * o * sizeof(float));
+    if (job->proximal != 0) memcpy(room->z_first, room->z, rows * o * sizeof(float));
+    if (job->momentum != 0) memset(room->z_speed, 0, rows * o * sizeof(float));
+    for (int64_t l = 1; l < job->layers; l++) {
+        Layer *layer = &room->layer[l];
+        int64_t out = job->outputs[l];
+        int64_t weights = out * padded(job->inputs[l]);
+        copy_rows(job->model + job->weights[l], out, job->inputs[l], layer->weight);
+        memset(layer->bias, 0, padded(out) * sizeof(float));
+        if (job->biases[l] >= 0)
+            memcpy(layer->bias, job->model + job->biases[l], out * sizeof(float));
+        if (job->momentum == 0) continue;
+        memset(layer->w_speed, 0, weights * sizeof(float));
+        memset(layer->b_speed, 0, padded(out) * sizeof(float));
+    }
+}
+
+/* The outputs of all layers for the batch `rows`, [b]. */
+static void forward(const Job *job, Room *room, const int64_t *rows, int64_t b) {
+    for (int64_t l = 0; l < job->layers; l++) {
+        Layer *layer = &room->layer[l];
+        int64_t o = padded(job->outputs[l]);
+        if (l == 0) {
+            for (int64_t j = 0; j < b; j++)
+                copy(room->z + rows[j] * o, o, layer->a + j * o);
+        } else {
+            int64_t width = padded(job->inputs[l]);
+            memset(layer->a, 0, b * o * sizeof(float));
+            multiply_rows(room->layer[l - 1].a, width, layer->weight, width, b, job->outputs[l],
+                          width, layer->a, o, 0);
+            for (int64_t j = 0; j < b; j++) scale_add(layer->a + j * o, o, 1, layer->bias, 1);
+        }
+        if (!job->relu[l]) continue;
+        for (int64_t i = 0; i < b * o; i += LANES) {
+            v16 a = load(layer->a + i);
+            store(layer->a + i, passed(a, a));
+        }
+    }
+}
+
+/* The batch's loss; the gradients by the outputs of all layers. */
+static double backward(const Job *job, Room *room, const int64_t *rows, int64_t b,
+                       const void *y) {
+    int64_t last = job->layers - 1;
+    Layer *top = &room->layer[last];
+    int64_t o = padded(job->outputs[last]);
+    float share = 1.0f / b;
+    double loss = 0;
+    if (job->squares)
+        for (int64_t j = 0; j < b; j++)
+            loss += squared_error(top->a + j * o, job->outputs[last],
+                                  (const float *)y + rows[j] * job->outputs[last], share,
+                                  top->g + j * o);
+    else if (o == LANES) /* the loops over a row's vectors fall away */
+        loss = cross_entropies(top->a, b, job->outputs[last], LANES, y, rows, share, top->g);
+    else
+        loss = cross_entropies(top->a, b, job->outputs[last], o, y, rows, share, top->g);
+    for (int64_t l = last; l >= 0; l--) {
+        Layer *layer = &room->layer[l];
+        int64_t width = padded(job->outputs[l]);
+        if (l < last) {
+            Layer *next = &room->layer[l + 1];
+            multiply(next->g, padded(job->outputs[l + 1]), 1, next->weight, width, b,
+                     job->outputs[l + 1], width, 0, 1, layer->g, width);
+        }
+        if (!job->relu[l]) continue;
+        for (int64_t i = 0; i < b * width; i += LANES) {
+            store(layer->g + i, passed(load(layer->a + i), load(layer->g + i)));
+        }
+    }
+    return loss;
+}
+
+static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b, int64_t n,
+                      float response) {
+    int64_t o = padded(job->outputs[0]);
+    const float *g = room->layer[0].g;
+    float *moved = job->momentum != 0 ? room->z_speed : room->z;
+    int64_t wide = padded(job->n);
+    for (int64_t j = 0; j < b; j++)
+        copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
+    multiply(room->some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
+    finish_step(job, room->z, room->z_speed, room->z_first, n * o);
+    for (int64_t j = 0; j < b; j++)
+        scale_add(room->coef + rows[j] * o, o, 1, g + j * o, response);
+}
+
+static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
+    Layer *layer = &room->layer[l];
+    const Layer *before = &room->layer[l - 1];
+    int64_t width = padded(job->inputs[l]);
+    int64_t o = padded(job->outputs[l]);
+    int64_t out = job->outputs[l];
+    float *moved = job->momentum != 0 ? layer->w_speed : layer->weight;
+    multiply(layer->g, 1, o, before->a, width, out, b, width, job->keep, job->step, moved, width);
+    for (int64_t c = 0; c < out; c++) {
+        const float *first = job->model + job->weights[l] + c * job->inputs[l];
+        if (job->proximal != 0) {
+            copy_rows(first, 1, job->inputs[l], room->scratch);
+            first = room->scratch;
+        }
+        finish_step(job, layer->weight + c * width, layer->w_speed + c * width, first, width);
+    }
+    if (job->biases[l] < 0) return;
+    float *bias = job->momentum != 0 ? layer->b_speed : layer->bias;
+    memset(room->scratch, 0, o * sizeof(float));
+    for (int64_t j = 0; j < b; j++) scale_add(room->scratch, o, 1, layer->g + j * o, 1);
+    scale_add(bias, o, job->keep, room->scratch, job->step);
+    if (job->proximal != 0) copy_rows(job->model + job->biases[l], 1, out, room->scratch);
+    finish_step(job, layer->bias, layer->b_speed, room->scratch, o);
+}
+
+static void write_span(const Job *job, Room *room, const float *x, int64_t n, float gamma,
+                       float *update) {
+    int64_t width = padded(job->p);
+    int64_t o = padded(job->outputs[0]);
+    int64_t whole = job->p / LANES * LANES;
+    float shrunk = gamma - 1;
+    float *out = update + job->weights[0];
+    const float *model = job->model + job->weights[0];
+    multiply(room->coef, 1, o, x, width, job->outputs[0], n, whole, 0, 1, out, job->p);
+    for (int64_t c = 0; c < job->outputs[0] && whole < job->p; c++) {
+        v16 tail = all(0);
+        for (int64_t r = 0; r < n; r++)
+            tail = fma16(load(x + r * width + whole), all(room->coef[r * o + c]), tail);
+        float last[LANES];
+        store(last, tail);
+        memcpy(out + c * job->p + whole, last, (job->p - whole) * sizeof(float));
+    }
+    int64_t numbers = job->outputs[0] * job->p;
+    int64_t i = 0;
+    if (shrunk != 0) {
+        for (; i + LANES <= numbers; i += LANES)
+            store(out + i, fma16(load(model + i), all(shrunk), load(out + i)));
+        for (; i < numbers; i++) out[i] = fmaf(model[i], shrunk, out[i]);
+    }
+    if (job->biases[0] < 0) return;
+    for (int64_t c = 0; c < job->outputs[0]; c++) {
+        float sum = 0;
+        for (int64_t r = 0; r < n; r++) sum += room->coef[r * o + c];
+        update[job->biases[0] + c] = fmaf(job->model[job->biases[0] + c], shrunk, sum);
+    }
+}
+
+static void write_update(const Job *job, Room *room, const float *x, int64_t n, float gamma,
+                         float *update) {
+    write_span(job, room, x, n, gamma, update);
+    for (int64_t l = 1; l < job->layers; l++) {
+        const Layer *layer = &room->layer[l];
+        int64_t width = padded(job->inputs[l]);
+        for (int64_t c = 0; c < job->outputs[l]; c++) {
+            int64_t at = job->weights[l] + c * job->inputs[l];
+            for (int64_t i = 0; i < job->inputs[l]; i++)
+                update[at + i] = layer->weight[c * width + i] - job->model[at + i];
+        }
+        for (int64_t c = 0; c < job->outputs[l] && job->biases[l] >= 0; c++)
+            update[job->biases[l] + c] = layer->bias[c] - job->model[job->biases[l] + c];
+    }
+}
+
+/* What a client has of its own. */
+typedef struct {
+    const float *x;       /* [n][p] */
+    const void *y;        /* [n], or [n][outputs] for squares */
+    const int64_t *index; /* [steps][batch] */
+    int64_t n, b, steps;
+    float gamma;
+} Client;
+
+/* The mean over the steps of the batches' losses. */
+static double train_one(const Job *job, Room *room, const Client *client, float *update) {
+    const float *x = client->x;
+    if (job->p % LANES) {
+        copy_rows(x, client->n, job->p, room->rows);
+        x = room->rows;
+    }
+    begin(job, room, x, client->n);
+    const float *responses = job->responses + job->steps - client->steps;
+    double loss = 0;
+    for (int64_t k = 0; k < client->steps; k++) {
+        const int64_t *rows = client->index + k * job->batch;
+        forward(job, room, rows, client->b);
+        loss += backward(job, room, rows, client->b, client->y);
+        for (int64_t l = job->layers - 1; l > 0; l--) step_layer(job, room, l, client->b);
+        step_span(job, room, rows, client->b, client->n, responses[k]);
+    }
+    write_update(job, room, x, client->n, client->gamma, update);
+    return loss / client->steps;
+}
+
+/* Trains `count` clients of a lane: those at `slots`, [count]. `x` [C, n, p], `y` [C, n], int64, or
+float32 [C, n, outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches` [C], `steps`
+and `gammas` [C]; gives `updates` [count, d] and `losses` [count]. 0: done; 1: no memory. */
+int raydpfl_train(const Job *job, int64_t count, const int64_t *slots, const float *x,
+                  const char *y, const int64_t *sizes, const int64_t *index,
+                  const int64_t *batches, const int64_t *steps, const float *gammas,
+                  float *updates, double *losses) {
+    Layer layers[MOST];
+    Room room = {.layer = layers};
+    if (job->layers > MOST) return 1;
+    memset(layers, 0, sizeof layers);
+    int64_t floats = furnish(job, &room, NULL);
+    float *memory = aligned_alloc(64, padded(floats) * sizeof(float));
+    if (!memory) return 1;
+    furnish(job, &room, memory);
+    int64_t width = job->squares ? 4 * job->outputs[job->layers - 1] : 8; /* bytes of a target */
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slot = slots[i];
+        Client client = {
+            .x = x + slot * job->n * job->p,
+            .y = y + slot * job->n * width,
+            .index = index + slot * job->steps * job->batch,
+            .n = sizes[slot],
+            .b = batches[slot],
+            .steps = steps[slot],
+            .gamma = gammas[slot],
+        };
+        losses[i] = train_one(job, &room, &client, updates + i * job->d);
+    }
+    free(memory);
+    return 0;
+}
+
+/* --- sums of updates --- */
+
+#define NUMBERS (WIDE / 2) /* doubles of the processor's vector */
+#define SUMS (64 / NUMBERS)
+
+typedef double doubles __attribute__((vector_size(4 * WIDE)));
+typedef double doubles_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
+typedef float floats_anywhere __attribute__((vector_size(2 * WIDE), aligned(4), may_alias));
+
+/* The L2 norms of rows [k, d]: 64 partial sums of squares, which are added up by halves. */
+#define NORMS(name, number, some)                                                               \
+    void name(int64_t k, int64_t d, const number *rows, double *norms) {                        \
+        for (int64_t i = 0; i < k; i++) {                                                       \
+            const number *row = rows + i * d;                                                   \
+            doubles acc[SUMS];                                                                  \
+            UNROLL for (int a = 0; a < SUMS; a++) acc[a] = (doubles){};                         \
+            int64_t j = 0;                                                                      \
+            for (; j + 64 <= d; j += 64) UNROLL for (int a = 0; a < SUMS; a++) {                \
+                    const some *at = (const some *)(row + j + NUMBERS * a);                     \
+                    doubles v = __builtin_convertvector(*at, doubles);                          \
+                    acc[a] += v * v;                                                            \
+                }                                                                               \
+            double s[64];                                                                       \
+            memcpy(s, acc, sizeof s);                                                           \
+            for (; j < d; j++) s[j % 64] += (double)row[j] * row[j];                            \
+            for (int half = 32; half; half /= 2)                                                \
+                for (int l = 0; l < half; l++) s[l] += s[l + half];                             \
+            norms[i] = sqrt(s[0]);                                                              \
+        }                                                                                       \
+    }
+
+NORMS(raydpfl_norms32, float, floats_anywhere)
+NORMS(raydpfl_norms64, double, doubles_anywhere)
+
+/* total [d] += factors[i] rows[i] (+ noise[i]) for each i in turn, each product and each sum
+rounded. `noise` [k, d] or NULL. */
+void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
+                                const double *noise, double *total) {
+    for (int64_t from = 0; from < d; from += 2048) {
+        int64_t end = from + 2048 < d ? from + 2048 : d;
+        for (int64_t i = 0; i < k; i++) {
+            const float *row = rows + i * d;
+            double factor = factors[i];
+            if (noise)
+                for (int64_t j = from; j < end; j++) {
+                    double sent = factor * row[j] + noise[i * d + j];
+                    total[j] += sent;
+                }
+            else
+                for (int64_t j = from; j < end; j++) {
+                    double sent = factor * row[j];
+                    total[j] += sent;
+                }
+        }
+    }
+}
