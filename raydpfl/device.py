@@ -153,9 +153,11 @@ def blamed(device: torch.device) -> Iterator[None]:
 
 
 def memory(num_gpus: float) -> int:
-    """Bytes of a GPU's memory that are an actor's; those of a small GPU where this process sees
-    none.
+    """Bytes of a GPU's memory that are an actor's, none for one without; those of a small GPU where
+    this process sees none.
     """
+    if num_gpus <= 0:
+        return 0
     whole = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else SMALL
     return int(min(1.0, num_gpus) * whole)
 

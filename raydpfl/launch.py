@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("raydpfl")
 Call = Callable[..., Any]  # calls a method of the coordinator, wherever it is
 BLAS = "OPENBLAS_NUM_THREADS"
+FREE = 120.0  # seconds that a GPU of the cluster is waited for
 TICK = 0.05  # seconds between two looks of who waits
 HERE = "client.actors is 0"
 SHORT = "the run was over before it would have been up"
@@ -312,6 +314,23 @@ class Places:
         if self._failure is not None:
             raise self._failure
 
+    def located(self, plan: Plan) -> Plan:
+        """The plan, with what its clients' GPUs compute like where this process sees none: a node
+        of the cluster is asked, before anything is drawn or written.
+
+        Raises:
+            ConfigError: torch has no GPU there.
+            RunError: no GPU is free.
+        """
+        if self.inline or self.client.num_gpus <= 0 or of_device(plan.platform):
+            return plan
+        self._wait(self._connected)
+        found = _gpu_facts(self.client.num_gpus, self.group)
+        if not found:
+            accepted = "0; torch can use no GPU on a node that Ray counts one of"
+            raise ConfigError("client.num_gpus", self.client.num_gpus, accepted)
+        return replace(plan, platform={**plan.platform, **found})
+
     def actors(self, plan: Plan) -> int:
         """How many client actors the run takes; 0 in this process."""
         if self.inline:
@@ -440,6 +459,23 @@ class Places:
         for warning in warnings:
             log.warning(warning)
         return call
+
+
+def _gpu_facts(num_gpus: float, group: Any) -> dict[str, str]:
+    """`raydpfl.device.facts` of a node of the cluster, or of the placement group."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    where = PlacementGroupSchedulingStrategy(group) if group else "DEFAULT"
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": where}
+    asked = ray.remote(device.facts).options(**options).remote(num_gpus)
+    until = time.monotonic() + FREE
+    while not ray.wait([asked], timeout=TICK)[0]:
+        interrupts.check()
+        if time.monotonic() > until:
+            ray.cancel(asked, force=True)
+            raise RunError(f"for {FREE:.0f} s no node has had {num_gpus:g} of a GPU free")
+    return ray.get(asked)
 
 
 def _packed(plan: Plan) -> bytes:

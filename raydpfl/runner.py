@@ -225,7 +225,7 @@ class _Drive:
         self, places: Places, resume: bool, fresh_noise: bool
     ) -> tuple[dict[str, Any], np.ndarray]:
         """Takes the directory and starts what the run needs; then as `carry_out`."""
-        plan = self.plan
+        self.plan = plan = places.located(self.plan)
         folder = self.folder
         self.places = places
         places.actors(plan)

@@ -16,16 +16,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from conftest import experiment
 from pretended import pretended
 from test_same_bits import METHODS
 from torch import nn
 
-from raydpfl import device, keys, run
+from raydpfl import device, keys, launch, run
 from raydpfl.actors import Actors
 from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import carried_out
 from raydpfl.client import ClientActor
+from raydpfl.config import Client
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
@@ -39,6 +41,7 @@ from raydpfl.resident import Resident
 SEEN = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not SEEN, reason="needs a GPU that torch can use")
 needs_none = pytest.mark.skipif(SEEN, reason="pretends a GPU where there is none")
+CLUSTER = Client(actors=2, num_gpus=1.0)
 GPU = {"actors": 0, "num_gpus": 1.0, "lane": 8}
 
 
@@ -455,6 +458,45 @@ def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
 def of_run(plan: Plan) -> dict[str, str]:
     """What the actors of a run are told of how it computes."""
     return of_capability(plan.platform) | of_device(plan.platform)
+
+
+def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkeypatch):
+    plan = on_gpu(Plan.make(experiment()))
+    places = launch.Places(plan.experiment.model_copy(update={"client": CLUSTER}), "auto")
+    places._connected.set()
+    facts = {"device": "NVIDIA H200", "cuda": "13.2", "cudnn": "1", "cublas": ":4096:8"}
+    monkeypatch.setattr(launch, "_gpu_facts", lambda *_: facts)
+    assert places.located(plan).origin() == {**plan.origin(), **facts}
+    assert places.located(plan).noise_seed != plan.noise_seed
+    monkeypatch.setattr(launch, "_gpu_facts", lambda *_: {})
+    with pytest.raises(ConfigError, match=r"torch can use no GPU on a node that Ray counts one of"):
+        places.located(plan)
+
+
+COUNTED = """
+import sys, pathlib
+import ray
+ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, logging_level="ERROR")
+from raydpfl import Experiment, run
+try:
+    run(Experiment.from_yaml(sys.argv[1]), pathlib.Path(sys.argv[2]))
+except Exception as error:
+    print(type(error).__name__, error)
+ray.shutdown()
+"""
+
+
+@needs_none
+@pytest.mark.slow
+def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp_path):
+    asked = experiment(client={"actors": 1, "num_gpus": 1, "num_cpus": 1})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asked.to_dict()))
+    command = [sys.executable, "-c", COUNTED, tmp_path / "config.yaml", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1].startswith(
+        "ConfigError client.num_gpus = 1.0: 0; torch can"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_actors_with_different_gpus_are_refused():
