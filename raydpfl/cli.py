@@ -60,6 +60,13 @@ def _count(text: str = "", panel: str | None = None) -> Any:
 
 
 Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
+Described = Annotated[
+    list[str],
+    typer.Argument(
+        help="A config and fields to change; or data files, or a folder, and fields of data.",
+        metavar="CONFIG|FILE... [section.key=value]...",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -504,15 +511,46 @@ def data_fetch(kind: str, data_root: DataRoot = None) -> None:
 
 
 @datasets.command("describe")
-def data_describe(config: Config, overrides: Overrides = None, data_root: DataRoot = None) -> None:
-    """What each client of a config gets, in numbers."""
+def data_describe(files: Described, data_root: DataRoot = None) -> None:
+    """What each client of a config gets, in numbers; or what is understood of data files, as a
+    config that trains on them. `data.y=NAME` and the like say what else to take.
+    """
     from raydpfl import data
 
+    config, *overrides = files
+    if not _is_config(config):
+        print(_understood(files, data_root), end="")
+        return
     experiment = _read(config, overrides, imports=("data",))[0]
     apart = experiment.evaluate.validation
     found = data.describe(experiment.data, experiment.seed, data_root, apart)
     for name, value in found.items():
         print(f"{name}: {value}")
+
+
+def _is_config(name: str) -> bool:
+    """Whether a name is that of a config or of a run's directory, and not of data."""
+    folder = Path(name)
+    if folder.is_dir():
+        return any((folder / each).exists() for each in ("config.yaml", "sweep.yaml"))
+    return folder.suffix in (".yaml", ".yml") or "=" in name
+
+
+def _understood(arguments: list[str], data_root: Path | None) -> str:
+    """A config for data files, with what was understood of them as its comments."""
+    from raydpfl import data
+    from raydpfl.config import Experiment, dump, overridden
+
+    files = [each for each in arguments if "=" not in each or os.path.exists(each)]
+    changes = [each for each in arguments if each not in files]
+    given = overridden({"data": {}}, changes)
+    other = [name for name in given if name != "data"]
+    if other:
+        raise ConfigError(other[0], given[other[0]], "fields of data alone, as in data.y=price")
+    found = data.understood(files, given["data"], data_root)
+    Experiment.from_dict(found.tree)
+    notes = [*found.notes, *(f"warning: {each}" for each in found.warnings)]
+    return "".join(f"# {note}\n" for note in notes) + dump(found.tree)
 
 
 def _read(

@@ -624,7 +624,8 @@ BOMBS = {
     ),
     "a later row of another size": (
         [png(2, 2, b"\0" * 6), png(5_000, 5_000)],
-        "images of one size and mode; row 1 is (1, 5000, 5000)",
+        "images of one size and mode (data.size scales those of an image_folder); row 1 is "
+        "(1, 5000, 5000)",
     ),
     "many of nothing": (
         [png(8_000, 8_000)] * 80,

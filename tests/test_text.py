@@ -61,7 +61,7 @@ def test_a_play_has_a_client_for_each_speaker_and_the_next_character_for_a_targe
         follows = np.append(x[0].flatten()[1:], y[0, -1, -1])
         assert np.array_equal(np.where(y[0].flatten() < 0, len(letters), y[0].flatten()), follows)
         windows = -(-(len(written[name]) - 1) // 5)
-        assert n == windows - int(0.3 * windows)
+        assert n == windows - int(0.3 * windows + 0.5)
     windows = [-(-(len(written[name]) - 1) // 5) for name in ("A B", "Cob")]
     assert shards.test_size == sum(windows) - int(shards.sizes.sum())
 

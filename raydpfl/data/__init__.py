@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raydpfl.data.describing import Understood, understood
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
@@ -35,7 +36,8 @@ from raydpfl.member import choose, own_class
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples",
-    "Shards", "Sizes", "Split", "catalogue", "describe", "fetch", "parse", "prepare",
+    "Shards", "Sizes", "Split", "Understood", "catalogue", "describe", "fetch", "parse", "prepare",
+    "understood",
 ]  # fmt: skip
 
 

@@ -151,7 +151,8 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
                         others = f"row {row} is {shape}, row 0 is {images.shape[1:]}"
-                        accepted = f"images of one size and mode; {others}"
+                        remedy = "data.size scales those of an image_folder"
+                        accepted = f"images of one size and mode ({remedy}); {others}"
                         raise ConfigError("data.x", name, accepted)
                     pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
             except ConfigError:

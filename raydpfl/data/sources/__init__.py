@@ -24,6 +24,6 @@ __all__ = ["FAMILY", "Data", "Dealt", "Samples", "Split"]
 FIRST = (
     "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar10_jpeg",
     "cifar100", "svhn",
-    "table", "text", "synthetic", "quadratics", "scalar_quadratics",
+    "table", "text", "image_folder", "hugging_face", "synthetic", "quadratics", "scalar_quadratics",
 )  # fmt: skip
 FAMILY: dict[str, type[Data]] = family(__name__, Data, FIRST)

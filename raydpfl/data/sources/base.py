@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from raydpfl.data.columns import Columns
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.features import Features
 from raydpfl.data.partitions import FAMILY as PARTITIONS
@@ -148,6 +149,14 @@ class Data(Member):
         found = {name: each for name, each in self.meaning().items() if name not in named}
         reading = self.task.reading()
         return found | ({"task": reading} if reading else {})
+
+    def table(self, root: Path | None) -> Columns | None:
+        """The columns of its training rows, where it is a table. Raises `ConfigError`."""
+        return None
+
+    def knows_clients(self) -> bool:
+        """Whether its rows say who holds them."""
+        return False
 
     @classmethod
     def located(cls, root: Path) -> str:

@@ -23,12 +23,13 @@ class Tabular(Dealt):
     `x`: one column or several. `y`: the column of targets, or several. `classes`: how many there
     are, or the list of the labels in the order of their numbers; else as the data say. `dtype`: of
     inputs (see `raydpfl.data.inputs.typed`). `client`: column of client ids, for partition natural.
-    `test_fraction`: of the training rows, held out when there are no test rows (but from no client,
-    where `client` names them, its last). `mean`, `std`: per channel, public constants to normalise
-    images by, after scaling to [0, 1].
+    `split_by`: column that says which rows are for training (train) and for testing (test); others
+    are left out. `test_fraction`: of the training rows, held out when there are no test rows (but
+    from no client, where `client` names them, its last). `mean`, `std`: per channel, public
+    constants to normalise images by, after scaling to [0, 1].
     """
 
-    newer: ClassVar[frozenset[str]] = Dealt.newer | {"classes", "dtype"}
+    newer: ClassVar[frozenset[str]] = Dealt.newer | {"classes", "dtype", "split_by"}
 
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
     x: tuple[str, ...] = ("image",)
@@ -36,6 +37,7 @@ class Tabular(Dealt):
     classes: int | tuple[str, ...] | None = None
     dtype: DType = "auto"
     client: str | None = None
+    split_by: str | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
@@ -88,9 +90,28 @@ class Tabular(Dealt):
         """
         raise NotImplementedError
 
+    def knows_clients(self) -> bool:
+        return self.client is not None
+
+    def table(self, root: Path | None) -> Columns | None:
+        return self.columns("train", root)
+
     def samples(self, seed: int, root: Path | None) -> Samples:
         train = self.columns("train", root)
         assert train is not None
+        (x, y, client), (test_x, test_y) = self._parted(train, seed, root)
+        self._check_rows(len(y), len(test_y), client is not None)
+        x, test_x = typed(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
+        self._check_numbers(x, test_x, train.name)
+        y, test_y, target = self._targets(train, y, test_y)
+        if client is not None:
+            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
+        return Samples(x, y, test_x, test_y, client, target)
+
+    def _parted(
+        self, train: Columns, seed: int, root: Path | None
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
+        """x, y and clients of the training rows, and x and y of the test rows."""
         x, y, client = self._rows(train, self.client)
         test = self.columns("test", root)
         if test is not None:
@@ -98,19 +119,29 @@ class Tabular(Dealt):
             if test_x.shape[1:] != x.shape[1:]:
                 accepted = f"samples like those of {train.name}: {x.shape[1:]}"
                 raise ConfigError("data.test", test.name, f"{accepted}, not {test_x.shape[1:]}")
-        else:
+            return (x, y, client), (test_x, test_y)
+        if self.split_by is None:
             held = self._held_out(len(y), client, seed)
-            test_x, x = x[held], x[~held]
-            test_y, y = y[held], y[~held]
-            client = None if client is None else client[~held]
-        self._check_rows(len(y), len(test_y), client is not None)
-        listed = is_list(train[self.x[0]])
-        x, test_x = typed(x, test_x, self.x, self.dtype, listed)
-        self._check_numbers(x, test_x, train.name)
-        y, test_y, target = self._targets(train, y, test_y)
-        if client is not None:
-            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
-        return Samples(x, y, test_x, test_y, client, target)
+            kept = ~held
+        else:
+            kept, held = self._said(train)
+        owners = None if client is None else client[kept]
+        return (x[kept], y[kept], owners), (x[held], y[held])
+
+    def _said(self, train: Columns) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows are for training, and which for testing, bool [rows]; by `split_by`."""
+        assert self.split_by is not None
+        if self.split_by not in train:
+            accepted = f"a column of {train.name}: {', '.join(train)}"
+            raise ConfigError("data.split_by", self.split_by, accepted)
+        column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
+        values = np.char.lower(column)
+        found = values == "train", values == "test"
+        if not all(each.any() for each in found):
+            some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
+            accepted = f"a column that says train or test of every row; this one says {some}"
+            raise ConfigError("data.split_by", self.split_by, accepted)
+        return found
 
     def _targets(
         self, train: Columns, y: np.ndarray, test_y: np.ndarray

@@ -28,9 +28,9 @@ class Text(Dealt):
     `path`: a play, in which a line that is a name and a colon (`speaker`, a regular expression for
     the name) begins the speech of a client, wherever it stands, or with `apart` only after an empty
     line; or a table (.csv, .jsonl, .parquet, ...) with the columns `text` and `client`. Of each
-    client the last windows, a `test_fraction` of them, are test rows, but not its only one. The
-    last window of a part is filled up; what fills it is not scored. `characters`: the alphabet, of
-    which others are read but not scored; None: those that occur.
+    client the last windows, a `test_fraction` of them (rounded), are test rows, but not its only
+    one. The last window of a client is filled up; what fills it is not scored. `characters`: the
+    alphabet, of which others are read but not scored; None: those that occur.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -61,6 +61,9 @@ class Text(Dealt):
     def located(cls, root: Path) -> str:
         return "your own file"
 
+    def knows_clients(self) -> bool:
+        return True
+
     @property
     def exclusions(self) -> tuple[str, ...]:
         if self.characters is not None:
@@ -82,13 +85,13 @@ class Text(Dealt):
         owners = []
         for place, name in enumerate(sorted(codes)):
             windows = self._windows(_numbered(codes[name], alphabet), len(alphabet))
-            held = int(self.test_fraction * len(windows))
+            held = min(int(self.test_fraction * len(windows) + 0.5), len(windows) - 1)
             parts["train"].append(windows[: len(windows) - held])
             parts["test"].append(windows[len(windows) - held :])
             owners.append(np.full(len(windows) - held, place))
         train, test = (np.concatenate(each) for each in parts.values())
         if not len(test):
-            accepted = "larger: it comes to no window of any client"
+            accepted = "larger (or data.length smaller): it comes to no window of any client"
             raise ConfigError("data.test_fraction", self.test_fraction, accepted)
         names = tuple(map(chr, alphabet.tolist()))
         target = Target((self.length,), len(alphabet), names)

@@ -1,0 +1,113 @@
+"""Data sets of Hugging Face."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+
+from raydpfl.data.columns import Columns, of_table
+from raydpfl.data.sources.tabular import Tabular
+from raydpfl.errors import ConfigError
+from raydpfl.files import data_root, digest
+
+EXTRA = "pip install 'raydpfl[hf]'"
+
+
+class HuggingFace(Tabular):
+    """A data set of Hugging Face: a folder that `save_to_disk` wrote, or a name, `owner/name` or
+    `owner/name:config`, which the library `datasets` finds in its cache or downloads (pip install
+    'raydpfl[hf]').
+
+    `train`, `test`: names of splits; without `test`, rows of `train` are held out. Of a folder with
+    a single split, that is `train`.
+    """
+
+    named: ClassVar[frozenset[str]] = frozenset({"path"})
+
+    kind: str = "hugging_face"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a data set
+    path: str
+    train: str = "train"
+    test: str | None = None
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        return "your own folder, or its hub"
+
+    def sources(self, root: Path | None) -> list:
+        folder = self.folder(root)
+        splits = [name for name in (self.train, self.test) if name is not None]
+        if folder is None:
+            return [[name, _loaded(self.path, name)._fingerprint] for name in splits]
+        found = []
+        for name in splits:
+            facts = hashlib.sha256()
+            for file in self._files(folder, name):
+                facts.update(digest(file).encode())
+            found.append([name, facts.hexdigest()])
+        return found
+
+    def columns(self, part: str, root: Path | None) -> Columns | None:
+        name = getattr(self, part)
+        if name is None:
+            return None
+        folder = self.folder(root)
+        try:
+            if folder is None:
+                table = _loaded(self.path, name).with_format("arrow")[:]
+            else:
+                table = pa.concat_tables(_stream(file) for file in self._files(folder, name))
+            found = of_table(table, f"{self.path} ({name})")
+        except ConfigError:
+            raise
+        except (pa.ArrowException, ValueError, OSError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            accepted = f"a data set that can be read ({reason})"
+            raise ConfigError("data.path", self.path, accepted) from None
+        found.part = part
+        return found
+
+    def folder(self, root: Path | None) -> Path | None:
+        """The folder that `path` names; None: it is the name of a data set."""
+        places = (data_root(root) / self.path, Path(self.path))
+        return next((path for path in places if path.is_dir()), None)
+
+    def _files(self, folder: Path, split: str) -> list[Path]:
+        """The Arrow files of a split, in order. Raises `ConfigError`."""
+        inner = folder / split
+        of = inner if inner.is_dir() else folder
+        if of is folder and ((folder / "dataset_dict.json").exists() or split != self.train):
+            known = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
+            field = "data.train" if split == self.train else "data.test"
+            accepted = f"a split of {folder.name}: {known or 'it has one, data.train'}"
+            raise ConfigError(field, split, accepted)
+        try:
+            state = json.loads((of / "state.json").read_text())
+            return [of / each["filename"] for each in state["_data_files"]]
+        except (OSError, ValueError, LookupError, TypeError):
+            accepted = "a folder that save_to_disk of datasets wrote, or the name of a data set"
+            raise ConfigError("data.path", self.path, accepted) from None
+
+
+def _stream(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_stream(source).read_all()
+
+
+def _loaded(path: str, split: str) -> Any:
+    """A split of a data set by name. Raises `ConfigError`."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        accepted = f"a folder that save_to_disk wrote; a name needs the library datasets ({EXTRA})"
+        raise ConfigError("data.path", path, accepted) from None
+    name, _, config = path.partition(":")
+    try:
+        return load_dataset(name, config or None, split=split)
+    except Exception as error:  # no network, no such data set, a split that it lacks
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError("data.path", path, f"a data set that can be loaded ({reason})") from None

@@ -1,0 +1,109 @@
+"""Images in folders, one for each class."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from pydantic import Field
+
+from raydpfl.data.columns import Columns
+from raydpfl.data.inputs import FORMATS
+from raydpfl.data.sources.tabular import Tabular
+from raydpfl.errors import ConfigError
+from raydpfl.files import data_root, digest
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class ImageFolder(Tabular):
+    """Images in a folder for each class, whose name is the label, `train/cat/1.png`; or with
+    `client: client`, for partition natural, in folders of clients, `train/ann/cat/1.png`.
+
+    `train`, `test`: folders, absolute, or relative to the data root or the working folder. Images
+    have one size, or with `size` are made that many pixels high and wide.
+    """
+
+    named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
+
+    kind: str = "image_folder"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a folder
+    train: str
+    test: str | None = None
+    size: int | None = Field(default=None, ge=1, le=1 << 12)
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        return "your own folder"
+
+    def sources(self, root: Path | None) -> list:
+        found = []
+        for part in ("train", "test"):
+            if getattr(self, part) is not None:
+                folder = self._folder(part, root)
+                facts = hashlib.sha256()
+                for path in self._images(part, folder):
+                    facts.update(f"{path.relative_to(folder)} {digest(path)}\n".encode())
+                found.append([part, facts.hexdigest()])
+        return found
+
+    def columns(self, part: str, root: Path | None) -> Columns | None:
+        if getattr(self, part) is None:
+            return None
+        folder = self._folder(part, root)
+        paths = self._images(part, folder)
+        places = [path.relative_to(folder).parts for path in paths]
+        columns = {
+            "image": [self._encoded(path) for path in paths],
+            "label": [place[-2] for place in places],
+        }
+        if self.client is not None:
+            columns["client"] = [place[0] for place in places]
+        arrays = {name: pa.chunked_array([values]) for name, values in columns.items()}
+        found = Columns(folder.name, arrays)
+        found.part = part
+        return found
+
+    def _folder(self, part: str, root: Path | None) -> Path:
+        name = getattr(self, part)
+        for path in (data_root(root) / name, Path(name)):
+            if path.is_dir():
+                return path
+        where = f"{data_root(root)} (--data-root) or {Path.cwd()}"
+        raise ConfigError(f"data.{part}", name, f"a folder, absolute or under {where}")
+
+    def _images(self, part: str, folder: Path) -> list[Path]:
+        """The images of the classes, in the order of their names. Raises `ConfigError`."""
+        levels = "*/*/*" if self.client else "*/*"
+        found = sorted(
+            path
+            for path in folder.glob(levels)
+            if path.suffix.lower() in SUFFIXES and path.is_file()
+        )
+        if not found:
+            above = "CLIENT/CLASS" if self.client else "CLASS"
+            accepted = f"a folder with images {above}/NAME, a folder for each class"
+            raise ConfigError(f"data.{part}", str(getattr(self, part)), accepted)
+        return found
+
+    def _encoded(self, path: Path) -> bytes:
+        """The bytes of an image, of `size` pixels each way if asked. Raises `ConfigError`."""
+        given = path.read_bytes()
+        if self.size is None:
+            return given
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(given), formats=FORMATS) as image:
+                mode = "L" if image.mode == "L" else "RGB"
+                wanted = (self.size, self.size)
+                scaled = image.convert(mode).resize(wanted, Image.Resampling.BILINEAR)
+        except Exception as error:  # whatever a broken image makes its decoder raise
+            accepted = f"encoded images; {path.name} is none ({type(error).__name__})"
+            raise ConfigError("data.train", str(path.parent), accepted) from None
+        buffer = io.BytesIO()
+        scaled.save(buffer, "PPM")
+        return buffer.getvalue()

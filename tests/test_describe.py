@@ -1,0 +1,308 @@
+"""What is understood of data files: the good ones train from the advice alone, of the bad ones one
+line says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from test_bad_input import complain
+
+from raydpfl import cli, data, run
+from raydpfl.config import Experiment, parse_yaml
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+
+ROWS = 120
+DRAWN = np.random.default_rng(0)
+CLASS = DRAWN.integers(3, size=ROWS)
+FLOATS = DRAWN.normal(size=(ROWS, 4)) + CLASS[:, None]
+COLUMNS = {f"f{place}": FLOATS[:, place].round(3) for place in range(4)}
+NAMES = np.array(["cat", "dog", "bird"])[CLASS]
+TOKENS = DRAWN.integers(20, size=(ROWS, 6))
+
+
+def csv(path: Path, columns, between=","):
+    lines = [
+        between.join(columns),
+        *(between.join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def lines(path: Path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def images(folder: Path, size=(9, 9)):
+    folder.mkdir(parents=True)
+    for name in range(8):
+        pixels = DRAWN.integers(0, 255, (*size, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+
+
+def saved_to_disk(folder: Path, columns, names=()):
+    """As `datasets.Dataset.save_to_disk` writes it."""
+    folder.mkdir(parents=True)
+    features = {"label": {"names": list(names), "_type": "ClassLabel"}} if names else {}
+    about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    table = pa.table(columns).replace_schema_metadata(about)
+    with pa.ipc.new_stream(str(folder / "data-0.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+
+
+def users(path):
+    csv(path / "a.csv", {**COLUMNS, "label": NAMES, "user_id": np.arange(ROWS) % 12})
+    return ["a.csv"], {"client": "user_id", "partition": {"kind": "natural"}}, "softmax"
+
+
+def prices(path):
+    price = (FLOATS.sum(1) * 1000).round(2)
+    csv(path / "a.csv", {"id": range(ROWS), **COLUMNS, "town": NAMES, "price": price}, ";")
+    return ["a.csv"], {"x": ["f0", "f1", "f2", "f3"], "y": "price", "task": "regression"}, "linear"
+
+
+def parts(path):
+    split = np.where(np.arange(ROWS) % 5, "train", "test")
+    csv(path / "a.tsv", {**COLUMNS, "label": CLASS, "split": split}, "\t")
+    return ["a.tsv"], {"split_by": "split"}, "softmax"
+
+
+def two_files(path):
+    for name in ("train.csv", "test.csv"):
+        csv(path / name, {**COLUMNS, "label": NAMES})
+    return ["train.csv", "test.csv"], {"test": "test.csv"}, "softmax"
+
+
+def listed(path):
+    rows = zip(FLOATS.tolist(), CLASS.tolist(), strict=True)
+    lines(path / "a.jsonl", [{"features": x, "target": y} for x, y in rows])
+    return ["a.jsonl"], {"x": "features", "y": "target"}, "softmax"
+
+
+def tags(path):
+    rows = [{"x": x, "labels": [f"t{k}" for k in range(3) if x[k] > 0]} for x in FLOATS.tolist()]
+    lines(path / "a.jsonl", rows)
+    return ["a.jsonl"], {"task": "multi_label", "y": "labels"}, "linear"
+
+
+def tokens(path):
+    columns = {"input_ids": list(TOKENS), "label": (TOKENS[:, 0] > 9).astype(int)}
+    pq.write_table(pa.table(columns), path / "a.parquet")
+    return ["a.parquet"], {"x": "input_ids"}, "transformer"
+
+
+def positions(path):
+    author = [f"u{row % 9}" for row in range(ROWS)]
+    columns = {"tokens": list(TOKENS), "labels": list((TOKENS + 1) % 20), "author": author}
+    pq.write_table(pa.table(columns), path / "a.parquet")
+    return ["a.parquet"], {"task": "sequence", "client": "author"}, "transformer"
+
+
+def signs(path):
+    pa.feather.write_feather(pa.table({**COLUMNS, "y": 2 * (CLASS > 0) - 1}), path / "a.arrow")
+    return ["a.arrow"], {"classes": ["-1", "1"]}, "softmax"
+
+
+def arrays(path):
+    np.savez(path / "a.npz", features=FLOATS, target=FLOATS @ DRAWN.normal(size=(4, 2)))
+    return ["a.npz"], {"task": "regression"}, "linear"
+
+
+def pixels(path):
+    stored = DRAWN.integers(0, 256, (ROWS, 9, 9, 3)).astype(np.uint8)
+    np.savez(path / "a.npz", x=stored, y=CLASS)
+    return ["a.npz"], {"x": "x", "y": "y"}, "cnn"
+
+
+def folders(path):
+    for name in ("ant", "bee"):
+        images(path / "pictures" / name)
+    return ["pictures"], {"kind": "image_folder"}, "cnn"
+
+
+def folders_of_parts(path):
+    for part in ("train", "test"):
+        for name in ("ant", "bee"):
+            images(path / "pictures" / part / name)
+    return ["pictures"], {"test": "pictures/test"}, "cnn"
+
+
+def posts(path):
+    text = "the quick brown fox jumps over the lazy dog"
+    lines(path / "a.jsonl", [{"user": f"u{row % 4}", "text": f"{text} {row}"} for row in range(40)])
+    return ["a.jsonl"], {"kind": "text", "text": "text", "client": "user"}, "transformer"
+
+
+def play(path):
+    speech = "Speak, speak, and let us hear what is to be said of it.\n" * 6
+    text = "".join(f"Citizen {name}:\n{speech}\n" for name in "ABCAB")
+    (path / "play.txt").write_text(text)
+    return ["play.txt"], {"kind": "text", "path": "play.txt"}, "transformer"
+
+
+def saved(path):
+    saved_to_disk(path / "set", {"x": list(FLOATS), "label": CLASS}, ("cat", "dog", "bird"))
+    return ["set"], {"kind": "hugging_face", "path": "set"}, "softmax"
+
+
+def saved_parts(path):
+    for part in ("train", "test"):
+        saved_to_disk(path / "set" / part, {"x": list(FLOATS), "label": CLASS})
+    (path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return ["set"], {"kind": "hugging_face", "test": "test"}, "softmax"
+
+
+GOOD = [
+    users, prices, parts, two_files, listed, tags, tokens, positions, signs, arrays, pixels,
+    folders, folders_of_parts, posts, play, saved, saved_parts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("made", GOOD, ids=lambda made: made.__name__)
+def test_a_good_file_trains_from_the_advice_alone(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAYDPFL_DATA", raising=False)
+    files, expected, model = made(tmp_path)
+    monkeypatch.setattr("sys.argv", ["raydpfl", "data", "describe", *files])
+    cli.main()
+    advice = capsys.readouterr().out
+    tree = parse_yaml(advice)
+    assert expected.items() <= tree["data"].items() and tree["model"]["kind"] == model
+    assert f"# data: kind: {tree['data']['kind']}" in advice.splitlines()[0]
+    tree |= {"rounds": 2, "client": {"actors": 0}, "measure": []}
+    found = run(Experiment.from_dict(tree), out=tmp_path / "out")
+    assert np.isfinite(found.summary["test_loss"])
+
+
+def test_names_of_classes_are_those_that_the_file_gives(tmp_path):
+    saved_to_disk(tmp_path / "set", {"x": list(FLOATS), "label": CLASS}, ("cat", "dog", "bird"))
+    keys = {"kind": "hugging_face", "path": "set", "x": "x", "clients": 4}
+    shards = Shards.open(data.prepare(data.parse(keys), 0, tmp_path))
+    assert shards.target.names == ("cat", "dog", "bird")
+    with pytest.raises(ConfigError, match=r"data.test = 'dev': a split of set"):
+        data.parse({**keys, "test": "dev"}).split(0, tmp_path)
+
+
+def test_images_are_scaled_and_held_by_whom_folders_name(tmp_path):
+    for who, size in (("ann", (9, 9)), ("bob", (12, 7))):
+        for name in ("ant", "bee"):
+            images(tmp_path / "all" / who / name, size)
+    keys = {"kind": "image_folder", "train": "all", "client": "client", "size": 6}
+    natural = {"partition": {"kind": "natural"}}
+    split = data.parse({**keys, **natural}).split(0, tmp_path)
+    assert split.shape == (3, 6, 6) and split.names == ("ant", "bee") and len(split.sizes) == 2
+    with pytest.raises(ConfigError, match=r"images of one size and mode \(data.size scales"):
+        data.parse({**keys, **natural, "size": None}).split(0, tmp_path)
+
+
+def text_of(text):
+    return lambda file: file.write_text(text)
+
+
+def sizes(folder):
+    images(folder / "a")
+    images(folder / "b", (9, 8))
+
+
+# How a bad file is made, and what is said of it.
+BAD = {
+    "missing.csv": (lambda file: None, "FILE = 'missing.csv': a file or folder, absolute or under"),
+    "empty.csv": (text_of(""), "(ArrowInvalid: Empty CSV file)"),
+    "rowless.csv": (
+        text_of("a,label\n"),
+        "data.train = 'rowless.csv': a table with rows; this one",
+    ),
+    "gaps.csv": (
+        lambda file: csv(file, {"a": ["1", ""] * 9, "label": [0, 1] * 9}),
+        "column a is left out: 9 gaps (fill them, or leave out these rows)",
+    ),
+    "unlabelled.csv": (
+        lambda file: csv(file, {"a": range(6), "label": [0, "", 1] * 2}),
+        "data.y = 'label': a column without gaps; this one lacks 2 values",
+    ),
+    "single.csv": (
+        lambda file: csv(file, {**COLUMNS, "label": ["one"] * ROWS}),
+        "data.y = 'label': labels of two classes or more",
+    ),
+    "twice.csv": (text_of("a,a,label\n1,2,0\n3,4,1\n"), "the column 'a' twice"),
+    "words.csv": (
+        lambda file: csv(file, {"comment": ["hello there"] * 8, "label": [0, 1] * 4}),
+        "column comment is left out: no numbers but string (encode it as numbers)",
+    ),
+    "latin.csv": (
+        lambda file: file.write_bytes("a,label\n1,caf\xe9\n2,th\xe9\n".encode("latin-1")),
+        "the column 'label' is no text in UTF-8",
+    ),
+    "broken.parquet": (text_of("nonsense"), "this is not a parquet file"),
+    "array.json": (text_of('[{"a": 1, "label": 0}]'), "give an object per line, JSON lines"),
+    "half.jsonl": (text_of('{"a": 1, "label": 0}\n{"a": 2, "lab\n'), "JSON parse error"),
+    "keras.npz": (
+        lambda file: np.savez(file, x_train=FLOATS, y_train=CLASS, x_test=FLOATS[:9]),
+        "columns of as many rows each, test rows in a file of their own (x_train 120, ",
+    ),
+    "objects.npz": (
+        lambda file: np.savez(file, x=np.array([{}, {}], dtype=object), label=[0, 1]),
+        "Object arrays cannot be loaded",
+    ),
+    "sheet.xlsx": (text_of("PK"), "FILE = 'sheet.xlsx': a CSV, JSON lines, Parquet, Arrow or NPZ"),
+    "nobody.txt": (
+        text_of("no speaker\n"),
+        "data.speaker = '[A-Z][A-Za-z ]+': a pattern of names: no line is such a name",
+    ),
+    "plain": (
+        lambda folder: folder.mkdir(),
+        "a folder with a folder of images for each class, or one that save_to_disk wrote",
+    ),
+    "sizes": (sizes, "images of one size and mode (data.size scales those of an image_folder)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, capsys):
+    make, message = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / name)
+    assert message in complain(["data", "describe", name], monkeypatch, capsys)
+
+
+def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
+    columns = {**COLUMNS, "copy": CLASS, "wide": CLASS % 2 * 1e6, "who": NAMES, "label": CLASS}
+    csv(tmp_path / "a.csv", columns)
+    found = data.understood(["a.csv"], {}, tmp_path)
+    assert any("column copy says what the target label is" in each for each in found.warnings)
+    assert any("column wide has numbers up to 1e+06" in each for each in found.warnings)
+    assert found.tree["data"]["client"] == "who"
+    given = {"x": ["f0", "f1"], "y": "f2"}
+    found = data.understood(["a.csv"], given, tmp_path)
+    assert given.items() <= found.tree["data"].items()
+    assert found.tree["data"]["task"] == "regression"
+    with pytest.raises(ConfigError, match=r"data.x = \['f0', 'label'\]: columns without label, "):
+        data.parse({"kind": "table", "train": "a.csv", "x": ["f0", "label"], "clients": 2})
+    with pytest.raises(ConfigError, match=r"data.split_by = 'who': a column that says train or te"):
+        keys = {"kind": "table", "train": "a.csv", "x": "f0", "split_by": "who", "clients": 2}
+        data.parse(keys).split(0, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int64", "float32"])
+def test_inputs_have_the_type_that_is_asked_for(dtype, tmp_path):
+    np.savez(tmp_path / "a.npz", x=TOKENS, label=CLASS)
+    keys = {"kind": "table", "train": "a.npz", "x": "x", "clients": 2, "dtype": dtype}
+    split = data.parse(keys).split(0, tmp_path)
+    whole = dtype != "float32"
+    assert split.rows(0, 1)[0].dtype == (np.int64 if whole else np.float32)
+    assert split.tokens == (20 if whole else 0)
+    np.savez(tmp_path / "b.npz", x=FLOATS, label=CLASS)
+    if dtype == "int64":
+        with pytest.raises(
+            ConfigError, match=r"data.dtype = 'int64': float32: x has other numbers"
+        ):
+            data.parse({**keys, "train": "b.npz"}).split(0, tmp_path)
