@@ -124,7 +124,8 @@ class ClientActor(Process):
         self.form = self.shards.form(experiment.data.task)
         gpus = experiment.client.num_gpus
         self.device = device.chosen(gpus)
-        device.settle(self.device, gpus)
+        precision = experiment.client.precision
+        device.settle(self.device, gpus, tf32=precision == "tf32")
         on_host = self.device.type == "cpu"
         given = (self.shards, self.form)
         self.rows = Rows(*given) if on_host else Resident(*given, self.device, gpus)
@@ -141,6 +142,7 @@ class ClientActor(Process):
             clip=experiment.bounding.sample_bound,
             own=self.own,
             task=self.form.task,
+            precision=precision,
         )
         self._scaled = self.device.type == "cpu" and _scales(experiment)
         self._shares = 0

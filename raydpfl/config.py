@@ -53,6 +53,7 @@ from raydpfl import (
 from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
+from raydpfl.hardware import Precision
 from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import ASKED, named, standing
@@ -119,6 +120,8 @@ class Client(Section):
     actors: Whole | Literal["auto", "per-client"] = "auto"
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
+    # what the products of training are taken in; parameters, losses and updates are float32
+    precision: Precision = "float32"
     # clients trained at once; the bits depend on it. auto: some of a cohort for each core; on a GPU
     # all of it, where half of the actor's memory holds them, so that several actors need a number
     lane: Whole | Literal["auto"] = "auto"
@@ -140,6 +143,13 @@ class Client(Section):
     # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is),
     # and its noise
     on_error: Literal["fail", "drop"] = "fail"
+
+    @field_validator("precision", mode="after")
+    @classmethod
+    def _of_gpus(cls, value: Precision, info: Any) -> Precision:
+        if value == "tf32" and not info.data.get("num_gpus"):
+            raise ValueError("should be float32 or bfloat16 without a GPU (client.num_gpus is 0)")
+        return value
 
     @field_validator("actors", "lane", mode="after")
     @classmethod

@@ -53,9 +53,10 @@ def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
     return torch.device("cuda")
 
 
-def settle(device: torch.device, num_gpus: float) -> None:
+def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     """Sets this process so that the device gives the same bits every time, and bounds its memory
-    there to its share. Call it before CUDA starts in the process. Nothing for a CPU.
+    there to its share. With `tf32` its products of float32 numbers are taken in TF32. Call it
+    before CUDA starts in the process. Nothing for a CPU.
 
     Raises:
         ConfigError: cuBLAS was set to something else by the environment.
@@ -68,8 +69,8 @@ def settle(device: torch.device, num_gpus: float) -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     # TF32 has 10 bits of mantissa: a clipped gradient passed its bound by 1e-3 of it
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_gpus))
 
 

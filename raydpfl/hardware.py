@@ -6,8 +6,13 @@ import functools
 import platform
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 INFO = Path("/proc/cpuinfo")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and ARM
+
+Precision = Literal["float32", "bfloat16", "tf32"]
+"""What the products of training are taken in; parameters and updates are float32."""
 
 
 @functools.cache
@@ -30,6 +35,13 @@ def _of_windows() -> str:
     return platform.processor().rpartition(", ")[2]
 
 
+def has_bfloat16() -> bool:
+    """Whether it multiplies bfloat16 numbers; True where that is not known."""
+    known = flags()
+    return not known or bool(known & BFLOAT16)
+
+
 def flags() -> frozenset[str]:
     """Its instruction sets, as Linux names them; empty elsewhere."""
-    return frozenset(_described().get("flags", "").split())
+    described = _described()
+    return frozenset((described.get("flags") or described.get("Features") or "").split())

@@ -85,7 +85,7 @@ def capability() -> dict[str, str]:
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
     """The part of `of` that comes from `capability`."""
-    names = ("cpu", "products", "arithmetic", "settings")
+    names = ("cpu", "products", "arithmetic", "bfloat16", "settings")
     return {name: facts[name] for name in names if name in facts}
 
 
@@ -108,6 +108,8 @@ def check_node(
         gpu: what this process's GPU computes like.
     """
     here = dict(capability())
+    if expected and "bfloat16" in expected:
+        here |= of_bfloat16()
     if gpu and expected and of_device(expected):
         here |= gpu
     if expected is None or expected == here:
@@ -338,7 +340,22 @@ def of(experiment: BaseModel) -> dict[str, str]:
     known = {name: version for name, version in versions().items() if name in COMPUTING}
     known |= {"torch": str(torch.__version__), "numpy": np.__version__}
     gpu = device.facts(experiment.client.num_gpus)  # type: ignore[attr-defined]
-    return known | sources(experiment) | capability() | gpu
+    half = experiment.client.precision == "bfloat16"  # type: ignore[attr-defined]
+    return known | sources(experiment) | capability() | (of_bfloat16() if half else {}) | gpu
+
+
+@functools.cache
+def of_bfloat16() -> dict[str, str]:
+    """By the name bfloat16, a digest of products and convolutions in it: some processors have
+    instructions for them, which round otherwise.
+    """
+    x = torch.linspace(-1, 1, 1 << 14).bfloat16()
+    image = x[:6272].view(2, 4, 28, 28)
+    with torch.inference_mode():
+        products = x.view(64, 256) @ x.view(256, 64)
+        images = torch.nn.functional.conv2d(image, x[:800].view(8, 4, 5, 5))
+    computed = [each.float().numpy().tobytes() for each in (products, images)]
+    return {"bfloat16": hashlib.sha256(b"".join(computed)).hexdigest()[:16]}
 
 
 def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ They are the data, the clients, their weights, the way of training, and who take
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from raydpfl import data, device, local, models
+from raydpfl import data, device, hardware, local, models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.measure import Problem
 from raydpfl.selection import Population, Selection
+from raydpfl.tasks import Form
+
+log = logging.getLogger("raydpfl")
 
 LANE = 32  # clients at most, for the ways that train a whole lane at once
 
@@ -66,15 +70,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     form = opened.form(experiment.data.task)
     module = models.build(experiment.model, form, experiment.seed)
     d = models.parameter_count(module)
-    way = local.resolve(
-        module,
-        experiment.local,
-        int(sizes.max()),
-        form,
-        experiment.client.way,
-        clip=experiment.bounding.sample_bound,
-        gpu=experiment.client.num_gpus > 0,
-    )
+    way = _way(experiment, module, form, int(sizes.max()))
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
     check_measures(Problem(experiment, opened, population))
@@ -90,6 +86,26 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         survivors=selection.survivors(experiment.seed, experiment.rounds, population),
         exposures=composed(selection, experiment.seed, experiment.rounds, population),
         data_root=data_root,
+    )
+
+
+def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> str:
+    """The way to train clients of so many rows; a warning where its precision is a slow one."""
+    client = experiment.client
+    if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
+        log.warning(
+            "client.precision bfloat16 is slower than float32 here: this processor has no "
+            "instructions for it"
+        )
+    return local.resolve(
+        module,
+        experiment.local,
+        rows,
+        form,
+        client.way,
+        clip=experiment.bounding.sample_bound,
+        gpu=client.num_gpus > 0,
+        precision=client.precision,
     )
 
 

@@ -203,6 +203,7 @@ class Record:
             "clients_per_second": clients / training if clients else 0.0,
             "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
             "seed": self.plan.experiment.seed,
+            "precision": self.plan.experiment.client.precision,
             "capability": capability(),
             "repeated_rounds": self.plan.repeated,
             "noise_multiplier": self.plan.noise_multiplier,

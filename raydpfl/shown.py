@@ -54,7 +54,8 @@ class Display:
         self._console.print(
             f"{e.data.kind}, {len(plan.population):,} clients, "
             f"{plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
-            f"{e.bounding.kind}, {noise}; lanes of {e.client.lane}, trained by {e.client.way}"
+            f"{e.bounding.kind}, {noise}; "
+            f"lanes of {e.client.lane}, trained by {e.client.way} in {e.client.precision}"
         )
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:

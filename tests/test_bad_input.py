@@ -201,6 +201,18 @@ BAD = {
         ["client.actors=1", "client.num_gpus=1.5"],
         "client.num_gpus = 1.5: a fraction of one GPU, or a whole number",
     ),
+    "TF32 without a GPU": (
+        ["client.precision=tf32"],
+        "client.precision = 'tf32': should be float32 or bfloat16 without a GPU",
+    ),
+    "bfloat16 where samples are clipped": (
+        ["client.precision=bfloat16", "bounding={kind: per_sample_clip, bound: 1.0}"],
+        "client.precision = 'bfloat16': float32 where every sample's gradient is clipped",
+    ),
+    "way that has no bfloat16": (
+        ["client.precision=bfloat16", "client.way=sample_space"],
+        "client.way = 'sample_space': auto or one of convolutional, vmap, loop, noop",
+    ),
     "unknown way": (["client.way=fast"], "client.way = 'fast': should be 'auto',"),
     "way that the model cannot go": (
         ["model.kind=cnn", "client.way=sample_space"],

@@ -434,7 +434,9 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
         assert os.environ[device.WORKSPACE] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic
         assert not (cudnn.benchmark or cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-    assert shares == [0.25] and cudnn.benchmark
+        device.settle(device.chosen(0.25), 0.25, tf32=True)
+        assert cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+    assert shares == [0.25, 0.25] and cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
     cudnn.benchmark = False
     monkeypatch.setenv(device.WORKSPACE, ":0:0")

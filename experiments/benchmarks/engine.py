@@ -28,9 +28,11 @@ import torch.nn.functional as F
 from raydpfl import models
 from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
 from raydpfl.parts import lane_width
+from raydpfl.tasks import Classification, Form, Target
 
 SHAPE = (1, 28, 28)
 CLASSES = 10
+FORM = Form(SHAPE, Target(classes=CLASSES), Classification())
 SEED = 0
 BLOCK = 3  # rounds of one side before the other's turn
 
@@ -56,7 +58,7 @@ class Worker:
     def __init__(self, work: Work, width: int, share: int, processes: int):
         single_thread()
         self.work = work
-        self.module = models.build(models.parse({"kind": work.model}), SHAPE, CLASSES, SEED)
+        self.module = models.build(models.parse({"kind": work.model}), FORM, SEED)
         self.model = models.flatten(self.module)
         self.width = width
         firsts = np.array_split(np.arange(0, work.cohort, width), processes)[share]
@@ -85,7 +87,7 @@ class Engine(Worker):
         self.trainer = Trainer(
             self.module,
             work.local,
-            way=resolve(self.module, work.local, work.rows, SHAPE),
+            way=resolve(self.module, work.local, work.rows, FORM),
             seed=SEED,
         )
 

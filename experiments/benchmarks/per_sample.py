@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 import torch
 import torch.nn.functional as F
-from engine import BLOCK, SEED, SHAPE, Work, Worker, distance, started, turn
+from engine import BLOCK, FORM, SEED, Work, Worker, distance, started, turn
 from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
@@ -45,7 +45,7 @@ class Engine(Worker):
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
-        way = resolve(self.module, work.local, work.rows, SHAPE, clip=CLIP)
+        way = resolve(self.module, work.local, work.rows, FORM, clip=CLIP)
         self.trainer = Trainer(self.module, work.local, way=way, seed=SEED, clip=CLIP)
 
     def train(self, t: int) -> torch.Tensor:

@@ -308,6 +308,7 @@ class Local(Schedule, Member):
         """
         if self.trains:
             _check_train(self)
+        _check_precision(self, experiment)
         clips = experiment.bounding.sample_bound is not None
         if clips and (self.perturbs or self.trains):
             accepted = f"one that bounds what a client sends: local.kind {self.kind} "
@@ -352,6 +353,20 @@ class Local(Schedule, Member):
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """Takes up the mean update of a round, float64 [d], into `state`, the member's own."""
+
+
+def _check_precision(local: Local, experiment: Experiment) -> None:
+    """Raises `ConfigError` for products in less than float32 that nothing would take, or by which
+    a sample's gradient could be clipped to more than its bound.
+    """
+    precision = experiment.client.precision
+    if local.trains and precision == "bfloat16":
+        accepted = f"float32 or tf32 with local.kind {local.kind}, whose train is its own"
+        raise ConfigError("client.precision", precision, accepted)
+    if experiment.bounding.sample_bound is not None and precision != "float32":
+        accepted = "float32 where every sample's gradient is clipped, as its norm must be exact"
+        reason = f"{accepted} (bounding.kind {experiment.bounding.kind})"
+        raise ConfigError("client.precision", precision, reason)
 
 
 def _check_train(local: Local) -> None:

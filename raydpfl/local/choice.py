@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.errors import ConfigError
+from raydpfl.hardware import Precision
 from raydpfl.local.base import Local
 from raydpfl.local.checks import check_apart, check_loss, check_rule, drawn_from
 from raydpfl.local.compiled import unfit
@@ -34,7 +35,7 @@ from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.stack import NoStack, stack
 from raydpfl.local.trial import mismatch
-from raydpfl.local.ways import REFERENCE, WAYS, check_way
+from raydpfl.local.ways import REFERENCE, WAYS, check_way, lacking
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 
 log = logging.getLogger("raydpfl")
@@ -50,6 +51,7 @@ def resolve(
     way: str = "auto",
     clip: float | None = None,
     gpu: bool = False,
+    precision: Precision = "float32",
 ) -> str:
     """The way to train `module` on samples of this form when a typical client has `rows` of them.
 
@@ -66,12 +68,12 @@ def resolve(
     check_loss(module, form)
     if clip is not None:
         check_apart(module, form)
-    choices = _choices(module, local, rows, clip, gpu) if way == "auto" else [way]
+    choices = _choices(module, local, rows, clip, gpu, precision) if way == "auto" else [way]
     drawn = drawn_from(module, form)
     if drawn:
         choices = [_one_by_one(way, drawn)]
     for chosen, other in pairwise([*choices, REFERENCE]):
-        check_way(chosen, local, clip)
+        check_way(chosen, local, clip, precision)
         if chosen in (REFERENCE, "noop"):
             return chosen
         reason = mismatch(module, local, form, chosen, clip)
@@ -111,14 +113,19 @@ def _check_device(way: str, gpu: bool) -> None:
 
 
 def _choices(
-    module: nn.Module, local: Local, rows: int, clip: float | None, gpu: bool
+    module: nn.Module,
+    local: Local,
+    rows: int,
+    clip: float | None,
+    gpu: bool,
+    precision: Precision,
 ) -> list[str]:
     """The ways to try before the loop, the best first: of those that suit the module, those that
     can do what is asked of them; only the best where samples are not clipped.
     """
     suited = _suited(module, local, rows, clip, gpu)
-    able = [way for way in suited if not WAYS[way].lacks(local, clip)]
-    lacks = WAYS[suited[0]].lacks(local, clip)
+    able = [way for way in suited if not lacking(way, local, clip, precision)]
+    lacks = lacking(suited[0], local, clip, precision)
     if lacks and suited[0] != REFERENCE:
         instead = able[0] if able else "the loop"
         log.warning("clients are trained by %s; %s cannot do %s", instead, suited[0], lacks)

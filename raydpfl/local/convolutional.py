@@ -66,9 +66,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What becomes of a gradient: the step of `flat` is made with it, or it is written to `out`."""
+    """What becomes of a gradient: the step of `flat` is made with it, or it is written to `out`.
+    `low` is `flat` in the precision of products.
+    """
 
     flat: torch.Tensor
+    low: torch.Tensor
     out: torch.Tensor
     descent: Descent | None
 
@@ -140,7 +143,7 @@ class Convolution(Link):
     ) -> torch.Tensor:
         """See `Link`."""
         a, z, where = kept
-        weight = self.weight.outside(gradients.flat)
+        weight = self.weight.outside(gradients.low)
         if self.bias is not None:
             gradients.add(self.bias, g.sum((0, 2, 3)))
         if self.pool is not None:
@@ -208,7 +211,7 @@ class Dense(Link):
     ) -> torch.Tensor:
         """See `Link`."""
         (a,) = kept
-        by_input = product(g, self.weight.of(gradients.flat).flatten(1))
+        by_input = product(g, self.weight.of(gradients.low).flatten(1))
         gradients.product(self.weight, g.T, a)
         if self.bias is not None:
             gradients.add(self.bias, g.sum(0))
@@ -361,19 +364,23 @@ class Convolutional(OneByOne):
         return [parameter.outside(flat) for parameter in self.parameters]
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        return self._pass(x, y, Gradients(self.flat, self.gradient, None))
+        return self._pass(x, y, None)
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
-        return self._pass(x, y, Gradients(self.flat, self.gradient, descent))
+        return self._pass(x, y, descent)
 
     @torch.no_grad()
-    def _pass(self, x: torch.Tensor, y: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        a = x
+    def _pass(self, x: torch.Tensor, y: torch.Tensor, descent: Descent | None) -> torch.Tensor:
+        dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        low = self.flat.to(dtype)
+        gradients = Gradients(self.flat, low, self.gradient, descent)
+        a = x.to(dtype)
         kept = []
         for link in self.links:
-            a, of_pass = link.forward(a, self.flat)
+            a, of_pass = link.forward(a, low)
             kept.append(of_pass)
-        loss, g = self._of_loss(a, y)
+        loss, g = self._of_loss(a.float(), y)
+        g = g.to(dtype)
         for place in reversed(range(len(self.links))):
             g = self.links[place].backward(g, kept.pop(), gradients, first=place == 0)
         return loss

@@ -21,6 +21,7 @@ from torch import nn
 
 from raydpfl import keys
 from raydpfl.device import sent
+from raydpfl.hardware import Precision
 from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
 from raydpfl.local.batches import Integers, batches
@@ -100,8 +101,9 @@ class Trainer:
         clip: float | None = None,
         own: bool = False,
         task: Task = CLASSES,
+        precision: Precision = "float32",
     ):
-        check_way(way, local, clip)
+        check_way(way, local, clip, precision)
         self.local = local
         self.device = torch.device(device)
         self.clip = clip
@@ -109,6 +111,7 @@ class Trainer:
         self.own = own
         with keys.keyed_globals(seed):
             self._way = WAYS[way](module, local, self.device, task)
+        self._way.precision = precision
 
     def lane(
         self,

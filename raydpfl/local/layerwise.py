@@ -299,6 +299,7 @@ class Layerwise(Loop):
     """
 
     private = True
+    half = False
     inputs_only = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):

@@ -88,7 +88,7 @@ class Loop(OneByOne):
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
         for parameter in self.trainable:
             parameter.grad = None
-        loss = self.task.loss(self.module(x), y).mean()
+        loss = self._loss(x, y)
         loss.backward()
         with torch.no_grad():
             if descent.shrink != 1:
@@ -102,12 +102,17 @@ class Loop(OneByOne):
                 torch._foreach_add_(*zip(*moving, strict=True), alpha=-descent.lr)
         return loss.detach()
 
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with self.low():
+            outputs = self.module(x)
+        return self.task.loss(outputs.float(), y).mean()
+
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
         if clip is None:
             for parameter, gradient in zip(self.trainable, self.gradients, strict=True):
                 parameter.grad = gradient
             self.gradient.zero_()
-            loss = self.task.loss(self.module(x), y).mean()
+            loss = self._loss(x, y)
             loss.backward()
             return loss.detach()
         total = torch.zeros_like(self.gradient)

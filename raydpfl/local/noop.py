@@ -18,6 +18,8 @@ class Noop(Way):
     def lacks(cls, local: Local, clip: float | None) -> None:
         """See `raydpfl.local.way.Way`."""
 
+    half = True
+
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`."""
         return (rows * features,)

@@ -32,6 +32,7 @@ class OneByOne(Way):
 
     one_by_one = True
     twice = True
+    half = True
     channels_last = False  # whether images lie so that a pixel's channels are next to each other
 
     def __init__(
@@ -44,7 +45,6 @@ class OneByOne(Way):
     ):
         """`sizes` has the numbers of each parameter, in the order of `raydpfl.models.flatten`."""
         super().__init__(module, local, device, task)
-        self.device = device
         self.sizes = list(sizes)
         self.flat = torch.empty(sum(sizes), device=device)
         self.gradient = torch.empty_like(self.flat)

@@ -41,7 +41,7 @@ library = "torch" if _dnnl is None else "oneDNN"
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b for matrices float32 [m, k] and [k, n], however they lie in memory."""
+    """a @ b for matrices [m, k] and [k, n], however they lie in memory."""
     if _dnnl is None or not _pays(a, b.shape[1]):
         return a @ b
     return _dnnl(a, b.T, None, "none", [], "")
@@ -50,8 +50,10 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def add_product_(
     to: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
 ) -> None:
-    """to <- beta to + alpha a @ b, for matrices float32; with beta 0 whatever `to` holds."""
-    if _dnnl is None or not _pays(a, b.shape[1]):
+    """to <- beta to + alpha a @ b, for float32 `to` and matrices float32 or bfloat16; with beta 0
+    whatever `to` holds.
+    """
+    if a.dtype == to.dtype and not _pays(a, b.shape[1]):
         to.addmm_(a, b, beta=beta, alpha=alpha)
     elif beta:
         (to if beta == 1 else to.mul_(beta)).add_(product(a, b), alpha=alpha)

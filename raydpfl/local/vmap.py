@@ -77,6 +77,7 @@ class Vmap(Way):
     """
 
     twice = True
+    half = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
@@ -100,7 +101,9 @@ class Vmap(Way):
         y: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        return self.task.loss(functional_call(self.module, parameters, (x,)), y) @ weights
+        with self.low():
+            outputs = functional_call(self.module, parameters, (x,))
+        return self.task.loss(outputs.float(), y) @ weights
 
     def _clipped(
         self,

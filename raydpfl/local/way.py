@@ -9,14 +9,16 @@ client alone in its lane, the others empty, gets the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from raydpfl.hardware import Precision
 from raydpfl.local.base import Local, Step
 from raydpfl.rates import Schedule
 from raydpfl.tasks import Task
@@ -283,12 +285,24 @@ class Way:
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
+    half: ClassVar[bool] = False  # whether it can take products in bfloat16
+
     # the working copy of the module, where its own code is run
     module: nn.Module | None = None
+    # of products; TF32 is a setting of the process (`raydpfl.device.settle`)
+    precision: Precision = "float32"
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.local = local
+        self.device = device
         self.task = task
+
+    def low(self) -> AbstractContextManager[Any]:
+        """Where the module's own code is run, in the precision that is asked for."""
+        if self.precision != "bfloat16":
+            return nullcontext()
+        # without a cache: parameters change from step to step
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     @classmethod
     def lacks(cls, local: Local, clip: float | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raydpfl.errors import ConfigError
+from raydpfl.hardware import Precision
 from raydpfl.local.base import Local
 from raydpfl.local.compiled import Compiled
 from raydpfl.local.convolutional import Convolutional
@@ -26,12 +27,20 @@ WAYS: dict[str, type[Way]] = {
 REFERENCE = "loop"  # trains any module by any rule
 
 
-def check_way(way: str, local: Local, clip: float | None) -> None:
+def lacking(way: str, local: Local, clip: float | None, precision: Precision) -> str | None:
+    """What of what is asked of it a way cannot do, in words; see `Way.lacks`."""
+    kind = WAYS[way]
+    if precision == "bfloat16" and not kind.half:
+        return "products in bfloat16"
+    return kind.lacks(local, clip)
+
+
+def check_way(way: str, local: Local, clip: float | None, precision: Precision = "float32") -> None:
     """Raises `ConfigError` for a way that is none, or that lacks what is asked of it."""
-    lacks = WAYS[way].lacks(local, clip) if way in WAYS else None
+    lacks = lacking(way, local, clip, precision) if way in WAYS else None
     if way in WAYS and not lacks:
         return
-    names = ", ".join(name for name, kind in WAYS.items() if not kind.lacks(local, clip))
+    names = ", ".join(name for name in WAYS if not lacking(name, local, clip, precision))
     reason = ""
     if lacks:
         reason = f" (local.kind {local.kind}: {way} cannot do {lacks})"
