@@ -37,6 +37,9 @@ RULES = {
 }
 STEPS = {"full": [3, 3, 3, 0, 3]}
 WAYS = [
+    ("compiled", "softmax"),
+    ("compiled", "softmax without bias"),
+    ("convolutional", "cnn"),
     ("sample_space", "softmax"),
     ("sample_space, picking rows", "mlp"),
     ("fused", "softmax"),
@@ -255,6 +258,21 @@ class Untidy(Mine):
         module.eval()
 
 
+class Replaced(Mine):
+    """Trains other parameters than it was given."""
+
+    def train(self, module, x, y, generator):
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        super().train(module, x, y, generator)
+
+
+def test_a_loop_that_trains_other_parameters_is_an_error():
+    with pytest.raises(ValueError, match="other parameters in the place"):
+        train("loop", made("mlp"), Replaced(lr=0.1), *rows())
+
+
 class Both(Mine):
     def step(self, x, gradient, state, at):
         return x, state
@@ -350,6 +368,18 @@ class Steeper(Sgd):
 def test_a_rule_with_something_that_nothing_reads_is_refused_by_name(cls, said):
     with pytest.raises(ConfigError, match=said):
         experiment(local={"kind": f"{__name__}:{cls.__name__}"})
+
+
+def test_selection_by_what_noise_costs_needs_clients_with_as_many_steps_each():
+    budgets = {"kind": "gaussian", "placement": "step", "delta": 1e-3}
+    budgets["epsilon"] = {"kind": "uniform", "low": 1.0, "high": 9.0}
+    with pytest.raises(ConfigError, match=r"local\.epochs = 1\.0: none.*privacy_aware"):
+        experiment(
+            selection={"kind": "privacy_aware", "cohort": 6},
+            local={"kind": "sgd", "epochs": 1},
+            bounding={"kind": "per_sample_clip", "bound": 1.0},
+            noise=budgets,
+        )
 
 
 # --- what is spent ---

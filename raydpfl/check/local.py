@@ -46,9 +46,25 @@ def no_hidden_state(case: Case) -> str:
     return "the same step again"
 
 
-def _module() -> nn.Module:
+def _dense() -> nn.Module:
     with keyed_globals(0):
         return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def _suited(way: str) -> tuple[nn.Module, Form]:
+    """A small module that a way can train, and what its samples are."""
+    if way != "convolutional":
+        return _dense(), Form((FEATURES,), Target(classes=3), Classification())
+    with keyed_globals(0):
+        layers = [
+            nn.Conv2d(1, 4, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(4 * (FEATURES - 2) ** 2, 3),
+        ]
+    return nn.Sequential(*layers), Form(
+        (1, FEATURES, FEATURES), Target(classes=3), Classification()
+    )
 
 
 def training(case: Case) -> str:
@@ -58,7 +74,7 @@ def training(case: Case) -> str:
     member = case.member
     if not member.trains:
         return "trains by steps"
-    module = _module()
+    module = _dense()
     start = models.flatten(module)
     x = tensor(2, 12, FEATURES).float()
     y = torch.arange(24).view(2, 12) % 3
@@ -78,8 +94,6 @@ def training(case: Case) -> str:
 
 def every_way(case: Case) -> str:
     """Every way of training that can carry out its rule takes the same first steps."""
-    module = _module()
-    form = Form((FEATURES,), Target(classes=3), Classification())
     done = []
     if case.member.trains:
         return "trains by itself"
@@ -87,6 +101,7 @@ def every_way(case: Case) -> str:
         for way, kind in WAYS.items():
             if way in (REFERENCE, "noop") or kind.lacks(case.member, clip):
                 continue
+            module, form = _suited(way)
             wrong = mismatch(module, case.member, form, way, clip)
             clipped = " with clipping of each sample" if clip else ""
             hold(wrong is None, f"{way}{clipped}: {wrong}")

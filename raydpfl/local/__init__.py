@@ -1,7 +1,8 @@
 """What a client runs: its local steps, carried out for a whole lane of clients at once.
 
 A member of the family says what a step does with its gradient, `resolve` which way of training
-does it, and `Trainer` does it. A rule of one's own is a class of `Local` with a `step` (see there).
+does it, and `Trainer` does it. A rule of one's own is a class of `Local` with a `step`, or with a
+`train` that is a whole loop and is run by the loop alone (see there).
 All ways have the mathematics of a plain loop over the clients and the loss of the task. All but
 compiled and sample_space, which take linear rules alone, carry out any rule and add corrections
 (`Scaffold`). All but these and convolutional can clip each sample's gradient and add noise to every

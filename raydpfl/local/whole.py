@@ -41,7 +41,7 @@ def trained_whole(
         trained, in evaluation mode, as its own losses are not known.
 
     Raises:
-        ValueError: what it was to train is gone.
+        ValueError: what it was to train is gone, or of another shape.
     """
     own = copy.deepcopy(module).to(parameters.device).train()
     models.load(own, parameters)
@@ -51,6 +51,9 @@ def trained_whole(
     loss = _loss(own, task, x, y)
     trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
     local.train(own, x, y, lane.generator(slot))
+    kept = {id(parameter) for parameter in own.parameters()}
+    if not all(id(parameter) in kept for parameter in trained):
+        raise ValueError("train puts other parameters in the place of the module's")
     flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
     if flat.shape != parameters.shape:
         raise ValueError(f"train leaves {len(flat)} parameters of {len(parameters)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -12,6 +12,9 @@ from raydpfl.errors import ConfigError
 from raydpfl.selection.base import Population
 from raydpfl.selection.problem1 import solve, solve_cvxpy
 from raydpfl.selection.with_replacement import WithReplacement
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 
 class PrivacyAware(WithReplacement):
@@ -28,6 +31,12 @@ class PrivacyAware(WithReplacement):
     accounted_with: ClassVar[tuple[str, ...]] = ("model",)  # a cost grows with its parameters
     scale: float = Field(default=1.0, gt=0, le=1e15)
     solver: Literal["exact", "cvxpy"] = "exact"
+
+    def check(self, experiment: Experiment) -> None:
+        epochs = experiment.local.epochs
+        if epochs is not None:
+            accepted = f"none with selection.kind {self.kind}: its costs are of clients with as "
+            raise ConfigError("local.epochs", epochs, f"{accepted}many steps each")
 
     def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray:
         found = variances()
