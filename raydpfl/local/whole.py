@@ -51,13 +51,18 @@ def trained_whole(
     loss = _loss(own, task, x, y)
     trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
     local.train(own, x, y, lane.generator(slot))
-    kept = {id(parameter) for parameter in own.parameters()}
-    if not all(id(parameter) in kept for parameter in trained):
-        raise ValueError("train puts other parameters in the place of the module's")
-    flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
+    flat = _parameters(own, trained)
     if flat.shape != parameters.shape:
         raise ValueError(f"train leaves {len(flat)} parameters of {len(parameters)}")
     return flat.to(parameters.device) - parameters, loss
+
+
+def _parameters(module: nn.Module, trained: list[nn.Parameter]) -> torch.Tensor:
+    """These parameters of a module as one vector, float32. Raises ValueError if they are gone."""
+    kept = {id(parameter) for parameter in module.parameters()}
+    if not all(id(parameter) in kept for parameter in trained):
+        raise ValueError("train puts other parameters in the place of the module's")
+    return torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
 
 
 @torch.no_grad()
