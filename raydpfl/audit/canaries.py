@@ -120,23 +120,26 @@ class PlantedClient(ClientActor):
         view = self._view(tally, lane, "bounding", alone)
         return Block(alone, bounding.invert(vector[None], view).float(), NO_LOSS)
 
-    def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
-        """As the client's, with a record of what each client must contribute if everything that
-        follows is right.
+    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+        """As the client's, with a record of what each client adds to the sum, and of what it must
+        add if everything that follows its training is right.
         """
+        for alone in block.apart():
+            expected = self._expected(tally, lane, alone)
+            added = torch.zeros_like(total)
+            super()._send(tally, lane, alone, added)
+            total += added
+            client = int(lane.clients[alone.slots[0]])
+            self.record.sent(client, expected, added.cpu().numpy())
+
+    def _expected(self, tally: Tally, lane: Lane, alone: Block) -> np.ndarray:
+        """What the client of a block must add to the sum, its noise left out, float64 [d]."""
         bounding = self.experiment.bounding
-        expected = []
-        for place, slot in enumerate(block.slots.tolist()):
-            alone = Block(block.slots[place : place + 1], block.updates[place][None], NO_LOSS)
-            view = self._view(tally, lane, "bounding", alone.slots)
-            sent = bounding.send(alone.updates.double(), view)[0]
-            norm = float(torch.linalg.vector_norm(sent))
-            factor = bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
-            expected.append((sent * (factor * float(lane.weights[slot]))).cpu().numpy())
-        vectors = super()._contribute(tally, lane, block)
-        for place, client in enumerate(lane.clients[block.slots].tolist()):
-            self.record.sent(client, expected[place], vectors[place].cpu().numpy())
-        return vectors
+        view = self._view(tally, lane, "bounding", alone.slots)
+        sent = bounding.send(alone.updates.double(), view)[0]
+        norm = float(torch.linalg.vector_norm(sent))
+        factor = bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
+        return (sent * (factor * float(lane.weights[alone.slots[0]]))).cpu().numpy()
 
 
 class PlantedCoordinator(Coordinator):

@@ -160,16 +160,17 @@ class StepClient(ClientActor):
     def __init__(self, plan: Plan, record: StepRecord):
         super().__init__(plan.experiment, str(plan.shards))
         self.shards = cast(Shards, PlantedShards(self.shards, record.canaries))
+        self.rows.shards = self.shards
         self.record = record
 
-    def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
-        vectors = super()._contribute(tally, lane, block)
-        for place, slot in enumerate(block.slots.tolist()):
-            client = int(lane.clients[slot])
+    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+        for alone in block.apart():
+            added = torch.zeros_like(total)
+            super()._send(tally, lane, alone, added)
+            total += added
+            client = int(lane.clients[alone.slots[0]])
             if self.record.canaries.part(client) is not None:
-                alone = block.slots[place : place + 1]
-                self._note(tally, lane, alone, vectors[place : place + 1])
-        return vectors
+                self._note(tally, lane, alone.slots, added[None])
 
     def _note(self, tally: Tally, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
         """Records what the client at a slot, int64 [1], has sent, float64 [1, d]."""
