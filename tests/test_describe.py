@@ -292,6 +292,16 @@ def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
         data.parse(keys).split(0, tmp_path)
 
 
+def test_data_of_another_task_are_other_data(tmp_path):
+    np.savez(tmp_path / "a.npz", x=FLOATS, label=CLASS)
+    keys = {"kind": "table", "train": "a.npz", "x": "x", "clients": 2}
+    kinds = {}
+    for task in ("classification", "regression"):
+        shards = Shards.open(data.prepare(data.parse({**keys, "task": task}), 0, tmp_path))
+        kinds[shards.folder] = shards.lane([0], 60)[1].dtype
+    assert list(kinds.values()) == [np.int64, np.float32]
+
+
 @pytest.mark.parametrize("dtype", ["auto", "int64", "float32"])
 def test_inputs_have_the_type_that_is_asked_for(dtype, tmp_path):
     np.savez(tmp_path / "a.npz", x=TOKENS, label=CLASS)

@@ -16,7 +16,6 @@ from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Sgd, Trainer, batches, resolve
-from raydpfl.local.ways import WAYS
 
 SIZES = [5, 3, 0, 4]
 INPUTS = 6
@@ -327,6 +326,13 @@ def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
         resolve(flat(3), LOCAL, 5, form((INPUTS,), 3, task))
 
 
-def test_ways_are_all_looked_at():
-    stacks = {"compiled", "sample_space", "fused", "convolutional"}
-    assert set(WAYS) == stacks | {"layerwise", "vmap", "loop", "noop"}
+def test_a_loss_without_a_closed_form_is_trained_by_ways_that_differentiate_it(caplog):
+    flats = {name: of for name, (_, of, _) in CASES.items() if not of.tokens}
+    for name, of in flats.items():
+        closed = of.task.closed() is not None
+        way = resolve(made(name), LOCAL, 5, of)
+        assert (way in ("compiled", "sample_space", "fused")) == closed and (
+            closed or way == "vmap"
+        )
+        assert resolve(made(name), LOCAL, 5, of, clip=1.0) == ("fused" if closed else "layerwise")
+    assert not caplog.messages

@@ -38,6 +38,7 @@ from raydpfl.check import (
     rounds,
     selection,
     server,
+    tasks,
     weights,
 )
 from raydpfl.check.cases import AROUND, AROUNDS, SECTIONS, Case, examples_of
@@ -60,6 +61,7 @@ PROMISES: dict[str, tuple[Look, ...]] = {
     "server": server.PROMISES,
     "selection": selection.PROMISES,
     "measure": measure.PROMISES,
+    "task": tasks.PROMISES,
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: family for section, (family, _) in SECTIONS.items()},

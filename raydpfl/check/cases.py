@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import measure
+from raydpfl import measure, tasks
 from raydpfl.check.promise import Untaken, Untried
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config import FAMILIES, Experiment, overridden
@@ -76,6 +76,7 @@ AROUNDS: tuple[dict[str, Any], ...] = (
 SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
     **FAMILIES,
     "measure": (measure.FAMILY, measure.Probe),
+    "task": (tasks.FAMILY, tasks.Task),
 }
 
 
@@ -102,8 +103,16 @@ class Case:
 
     def tree(self, **around: Any) -> dict[str, Any]:
         """A config with the member in it."""
+        tree = {**copy.deepcopy(AROUND), **copy.deepcopy(around)}
+        if self.section == "task":
+            data = {"kind": "raydpfl.check.tasks:Made", "clients": CLIENTS, "task": self.values}
+            return {**tree, "data": data, "model": {"kind": "raydpfl.check.tasks:Net"}}
         mine = [self.values] if self.section == "measure" else self.values
-        return {**copy.deepcopy(AROUND), **copy.deepcopy(around), self.section: mine}
+        return {**tree, self.section: mine}
+
+    def part_of(self, experiment: Experiment) -> Any:
+        """The part of an experiment that is the member, or has it."""
+        return experiment.data if self.section == "task" else getattr(experiment, self.section)
 
     @cached_property
     def _found(self) -> tuple[Plan | None, str]:

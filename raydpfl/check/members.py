@@ -43,7 +43,7 @@ def config_round_trip(case: Case) -> str:
     again = Experiment.from_yaml(path)
     hold(again.to_yaml() == text, "its YAML, read again, is another")
     hold(
-        getattr(again, case.section) == getattr(experiment, case.section),
+        case.part_of(again) == case.part_of(experiment),
         "the member read again is not equal to what was written",
     )
     return "as it was, through YAML"

@@ -68,7 +68,7 @@ def resolve(
     check_loss(module, form)
     if clip is not None:
         check_apart(module, form)
-    choices = _choices(module, local, rows, clip, gpu, precision) if way == "auto" else [way]
+    choices = _choices(module, local, rows, form, clip, gpu, precision) if way == "auto" else [way]
     drawn = drawn_from(module, form)
     if drawn:
         choices = [_one_by_one(way, drawn)]
@@ -116,6 +116,7 @@ def _choices(
     module: nn.Module,
     local: Local,
     rows: int,
+    form: Form,
     clip: float | None,
     gpu: bool,
     precision: Precision,
@@ -123,7 +124,7 @@ def _choices(
     """The ways to try before the loop, the best first: of those that suit the module, those that
     can do what is asked of them; only the best where samples are not clipped.
     """
-    suited = _suited(module, local, rows, clip, gpu)
+    suited = _suited(module, local, rows, form, clip, gpu)
     able = [way for way in suited if not lacking(way, local, clip, precision)]
     lacks = lacking(suited[0], local, clip, precision)
     if lacks and suited[0] != REFERENCE:
@@ -132,7 +133,9 @@ def _choices(
     return able[: None if clip is not None else 1] or [REFERENCE]
 
 
-def _suited(module: nn.Module, local: Local, rows: int, clip: float | None, gpu: bool) -> list[str]:
+def _suited(
+    module: nn.Module, local: Local, rows: int, form: Form, clip: float | None, gpu: bool
+) -> list[str]:
     """The ways that suit the module, whether or not they can do what is asked, the best first."""
     try:
         layers = stack(module)
@@ -143,6 +146,8 @@ def _suited(module: nn.Module, local: Local, rows: int, clip: float | None, gpu:
         if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
             return ["vmap"]
         return ["convolutional" if _by_hand(module) else "loop"]
+    if form.task.closed() is None:
+        return ["vmap"] if clip is None else ["layerwise", "vmap"]
     if clip is not None:
         return ["fused", "layerwise", "vmap"]
     spanned = ["sample_space"] if SampleSpace.pays(layers, rows, local) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -81,17 +81,15 @@ class Task(Member):
         """
         raise NotImplementedError
 
+    def typical(self) -> Target:
+        """Targets of a sample that the task could have, for the check of its promises."""
+        raise NotImplementedError
+
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
     ) -> torch.Tensor:
         """Random targets of some rows for a model with outputs of this shape for a sample."""
         raise NotImplementedError
-
-    def reading(self) -> dict[str, Any]:
-        """What the targets that a table gives depend on, in JSON types; empty: `targets` is that of
-        a source whose targets are given.
-        """
-        return {}
 
     def closed(self) -> Closed | None:
         """The form of the loss by which ways of training write its gradient out: `softmax`, the

@@ -47,6 +47,9 @@ class Classification(Task):
         count = classes if isinstance(classes, int) else len(names) or 1 + int(both.max())
         return both[: len(y)], both[len(y) :], Target((), count, names)
 
+    def typical(self) -> Target:
+        return Target((), 3)
+
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
     ) -> torch.Tensor:

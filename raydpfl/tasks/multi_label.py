@@ -53,6 +53,9 @@ class MultiLabel(Task):
             raise ConfigError("data.classes", classes, f"{width}, the labels of {name}, or none")
         return found[0], found[1], Target((width,), 0, names)
 
+    def typical(self) -> Target:
+        return Target((3,))
+
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
     ) -> torch.Tensor:

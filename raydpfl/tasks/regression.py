@@ -40,6 +40,9 @@ class Regression(Task):
             raise ConfigError("data.y", name, "numbers below 3.4e38, for regression")
         return found[0], found[1], Target(y.shape[1:])
 
+    def typical(self) -> Target:
+        return Target((2,))
+
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
     ) -> torch.Tensor:

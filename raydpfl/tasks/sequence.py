@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ class Sequence(Task):
 
     takes: ClassVar[Literal["class", "numbers", "bits", "positions"]] = "positions"
     kind: str = "sequence"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ignore": 1})
     ignore: int = -100
 
     def ignored(self) -> int:
@@ -65,6 +66,9 @@ class Sequence(Task):
         for row, values in enumerate(_rows(name, column)):
             found[row, : len(values)] = values
         return found
+
+    def typical(self) -> Target:
+        return Target((5,), 4)
 
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]

@@ -145,10 +145,7 @@ class Data(Member):
         """The config of the data in JSON types, without names of files: `identity` has what is in
         them.
         """
-        named = self.named | {"task"}  # of the task only how it takes targets: a loss changes none
-        found = {name: each for name, each in self.meaning().items() if name not in named}
-        reading = self.task.reading()
-        return found | ({"task": reading} if reading else {})
+        return {name: each for name, each in self.meaning().items() if name not in self.named}
 
     def table(self, root: Path | None) -> Columns | None:
         """The columns of its training rows, where it is a table. Raises `ConfigError`."""

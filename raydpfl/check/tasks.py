@@ -1,0 +1,171 @@
+"""What a task promises: see `raydpfl.tasks`."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, close, hold
+from raydpfl.data import Data, Split
+from raydpfl.data.apportion import apportion
+from raydpfl.keys import Purpose, stream
+from raydpfl.local.checks import check_loss
+from raydpfl.local.sgd import Sgd
+from raydpfl.local.trial import mismatch
+from raydpfl.local.ways import REFERENCE, WAYS
+from raydpfl.models import Model
+from raydpfl.tasks import Form, Task
+
+FEATURES = 8
+TOKENS = 6
+ROWS = 12  # of a client, about
+TEST = 30
+
+
+def made_up(task: Task) -> Form:
+    """Samples that a task can be learnt of: numbers, or tokens where there is a target at each
+    position.
+    """
+    target = task.typical()
+    if len(task.outputs(target)) > 1:
+        return Form(target.shape, target, task, TOKENS)
+    return Form((FEATURES,), target, task)
+
+
+class Made(Data):
+    """Random samples and targets of any task."""
+
+    clients: int
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        """Those of any task."""
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        sizes = apportion(self.clients * ROWS, np.arange(self.clients) % 3 + 1.0)
+        form = made_up(self.task)
+        count = int(sizes.sum()) + TEST
+        generator = stream(seed, Purpose.DATA)
+        x = form.inputs(count, generator).numpy()
+        y = self.task.made_up(generator, count, form.outputs).numpy()
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            return x[ends[first] : ends[last]], y[ends[first] : ends[last]]
+
+        return Split(
+            sizes=sizes,
+            shape=form.shape,
+            classes=form.target.classes,
+            rows=rows,
+            test=lambda: (x[-TEST:], y[-TEST:]),
+            tokens=form.tokens,
+            targets=form.target.shape,
+        )
+
+
+class Net(Model):
+    """One linear layer, behind an embedding of tokens."""
+
+    def of(self, form: Form) -> nn.Module:
+        """See `raydpfl.models.Model`."""
+        if form.tokens:
+            return nn.Sequential(nn.Embedding(form.tokens, 4), nn.Linear(4, form.outputs[-1]))
+        return nn.Sequential(nn.Flatten(), nn.Linear(prod(form.shape), form.outputs[0]))
+
+
+def module_of(case: Case) -> tuple[Form, nn.Module]:
+    """Samples for the task, and a module for them."""
+    form = made_up(case.member)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return form, Net().of(form)
+
+
+def loss(case: Case) -> str:
+    """A finite loss for each sample, which does not depend on the others, with finite gradients."""
+    form, module = module_of(case)
+    check_loss(module, form)
+    generator = stream(0, Purpose.DATA)
+    y = form.task.made_up(generator, 5, form.outputs)
+    for scale in (0.0, 1.0, 1e3):
+        drawn = generator.standard_normal((5, *form.outputs)) * scale
+        outputs = torch.from_numpy(drawn).float().requires_grad_()
+        found = form.task.loss(outputs, y)
+        hold(found.shape == (5,), f"it is of shape {list(found.shape)} for 5 samples")
+        hold(torch.isfinite(found).all(), f"outputs of size {scale:g} make it infinite")
+        (each,) = torch.autograd.grad(found[2], outputs, retain_graph=True)
+        hold(torch.isfinite(each).all(), f"outputs of size {scale:g} make its gradient infinite")
+        hold(not each[[0, 1, 3, 4]].any(), "a sample's loss depends on other samples' outputs")
+    return "finite, of each sample alone"
+
+
+def same_again(case: Case) -> str:
+    """It keeps nothing: asked again, the loss is the same to the last bit."""
+    form, module = module_of(case)
+    x = form.inputs(5, stream(0, Purpose.DATA))
+    y = form.task.made_up(stream(0, Purpose.DATA), 5, form.outputs)
+    with torch.no_grad():
+        outputs = module(x)
+        first = form.task.loss(outputs.clone(), y.clone())
+        form.task.loss(-2 * outputs, y)
+        hold(torch.equal(form.task.loss(outputs, y), first), "asked again, it is another")
+    return "the same loss again"
+
+
+def right(case: Case) -> str:
+    """What is met is no more than what counts, and adds up over batches."""
+    form, module = module_of(case)
+    x = form.inputs(9, stream(0, Purpose.DATA))
+    y = form.task.made_up(stream(0, Purpose.DATA), 9, form.outputs)
+    with torch.no_grad():
+        outputs = module(x)
+    met, counted = map(int, form.task.right(outputs, y))
+    hold(0 <= met <= counted, f"right gives {met} of {counted}")
+    parts = [form.task.right(outputs[part], y[part]) for part in (slice(0, 4), slice(4, 9))]
+    hold((met, counted) == tuple(map(sum, zip(*parts, strict=True))), "two batches give others")
+    named = "accuracy" in form.task.scores()
+    hold(named == (counted > 0), "scores names an accuracy, or right gives one, and not both")
+    return f"{met} of {counted}" if counted else "no accuracy"
+
+
+def written_out(case: Case) -> str:
+    """The closed form that ways of training go by is that of the loss."""
+    form, _ = module_of(case)
+    closed = form.task.closed()
+    if closed is None:
+        return "none: ways differentiate the loss"
+    generator = stream(0, Purpose.DATA)
+    y = form.task.made_up(generator, 7, form.outputs)
+    outputs = torch.from_numpy(generator.standard_normal((7, *form.outputs))).float()
+    forms = {
+        "softmax": lambda: -torch.log_softmax(outputs, 1)[torch.arange(7), y],
+        "squares": lambda: (outputs - y.view(outputs.shape)).square().mean(1) / 2,
+    }
+    hold(closed in forms, f"closed gives {closed!r}, which is none of {', '.join(forms)}")
+    expected = forms[closed]()
+    hold(close(form.task.loss(outputs, y), expected, 1e-5), f"the loss is not {closed}")
+    return closed
+
+
+def every_way(case: Case) -> str:
+    """Every way of training that takes the task has the same first steps."""
+    form, module = module_of(case)
+    done = []
+    for clip in (None, 1.0):
+        for way, kind in WAYS.items():
+            if way in (REFERENCE, "noop") or kind.lacks(Sgd(), clip):
+                continue
+            wrong = mismatch(module, Sgd(), form, way, clip)
+            hold(wrong is None or "off by" not in wrong, f"{way}: {wrong}")
+            done += [] if wrong else [way]
+    hold("vmap" in done, "vmap cannot carry it out")
+    return f"{', '.join(dict.fromkeys(done))} as the loop"
+
+
+PROMISES: tuple[Look, ...] = (loss, same_again, right, written_out, every_way)
