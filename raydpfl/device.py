@@ -97,7 +97,9 @@ def settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        now = torch.are_deterministic_algorithms_enabled()
+        if now != deterministic:  # torch imports its compiler for that, which takes a second
+            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         _filling(fills)
         cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = of_cudnn
         torch.backends.cuda.matmul.allow_tf32 = tf32

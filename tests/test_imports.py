@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 NEVER = (
     "torchvision", "matplotlib", "tensorboard", "cvxpy", "optuna", "pandas", "dp_accounting",
     "scipy.optimize", "scipy.signal", "scipy.stats", "PIL", "raydpfl.tune", "raydpfl.submit",
+    "torch._dynamo", "torch._inductor",
 )  # fmt: skip
 RAY = ("ray", "raydpfl.actors")
 # what accounting, tables and pages need, and those who train do not
