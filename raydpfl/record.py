@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from raydpfl import scores
 from raydpfl.account import Account
+from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.measure import Afterwards, Finished, Problem, Round
 from raydpfl.origin import capability
@@ -189,7 +190,10 @@ class Record:
         clients = sum(rows["cohort"].to_pylist())
         training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
         quantiles = account.per_client(self.out, at.t, at.participations)
-        found = {} if quantiles is None else {"epsilon_quantiles": quantiles}
+        found: dict[str, Any] = {} if quantiles is None else {"epsilon_quantiles": quantiles}
+        named = Shards.open(self.plan.shards).target
+        if named.names:
+            found["class_names" if named.classes else "target_names"] = list(named.names)
         guarantees = account.guarantees(at.t, at.participations)
         return found | {
             "rounds": at.t,

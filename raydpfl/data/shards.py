@@ -190,6 +190,8 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
         "unused": split.unused,
         "samples_per_client": _spread(sizes),
     }
+    if split.names:
+        description["class_names" if split.classes else "target_names"] = list(split.names)
     if found.shared:
         description["distinct_samples"] = found.shared
     if found.scored:
@@ -799,7 +801,7 @@ class Shards:
         """What the partition did: clients, training samples, test samples, unused samples, samples
         held out for validation if any, distinct training samples if clients share them; and per
         client (min, median, max) training samples, classes, and the share of these samples that are
-        of its commonest class.
+        of its commonest class. The names of classes, or of targets, where they have any.
 
         For regression no classes; and `optimum` where the least loss on the test set that a linear
         model can reach is known.

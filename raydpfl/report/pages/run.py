@@ -18,6 +18,7 @@ from raydpfl.report.words import number, quantity
 
 BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
 ROWS = 25  # of the table of rounds
+NAMED = 12  # classes that are named
 KINDS = {"rigorous": "rigorous", "paper": "formula as printed", "unproven": "not proved"}
 
 
@@ -56,6 +57,11 @@ def what(run: Run) -> str:
     data = tree.get("data", {})
     clients = run.summary.get("population", data.get("clients"))
     parts = [f"{kinds.get('data')}, {number(clients)} clients", f"model {kinds.get('model')}"]
+    given = map(str, run.summary.get("class_names") or ())
+    names = [name if name.strip() else repr(name) for name in given]
+    if names:
+        more = ", ..." if len(names) > NAMED else ""
+        parts[0] += f", {len(names)} classes ({', '.join(names[:NAMED])}{more})"
     parts += [
         f"{name} {kinds[name]}"
         for name in ("selection", "local", "bounding", "noise", "weights", "server")
