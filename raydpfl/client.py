@@ -678,7 +678,6 @@ class ClientActor(Process):
             drawn=(index, batch_sizes, local.step_counts(held)),
             clipped=clipped,
             width=lane.width,
-            same=np.array([each is None for each in rows]),
         )
         for block in trained:
             following = present[np.searchsorted(present, block.slots[-1]) + 1 :]

@@ -28,7 +28,6 @@ from raydpfl.client import ClientActor
 from raydpfl.data import shards
 from raydpfl.data.sizes import Sizes
 from raydpfl.dealing import lanes
-from raydpfl.local import kernels
 from raydpfl.plan import Plan
 from raydpfl.selection import Cohort
 
@@ -573,17 +572,6 @@ def test_contributions_are_added_one_by_one_whatever_their_number_and_length(k, 
         expected = expected + vector
     client._reduce(total, torch.from_numpy(vectors))
     assert np.array_equal(total.numpy(), expected)
-
-
-@pytest.mark.parametrize("places", [0, 1, 3])
-def test_products_that_are_kept_and_forgotten_give_the_bits_of_those_that_stay(
-    places, tmp_path, monkeypatch
-):
-    plan = Plan.make(experiment(**METHODS["sample space"]))
-    stay = carried_out(plan, tmp_path / "stay")
-    monkeypatch.setattr(kernels, "MEMORY", 4 * int(plan.population.sizes.max()) ** 2 * places)
-    for actors in (None, 2):
-        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), stay)
 
 
 @pytest.mark.parametrize(("way", "joined"), [("fused", True), ("sample_space", False)])

@@ -1,4 +1,4 @@
-"""What stays from round to round in sample space, and the losses of a lane's columns."""
+"""The losses of a lane's columns, and lanes trained together, of stacks of linear layers."""
 
 from __future__ import annotations
 
@@ -8,61 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raydpfl.local import Sgd, Trainer, kernels, single_thread
-from raydpfl.local.kernels import Kernels
+from raydpfl.local import Sgd, Trainer, single_thread
 from raydpfl.local.linear import _Loss, _target
 
 single_thread()
-
-
-def rows(clients: int, n: int = 6, p: int = 40) -> torch.Tensor:
-    return torch.randn(clients, n, p, generator=torch.Generator().manual_seed(clients))
-
-
-@pytest.mark.parametrize("p", [40, 41])
-@pytest.mark.parametrize("memory", [kernels.MEMORY, 4 * 6 * 6 * 5, 4 * 6 * 6, 0])
-def test_what_is_kept_has_the_bits_of_what_is_computed(memory, p, monkeypatch):
-    """With places for all clients, for some of them, for one, and for none; and where the rows of
-    some clients begin at a multiple of 16 bytes and those of others do not.
-    """
-    monkeypatch.setattr(kernels, "MEMORY", memory)
-    x = rows(12, p=p)
-    kept = Kernels()
-    generator = np.random.default_rng(0)
-    for _ in range(30):
-        cohort = np.sort(generator.choice(12, 7, replace=False))
-        owners = np.where(generator.random(7) < 0.8, cohort, -1)
-        given = x[cohort]
-        assert torch.equal(kept.of(given, owners), torch.bmm(given, given.mT))
-
-
-@pytest.mark.parametrize(("n", "p", "kept"), [(6, 40, True), (6, 41, False), (4, 41, True)])
-def test_only_rows_that_begin_alike_in_every_slot_are_kept(n, p, kept):
-    """On some processors the others have other bits in another slot."""
-    kernels = Kernels()
-    kernels.of(rows(3, n, p), np.array([4, 5, 9]))
-    assert bool(kernels._kept) == kept
-
-
-def test_rows_are_multiplied_once_where_they_stay_and_anew_where_they_do_not():
-    kept = Kernels()
-    first = kept.of(rows(3), np.array([4, -1, 9]))
-    other = torch.zeros(3, 6, 40)
-    again = kept.of(other, np.array([9, 4, -1]))
-    assert torch.equal(again[:2], first[[2, 0]]) and not again[2].any()
-    assert not kept.of(other, np.array([-1, -1, -1])).any()  # nobody's are kept
-    assert torch.equal(kept.of(rows(3)), torch.bmm(rows(3), rows(3).mT))  # nor asked for
-    again += 1  # what is given is the caller's
-    assert torch.equal(kept.of(other, np.array([9, 4, -1]))[:2], first[[2, 0]])
-
-
-def test_few_numbers_of_rows_are_kept():
-    kept = Kernels()
-    for n in range(1, kernels.COUNTS + 4):
-        x = rows(2, n)
-        for _ in range(2):
-            assert torch.equal(kept.of(x, np.array([0, 1])), torch.bmm(x, x.mT))
-    assert len(kept._kept) == kernels.COUNTS
 
 
 @pytest.mark.parametrize("classes", [2, 10])
@@ -106,23 +55,6 @@ def test_bits_of_a_client_do_not_depend_on_how_many_columns_there_are(batch):
             alone, alone_sums = of(slice(first, last))
             assert torch.equal(alone, every[first:last])
             assert torch.equal(alone_sums, sums[first:last])
-
-
-def test_clients_whose_rows_stay_train_to_the_same_bits_in_every_round():
-    module = nn.Linear(784, 10)
-    parameters = torch.randn(7850, generator=torch.Generator().manual_seed(0)) * 0.1
-    x = torch.rand(9, 20, 784, generator=torch.Generator().manual_seed(1))
-    y = torch.randint(10, (9, 20), generator=torch.Generator().manual_seed(2))
-    keeping = Trainer(module, Sgd(steps=4, batch=10), way="sample_space", seed=0)
-    plain = Trainer(module, Sgd(steps=4, batch=10), way="sample_space", seed=0)
-    same = np.array([True, True, False, True, True])
-    for t in range(6):
-        clients = np.sort(np.random.default_rng(t).choice(9, 5, replace=False))
-        lane = (parameters, x[clients], y[clients], [20] * 5)
-        keys = {"t": t, "clients": clients, "draws": [0] * 5}
-        (kept,) = keeping.lane(*lane, **keys, same=same)
-        (new,) = plain.lane(*lane, **keys)
-        assert torch.equal(kept.updates, new.updates)
 
 
 @pytest.mark.parametrize("way", ["fused", "sample_space"])

@@ -42,10 +42,6 @@ class _Draw:
     draws: np.ndarray  # int64 [C]
     t: int
 
-    def owners(self, same: np.ndarray | None) -> np.ndarray | None:
-        """See `LaneData.owners`; `same` bool [C]."""
-        return None if same is None else np.where(same, self.clients, -1)
-
     def key(self, slot: int) -> dict[str, int]:
         return {"t": self.t, "client": int(self.clients[slot]), "draw": int(self.draws[slot])}
 
@@ -83,8 +79,6 @@ class Trainer:
         width: the C clients are C / `width` lanes one after another, trained together: each client
             has the bits that it has in its lane alone, and no block holds clients of two. See
             `together`.
-        same: bool [C], whether the client's part of x is what it is in every round, so that what a
-            way computes of it alone may be kept; None: for none.
 
     It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,
     and for corrections where the way cannot add them.
@@ -128,7 +122,6 @@ class Trainer:
         drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
         width: int | None = None,
-        same: np.ndarray | None = None,
     ) -> Iterator[Block]:
         """The clients of a lane in blocks; the class says what of."""
         self._check(stds, corrections)
@@ -136,7 +129,7 @@ class Trainer:
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
         lane = self._data(x, y, present, drawn, draw)
-        lane = replace(lane, clipped=clipped, width=width, owners=draw.owners(same))
+        lane = replace(lane, clipped=clipped, width=width)
         if clipped is not None:
             clipped.fill(np.nan)
         if corrections is not None:

@@ -48,7 +48,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from raydpfl.local.base import Linear, Local
-from raydpfl.local.kernels import Kernels
 from raydpfl.local.products import affine
 from raydpfl.local.stack import Layer, NoStack, aten, stack
 from raydpfl.local.way import Batches, Block, LaneData, Rule, Way, clip_factors, take
@@ -247,7 +246,6 @@ class _Span(_Place):
         linear: Linear,
         x: torch.Tensor,
         whole: bool,
-        kernels: Kernels,
     ):
         self.layer = layer
         self.x = x
@@ -262,7 +260,7 @@ class _Span(_Place):
         self.now = now.mT.contiguous() if whole else now  # Z
         self.first = self.now.clone() if linear.proximal else None  # Z_0
         self.velocity = torch.zeros_like(self.now) if linear.momentum else None
-        self.kernel = kernels.of(x, lane.owners).add_(len(self.start) - 1)
+        self.kernel = torch.bmm(x, x.mT).add_(len(self.start) - 1)
         self.coefficients = torch.zeros_like(self.now)  # A
         if whole:  # as the gradients that are added to it lie in memory (`_Loss`)
             self.coefficients = torch.zeros_like(self.now.transpose(0, 1)).transpose(0, 1)
@@ -582,10 +580,6 @@ class SampleSpace(_Stack):
     linear = True
     corrects = False  # a correction is of the size of the weights that this way never forms
 
-    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
-        super().__init__(module, local, device, task)
-        self.kernels = Kernels()
-
     @classmethod
     def lacks(cls, local: Local, clip: float | None) -> str | None:
         """See `raydpfl.local.way.Way`: what is added up by the number of steps holds for all."""
@@ -607,7 +601,7 @@ class SampleSpace(_Stack):
         x, y = lane.rows()
         whole = batches[0][0] is None
         rows = x.flatten(2)
-        first = _Span(self.layers[0], parameters, lane, linear, rows, whole, self.kernels)
+        first = _Span(self.layers[0], parameters, lane, linear, rows, whole)
         later = [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
         return _Training([first, *later], None, lane, y, batches, self.closed)
 

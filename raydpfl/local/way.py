@@ -85,9 +85,6 @@ class LaneData:
     # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip
     # factor below 1
     clipped: np.ndarray | None = None
-    # int64 [C]: the client whose rows these are in every round, -1 where a round has others; None:
-    # -1 for all
-    owners: np.ndarray | None = None
     # of each of the lanes that the C clients make up one after another, whose shape alone decides
     # how it is trained; None: C
     width: int | None = None
