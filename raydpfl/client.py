@@ -207,8 +207,8 @@ class ClientActor(Process):
             summed = total.cpu().numpy()
             if tally.largest:
                 check_range(float(torch.stack(tally.largest).max()), work.grid)
-        if self.own:
-            self._watch(tally)
+            if self.own:
+                self._watch(tally)
         self.shards.release()
         return tally.result(summed, time.perf_counter() - began)
 
@@ -558,7 +558,9 @@ class ClientActor(Process):
                     sent = self.experiment.bounding.send(block.updates.double(), view)
                     sums[block.slots] += sent
                     squares[block.slots] += (sent * sent).sum(1).cpu().numpy()
-            except RAISED:  # some client's, which is found and named when the lane is trained
+            except RAISED as error:
+                # some client's, which is found and named when the lane is trained
+                device.blame(self.device, error)
                 squares[:] = np.nan
                 break
         return sums, squares

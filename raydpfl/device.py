@@ -14,8 +14,9 @@ device(type='cpu')
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,10 @@ FULL = ("ALLOC_FAILED", "CUDA out of memory", "CUDA error: out of memory")
 SHOWN = 200  # characters of an error
 SMALL = 16_000_000_000  # bytes of memory, of a GPU that is not seen
 GROUP = 1 << 22  # numbers of the vectors whose norms are taken at once
+# by `allow_tf32`, in every torch
+LEGACY: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+# what undoes each `settle` of this process, the last one last
+_undo: list[Callable[[], None]] = []
 
 
 def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
@@ -64,13 +69,13 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     if device.type == "cpu":
         return
     _workspace()
+    cudnn = torch.backends.cudnn
+    _undo.append(_state())
     torch.use_deterministic_algorithms(True)
     _filling(False)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
-    # TF32 has 10 bits of mantissa: a clipped gradient passed its bound by 1e-3 of it
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    cudnn.deterministic = True
+    cudnn.benchmark = False
+    _float32(tf32)
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_gpus))
 
 
@@ -85,24 +90,63 @@ def _filling(fills: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-@contextmanager
-def settings_kept() -> Iterator[None]:
-    """What `settle` sets of torch is afterwards as it was."""
+def _float32(tf32: bool) -> None:
+    """Full float32, or TF32, which has 10 bits of mantissa: with it a clipped gradient passed its
+    bound by 1e-3 of it.
+    """
+    for backend in LEGACY:
+        backend.allow_tf32 = tf32
+    for backend in () if tf32 else _named():
+        if backend.fp32_precision not in ("ieee", "none") or _asked_of_all():
+            backend.fp32_precision = "ieee"
+
+
+def _named() -> list[Any]:
+    """What says by name how exact float32 is, from torch 2.9 on."""
+    places = [getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn")]
+    places.append(torch.backends.cuda.matmul)
+    return [each for each in places if hasattr(each, "fp32_precision")]
+
+
+def _asked_of_all() -> bool:
+    """Whether the process has asked for less than float32 wherever nothing else is said."""
+    return getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
+
+
+def _state() -> Callable[[], None]:
+    """What makes what `settle` sets of torch as it is now."""
     cudnn = torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    of_cudnn = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    of_cudnn = (cudnn.deterministic, cudnn.benchmark)
+    legacy = []
+    for backend in LEGACY:
+        with suppress(RuntimeError):  # it was set by the newer names, one by one
+            legacy.append((backend, backend.allow_tf32))
+    named = [(backend, backend.fp32_precision) for backend in _named()]
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        _filling(fills)
+        cudnn.deterministic, cudnn.benchmark = of_cudnn
+        for backend, allowed in legacy:
+            backend.allow_tf32 = allowed
+        for backend, precision in named:
+            backend.fp32_precision = precision
+
+    return undo
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """What `settle` sets of torch within is afterwards as it was."""
+    before = len(_undo)
     try:
         yield
     finally:
-        now = torch.are_deterministic_algorithms_enabled()
-        if now != deterministic:  # torch imports its compiler for that, which takes a second
-            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        _filling(fills)
-        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = of_cudnn
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        while len(_undo) > before:
+            _undo.pop()()
 
 
 def facts(num_gpus: float) -> dict[str, str]:
@@ -142,7 +186,7 @@ def blame(device: torch.device, error: BaseException) -> None:
     try:
         torch.cuda.synchronize()
     except Exception:
-        raise DeviceLost(f"the GPU failed: {_line(error)}") from None
+        raise DeviceLost(f"the GPU failed: {_line(error)}; go on with --resume") from None
 
 
 @contextmanager

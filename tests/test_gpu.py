@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from pretended import pretended
 from test_same_bits import METHODS
 from torch import nn
 
-from raydpfl import device, keys, launch, run
+from raydpfl import client, device, keys, launch, run
 from raydpfl.actors import Actors
 from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import carried_out
@@ -54,10 +53,10 @@ def gpu(monkeypatch):
         yield counts
 
 
-def on_gpu(plan: Plan, **client) -> Plan:
-    """The plan with its clients on a GPU."""
-    changed = plan.experiment.client.model_copy(update={"num_gpus": 1.0, **client})
-    return replace(plan, experiment=plan.experiment.model_copy(update={"client": changed}))
+def on_gpu(**changes) -> Plan:
+    """The plan of the small experiment with these changes and its clients on a GPU."""
+    client = {**changes.get("client", {}), "num_gpus": 1.0}
+    return Plan.make(experiment(**{**changes, "client": client}))
 
 
 def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
@@ -67,13 +66,15 @@ def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
 
 
 def on_cpu(plan: Plan, out: Path) -> np.ndarray:
-    """The numbers of the same plan, with its noise, trained on the CPU by the products and
-    steps that a GPU takes.
+    """The numbers of the same plan, with its noise, trained on the CPU by the products, steps and
+    norms that a GPU takes.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(linear, "PICK", 1 << 60)
         patch.setattr(products, "_dnnl", None)
+        patch.setattr(client, "_scales", lambda _: False)
+        patch.setattr(ClientActor, "_lengths", lambda _, vectors: device.norms(vectors))
         return numbers_of(plan, out)
 
 
@@ -109,7 +110,7 @@ EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 
 
 def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
-    plan = on_gpu(Plan.make(experiment(**METHODS[method])))
+    plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept(), pretended(monkeypatch) as counts:
         found = numbers_of(plan, tmp_path / "gpu")
@@ -135,7 +136,7 @@ def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, 
     """For the losses and the norms of all its clients, for faults, for the sum and its range; what
     the model and an evaluation take is not counted by clients either.
     """
-    plan = on_gpu(Plan.make(experiment(client={"lane": 20}, evaluate={"every": 9})))
+    plan = on_gpu(client={"lane": 20}, evaluate={"every": 9})
     with device.settings_kept(), pretended(monkeypatch) as counts:
         numbers_of(plan, tmp_path)
     rounds = plan.experiment.rounds
@@ -202,8 +203,7 @@ def test_where_memory_is_short_half_a_lane_trains_at_once_and_no_client_is_blame
 ):
     if SEEN:
         pytest.skip("pretends a GPU where there is none")
-    asked = experiment(client={**GPU, "num_gpus": 0, "way": way, "on_error": "drop"})
-    plan = on_gpu(Plan.make(asked))
+    plan = on_gpu(client={"way": way, "on_error": "drop"})
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept(), pretended(monkeypatch):
         widths = small_memory(monkeypatch, 3)
@@ -216,7 +216,7 @@ def test_where_memory_is_short_half_a_lane_trains_at_once_and_no_client_is_blame
 def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_none(
     gpu, tmp_path, monkeypatch
 ):
-    plan = on_gpu(Plan.make(experiment(client={"on_error": "drop", "way": "fused"})))
+    plan = on_gpu(client={"on_error": "drop", "way": "fused"})
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     small_memory(monkeypatch, 1)
@@ -227,8 +227,7 @@ def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_no
 
 @needs_none
 def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_path, monkeypatch):
-    asked = experiment(client={"on_error": "drop"}, local={"kind": "scaffold", "steps": 2})
-    plan = on_gpu(Plan.make(asked))
+    plan = on_gpu(client={"on_error": "drop"}, local={"kind": "scaffold", "steps": 2})
     expected = on_cpu(plan, tmp_path / "cpu")
     sent = FAMILY["clip"].send
     tried = []
@@ -252,7 +251,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
 @needs_none
 @pytest.mark.parametrize("held", [True, False])
 def test_rows_that_a_gpu_cannot_keep_go_there_lane_by_lane(held, tmp_path, monkeypatch):
-    plan = on_gpu(Plan.make(experiment(local={"steps": 2, "batch": 4}, client={"lane": 20})))
+    plan = on_gpu(local={"steps": 2, "batch": 4}, client={"lane": 20})
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept(), pretended(monkeypatch):
         if not held:
@@ -278,7 +277,7 @@ def test_noise_is_drawn_by_a_thread_while_a_lane_trains(tmp_path, monkeypatch):
         return draw(self, *given)
 
     monkeypatch.setattr(ClientActor, "_draw", watched)
-    plan = on_gpu(Plan.make(experiment()))
+    plan = on_gpu()
     with device.settings_kept(), pretended(monkeypatch):
         numbers_of(plan, tmp_path)
     assert threads == {False}
@@ -327,7 +326,7 @@ def test_a_fault_of_the_gpu_is_no_clients_and_ends_the_use_of_the_process(
     gpu, tmp_path, monkeypatch
 ):
     """It is seen where the host waits, after the clients' part has been asked for."""
-    plan = on_gpu(Plan.make(experiment(client={"on_error": "drop"})))
+    plan = on_gpu(client={"on_error": "drop"})
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
 
@@ -378,7 +377,7 @@ def test_a_label_that_no_model_knows_is_found_on_the_host():
 def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
     gpu, tmp_path, monkeypatch
 ):
-    plan = on_gpu(Plan.make(experiment(client={"on_error": "drop"})))
+    plan = on_gpu(client={"on_error": "drop"})
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     shards = coordinator.pool.client.shards
@@ -408,7 +407,7 @@ def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
 def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
     with pytest.raises(ConfigError, match=r"client.num_gpus = 0.5: 0; node 7 has no GPU"):
         device.chosen(0.5, "node 7")
-    plan = on_gpu(Plan.make(experiment()))
+    plan = on_gpu()
     with pytest.raises(ConfigError, match=r"client.num_gpus"):
         ClientActor(plan.experiment, str(plan.shards))
     with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: 0; this machine has no GPU"):
@@ -417,7 +416,7 @@ def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
 
 @needs_none
 def test_a_node_without_a_gpu_for_torch_is_named():
-    plan = on_gpu(Plan.make(experiment()))
+    plan = on_gpu()
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), None)
     with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: 0; node .* has no GPU"):
         ClientActor().ready(*given)
@@ -433,15 +432,50 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
         device.settle(device.chosen(0.25), 0.25)
         assert os.environ[device.WORKSPACE] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic
-        assert not (cudnn.benchmark or cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+        assert not cudnn.benchmark and not any(each.allow_tf32 for each in device.LEGACY)
         device.settle(device.chosen(0.25), 0.25, tf32=True)
-        assert cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+        assert all(each.allow_tf32 for each in device.LEGACY)
     assert shares == [0.25, 0.25] and cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
     cudnn.benchmark = False
     monkeypatch.setenv(device.WORKSPACE, ":0:0")
     with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG = ':0:0': unset, :4096:8"):
         device.settle(torch.device("cuda"), 1.0)
+
+
+TF32 = """
+import torch
+from raydpfl import device
+torch.cuda.set_per_process_memory_fraction = lambda *_: None
+{set}
+named = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
+before = [each.fp32_precision for each in named]
+with device.settings_kept():
+    pass
+with device.settings_kept():
+    device.settle(torch.device("cuda"), 1)
+    assert not any(each.fp32_precision == "tf32" for each in named), named
+assert before == [each.fp32_precision for each in named]
+"""
+ASKED_FOR = (
+    "torch.set_float32_matmul_precision('high')",
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.allow_tf32 = False",
+    "",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="needs the names of torch 2.9"
+)
+@pytest.mark.parametrize("asked", ASKED_FOR)
+def test_however_a_process_has_asked_for_tf32_none_is_used_and_that_is_undone(asked):
+    code = TF32.format(set=asked)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
@@ -463,7 +497,7 @@ def of_run(plan: Plan) -> dict[str, str]:
 
 
 def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkeypatch):
-    plan = on_gpu(Plan.make(experiment()))
+    plan = on_gpu()
     places = launch.Places(plan.experiment.model_copy(update={"client": CLUSTER}), "auto")
     places._connected.set()
     facts = {"device": "NVIDIA H200", "cuda": "13.2", "cudnn": "1", "cublas": ":4096:8"}
@@ -572,7 +606,7 @@ def test_a_gpu_gives_the_same_bits_twice(tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("method", EVERY)
 def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
-    plan = on_gpu(Plan.make(experiment(**METHODS[method])))
+    plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept():
         found = numbers_of(plan, tmp_path / "gpu")
@@ -582,7 +616,7 @@ def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("method", ["clip", "DPSCAFFOLD", "per-sample clipping, cnn", "cnn, loop"])
 def test_however_lanes_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
-    plan = on_gpu(Plan.make(experiment(**METHODS[method])))
+    plan = on_gpu(**METHODS[method])
     with device.settings_kept():
         inline = numbers_of(plan, tmp_path / "inline")
         for actors in (1, 3):
@@ -604,7 +638,7 @@ def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
 
 @needs_gpu
 def test_a_gpu_without_memory_for_a_lane_trains_its_halves(tmp_path, monkeypatch):
-    plan = on_gpu(Plan.make(experiment(client={"way": "fused", "on_error": "drop"})))
+    plan = on_gpu(client={"way": "fused", "on_error": "drop"})
     with device.settings_kept():
         expected = numbers_of(plan, tmp_path / "whole")
         widths = small_memory(monkeypatch, 4)
