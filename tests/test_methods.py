@@ -24,6 +24,7 @@ from raydpfl.plan import Plan
 from raydpfl.privacy import holding
 from raydpfl.selection.power_of_choice import successive
 from raydpfl.server import Server
+from raydpfl.tasks.regression import Regression
 from raydpfl.tracking import load
 
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
@@ -69,6 +70,7 @@ class Unlike(Data):
     """
 
     kind: str = "unlike"
+    task: Regression = Regression()
 
     def split(self, seed, root):
         x = np.array([[1.0], [2.0], [1.5], [99.0]], np.float32)
@@ -590,7 +592,7 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
         assert failed == (each.kind == "paper")
     lines = (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
     ledger = [json.loads(line) for line in lines]
-    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.digest()}
+    assert {entry["mechanism"] for entry in ledger} == {plan.mechanism.round_digest()}
     assert {entry["loss_std"] for entry in ledger} == {4.0}
     for name in accountants["accountants"]:
         assert ledger[-1]["epsilon"][name] == pytest.approx(by[name, "every aggregate"].epsilon)
