@@ -19,15 +19,14 @@ tensor([-1.2855,  0.5160, -1.0663])
 The generator is for simulation: reproducible and statistically sound, not cryptographic.
 
 Design note. numpy's ziggurat takes 11 ns per normal and torch's generator 3, but the latter stops
-at 5.77 standard deviations and its seed at 32 bits. Box-Muller in numpy's vectorised float32
-functions takes 3 (torch's own take 5 to 8, for their cost per call), half of it for Philox. Filling
-the state of SFC64 from Philox instead would save half a nanosecond, but two names could then share
-a block.
+at 5.77 standard deviations and its seed at 32 bits. Box-Muller takes 2.3 in compiled code
+(`raydpfl/native/kernels.c`), most of it for Philox, and twice that in numpy where there is none; a
+test of both holds that the bits are the same. Filling the state of SFC64 from Philox instead would
+save half a nanosecond, but two names could then share a block.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
+
+from raydpfl import native
 
 
 class Purpose(IntEnum):
@@ -129,8 +130,6 @@ def bit_streams(
 
 
 _BLOCK = 32768  # words at a time, so that intermediate results stay in the cache
-_ANGLE = np.float32(math.pi / 2**23)
-_UNIT = np.float32(2.0**-40)
 
 
 def normals(
@@ -148,8 +147,7 @@ def normals(
     40 bits of a word give the radius and 24 the angle. The uniform under the logarithm is in
     [2^-41, 1], in steps that shrink towards 0 as those of float32 do. So values reach 7.53 standard
     deviations; 5e-14 of the law is beyond. The vector depends on n as a whole (two draws of 1000
-    are not one of 2000). It has the same bits on the same hardware: numpy picks its vector
-    instructions by the processor. Arguments as for `stream`.
+    are not one of 2000). It has the same bits on every processor. Arguments as for `stream`.
 
     Returns:
         float32 [n].
@@ -177,44 +175,94 @@ def clients_normals(
     """
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
-    together = max(1, _BLOCK // max(half, 1))
-    for first in range(0, len(clients), together):
-        rows = slice(first, first + together)
-        streams = [
-            _philox(seed, purpose, t, int(client), int(draw), step)
-            for client, draw in zip(clients[rows], draws[rows], strict=True)
-        ]
-        for start in range(0, half, _BLOCK):
-            end = min(start + _BLOCK, half)
-            words = np.stack([each.random_raw(end - start) for each in streams])
-            _box_muller(
-                words.view(np.int64),
-                out[rows, start:end],
-                out[rows, half + start : half + end],
-                None if stds is None else stds[rows],
-            )
+    factors = np.ones(len(clients), np.float32) if stds is None else stds.astype(np.float32)
+    words = _counters(t, clients, draws, step)
+    if not native.normals(seed, purpose, t, words, factors, out):
+        together = max(1, _BLOCK // max(half, 1))
+        for first in range(0, len(clients), together):
+            rows = slice(first, first + together)
+            _in_numpy(seed, purpose, t, words[rows], factors[rows], out[rows])
     return torch.from_numpy(out)[:, :n]
 
 
-def _box_muller(
-    words: np.ndarray, cos: np.ndarray, sin: np.ndarray, stds: np.ndarray | None
-) -> None:
-    """Writes the normals of `words`, int64 [C, w], which it overwrites, into `cos` and `sin`,
-    float32 [C, w].
+def _counters(
+    t: int, clients: Sequence[int] | np.ndarray, draws: Sequence[int] | np.ndarray, step: int
+) -> np.ndarray:
+    """The middle words of the counters of these names, uint64 [C, 2]. Raises ValueError for what
+    does not fit.
     """
-    angle = (words >> 40).astype(np.float32)  # signed: in [-2^23, 2^23)
-    angle *= _ANGLE
-    words &= (1 << 40) - 1
-    radius = words.astype(np.float32)
-    radius += np.float32(0.5)  # never log(0); the largest words round to 1, whose radius is 0
-    radius *= _UNIT
-    np.log(radius, out=radius)
-    radius *= np.float32(-2)
-    np.sqrt(radius, out=radius)
-    if stds is not None:
-        radius *= stds.astype(np.float32)[:, None]
-    np.multiply(np.cos(angle), radius, out=cos)
-    np.multiply(np.sin(angle, out=angle), radius, out=sin)
+    which = np.asarray(draws, np.int64)
+    if not (0 <= step < 1 << 32 and ((which >= 0) & (which < 1 << 32)).all()):
+        raise ValueError(f"draws and step {step} must each fit in 32 bits")
+    counters = np.empty((len(which), 2), np.uint64)
+    counters[:, 0] = (which.astype(np.uint64) << np.uint64(32)) | np.uint64(step)
+    counters[:, 1] = clients
+    return counters
+
+
+def _in_numpy(
+    seed: int, purpose: Purpose, t: int, words: np.ndarray, stds: np.ndarray, out: np.ndarray
+) -> None:
+    """What `raydpfl.native.normals` does."""
+    half = out.shape[1] // 2
+    streams = []
+    for low, client in words.tolist():
+        draw, step = divmod(low, 1 << 32)
+        streams.append(_philox(seed, purpose, t, client, draw, step))
+    for start in range(0, half, _BLOCK):
+        end = min(start + _BLOCK, half)
+        drawn = np.stack([each.random_raw(end - start) for each in streams])
+        made = _box_muller(drawn, stds[:, None])
+        out[:, start:end], out[:, half + start : half + end] = made
+
+
+def _box_muller(words: np.ndarray, stds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The normals of `words`, uint64 [C, w], times `stds`, float32 [C, 1]: the cosines and the
+    sines, float32 [C, w].
+
+    Every operation is one of float32 or int32, in the order of `box_muller` in kernels.c.
+    """
+    number = np.float32
+    high = (words >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    below = words & np.uint64((1 << 40) - 1)
+    u = (below.astype(number) + number(0.5)) * number(2.0**-40)  # never 0
+    radius = np.sqrt(_log(u) * number(-2)) * stds
+    angle = high >> 8  # of 2^24 to the circle
+    quarter = (angle + (1 << 21)) >> 22
+    r = (angle - (quarter << 22)).astype(number) * number(3.745070282923929e-07)
+    z = r * r
+    s = z * number(-1.9515295891e-4) + number(8.3321608736e-3)
+    s = s * z - number(1.6666654611e-1)
+    s = s * z * r + r
+    c = z * number(2.443315711809948e-5) - number(1.388731625493765e-3)
+    c = c * z + number(4.166664568298827e-2)
+    c = c * z * z - z * number(0.5) + number(1)
+    odd = (quarter & 1).astype(bool)
+    cosine = np.where(odd, s, c) * np.where((quarter + 1) & 2, number(-1), number(1))
+    sine = np.where(odd, c, s) * np.where(quarter & 2, number(-1), number(1))
+    return cosine * radius, sine * radius
+
+
+def _log(u: np.ndarray) -> np.ndarray:
+    """The natural logarithm of float32 numbers in [2^-41, 1], to rounding (Cephes)."""
+    m, e = np.frexp(u)
+    small = m < np.float32(0.70710678)
+    exponent = (e - small).astype(np.float32)
+    f = (m + np.where(small, m, np.float32(0))) - np.float32(1)
+    z = f * f
+    y = np.float32(7.0376836292e-2)
+    for term in _LOG:
+        y = y * f + np.float32(term)
+    y = y * f * z
+    y = y + exponent * np.float32(-2.12194440e-4)
+    y = y - z * np.float32(0.5)
+    return (f + y) + exponent * np.float32(0.693359375)
+
+
+_LOG = (
+    -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
 
 
 def torch_stream(

@@ -23,9 +23,9 @@ ORDER = [
     "slots", "client", "evaluator", "resident", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "config", "measure", "scores", "tables", "tracking",
-    "heterogeneity", "compare", "selection", "local", "native", "bounding", "noise", "weights",
-    "server", "sums", "privacy", "models", "data", "tasks", "member", "own", "rounds", "rates",
-    "events", "arrow", "files", "keys", "device", "errors", "interrupts", "hardware", "reaper",
+    "heterogeneity", "compare", "selection", "local", "bounding", "noise", "weights", "server",
+    "sums", "privacy", "models", "data", "tasks", "member", "own", "rounds", "rates", "events",
+    "arrow", "keys", "native", "files", "device", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from raydpfl import keys
+from raydpfl import keys, native
 from raydpfl.keys import Purpose, clients_normals, normals
 from raydpfl.noise import drawn
 
@@ -66,6 +66,7 @@ def _from_words(monkeypatch, words: list[int]) -> np.ndarray:
             return np.array(words, np.uint64)
 
     monkeypatch.setattr(keys, "_philox", lambda *name: Words())
+    monkeypatch.setattr(native, "normals", lambda *given: False)
     return normals(0, Purpose.STEP_NOISE, 2 * len(words)).numpy()
 
 

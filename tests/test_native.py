@@ -14,6 +14,7 @@ from conftest import form
 from torch import nn
 
 from raydpfl import models, native
+from raydpfl.keys import Purpose, clients_normals
 from raydpfl.local import Sgd, Trainer, resolve
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 1000, 2049, 7850]
@@ -69,6 +70,26 @@ def test_sums_have_the_bits_of_adding_row_by_row(d, noised, monkeypatch):
         monkeypatch.setattr(native, "library", lambda: None)
 
 
+def drawn(n: int, stds: np.ndarray | None) -> np.ndarray:
+    """The normals of some names, among them the largest."""
+    who = {"clients": [0, 5, 2**40, 7], "draws": [0, 1, 2**32 - 1, 3]}
+    found = [
+        clients_normals(2**63 + 5, purpose, n, t=t, step=step, stds=stds, **who).numpy()
+        for purpose, t, step in ((Purpose.CLIENT_NOISE, 0, 0), (Purpose.CANARY, 10**6, 2**32 - 1))
+    ]
+    return np.stack(found)
+
+
+@needs
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 127, 128, 129, 1000, 70_001])
+def test_normals_have_the_bits_of_those_in_numpy(n, scaled, monkeypatch):
+    stds = np.array([1.0, 0.3, 1e-20, 7e9]) if scaled else None
+    compiled = drawn(n, stds)
+    monkeypatch.setattr(native, "library", lambda: None)
+    np.testing.assert_array_equal(compiled, drawn(n, stds))
+
+
 def trained() -> bytes:
     """Updates and losses of some clients, as bytes."""
     torch.manual_seed(0)
@@ -89,6 +110,7 @@ def trained() -> bytes:
 def test_shorter_vectors_give_the_same_bits(monkeypatch):
     expected = trained()
     sums = native.norms(torch.from_numpy(hostile(1000, np.float32)))
+    noise = drawn(1001, None)
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
     monkeypatch.setitem(native.KINDS, "AVX512", native.KINDS["AVX2"])
@@ -97,6 +119,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
         assert trained() == expected
         found = native.norms(torch.from_numpy(hostile(1000, np.float32)))
         np.testing.assert_array_equal(found, sums)
+        np.testing.assert_array_equal(drawn(1001, None), noise)
     finally:
         native.library.cache_clear()
 

@@ -727,3 +727,122 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
         }
     }
 }
+
+/* --- keyed normals --- */
+
+typedef __uint128_t wide;
+
+/* Philox 4x64-10 (Salmon et al. 2011) of FOUR counters, whose first word goes up by one. */
+enum { FOUR = 4, WORDS = 64 };
+
+INLINE void philox(uint64_t first, const uint64_t given[4], uint64_t key0, uint64_t key1,
+                   uint32_t *low, uint32_t *high) {
+    uint64_t c[FOUR][4];
+    UNROLL for (int i = 0; i < FOUR; i++) {
+        c[i][0] = first + i;
+        c[i][1] = given[1];
+        c[i][2] = given[2];
+        c[i][3] = given[3];
+    }
+    UNROLL for (int turn = 0; turn < 10; turn++) {
+        UNROLL for (int i = 0; i < FOUR; i++) {
+            wide a = (wide)0xD2E7470EE14C6C93u * c[i][0];
+            wide b = (wide)0xCA5A826395121157u * c[i][2];
+            c[i][0] = (uint64_t)(b >> 64) ^ c[i][1] ^ key0;
+            c[i][2] = (uint64_t)(a >> 64) ^ c[i][3] ^ key1;
+            c[i][1] = (uint64_t)b;
+            c[i][3] = (uint64_t)a;
+        }
+        key0 += 0x9E3779B97F4A7C15u;
+        key1 += 0xBB67AE8584CAA73Bu;
+    }
+    UNROLL for (int i = 0; i < 4 * FOUR; i++) {
+        low[i] = (uint32_t)c[i / 4][i % 4];
+        high[i] = (uint32_t)(c[i / 4][i % 4] >> 32);
+    }
+}
+
+INLINE part root(part v) {
+#if WIDE == 16
+    return (part)_mm512_sqrt_ps((__m512)v);
+#elif WIDE == 8
+    return (part)_mm256_sqrt_ps((__m256)v);
+#else
+    for (int i = 0; i < WIDE; i++) v[i] = sqrtf(v[i]);
+    return v;
+#endif
+}
+
+/* The natural logarithm of u in [2^-41, 1] (Cephes). */
+INLINE part logarithm(part u) {
+    bits e = (((bits)u >> 23) & 0xFF) - 126;
+    part m = (part)(((bits)u & 0x7FFFFF) | 0x3F000000); /* u = m 2^e */
+    bits small = m < 0.70710678f;
+    e += small;
+    part f = (m + pick(small, m, (part){})) - 1.0f;
+    part z = f * f;
+    part y = f * 7.0376836292e-2f - 1.1514610310e-1f;
+    y = y * f + 1.1676998740e-1f;
+    y = y * f - 1.2420140846e-1f;
+    y = y * f + 1.4249322787e-1f;
+    y = y * f - 1.6668057665e-1f;
+    y = y * f + 2.0000714765e-1f;
+    y = y * f - 2.4999993993e-1f;
+    y = y * f + 3.3333331174e-1f;
+    y = y * f * z;
+    part exponent = __builtin_convertvector(e, part);
+    y = y + exponent * -2.12194440e-4f;
+    y = y - z * 0.5f;
+    return (f + y) + exponent * 0.693359375f;
+}
+
+/* Box and Muller's transform of words, by their halves, each operation rounded: raydpfl/keys.py has
+the same in numpy. */
+INLINE void box_muller(bits low, bits high, float std, float *cosine, float *sine) {
+    bits top = ((high & 0xFF) << 16) | ((low >> 16) & 0xFFFF);
+    part u = __builtin_convertvector(top, part) * 65536.0f +
+             __builtin_convertvector(low & 0xFFFF, part); /* rounded once: the product is exact */
+    u = (u + 0.5f) * 0x1p-40f;
+    part radius = root(logarithm(u) * -2.0f) * std;
+    bits angle = high >> 8; /* of 2^24 to the circle */
+    bits quarter = (angle + (1 << 21)) >> 22;
+    part r = __builtin_convertvector(angle - (quarter << 22), part) * 3.745070282923929e-07f;
+    part z = r * r;
+    part s = z * -1.9515295891e-4f + 8.3321608736e-3f;
+    s = s * z - 1.6666654611e-1f;
+    s = s * z * r + r;
+    part c = z * 2.443315711809948e-5f - 1.388731625493765e-3f;
+    c = c * z + 4.166664568298827e-2f;
+    c = c * z * z - z * 0.5f + 1.0f;
+    bits odd = -(quarter & 1);
+    bits minus_cosine = ((quarter + 1) & 2) << 30;
+    bits minus_sine = (quarter & 2) << 30;
+    *(part_anywhere *)cosine = (part)((bits)pick(odd, s, c) ^ minus_cosine) * radius;
+    *(part_anywhere *)sine = (part)((bits)pick(odd, c, s) ^ minus_sine) * radius;
+}
+
+/* Normals of k streams times `stds` [k]: `out` [k][2 half]. `steps` [k] are the second words of the
+counters, `clients` [k] the third. */
+void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, uint64_t t,
+                     const uint64_t *steps, const uint64_t *clients, const float *stds,
+                     float *out) {
+    for (int64_t i = 0; i < k; i++) {
+        const uint64_t counter[4] = {0, steps[i], clients[i], t};
+        float *cosines = out + i * 2 * half;
+        for (int64_t j = 0; j < half; j += WORDS) {
+            uint32_t low[WORDS], high[WORDS];
+            for (int w = 0; w < WORDS; w += 4 * FOUR)
+                philox(1 + (j + w) / 4, counter, seed, purpose, low + w, high + w);
+            float found[2][WORDS];
+            for (int w = 0; w < WORDS; w += WIDE) {
+                bits l, h;
+                memcpy(&l, low + w, sizeof l);
+                memcpy(&h, high + w, sizeof h);
+                box_muller(l, h, stds[i], found[0] + w, found[1] + w);
+            }
+            int64_t count = half - j < WORDS ? half - j : WORDS;
+            memcpy(cosines + j, found[0], count * sizeof(float));
+            memcpy(cosines + half + j, found[1], count * sizeof(float));
+        }
+    }
+}
