@@ -55,7 +55,7 @@ class Display:
             f"{e.data.kind}, {len(plan.population):,} clients, "
             f"{plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
             f"{e.bounding.kind}, {noise}; "
-            f"lanes of {e.client.lane}, trained by {e.client.way} in {e.client.precision}"
+            f"lanes of {e.client.lane} in {e.client.precision}, way {e.client.way}"
         )
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
