@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Experiment", "Result", "load", "run"]
+__all__ = ["Experiment", "Result", "__version__", "load", "run"]
+
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:  # the runtime imports Ray and torch; the name alone should not

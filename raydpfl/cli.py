@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Differentially private federated learning, simulated on Ray. A config is code where it "
     "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
@@ -57,6 +56,22 @@ def _whole(given: str | int) -> int:
 
 def _count(text: str = "", panel: str | None = None) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import raydpfl
+
+        print(f"raydpfl {raydpfl.__version__}")
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+
+
+@app.callback()
+def _whole_command(version: Annotated[bool, VERSION] = False) -> None:
+    pass
 
 
 Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
@@ -462,6 +477,28 @@ def check(
         first = broken[0]
         where = f" ({first.example})" if first.example else ""
         raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
+
+
+NAMED = (
+    "A section of the config (bounding, data.partition, ...), or one of its kinds (bounding.clip)."
+)
+
+
+@app.command()
+def kinds(
+    name: Annotated[str | None, typer.Argument(help=NAMED, metavar="FAMILY[.KIND]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
+    paper that it is of. Of own classes `raydpfl check` says more.
+    """
+    from raydpfl import kinds as reference
+
+    found = reference.of(name)
+    if as_json:
+        print(json.dumps([each.to_dict() for each in found], indent=2))
+    else:
+        print(reference.render(found))
 
 
 REPORTED = "The directory of a run, a sweep, an audit or a study; or those of several runs."

@@ -54,6 +54,7 @@ from raydpfl import measure as measures
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.hardware import Precision
+from raydpfl.hints import said
 from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import ASKED, named, standing
@@ -118,13 +119,15 @@ class Client(Section):
 
     # auto: in this process, until actors that start behind the rounds pay (`raydpfl.launch`)
     actors: Whole | Literal["auto", "per-client"] = "auto"
-    num_cpus: float = Field(default=1, ge=0)
+    num_cpus: float = Field(default=1, ge=0)  # cores of each actor, of those that Ray has
+    # share of a GPU of each actor; 0: it trains on the CPU
     num_gpus: float = Field(default=0, ge=0)
     # what the products of training are taken in; parameters, losses and updates are float32
     precision: Precision = "float32"
     # clients trained at once; the bits depend on it. auto: some of a cohort for each core; on a GPU
     # all of it, where half of the actor's memory holds them, so that several actors need a number
     lane: Whole | Literal["auto"] = "auto"
+    # how a lane trains; auto: the fastest that carries the method out
     way: Literal[
         "auto",
         "compiled",
@@ -164,7 +167,7 @@ class Evaluate(Section):
     """When the model is evaluated, and on what."""
 
     every: int = Field(default=10, ge=1)  # rounds; the last round always counts
-    batch: int = Field(default=1000, ge=1)
+    batch: int = Field(default=1000, ge=1)  # rows at a time
     test: bool = True  # false: the test set is not looked at
     # share of each client's rows that is held out of training and evaluated on
     validation: float = Field(default=0.0, ge=0, lt=1)
@@ -252,8 +255,9 @@ class Experiment(Section):
     keys with their defaults.
     """
 
+    # of all that is drawn at random
     seed: Annotated[int, BeforeValidator(whole)] = Field(default=0, ge=0, lt=1 << 64)
-    rounds: int = Field(default=100, ge=1, le=10**9)
+    rounds: int = Field(default=100, ge=1, le=10**9)  # T
     data: SerializeAsAny[data.Data]
     model: SerializeAsAny[models.Model]
     selection: SerializeAsAny[selection.Selection]
@@ -634,7 +638,8 @@ def _one_run(tree: Mapping[str, Any]) -> None:
     unknown = [key for key in tree if key not in Experiment.model_fields]
     if unknown:
         accepted = f"no such section; the sections are {', '.join(Experiment.model_fields)}"
-        raise ConfigError(unknown[0], tree[unknown[0]], accepted)
+        near = said(unknown[0], Experiment.model_fields)
+        raise ConfigError(unknown[0], tree[unknown[0]], f"{accepted}{near}")
     nodes = [(key, value) for key, value in tree.items()]
     while nodes:
         path, value = nodes.pop(0)

@@ -10,9 +10,9 @@ has to be changed here:
 ...     bound: float = 1.0
 >>> choose("bounding", {"kind": "scale", "bound": 2}, {"scale": Scale}, Member)
 Scale(kind='scale', bound=2.0)
->>> choose("bounding", {"kind": "scale", "bond": 2}, {"scale": Scale}, Member)
+>>> choose("bounding", {"kind": "scale", "bond": 2}, {"scale": Scale}, Member)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: bounding.bond = 2: no such key; the keys here are kind, bound
+raydpfl.errors.ConfigError: bounding.bond = 2: no such key; ...; nearest: bound
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from raydpfl import own
+from raydpfl import hints, own
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import digest
 
@@ -235,7 +235,8 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
         f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
     )
     if not isinstance(kind, str) or not (kind in family or ":" in kind or "." in kind):
-        raise ConfigError(f"{section}.kind", kind, accepted)
+        near = hints.said(kind, family) if isinstance(kind, str) else ""
+        raise ConfigError(f"{section}.kind", kind, f"{accepted}{near}")
     if kind in family:
         return validate(family[kind], section, values)
     if not imports(section):
@@ -342,7 +343,8 @@ def load(path: str, field: str) -> Any:
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
     errors = error.errors()
-    first = errors[0]
+    # a key that is misspelt is missing too: what was given is what to complain of
+    first = min(errors, key=lambda each: each["type"] == "missing")
     if isinstance(first.get("ctx", {}).get("error"), ConfigError):
         return first["ctx"]["error"]
     path = _path(cls, first["loc"])
@@ -351,7 +353,8 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
         inner, path = _inner(cls, first["loc"])
         where = ".".join([section, *path] if section else path)
         known = ", ".join(inner.model_fields)
-        return ConfigError(where, first["input"], f"no such key; the keys here are {known}")
+        accepted = f"no such key; the keys here are {known}{hints.said(where, inner.model_fields)}"
+        return ConfigError(where, first["input"], accepted)
     if first["type"] == "missing":
         return ConfigError(where, None, "required")
     messages = [

@@ -36,10 +36,10 @@ class Schedule(BaseModel):
     )
 
     schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "constant"
-    lr_decay: float = Field(default=1.0, gt=0, le=1)
-    lr_period: int | None = Field(default=None, ge=1)
-    lr_last: float = Field(default=0.01, gt=0, le=1)
-    lr_warmup: int = Field(default=0, ge=0)
+    lr_decay: float = Field(default=1.0, gt=0, le=1)  # exponential: the factor of every round
+    lr_period: int | None = Field(default=None, ge=1)  # cosine: rounds until it is at its least
+    lr_last: float = Field(default=0.01, gt=0, le=1)  # cosine: its least, as a share of lr
+    lr_warmup: int = Field(default=0, ge=0)  # first rounds, over which it rises to lr
 
     @field_validator("lr_decay")
     @classmethod

@@ -57,6 +57,7 @@ class Bounding(Member):
     tensor([0.0000, 0.0997, 0.9951], dtype=torch.float64)
     """
 
+    # what is bounded: the update, or update / lr, minus the sum of gradients, as 001 writes it
     scaling: Literal["update", "gradient"] = "update"
 
     @classmethod

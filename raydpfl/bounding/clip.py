@@ -18,7 +18,7 @@ class Clip(Bounding):
         {"bound": 0.05, "scaling": "gradient"},
     )
     kind: str = "clip"
-    bound: float = Field(gt=0, le=1e15)
+    bound: float = Field(gt=0, le=1e15)  # c: the largest L2 norm of what one client sends
 
     def factor(self, norm: float, bound: float) -> float:
         return 1.0 if norm <= bound else bound / norm

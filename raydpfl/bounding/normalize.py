@@ -18,7 +18,7 @@ class Normalize(Bounding):
         {"bound": 0.1, "scaling": "gradient"},
     )
     kind: str = "normalize"
-    bound: float = Field(gt=0, le=1e15)
+    bound: float = Field(gt=0, le=1e15)  # c: the L2 norm of what every client sends
 
     def factor(self, norm: float, bound: float) -> float:
         return bound / norm if norm > 0 else 0.0

@@ -25,7 +25,7 @@ class PerSampleClip(Unbounded):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
     kind: str = "per_sample_clip"
-    bound: float = Field(gt=0, le=1e15)
+    bound: float = Field(gt=0, le=1e15)  # C: the largest L2 norm of one sample's gradient
 
     @property
     def initial_bound(self) -> float | None:

@@ -37,6 +37,7 @@ class QuantileClip(Clip):
         {"bound": 0.2, "quantile": 0.9, "lr": 0.5, "share": 0.2},
     )
     kind: str = "quantile_clip"
+    # gamma: the share of clients whose update is to be no longer than the bound
     quantile: float = Field(default=0.5, gt=0, lt=1)
     lr: float = Field(default=0.2, gt=0)
     share: float = Field(default=0.05, gt=0, lt=1)

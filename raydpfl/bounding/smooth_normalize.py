@@ -15,7 +15,7 @@ class SmoothNormalize(Bounding):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
     kind: str = "smooth_normalize"
-    bound: float = Field(gt=0, le=1e15)
+    bound: float = Field(gt=0, le=1e15)  # c: the largest L2 norm of what one client sends
     a: float = Field(default=0.01, gt=0)
 
     @property

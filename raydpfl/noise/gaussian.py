@@ -60,15 +60,20 @@ class Gaussian(Noise):
     kind: str = "gaussian"
     # auto: step with per_sample_clip, server with Poisson cohorts, else client
     placement: Literal["auto", "client", "server", "step"] = "auto"
+    # of every guarantee, and of what epsilon is calibrated for
     delta: float = Field(default=1e-5, gt=0, lt=1)
     epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
     # the first rounds, which `epsilon` is for; None: all of the run
     rounds: int | None = Field(default=None, ge=1)
+    # std of the noise on the sum, divided by the bound
     multiplier: float | None = Field(default=None, ge=1e-9, le=1e15)
+    # in the units of the bound: of one client (of the sum, if the server draws it)
     std: float | None = Field(default=None, ge=1e-9, le=1e15)
-    calibration: Literal["rigorous", "paper", "tcdp"] = "rigorous"
+    calibration: Literal["rigorous", "paper", "tcdp"] = "rigorous"  # how epsilon becomes noise
     v: float = Field(default=4.0, gt=0)
+    # R, the clients of a round that those simulated stand for
     virtual_cohort: int | None = Field(default=None, ge=1)
+    # the clients that virtual_cohort is drawn from; by default in proportion
     virtual_population: int | None = Field(default=None, ge=1)
     common: bool = False  # one noise for all runs with one seed, to compare them in pairs
 

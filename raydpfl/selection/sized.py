@@ -19,6 +19,7 @@ def distinct(generator: np.random.Generator, count: int, size: int) -> np.ndarra
 class Sized(Selection):
     """Base of the members with a `cohort`, which is at most the population."""
 
+    # r, clients of a round; their expected number if they are drawn independently
     cohort: int = Field(ge=1)
 
     def fits(self, count: int) -> None:

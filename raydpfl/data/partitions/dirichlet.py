@@ -18,6 +18,7 @@ class Dirichlet(Partition):
     """
 
     kind: str = "dirichlet"
+    # the concentration, alpha elsewhere: the smaller, the less alike clients are
     psi: float = Field(gt=0)
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"psi": 0.1}, {"psi": 100.0})
 

@@ -112,8 +112,8 @@ class Data(Member):
 
     newer: ClassVar[frozenset[str]] = frozenset({"task"})
 
-    clients: int | None = Field(default=None, ge=1, le=10**9)
-    task: SerializeAsAny[Task] = Classification()
+    clients: int | None = Field(default=None, ge=1, le=10**9)  # N; None: as many as the data have
+    task: SerializeAsAny[Task] = Classification()  # what is learnt
 
     @field_validator("task", mode="before")
     @classmethod
@@ -181,7 +181,7 @@ class Data(Member):
 class Sized(Data):
     """Data of which each client may hold another number of samples."""
 
-    sizes: SerializeAsAny[Sizes] = Balanced()
+    sizes: SerializeAsAny[Sizes] = Balanced()  # how many samples each client has
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -194,8 +194,8 @@ class Dealt(Sized):
     by a partition.
     """
 
-    partition: SerializeAsAny[Partition] = Iid()
-    features: SerializeAsAny[Features] | None = None
+    partition: SerializeAsAny[Partition] = Iid()  # which samples each client has
+    features: SerializeAsAny[Features] | None = None  # a front end that makes columns of samples
 
     def overlaps(self) -> bool:
         return self.partition.overlaps()

@@ -31,13 +31,13 @@ class Tabular(Dealt):
 
     newer: ClassVar[frozenset[str]] = Dealt.newer | {"classes", "dtype", "split_by"}
 
-    test_fraction: float = Field(default=0.1, gt=0, lt=1)
-    x: tuple[str, ...] = ("image",)
-    y: str | tuple[str, ...] = "label"
+    test_fraction: float = Field(default=0.1, gt=0, lt=1)  # share of the rows that is for testing
+    x: tuple[str, ...] = ("image",)  # the columns of the input
+    y: str | tuple[str, ...] = "label"  # the column, or columns, of the target
     classes: int | tuple[str, ...] | None = None
     dtype: DType = "auto"
-    client: str | None = None
-    split_by: str | None = None
+    client: str | None = None  # the column that names the client of each row
+    split_by: str | None = None  # the column that says which rows are for testing
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 

@@ -1,0 +1,130 @@
+"""`raydpfl kinds` says what the classes say; a misspelt or foreign key is answered with ours."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import raydpfl
+from raydpfl import Experiment, config, kinds
+from raydpfl.cli import app
+from raydpfl.errors import ConfigError
+from raydpfl.hints import FOREIGN
+
+ROOT = Path(raydpfl.__file__).parent.parent
+# Families that no section of a config chooses from: what a study shows, and a report's pages.
+NO_SECTION = {"report/figures", "report/pages"}
+
+
+def test_every_family_of_the_package_is_printed():
+    bases = {cls.__module__ for each in kinds.of() for cls in _mro(each)}
+    for path in sorted((ROOT / "raydpfl").rglob("*.py")):
+        folder = path.parent.relative_to(ROOT / "raydpfl").as_posix()
+        if path.name != "__init__.py" or folder in NO_SECTION or folder == ".":
+            continue
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if _makes_family(node)]
+        if calls:
+            room = f"raydpfl.{folder.replace('/', '.')}."
+            assert any(name.startswith(room) for name in bases), folder
+
+
+def _makes_family(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "family"
+
+
+def _mro(kind):
+    module, _, name = kind.source.partition(":")
+    cls = __import__(module, fromlist=["_"])
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    return cls.__mro__
+
+
+def test_what_is_printed_is_what_the_classes_take():
+    fields = {key.name: key for key in kinds.of("local.sgd")[0].keys}
+    assert fields["lr"].type == "number, > 0" and fields["lr"].default == 0.1
+    assert fields["batch"].type == "whole number, >= 1 | full | {share}"
+    assert fields["proximal"].default == 0.0 and "FedProx" in kinds.of("local.sgd")[0].about
+    bound = next(key for key in kinds.of("clip")[0].keys if key.name == "bound")
+    assert bound.required and bound.type == "number, > 0, <= 1e+15"
+    partition = next(key for key in kinds.of("data.table")[0].keys
+                     if key.name == "partition")  # fmt: skip
+    assert "partition: a section with a kind; default iid" in "\n".join(partition.lines())
+
+
+def test_every_default_is_one_that_the_config_takes_back():
+    for section, cls in config.SECTIONS.items():
+        defaults = {key.name: key.default for key in kinds.of(section)[0].keys}
+        assert cls.model_validate(defaults) == cls()
+
+
+def test_all_of_it_fits_eighty_columns():
+    wide = [line for line in kinds.render(kinds.of()).splitlines() if len(line) > kinds.WIDTH]
+    assert not wide
+
+
+@pytest.mark.parametrize("name", ["bounding", "bounding.clip", "partition", "partitions", "pld"])
+def test_a_family_or_a_member_is_asked_for_by_name(name):
+    found = kinds.of(name)
+    stem = name.removesuffix("s")
+    assert found and all(stem in each.name.split(".") or stem == each.name for each in found)
+
+
+def test_a_name_that_there_is_not_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"kinds = 'boundin': .*; nearest: bounding"):
+        kinds.of("boundin")
+
+
+def test_the_command_prints_text_json_and_the_version():
+    run = CliRunner().invoke
+    assert run(app, ["kinds", "server"]).output.startswith("server.sgd\n")
+    found = json.loads(run(app, ["kinds", "server.adam", "--json"]).output)
+    assert [each["kind"] for each in found] == ["adam"]
+    assert {"name", "type", "required", "default", "about"} == set(found[0]["keys"][0])
+    assert run(app, ["--version"]).output == f"raydpfl {raydpfl.__version__}\n"
+
+
+def test_the_version_is_one_everywhere():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == raydpfl.__version__
+    assert 'version = {attr = "raydpfl.__version__"}' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_foreign_name_is_answered_with_a_key_that_there_is():
+    for name, meant in FOREIGN.items():
+        path = meant.partition(" ")[0]
+        section, _, key = path.rpartition(".")
+        names = {each.name for kind in kinds.of(section or "config") for each in kind.keys}
+        assert key in {*names, "kind"}, (name, meant)
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("local.lrr=0.1", "nearest: lr"),
+        ("n_clients=100", "what others call n_clients is data.clients here"),
+        ("data.num_clients=100", "what others call num_clients is data.clients here"),
+        ("local.learning_rate=1", "what others call learning_rate is local.lr here"),
+        ("local.batch_size=8", "what others call batch_size is local.batch here"),
+        ("noise.noise_multiplier=1", "what others call noise_multiplier is noise.multiplier here"),
+        ("max_grad_norm=1", "what others call max_grad_norm is bounding.bound here"),
+        ("noise.epsilon=8", "other kinds of noise have it"),
+        ("slection={kind: full}", "nearest: selection"),
+        ("bounding.kind=clipp", "nearest: clip"),
+    ],
+)
+def test_a_misspelt_or_foreign_key_is_answered_in_one_line(override, said):
+    with pytest.raises(ConfigError) as caught:
+        Experiment.from_dict({}, [override])
+    assert str(caught.value).endswith(f"; {said}") and "\n" not in str(caught.value)
+
+
+def test_alpha_of_a_dirichlet_split_is_psi():
+    split = "data.partition={kind: dirichlet, alpha: 0.5}"
+    with pytest.raises(ConfigError, match=r"data\.partition\.psi \(kind: dirichlet\) here"):
+        Experiment.from_dict({}, [split])
