@@ -367,7 +367,7 @@ class Actors:
         self._actors[actor] = self._class.remote()
         self._tell(actor)
 
-    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+    def evaluate(self, model: np.ndarray) -> list[evaluator.Scored]:
         """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
         reference = ray.put(model)
         count = self._batches
@@ -375,8 +375,7 @@ class Actors:
         some = [range(*edge) for edge in itertools.pairwise(edges)]
         calls = [(reference, each) for each in some]
         found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
-        every = itertools.chain.from_iterable(found[index] for index in range(len(some)))
-        return evaluator.scored(every)
+        return [each for index in range(len(some)) for each in found[index]]
 
     def close(self) -> None:
         for actor in self._actors.values():

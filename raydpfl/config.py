@@ -56,6 +56,9 @@ from raydpfl.files import read_text
 from raydpfl.hardware import Precision
 from raydpfl.hints import said
 from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
+from raydpfl.metrics import Metric
+from raydpfl.metrics import parse as parse_metrics
+from raydpfl.metrics import standing as standing_metrics
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import ASKED, named, standing
 
@@ -172,18 +175,14 @@ class Evaluate(Section):
     # share of each client's rows that is held out of training and evaluated on
     validation: float = Field(default=0.0, ge=0, lt=1)
 
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """The columns of the rounds table that an evaluation fills; those of the test set are there
-        in any case.
-        """
-        return scores.columns(self.validation > 0)
+    # what the model is scored by: the first is that by which a run is followed; auto: as the task
+    # says. The loss and the accuracy are always there
+    metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = "auto"
 
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The scores that an evaluation gives; none where there is nothing to evaluate on."""
-        sets = {scores.TEST: self.test, scores.VALIDATION: self.validation > 0}
-        return tuple(name for name in self.scores if sets[scores.set_of(name)])
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _metrics(cls, value: Any) -> Any:
+        return value if value == "auto" else parse_metrics(value)
 
     @property
     def exclusions(self) -> tuple[str, ...]:
@@ -298,7 +297,7 @@ class Experiment(Section):
                 built[name] = validate(cls_of_section, name, tree.get(name, {}))
             built["measure"] = measures.parse(tree.get("measure", measures.DEFAULT))
             experiment = validate(cls, "", built)
-        if experiment.unread.keys() - {"model", "server"}:
+        if experiment.unread.keys() - {"model", "server", "evaluate"}:
             return experiment
         placed = experiment.noise.placed(experiment)
         experiment = experiment.model_copy(update={"noise": placed})
@@ -378,6 +377,27 @@ class Experiment(Section):
         one does.
         """
         return next((member for member in (self.local, self.bounding) if member.remembers), None)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What the model is scored by."""
+        given = self.evaluate.metrics
+        if given == "auto":
+            given = parse_metrics(self.data.task.scores())
+        return standing_metrics(given)
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The columns of the rounds table that an evaluation fills; those of the test set are there
+        in any case.
+        """
+        return scores.columns(self.metrics, self.evaluate.validation > 0)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The scores that an evaluation gives; none where there is nothing to evaluate on."""
+        sets = {scores.TEST: self.evaluate.test, scores.VALIDATION: self.evaluate.validation > 0}
+        return tuple(name for name in self.scores if sets[scores.set_of(name)])
 
     @property
     def accountants(self) -> tuple[str, ...]:

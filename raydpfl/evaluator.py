@@ -1,11 +1,13 @@
-"""The loss and accuracy of a model on rows that it was not trained on, by the processes that train.
+"""How good a model is on rows that it was not trained on, by the processes that train.
 
 A set (`raydpfl.scores`) is evaluated a batch at a time, the batches by whoever is free; what they
-come to is added up in their order, so that a score does not depend on who evaluated what.
+come to by each metric is added up in their order, so that a score does not depend on who evaluated
+what.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +19,10 @@ from raydpfl.config import Evaluate, Experiment
 from raydpfl.data import Shards
 from raydpfl.device import memory, sent
 from raydpfl.keys import keyed_globals
+from raydpfl.metrics import Metric, Total
 from raydpfl.process import own_code
 from raydpfl.resident import check
 
-Number = torch.Tensor | int  # the tensor is [], on the device
 SHARE = 8  # of the device's memory that is the actor's, batches may take one part in so many
 
 
@@ -29,10 +31,7 @@ class Scored:
     """What a model does on one batch of a set."""
 
     rows: str  # the set
-    loss: float  # summed over the samples
-    right: int  # targets that are met
-    counted: int  # of how many; 0: an accuracy has no meaning
-    samples: int
+    sums: tuple[Total, ...]  # by metric, in their order
 
 
 def batches(evaluate: Evaluate, shards: Shards) -> list[tuple[str, np.ndarray, np.ndarray]]:
@@ -44,31 +43,42 @@ def batches(evaluate: Evaluate, shards: Shards) -> list[tuple[str, np.ndarray, n
     return [(rows, *stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)]
 
 
-def scored(found: Iterable[Scored]) -> dict[str, float | None]:
-    """Each score of the sets of these batches, in order: the mean loss, and the share of targets
-    that are met (None where the task has no accuracy).
-    """
-    known: dict[str, float | None] = {}
+def totals(
+    found: Iterable[Scored], metrics: Sequence[Metric]
+) -> dict[str, list[tuple[Metric, Total]]]:
+    """What the batches of each set come to together by each metric, the batches in order."""
     by_set: dict[str, list[Scored]] = {}
     for each in found:
         by_set.setdefault(each.rows, []).append(each)
-    for rows, parts in by_set.items():
-        samples = sum(part.samples for part in parts)
-        right = sum(part.right for part in parts)
-        counted = sum(part.counted for part in parts)
-        loss = 0.0
-        for part in parts:  # `sum` rounds otherwise from Python 3.12 on
-            loss += part.loss
-        known[f"{rows}_loss"] = loss / samples
-        known[f"{rows}_accuracy"] = right / counted if counted else None
+    return {
+        rows: [
+            (metric, metric.joined([part.sums[place] for part in parts]))
+            for place, metric in enumerate(metrics)
+        ]
+        for rows, parts in by_set.items()
+    }
+
+
+def scored(found: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | None]:
+    """Each score of these sets; None where a metric has no value, or none that is a number (but
+    the loss).
+    """
+    known: dict[str, float | None] = {}
+    for rows, totals in found.items():
+        for metric, total in totals:
+            if not metric.columns():
+                value = metric.value(total)
+                kept = value is None or math.isfinite(value) or metric.name == "loss"
+                known[f"{rows}_{metric.name}"] = value if kept else None
     return known
 
 
-def known(values: list[Number]) -> list[float]:
-    """Numbers, some of which a GPU may hold, which is waited for once."""
-    held = [each for each in values if isinstance(each, torch.Tensor)]
-    fetched = iter(torch.stack(held).tolist() if held else ())
-    return [next(fetched) if isinstance(each, torch.Tensor) else each for each in values]
+def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]]:
+    """Vectors [k] each, of each batch, in float64; a GPU that holds them is waited for once."""
+    every = [each.double() for sums in batches for each in sums]
+    flat = torch.cat(every).cpu().numpy() if every else np.empty(0)
+    parts = iter(np.split(flat, np.cumsum([len(each) for each in every])[:-1]))
+    return [tuple(next(parts) for _ in sums) for sums in batches]
 
 
 class Evaluator:
@@ -82,6 +92,7 @@ class Evaluator:
     ):
         self.seed = experiment.seed
         self.form = shards.form(experiment.data.task)
+        self.metrics = experiment.metrics
         self.own = own_code(experiment)
         self.shards = shards
         self.module = module
@@ -95,10 +106,9 @@ class Evaluator:
         models.load(self.module, torch.tensor(model, device=self.device))
         with torch.inference_mode():
             found = [self._scored(*self._batch(index)) for index in which]
-        columns = [known(list(values)) for values in zip(*found, strict=True)]
+            sums = fetched(found)
         sets = [self.batches[index][0] for index in which]
-        samples = [len(self.batches[index][2]) for index in which]
-        return [Scored(*each) for each in zip(sets, *columns, samples, strict=True)]
+        return [Scored(*each) for each in zip(sets, sums, strict=True)]
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of a batch, on the device."""
@@ -112,12 +122,11 @@ class Evaluator:
             self._there[index] = given
         return given
 
-    def _scored(self, x: torch.Tensor, y: torch.Tensor) -> tuple[Number, Number, Number]:
-        """The loss, summed over the samples, how many targets are met, and of how many."""
+    def _scored(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        """What the batch comes to by each metric, [k] each."""
         if self.own:  # which may draw from the generators of the process
             with keyed_globals(self.seed, step=4):
                 outputs = self.module(x)
         else:
             outputs = self.module(x)
-        right, counted = self.form.task.right(outputs, y)
-        return self.form.task.loss(outputs, y).sum(), right, counted
+        return [metric.sums(self.form, outputs, y) for metric in self.metrics]

@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raydpfl import config, measure
+from raydpfl import config, measure, metrics
 from raydpfl.errors import ConfigError
 from raydpfl.hints import said
 from raydpfl.member import fields_of
@@ -134,7 +134,11 @@ def _every() -> list[Kind]:
     about = "What stands outside of all sections."
     top = Kind("config", "", _path(config.Experiment), about, _keys(config.Experiment, whole))
     found = [top]
-    families: dict[str, dict] = {**config.KINDS, "measure": measure.FAMILY}
+    families: dict[str, dict] = {
+        **config.KINDS,
+        "measure": measure.FAMILY,
+        metrics.SECTION: metrics.FAMILY,
+    }
     for family, members in families.items():
         found += [_kind(family, kind, cls) for kind, cls in members.items()]
     for section, cls in config.SECTIONS.items():

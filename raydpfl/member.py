@@ -277,9 +277,10 @@ def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]
 
 
 def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
-    """A member and those in its fields, each with its section."""
+    """A member and those in its fields, each with its section; of a section those in its fields."""
     if isinstance(value, Member):
         yield section, value
+    if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from within(getattr(value, name), f"{section}.{name}")
     elif isinstance(value, tuple):

@@ -183,7 +183,10 @@ def check_means(experiment: Experiment, population: Population) -> None:
 
 
 def check_measures(problem: Problem) -> None:
-    """Raises `ConfigError` for what cannot be measured of this problem."""
+    """Raises `ConfigError` for what cannot be measured of this problem, or scored."""
+    form = problem.shards.form(problem.experiment.data.task)
+    for metric in problem.experiment.metrics:
+        metric.fits(form)
     for probe in problem.experiment.measure:
         probe.fits(problem)
 

@@ -12,10 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
-from raydpfl import dealing, evaluator, interrupts
+from raydpfl import dealing, interrupts
 from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.errors import RunError
+from raydpfl.evaluator import Scored
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
 
 
@@ -50,8 +51,8 @@ class Pool(Protocol):
         float64 [k].
         """
 
-    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
-        """The scores of a model, float32 [d]: see `raydpfl.evaluator.scored`."""
+    def evaluate(self, model: np.ndarray) -> list[Scored]:
+        """What a model, float32 [d], does on each batch that it is evaluated on, in order."""
 
     def close(self) -> None:
         """Ends the actors."""
@@ -105,11 +106,10 @@ class Inline:
         with self._limited("answering with its loss"):
             return np.array(self.client.losses(model, t, clients.tolist(), noise_seed))
 
-    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+    def evaluate(self, model: np.ndarray) -> list[Scored]:
         every = range(len(self.client.evaluator.batches))
         with self._limited("the evaluation of the model"):
-            found = self.client.evaluate(model, every)
-        return evaluator.scored(found)
+            return self.client.evaluate(model, every)
 
     def close(self) -> None:
         pass
@@ -174,7 +174,7 @@ class Moving:
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         return self._now().losses(model, t, clients, noise_seed)
 
-    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+    def evaluate(self, model: np.ndarray) -> list[Scored]:
         return self._now().evaluate(model)
 
     def close(self) -> None:

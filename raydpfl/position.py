@@ -23,7 +23,7 @@ from raydpfl.memory import Memory
 from raydpfl.plan import Plan
 from raydpfl.privacy import Ledger
 from raydpfl.rounds import State
-from raydpfl.scores import SIGNS
+from raydpfl.scores import is_score
 from raydpfl.tables import Table
 from raydpfl.tracking import Checkpoint, Extent, load
 
@@ -146,7 +146,7 @@ def _sound(rows: pa.Table, rounds: int) -> bool:
     known = ("cohort", "seconds_evaluate")
     if any(rows[name].null_count for name in known):
         return False
-    scored = [name for name in rows.column_names if name in SIGNS]
+    scored = [name for name in rows.column_names if is_score(name)]
     numbers = (rows[name].drop_null() for name in (*known, *scored))
     return all(np.isfinite(column.to_pylist()).all() for column in numbers)
 

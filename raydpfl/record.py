@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl import scores
+from raydpfl import evaluator, scores
 from raydpfl.account import Account
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
@@ -55,11 +55,13 @@ class Record:
         for probe in self.probes:
             for name, columns in probe.tables(known).items():
                 self.tables[name] = Table(out, name, schema(columns))
+        for name, columns in _cells(plan).items():
+            self.tables[name] = Table(out, name, schema(columns))
         self._client_rss = 0.0
 
     def _columns(self) -> list[str]:
         """The columns of the rounds table."""
-        names = ["round", "cohort", "train_loss", *self.plan.experiment.evaluate.scores]
+        names = ["round", "cohort", "train_loss", *self.plan.experiment.scores]
         names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
         names += ["bound", "noise_std", "clipped"]
         names += ["norm_mean", "norm_p10", "norm_p50", "norm_p90"]
@@ -100,7 +102,7 @@ class Record:
         columns = seen.columns
         row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
         row |= {"train_loss": _mean(columns["train_loss"])}
-        row |= dict.fromkeys(e.evaluate.scores)
+        row |= dict.fromkeys(e.scores)
         row |= {column(name): spent[name] for name in spent}
         row["bound"] = e.bounding.sample_bound or seen.bound
         row["noise_std"] = self.plan.released_std(seen.bound)
@@ -130,8 +132,8 @@ class Record:
         """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
         clock.lap("record")
         last = at.t == self.plan.experiment.rounds
-        evaluate = self.plan.experiment.evaluate
-        if evaluate.given and (last or at.t % evaluate.every == 0):
+        e = self.plan.experiment
+        if e.given and (last or at.t % e.evaluate.every == 0):
             self._evaluate(row, at.model)
         clock.lap("evaluate")
         row |= clock.seconds
@@ -145,11 +147,17 @@ class Record:
         return row
 
     def _evaluate(self, row: dict[str, Any], model: np.ndarray) -> None:
-        found = self.pool.evaluate(model)
+        totals = evaluator.totals(self.pool.evaluate(model), self.plan.experiment.metrics)
+        found = evaluator.scored(totals)
         row |= found
         what = scores.diverged(found)
         if what:
             raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
+        for rows, known in totals.items():
+            for metric, total in known:
+                cells = metric.cells(total)
+                if cells:
+                    self.tables[f"{rows}_{metric.name}"].append(_at(row["round"], cells))
 
     def save(self, at: Position, copies: bool = True) -> None:
         """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
@@ -185,7 +193,7 @@ class Record:
     def summary(self, at: Position, account: Account) -> dict[str, Any]:
         """What is known of the run so far, for its summary."""
         rows = self.rounds.arrow()
-        names = self.plan.experiment.evaluate.scores
+        names = self.plan.experiment.scores
         evaluated = rows.select(["round", *names]).to_pylist()
         clients = sum(rows["cohort"].to_pylist())
         training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
@@ -198,7 +206,7 @@ class Record:
         return found | {
             "rounds": at.t,
             **scores.last(evaluated, names),
-            **scores.best(evaluated, names),
+            **scores.best(evaluated, names, self.plan.experiment.metrics),
             "norm_mean": _norm_mean(rows),
             "model_sha256": hashlib.sha256(at.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,
@@ -215,6 +223,24 @@ class Record:
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
             "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
         }
+
+
+def _cells(plan: Plan) -> dict[str, list[str]]:
+    """The tables that metrics write, by name, and their columns."""
+    e = plan.experiment
+    sets = dict.fromkeys(scores.set_of(name) for name in e.given)
+    return {
+        f"{rows}_{metric.name}": ["round", *metric.columns()]
+        for rows in sets
+        for metric in e.metrics
+        if metric.columns()
+    }
+
+
+def _at(t: int, columns: Columns) -> Columns:
+    """Rows of a table, of round t."""
+    count = len(next(iter(columns.values())))
+    return {"round": np.full(count, t), **columns}
 
 
 def _norm_mean(rows: pa.Table) -> float | None:

@@ -2,43 +2,50 @@
 keys of the summary that say so.
 
 A score is named SET_METRIC: of the test set, or of the rows that clients hold out of training
-(`evaluate.validation`). It is a mean over rows, so that a client counts by how many of them it has:
-the accuracy over validation is the clients' accuracies weighted by their sizes, and so is that over
-a test set to which every client gave the same share of its own.
+(`evaluate.validation`). It is of all rows together, so that a client counts by how many of them it
+has: the accuracy over validation is the clients' accuracies weighted by their sizes, and so is that
+over a test set to which every client gave the same share of its own. Scores stand in the order of
+`evaluate.metrics`; the first one is that by which a run is followed.
 
->>> row = {"round": 4, "test_loss": None, "test_accuracy": None, "validation_loss": 0.5,
-...        "validation_accuracy": 0.75}
->>> evaluated(row), words(row), SIGNS["validation_loss"]
-(True, 'validation accuracy 75.00%', -1)
+>>> row = {"round": 4, "test_accuracy": None, "test_loss": None, "validation_accuracy": 0.75,
+...        "validation_loss": 0.5}
+>>> evaluated(row), words(row), sign("validation_loss"), is_score("train_loss")
+(True, 'validation accuracy 75.00%', -1, False)
 >>> found = enumerate((0.5, 0.75))
 >>> rows = [{**row, "validation_accuracy": accuracy, "round": t} for t, accuracy in found]
->>> best(rows, ("validation_loss", "validation_accuracy"))
+>>> best(rows, ("validation_accuracy", "validation_loss"))
 {'best_validation_accuracy': 0.75, 'best_validation_round': 1}
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from raydpfl.metrics import Metric, called
 
 TEST = "test"
 VALIDATION = "validation"
 SETS = (TEST, VALIDATION)
-BETTER = {"accuracy": 1, "loss": -1}  # the sign that makes more of it better
-SIGNS = {f"{rows}_{metric}": sign for rows in SETS for metric, sign in BETTER.items()}
 Row = Mapping[str, Any]
 
 
-def columns(validation: bool) -> tuple[str, ...]:
+def columns(metrics: Iterable[Metric], validation: bool) -> tuple[str, ...]:
     """Those of the rounds table; `validation`: rows are held out."""
     sets = SETS if validation else (TEST,)
-    return tuple(f"{rows}_{metric}" for rows in sets for metric in ("loss", "accuracy"))
+    names = [metric.name for metric in metrics if not metric.columns()]
+    return tuple(f"{rows}_{name}" for rows in sets for name in names)
+
+
+def is_score(column: str) -> bool:
+    """Whether a column of the rounds table is a score."""
+    return set_of(column) in SETS
 
 
 def of(row: Row) -> dict[str, float | None]:
     """The scores in a row."""
-    return {name: row[name] for name in row if name in SIGNS}
+    return {name: value for name, value in row.items() if is_score(name)}
 
 
 def evaluated(row: Row) -> bool:
@@ -46,54 +53,63 @@ def evaluated(row: Row) -> bool:
     return any(value is not None for value in of(row).values())
 
 
-def set_of(metric: str) -> str:
-    """The set that a metric is of."""
-    return metric.partition("_")[0]
+def set_of(score: str) -> str:
+    """The set that a score is of."""
+    return score.partition("_")[0]
 
 
-def named(metric: str) -> str:
-    """A metric in print."""
-    return metric.replace("_", " ")
+def metric_of(score: str, known: Iterable[Metric] = ()) -> Metric | None:
+    """The metric that a score is of: of `known`, or of those that come with the project."""
+    name = score.partition("_")[2]
+    return next((metric for metric in known if metric.name == name), None) or called(name)
 
 
-def number(metric: str, value: float) -> str:
-    """The value of a metric in print."""
-    return f"{value:.2%}" if metric.endswith("accuracy") else f"{value:.4g}"
+def sign(score: str, known: Iterable[Metric] = ()) -> int:
+    """The sign that makes more of a score better; 0 where nobody can say."""
+    metric = metric_of(score, known)
+    return metric.sign() if is_score(score) and metric else 0
+
+
+def named(score: str) -> str:
+    """A score in print."""
+    return score.replace("_", " ")
+
+
+def number(score: str, value: float) -> str:
+    """The value of a score in print."""
+    metric = metric_of(score)
+    return f"{value:.2%}" if metric and metric.share() else f"{value:.4g}"
 
 
 def words(row: Row) -> str:
-    """The score of a row by which a run is followed, in print: of the test set, if it was looked
-    at; the accuracy, if there is one. Empty where there is none.
+    """The score of a row by which a run is followed, in print: the first one that there is. Empty
+    where there is none.
     """
-    for rows in SETS:
-        for metric in BETTER:
-            value = row.get(f"{rows}_{metric}")
-            if value is not None:
-                name = metric if rows == TEST else f"{rows} {metric}"
-                return f"{name} {number(name, value)}"
+    for score, value in of(row).items():
+        if value is not None:
+            name = score.removeprefix(f"{TEST}_")
+            return f"{named(name)} {number(score, value)}"
     return ""
 
 
-def told(row: Row) -> str:
-    """The scores of every set in a row, in print; empty where there are none.
+def told(summary: Row) -> str:
+    """The scores of every set in a summary, in print; empty where there are none.
 
-    >>> told({"test_loss": 0.5, "test_accuracy": 0.75, "validation_loss": None})
+    >>> told({"test_accuracy": 0.75, "test_loss": 0.5, "validation_loss": None})
     'Test accuracy 75.00%, loss 0.5'
     """
-    said = []
-    for rows in SETS:
-        values = ((metric, row.get(f"{rows}_{metric}")) for metric in BETTER)
-        parts = [
-            f"{metric} {number(metric, value)}" for metric, value in values if value is not None
-        ]
-        said += [f"{rows} {', '.join(parts)}"] if parts else []
-    return "; ".join(said).capitalize()
+    by_set: dict[str, list[str]] = {}
+    for score, value in of(summary).items():
+        if value is not None:
+            name = named(score.partition("_")[2])
+            by_set.setdefault(set_of(score), []).append(f"{name} {number(score, value)}")
+    return "; ".join(f"{rows} {', '.join(parts)}" for rows, parts in by_set.items()).capitalize()
 
 
 def diverged(scores: Row) -> str | None:
     """The first loss that is no number, in words; None: all are."""
     for name, value in scores.items():
-        if value is not None and not math.isfinite(value):
+        if name.endswith("_loss") and value is not None and not math.isfinite(value):
             return f"the {named(name)} is {value}"
     return None
 
@@ -107,19 +123,24 @@ def last(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float | None]:
     return found
 
 
-def best(rows: Sequence[Row], names: Collection[str]) -> dict[str, float | int | None]:
-    """For the summary: of each set that these scores are of, the best over the rounds, and the
-    `round` of its row (the first, if several have it). By accuracy; for regression by loss.
+def best(
+    rows: Sequence[Row], names: Iterable[str], metrics: Iterable[Metric] = ()
+) -> dict[str, float | int | None]:
+    """For the summary: of each set that these scores are of, the best over the rounds of the first
+    score that there is and of which more or less is better, and the `round` of its row (the first,
+    if several have it).
     """
+    by_set: dict[str, list[str]] = {}
+    for name in names:
+        if sign(name, metrics):
+            by_set.setdefault(set_of(name), []).append(name)
     found: dict[str, float | int | None] = {}
-    for kind in SETS:
-        if f"{kind}_loss" not in names:
-            continue
-        classes = any(row[f"{kind}_accuracy"] is not None for row in rows)
-        regression = not classes and any(row[f"{kind}_loss"] is not None for row in rows)
-        metric = f"{kind}_loss" if regression else f"{kind}_accuracy"
-        known = [row for row in rows if row[metric] is not None]
-        top = max(known, key=lambda row: SIGNS[metric] * row[metric], default={})
-        found[f"best_{metric}"] = top.get(metric)
-        found["best_round" if kind == TEST else f"best_{kind}_round"] = top.get("round")
+    for rows_of, some in by_set.items():
+        there = (name for name in some if any(row[name] is not None for row in rows))
+        score = next(there, some[0])
+        known = [row for row in rows if row[score] is not None]
+        better = sign(score, metrics)
+        top = max(known, key=lambda row: better * row[score], default={})
+        found[f"best_{score}"] = top.get(score)
+        found["best_round" if rows_of == TEST else f"best_{rows_of}_round"] = top.get("round")
     return found

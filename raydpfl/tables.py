@@ -39,7 +39,7 @@ from raydpfl.tracking import Extent, Pace, clear, replace_file, writing
 
 COUNTS = frozenset(
     {"round", "client", "cohort", "lost", "dropped", "actors", "replaced"}
-    | {"samples", "batch", "participations", "steps"}
+    | {"samples", "batch", "participations", "steps", "actual", "predicted"}
 )
 WORDS = frozenset({"conditions_failed"})
 NAMES = frozenset({"calibrated_by"})

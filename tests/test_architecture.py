@@ -24,9 +24,9 @@ ORDER = [
     # no Ray from here on
     "plan", "parts", "origin", "saved", "config", "measure", "scores", "tables", "tracking",
     "heterogeneity", "compare", "selection", "local", "bounding", "noise", "weights", "server",
-    "sums", "privacy", "models", "data", "tasks", "member", "own", "rounds", "rates", "events",
-    "arrow", "keys", "native", "files", "device", "hints", "errors", "interrupts", "hardware",
-    "reaper",
+    "sums", "privacy", "models", "data", "metrics", "tasks", "member", "own", "rounds", "rates",
+    "events", "arrow", "keys", "native", "files", "device", "hints", "errors", "interrupts",
+    "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

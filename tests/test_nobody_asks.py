@@ -43,6 +43,7 @@ FOLDERS = (
     "data/sizes",
     "data/features",
     "models",
+    "metrics",
     "tasks",
 )
 # What reads, makes and checks members of every family, and so handles their root.

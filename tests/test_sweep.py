@@ -190,8 +190,7 @@ BAD = {
     ),
     "unknown metric": (
         [LR, "sweep.metric=accuracy"],
-        "sweep.metric = 'accuracy': should be 'test_accuracy', 'test_loss', "
-        "'validation_accuracy' or 'validation_loss'",
+        "sweep.metric = 'accuracy': a score that every trial has; the scores here are test_",
     ),
     "validation without rows": (
         [LR, "sweep.metric=validation_loss"],

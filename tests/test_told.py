@@ -27,7 +27,7 @@ def test_clients_per_second_leaves_evaluation_out(tmp_path, monkeypatch):
     def slow(self, model):  # an evaluation that lasts 1000 ticks of the clock
         for _ in range(1000):
             next(ticks)
-        return {"test_loss": 1.0, "test_accuracy": 0.5}
+        return []
 
     monkeypatch.setattr(Inline, "evaluate", slow)
     result = run(experiment(evaluate={"every": 1}), tmp_path / "out")

@@ -34,6 +34,7 @@ from raydpfl.check import (
     local,
     measure,
     members,
+    metrics,
     noise,
     rounds,
     selection,
@@ -46,6 +47,8 @@ from raydpfl.check.promise import Look, Promise, looked_at
 from raydpfl.config import Experiment, overridden
 from raydpfl.errors import ConfigError
 from raydpfl.member import home, load, own_class
+from raydpfl.metrics import FAMILY as METRICS
+from raydpfl.metrics import Metric
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
 from raydpfl.privacy.laws import LAWS, Law
@@ -68,12 +71,14 @@ BUILT_IN: dict[str, Mapping[str, Any]] = {
     "law": {name: type(each) for name, each in LAWS.items()},
     "formula": {name: type(each) for name, each in FORMULAS.items()},
     "accountant": {name: type(each) for name, each in ACCOUNTANTS.items() if name not in FORMULAS},
+    "metric": METRICS,
 }
 BASES: dict[str, type] = {
     **{section: base for section, (_, base) in SECTIONS.items()},
     "law": Law,
     "formula": Formula,
     "accountant": Accountant,
+    "metric": Metric,
 }
 ACCEPTED = "a class by import path (package.module:Name), or a member as in bounding:clip"
 
@@ -167,6 +172,11 @@ def _looks(
         for numbers in cls.examples:  # type: ignore[attr-defined]
             case = laws.LawCase(Sampling(cls(), **numbers))
             yield from ((promise, case, _shown(numbers)) for promise in laws.PROMISES)
+        return
+    if section == "metric":
+        for example in cls.examples:  # type: ignore[attr-defined]
+            made = metrics.MetricCase({"kind": path, **example})
+            yield from ((promise, made, _shown(example)) for promise in metrics.PROMISES)
         return
     promises = accountants.FORMULA if section == "formula" else accountants.PROMISES
     yield from ((promise, cls(), "") for promise in promises)

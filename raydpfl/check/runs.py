@@ -13,7 +13,7 @@ from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.dealing import Costs, shares, singles
-from raydpfl.evaluator import Scored, scored
+from raydpfl.evaluator import Scored
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.record import joined
@@ -59,14 +59,14 @@ class Dealt(Inline):
         found = [actor.losses(model, t, part.tolist(), noise_seed) for actor, part in asked]
         return np.concatenate(found)
 
-    def evaluate(self, model: np.ndarray) -> dict[str, float | None]:
+    def evaluate(self, model: np.ndarray) -> list[Scored]:
         """See `Inline.evaluate`."""
         batches = len(self.client.evaluator.batches)
         found: dict[int, Scored] = {}
         for index in reversed(range(batches)):
             actor = self.clients[index % len(self.clients)]
             (found[index],) = pickle.loads(pickle.dumps(actor.evaluate(model, [index])))
-        return scored([found[index] for index in range(batches)])
+        return [found[index] for index in range(batches)]
 
 
 class Watched(Coordinator):

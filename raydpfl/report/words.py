@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raydpfl.scores import metric_of
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -82,9 +84,11 @@ def quantity(name: str) -> Quantity:
         return Quantity(name, f"epsilon, {accountant(name)}", wide=True)
     if name.startswith("seconds_"):
         return Quantity(name, words, "s")
-    accuracy = name.endswith("_accuracy")
-    loss = name.endswith("_loss")
-    return Quantity(name, words, percent=accuracy, wide=loss, better=accuracy - loss)
+    metric = metric_of(name)
+    if metric is None:
+        return Quantity(name, words)
+    better = metric.sign()
+    return Quantity(name, words, percent=metric.share(), wide=better < 0, better=better)
 
 
 def accountant(column: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field
 from raydpfl.config import Experiment, Section, dump, read
 from raydpfl.errors import ConfigError
 from raydpfl.member import importing, validate
-from raydpfl.scores import SIGNS, VALIDATION, set_of
+from raydpfl.scores import VALIDATION, set_of, sign
 from raydpfl.study import shipped
 from raydpfl.study.cells import Cell, label, plain, private, put
 from raydpfl.study.identities import Identity, claims, identities
@@ -188,7 +188,7 @@ class Study:
         """That which makes more of the judge better."""
         if self.about.better:
             return 1 if self.about.better == "larger" else -1
-        return SIGNS[self.about.judge]
+        return sign(self.about.judge)
 
     @property
     def axes(self) -> list[str]:
@@ -396,10 +396,10 @@ def _check_judge(about: About) -> None:
     if "test_" in about.judge:
         accepted = "a number that does not look at the test set, such as validation_accuracy"
         raise ConfigError("study.judge", about.judge, accepted)
-    if about.judge in SIGNS or about.better:
+    if sign(about.judge) or about.better:
         return
-    known = ", ".join(name for name in SIGNS if set_of(name) == VALIDATION)
-    accepted = f"one of {known}, or study.better besides (larger or smaller)"
+    known = "a score of rows held out such as validation_accuracy or validation_loss"
+    accepted = f"{known}, or study.better besides (larger or smaller)"
     raise ConfigError("study.judge", about.judge, accepted)
 
 

@@ -58,6 +58,28 @@ class Task(Member):
         """
         return 0, 0
 
+    def classes(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Where one of several classes is right: for each sample or position a score for each class
+        float32 [n, C], the class int64 [n], below C, and whether it counts, bool [n].
+        """
+        return None
+
+    def bits(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where any of several labels are right: for each sample a score for each, above 0 for yes,
+        float32 [B, L], and whether it is right, bool [B, L].
+        """
+        return None
+
+    def numbers(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where numbers are predicted: those, and those that they are to be, float32 [B, k]."""
+        return None
+
     def ignored(self) -> int:
         """The target of a position that does not count."""
         return -100

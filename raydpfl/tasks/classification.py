@@ -37,6 +37,11 @@ class Classification(Task):
     def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
         return (outputs.argmax(1) == y).sum(), len(y)
 
+    def classes(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        return outputs, y, torch.ones_like(y, dtype=torch.bool)
+
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
     ) -> tuple[np.ndarray, np.ndarray, Target]:

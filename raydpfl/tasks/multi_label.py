@@ -37,6 +37,11 @@ class MultiLabel(Task):
     def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
         return ((outputs > 0) == (y > 0.5)).sum(), y.numel()
 
+    def bits(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return outputs, y > 0.5
+
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
     ) -> tuple[np.ndarray, np.ndarray, Target]:

@@ -26,6 +26,11 @@ class Regression(Task):
         squares = F.mse_loss(outputs.reshape(y.shape), y, reduction="none")
         return (squares.flatten(1).mean(1) if y.dim() > 1 else squares) / 2
 
+    def numbers(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return outputs.reshape(len(y), -1), y.reshape(len(y), -1)
+
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
     ) -> tuple[np.ndarray, np.ndarray, Target]:

@@ -40,11 +40,18 @@ class Sequence(Task):
         return flat.view(len(y), -1).sum(1) / counted
 
     def scores(self) -> tuple[str, ...]:
-        return ("accuracy", "loss")
+        return ("accuracy", "perplexity", "loss")
 
     def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
         counted = y != self.ignore
         return ((outputs.argmax(-1) == y) & counted).sum(), counted.sum()
+
+    def classes(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        flat = y.flatten()
+        counted = flat != self.ignore
+        return outputs.flatten(0, -2), flat.where(counted, 0), counted
 
     def targets(
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None

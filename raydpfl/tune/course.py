@@ -184,7 +184,7 @@ def _check(sweep: Sweep, root: Path | None) -> None:
     Plan.make(sweep.probes[0], root)
     metric = sweep.search.metric
     task = sweep.probes[0].data.task
-    if metric.endswith("_accuracy") and "accuracy" not in task.scores():
+    if metric.partition("_")[2] == "accuracy" and "accuracy" not in task.scores():
         accepted = f"{set_of(metric)}_loss; a {task.kind} has no accuracy"
         raise ConfigError("sweep.metric", metric, accepted)
 

@@ -47,8 +47,6 @@ class _Summary(BaseModel):
     seed: int
     test_accuracy: float | None
     test_loss: float | None
-    validation_accuracy: float | None = None
-    validation_loss: float | None = None
     seconds: float
     model_sha256: str
     guarantees: list[_Guarantee]
@@ -167,7 +165,7 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(read_text(path))
-        why = _contradiction(folder, _Summary.model_validate(found))
+        why = _contradiction(folder, _Summary.model_validate(found), found)
     except ValidationError:  # a ValueError too, of several lines
         why = "it is not the summary of a run"
     except (OSError, ValueError, RecursionError) as error:
@@ -178,8 +176,9 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     return None if why else found
 
 
-def _contradiction(folder: Path, summary: _Summary) -> str | None:
-    """Where the summary of a run that has ended is not that of the rounds table beside it.
+def _contradiction(folder: Path, summary: _Summary, written: Mapping[str, Any]) -> str | None:
+    """Where the summary of a run that has ended, as it was `written`, is not that of the rounds
+    table beside it.
 
     None, too, if that table cannot be read.
     """
@@ -187,16 +186,16 @@ def _contradiction(folder: Path, summary: _Summary) -> str | None:
         return None
     try:
         table = pq.read_table(folder / "rounds.parquet")
-        known = [name for name in table.column_names if name in scores.SIGNS]
+        known = [name for name in table.column_names if scores.is_score(name)]
         rows = table.select(["round", *known]).to_pylist()
     except (OSError, KeyError, pa.ArrowInvalid):  # a directory is read, and has no columns
         return None
     if len(rows) != summary.rounds:
         return f"it has {summary.rounds} rounds and rounds.parquet {len(rows)}"
     for name, value in scores.last(rows, known).items():
-        if value is not None and getattr(summary, name) != value:
+        if value is not None and written.get(name) != value:
             there = f"that of rounds.parquet {value}"
-            return f"its {name} is {getattr(summary, name)} and {there}"
+            return f"its {name} is {written.get(name)} and {there}"
     return None
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydpfl.privacy import column
-from raydpfl.scores import SIGNS, VALIDATION, named, number, set_of
+from raydpfl.scores import VALIDATION, named, number, set_of
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
 from raydpfl.tune.source import Trial
@@ -230,8 +230,8 @@ def score(setting: Setting, metric: str) -> str:
 
 def _scores(sweep: Sweep) -> dict[str, pa.DataType]:
     """What a row of results.parquet has of the trial's summary before the epsilons."""
-    asked = {name for experiment in sweep.probes for name in experiment.evaluate.scores}
-    return {"rounds": pa.int64()} | {name: pa.float64() for name in SIGNS if name in asked}
+    asked = (name for experiment in sweep.probes for name in experiment.scores)
+    return {"rounds": pa.int64()} | {name: pa.float64() for name in dict.fromkeys(asked)}
 
 
 def _trials(settings: Sequence[Setting], sweep: Sweep, folder: Path) -> pa.Table:

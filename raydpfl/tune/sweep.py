@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -28,7 +28,7 @@ from raydpfl.config import Experiment, Section, dump, overridden, read
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import validate
-from raydpfl.scores import SIGNS, TEST, set_of
+from raydpfl.scores import TEST, VALIDATION, set_of, sign
 from raydpfl.tune.directory import difference, stored
 from raydpfl.tune.folder import FREE_KEYS, flat, identity, meaning, name_of
 from raydpfl.tune.source import Trial
@@ -46,18 +46,13 @@ _ONLY_WITH = {
     "reduction": ("scheduler", ("asha",)),
 }
 
-if TYPE_CHECKING:
-    Metric = str
-else:
-    Metric = Literal[tuple(SIGNS)]
-
 
 class Search(Section):
     """The section `sweep`: how the spaces are searched."""
 
     search: Literal["grid", "random", "optuna"] = "grid"
     samples: int | None = Field(default=None, ge=1)  # settings that random and optuna try
-    metric: Metric = "test_accuracy"  # at the last evaluation
+    metric: str = "test_accuracy"  # at the last evaluation
     repeats: int = Field(default=1, ge=1)  # trials of a setting, with seeds seed, seed + 1, ...
     scheduler: Literal["none", "asha", "median"] = "none"  # stops trials early by the metric
     grace: int = Field(default=10, ge=1)  # rounds that every trial is given
@@ -184,7 +179,7 @@ class Sweep:
 
     @property
     def sign(self) -> int:
-        return SIGNS[self.search.metric]
+        return sign(self.search.metric, self.probes[0].metrics)
 
     def listed(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
@@ -283,13 +278,11 @@ class Sweep:
         """Raises `ConfigError` for a score that some trial would not have."""
         metric = self.search.metric
         for experiment in self.probes:
-            if metric in experiment.evaluate.given:
+            given = [name for name in experiment.given if sign(name, experiment.metrics)]
+            if metric in given:
                 continue
-            accepted = "a score that every trial has"
-            if set_of(metric) == TEST:
-                raise ConfigError("sweep.metric", metric, f"{accepted}; evaluate.test is false")
-            why = "evaluate.validation holds out no rows: give it a share, as 0.1"
-            raise ConfigError("sweep.metric", metric, f"{accepted}; {why}")
+            accepted = f"a score that every trial has; {_not_given(metric, experiment)}"
+            raise ConfigError("sweep.metric", metric, accepted)
 
     def _check_spaces(self) -> None:
         """Raises `ConfigError` where there is nothing to search, or not in this way."""
@@ -371,3 +364,15 @@ def _text(value: Any) -> str:
 def short(value: Any) -> str:
     """A value in print."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _not_given(score: str, experiment: Experiment) -> str:
+    """Why trials of this experiment are not chosen by a score, in words."""
+    evaluate = experiment.evaluate
+    if set_of(score) == VALIDATION and not evaluate.validation:
+        return "evaluate.validation holds out no rows: give it a share, as 0.1"
+    if score not in experiment.scores:
+        return f"the scores here are {', '.join(experiment.scores)}"
+    if set_of(score) == TEST and not evaluate.test:
+        return "evaluate.test is false"
+    return "nobody can say whether more or less of this one is better"

@@ -172,7 +172,7 @@ class TrialActor(tune.Trainable):
             kept = {
                 key: math.nan if value is None else value
                 for key, value in row.items()
-                if key in scores.SIGNS or key.startswith("epsilon_")
+                if scores.is_score(key) or key.startswith("epsilon_")
             }
             self._report = {**kept, "round": row["round"] + 1}
             self._reports.put(self._report)

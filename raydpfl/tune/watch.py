@@ -62,7 +62,7 @@ class Watch(tune.Callback):
         ours.report = {
             name: value
             for name, value in result.items()
-            if name in ("round", *scores.SIGNS) or name.startswith("epsilon_")
+            if name == "round" or scores.is_score(name) or name.startswith("epsilon_")
         }
         if result.get("over"):
             ours.look()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -115,6 +115,11 @@ class Shown(Member):
         if not isinstance(value, dict):
             return value
         return {str(axis): _texts(labels) for axis, labels in value.items()}
+
+    @classmethod
+    def placed_for(cls, columns: Collection[str]) -> tuple[Placed, ...]:
+        """Where it stands on the page of runs whose rounds tables have these columns."""
+        return cls.placed
 
     def axes(self) -> Iterable[str]:
         """The axes of the cases that the item names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from raydpfl.report.figures.base import (
 from raydpfl.report.reading import Group, Panel, Run
 from raydpfl.report.style import Key, Look, look, scale
 from raydpfl.report.words import Quantity, listed, quantity
+from raydpfl.scores import is_score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,6 +100,13 @@ class Curves(Figure):
     x: str = "round"
     main: str = ""
     log: bool | None = None
+
+    @classmethod
+    def placed_for(cls, columns: Collection[str]) -> tuple[Placed, ...]:
+        """A curve of each other score too."""
+        drawn = {name for place in cls.placed for name in cls.model_validate(place.fields).of}
+        others = [name for name in columns if is_score(name) and name not in drawn]
+        return (*cls.placed, *(Placed("Accuracy and loss", {"of": name}) for name in others))
 
     def numbers(self) -> Sequence[str]:
         return self.of

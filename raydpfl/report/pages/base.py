@@ -45,7 +45,10 @@ def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[S
         more: what stands before these in a section, by its title.
     """
     found: dict[str, list[Piece]] = {title: [*more.get(title, ())] for title in SECTIONS}
-    places = [(cls, place) for cls in FAMILY.values() for place in cls.placed]
+    runs = [case.run for case in cases]
+    columns = [name for run in runs for name in run.table("rounds") if run.has("rounds", (name,))]
+    known = dict.fromkeys(columns)
+    places = [(cls, place) for cls in FAMILY.values() for place in cls.placed_for(known)]
     for cls, place in sorted(places, key=lambda pair: pair[1].rank):
         item = cls.model_validate({**place.fields, "colour": "run"})
         found[place.section] += item.make(cases)

@@ -15,8 +15,10 @@ from raydpfl.report.reading import Case, Run
 from raydpfl.report.style import thin
 from raydpfl.report.tables import Table
 from raydpfl.report.words import number, quantity
+from raydpfl.scores import TEST, is_score, set_of
 
 BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
+TILES = 4  # scores at the top
 ROWS = 25  # of the table of rounds
 NAMED = 12  # classes that are named
 KINDS = {"rigorous": "rigorous", "paper": "formula as printed", "unproven": "not proved"}
@@ -70,10 +72,15 @@ def what(run: Run) -> str:
     return f"{'; '.join(parts)}; seed {tree.get('seed')}, {number(tree.get('rounds'))} rounds."
 
 
+def scores_of(run: Run) -> list[str]:
+    """Of the last evaluation, that by which the run is followed first."""
+    return [name for name in run.summary if is_score(name) and run.number(name) is not None]
+
+
 def outcome(run: Run) -> str:
     """The main result in a sentence."""
     found = []
-    for name in ("test_accuracy", "test_loss"):
+    for name in scores_of(run):
         value = run.number(name)
         if value is not None:
             measured = quantity(name)
@@ -98,11 +105,12 @@ def spent(run: Run) -> str:
 def tiles(run: Run) -> list[Tile]:
     """The numbers at the top."""
     found = []
-    for name in ("test_accuracy", "test_loss"):
+    for name in scores_of(run)[:TILES]:
         value = run.number(name)
         if value is not None:
             measured = quantity(name)
-            note = "last round, on the test set"
+            where = "the test set" if set_of(name) == TEST else "rows held out"
+            note = f"last round, on {where}"
             found.append(Tile(measured.words, number(value, measured.percent), note))
     if run.holds:
         one = run.holds[0]
@@ -177,12 +185,13 @@ def guarantee_row(one: Guarantee, holds: Sequence[Guarantee]) -> list[object]:
 
 def rounds_table(run: Run) -> list[Piece]:
     """The rounds that were evaluated."""
-    loss = run.series("test_loss")
-    if loss is None or not np.isfinite(loss).any():
+    scored = [name for name in run.table("rounds") if is_score(name) and run.has("rounds", (name,))]
+    known = [run.table("rounds")[name] for name in scored]
+    if not known:
         return []
-    places = np.flatnonzero(np.isfinite(loss))
+    places = np.flatnonzero(np.isfinite(known).any(0))
     kept = places[thin(len(places), ROWS)]
-    names = ["round", "test_accuracy", "test_loss", "train_loss", *run.epsilons, "seconds"]
+    names = ["round", *scored, "train_loss", *run.epsilons, "seconds"]
     names = [name for name in names if run.has("rounds", (name,))]
     columns = [run.series(name) for name in names]
     rows = [[float(values[at]) for values in columns if values is not None] for at in kept]

@@ -17,7 +17,7 @@ from raydpfl.report.reading import Case, Columns, Run, read_columns, some
 from raydpfl.report.searched import Tried, drawings, in_print
 from raydpfl.report.tables import Cell, Table
 from raydpfl.report.words import counted, number, quantity
-from raydpfl.scores import SIGNS
+from raydpfl.scores import is_score
 
 CURVES = 6  # settings whose curves are drawn
 
@@ -176,7 +176,7 @@ def trials(swept: Swept) -> Piece:
     table = swept.trials
     if not table:
         return Missing("Trials", "needs results.parquet")
-    scores = [name for name in SIGNS if name in table and some(table[name])]
+    scores = [name for name in table if is_score(name) and some(table[name])]
     names = [*swept.keys, "seed", "status", *scores, "rounds", "seconds", "directory"]
     names = [name for name in names if name in table]
     rows = [

@@ -1,0 +1,320 @@
+"""Metrics: each against the plain loop of its definition and published values, the same whoever
+evaluates, and wherever a run shows scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raydpfl import Experiment, metrics, run, scores, tasks
+from raydpfl.check import check
+from raydpfl.errors import ConfigError
+from raydpfl.metrics import Metric
+from raydpfl.tasks import Form, Target
+
+CLASSES = Form((2,), Target((), 3), tasks.parse("classification"))
+TWO = Form((2,), Target((), 2), tasks.parse("classification"))
+LETTERS = Form((2,), Target((4,), 3), tasks.parse("sequence"))
+LABELS = Form((2,), Target((3,)), tasks.parse("multi_label"))
+NUMBERS = Form((2,), Target((2,)), tasks.parse("regression"))
+ROWS = 200
+
+
+def value(metric: Any, form: Form, outputs: Any, y: Any, width: int = 30) -> float | None:
+    """A metric of rows, in batches."""
+    (made,) = metrics.parse([metric])
+    outputs = torch.as_tensor(outputs, dtype=torch.float32)
+    batches = zip(outputs.split(width), torch.as_tensor(y).split(width), strict=True)
+    return made.value(made.joined([made.sums(form, *each).double().numpy() for each in batches]))
+
+
+def made_up(form: Form, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs with ties, and targets; of classes one that few samples have."""
+    drawn = np.random.default_rng(seed)
+    outputs = torch.from_numpy(drawn.integers(-4, 5, (ROWS, *form.outputs)) / 2).float()
+    return outputs, form.task.made_up(drawn, ROWS, form.outputs)
+
+
+def flat(form: Form) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and classes of the samples, or positions, that count."""
+    outputs, y = made_up(form)
+    kept = y.flatten() != -100
+    return outputs.reshape(-1, outputs.shape[-1])[kept].numpy(), y.flatten()[kept].numpy()
+
+
+@pytest.mark.parametrize("form", [CLASSES, LETTERS], ids=["classification", "sequence"])
+def test_metrics_of_classes_are_the_loops_of_their_definitions(form):
+    shown, y = flat(form)
+    given = made_up(form)
+    chosen = np.array([max(range(3), key=lambda c: row[c]) for row in shown])
+    assert value("accuracy", form, *given) == np.mean(chosen == y)
+    assert value({"kind": "top_k", "k": 1}, form, *given) == np.mean(chosen == y)
+    ranks = [
+        sorted(range(3), key=lambda c: -row[c]).index(c) for row, c in zip(shown, y, strict=True)
+    ]
+    assert value({"kind": "top_k", "k": 2}, form, *given) == np.mean(np.array(ranks) < 2)
+    recalls = [np.mean(chosen[y == c] == c) for c in range(3)]
+    assert value("balanced_accuracy", form, *given) == pytest.approx(np.mean(recalls), abs=1e-15)
+    f1 = []
+    for c in range(3):
+        precision = np.mean(y[chosen == c] == c)
+        f1.append(2 * precision * recalls[c] / (precision + recalls[c]))
+    assert value("f1", form, *given) == pytest.approx(np.mean(f1), abs=1e-15)
+    micro = value({"kind": "f1", "average": "micro"}, form, *given)
+    assert micro == pytest.approx(np.mean(chosen == y), abs=1e-15)
+    losses = [math.log(np.exp(row - row[c]).sum()) for row, c in zip(shown, y, strict=True)]
+    assert value("perplexity", form, *given) == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
+    p = np.exp(shown.astype(np.float64))
+    p /= p.sum(1, keepdims=True)
+    areas = [area(p[y == c, c], p[y != c, c]) for c in range(3)]
+    assert value("auc", form, *given) == pytest.approx(np.mean(areas), abs=1e-12)
+
+
+def area(ones: np.ndarray, others: np.ndarray) -> float:
+    """The share of pairs that are in order, ties half."""
+    pairs = [(a > b + 1e-12) + 0.5 * (abs(a - b) <= 1e-12) for a in ones for b in others]
+    return float(np.mean(pairs))
+
+
+def test_metrics_of_labels_are_the_loops_of_their_definitions():
+    outputs, y = made_up(LABELS)
+    shown = outputs.numpy()
+    right = y.numpy() > 0.5
+    areas = [area(shown[right[:, k], k], shown[~right[:, k], k]) for k in range(3)]
+    assert value("auc", LABELS, outputs, y) == pytest.approx(np.mean(areas), abs=1e-12)
+    counts = [
+        (np.sum((shown[:, k] > 0) & right[:, k]), np.sum(shown[:, k] > 0), np.sum(right[:, k]))
+        for k in range(3)
+    ]
+    f1 = [2 * both / (predicted + actual) for both, predicted, actual in counts]
+    assert value("f1", LABELS, outputs, y) == pytest.approx(np.mean(f1), abs=1e-15)
+    recall = np.mean([both / actual for both, _, actual in counts])
+    assert value("balanced_accuracy", LABELS, outputs, y) == pytest.approx(recall, abs=1e-15)
+
+
+def test_metrics_of_numbers_are_the_loops_of_their_definitions():
+    drawn = np.random.default_rng(3)
+    y = (1e4 + drawn.standard_normal((ROWS, 2))).astype(np.float32)
+    outputs = (y + drawn.standard_normal((ROWS, 2))).astype(np.float32)
+    apart = outputs.astype(np.float64) - y
+    given = outputs, y
+    assert value("mse", NUMBERS, *given) == pytest.approx(np.mean(apart**2), rel=1e-12)
+    assert value("mae", NUMBERS, *given) == pytest.approx(np.mean(abs(apart)), rel=1e-12)
+    around = y - y.astype(np.float64).mean(0)
+    r2 = np.mean(1 - (apart**2).sum(0) / (around**2).sum(0))
+    assert value("r2", NUMBERS, *given) == pytest.approx(r2, rel=1e-9)
+
+
+# From the examples in scikit-learn's documentation of each function.
+PUBLISHED = {
+    "f1": ("f1", CLASSES, np.eye(3)[[0, 2, 1, 0, 0, 1]], [0, 1, 2, 0, 1, 2], 0.26666666666666666),
+    "f1 micro": (
+        {"kind": "f1", "average": "micro"},
+        CLASSES,
+        np.eye(3)[[0, 2, 1, 0, 0, 1]],
+        [0, 1, 2, 0, 1, 2],
+        1 / 3,
+    ),
+    "balanced_accuracy": (
+        "balanced_accuracy",
+        TWO,
+        np.eye(2)[[0, 1, 0, 0, 0, 1]],
+        [0, 1, 0, 0, 1, 0],
+        0.625,
+    ),
+    "top_k": (
+        {"kind": "top_k", "k": 2},
+        CLASSES,
+        [[0.5, 0.2, 0.2], [0.3, 0.4, 0.2], [0.2, 0.4, 0.3], [0.7, 0.2, 0.1]],
+        [0, 1, 2, 2],
+        0.75,
+    ),
+    "auc": ("auc", TWO, [[0, 0.1], [0, 0.4], [0, 0.35], [0, 0.8]], [0, 0, 1, 1], 0.75),
+    "r2": (
+        "r2",
+        NUMBERS,
+        [[0.0, 2.0], [-1.0, 2.0], [8.0, -5.0]],
+        [[0.5, 1.0], [-1.0, 1.0], [7.0, -6.0]],
+        (0.965438 + 0.908163) / 2,
+    ),
+    "mse": (
+        "mse",
+        NUMBERS,
+        [[0.0, 2.0], [-1.0, 2.0], [8.0, -5.0]],
+        [[0.5, 1.0], [-1.0, 1.0], [7.0, -6.0]],
+        0.7083333333333334,
+    ),
+    "mae": (
+        "mae",
+        NUMBERS,
+        [[0.0, 2.0], [-1.0, 2.0], [8.0, -5.0]],
+        [[0.5, 1.0], [-1.0, 1.0], [7.0, -6.0]],
+        0.75,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED.values(), ids=PUBLISHED)
+def test_metrics_have_the_values_that_are_published(case):
+    metric, form, outputs, y, expected = case
+    assert value(metric, form, outputs, y, width=2) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_class_that_no_sample_is_of_is_left_out_and_no_rows_have_no_value():
+    outputs = torch.eye(3)[torch.tensor([0, 0, 1])]
+    y = torch.tensor([0, 1, 1])
+    assert value("balanced_accuracy", CLASSES, outputs, y) == 0.75
+    assert value("f1", CLASSES, outputs, y) == pytest.approx(2 / 3)
+    assert value("auc", CLASSES, outputs[:1], y[:1]) is None
+    nothing = torch.full((2, 4), -100)
+    for metric in ("accuracy", "perplexity", "f1", "auc", "balanced_accuracy"):
+        assert value(metric, LETTERS, torch.zeros(2, 4, 3), nothing) is None
+    assert value("r2", NUMBERS, torch.zeros(2, 2), torch.ones(2, 2)) is None
+
+
+def test_a_confusion_matrix_counts_pairs():
+    (metric,) = metrics.parse(["confusion_matrix"])
+    outputs = torch.eye(3)[torch.tensor([0, 0, 1, 0])]
+    total = metric.sums(CLASSES, outputs, torch.tensor([0, 1, 1, 0])).numpy()
+    found = {name: column.tolist() for name, column in metric.cells(total).items()}
+    assert found == {"actual": [0, 1, 1], "predicted": [0, 0, 1], "samples": [2, 1, 1]}
+
+
+# --- in a run ---
+
+ASKED: tuple[Any, ...] = ("f1", {"kind": "top_k", "k": 2}, "auc", "confusion_matrix")
+
+
+def experiment(**more: Any) -> Experiment:
+    tree: dict[str, Any] = {
+        "seed": 3,
+        "rounds": 4,
+        "data": {"kind": "synthetic", "clients": 12, "samples": 20, "classes": 3, "features": 5},
+        "selection": {"kind": "uniform", "cohort": 6},
+        "client": {"actors": 0},
+        "evaluate": {"every": 2, "batch": 50, "metrics": list(ASKED)},
+        "measure": [],
+    }
+    for section, values in more.items():
+        both = isinstance(values, dict) and isinstance(tree.get(section), dict)
+        tree[section] = {**tree[section], **values} if both else values
+    return Experiment.from_dict(tree)
+
+
+def test_a_run_has_the_metrics_that_it_asks_for_and_is_followed_by_the_first(tmp_path):
+    asked = experiment(evaluate={"validation": 0.25})
+    found = run(asked, tmp_path / "a")
+    names = [f"{rows}_{name}" for rows in ("test", "validation")
+             for name in ("f1", "top_2", "auc", "loss", "accuracy")]  # fmt: skip
+    assert [name for name in found.rounds.column_names if scores.is_score(name)] == names
+    assert found.rounds["test_f1"].null_count == 2
+    for name in names:
+        assert found.summary[name] == found.rounds[name].to_pylist()[-1] is not None
+    best = max(value for value in found.rounds["test_f1"].to_pylist() if value is not None)
+    assert found.summary["best_test_f1"] == best and "best_test_accuracy" not in found.summary
+    assert scores.words(found.rounds.to_pylist()[-1]).startswith("f1 ")
+    assert scores.told(found.summary).startswith("Test f1 ")
+    table = pq.read_table(tmp_path / "a" / "test_confusion_matrix.parquet").to_pylist()
+    last = [row for row in table if row["round"] == 3]
+    every = sum(row["samples"] for row in last)
+    right = sum(row["samples"] for row in last if row["actual"] == row["predicted"])
+    assert right / every == found.summary["test_accuracy"]
+    assert {row["round"] for row in table} == {1, 3}
+    assert (tmp_path / "a" / "validation_confusion_matrix.parquet").exists()
+
+
+def test_a_run_that_goes_on_has_the_same_scores(tmp_path):
+    whole = run(experiment(), tmp_path / "whole")
+    part = run(experiment(), tmp_path / "part", on_rows=lambda rows: rows[-1]["round"] == 1)
+    assert part.summary["rounds"] == 2
+    again = run(experiment(), tmp_path / "part", resume=True)
+    names = [name for name in whole.rounds.column_names if scores.is_score(name)]
+    assert again.rounds.select(names).equals(whole.rounds.select(names))
+    file = "test_confusion_matrix.parquet"
+    assert pq.read_table(tmp_path / "part" / file).equals(pq.read_table(tmp_path / "whole" / file))
+
+
+@pytest.mark.slow
+def test_scores_are_the_same_on_actors(tmp_path, shared_ray):
+    found = [
+        run(experiment(client={"actors": place}), tmp_path / str(place)).rounds for place in (0, 2)
+    ]
+    names = [name for name in found[0].column_names if scores.is_score(name)]
+    assert found[0].select(names).equals(found[1].select(names))
+
+
+class Brier(Metric):
+    """The mean squared distance of the probabilities from what is right."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"scale": 2.0})
+
+    scale: float = 1.0
+
+    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = form.task.classes(outputs, y)
+        if found is None:
+            raise self.refused("classes are asked for")
+        given, y, counts = found
+        p = given.double().softmax(1)
+        right = torch.nn.functional.one_hot(y, p.shape[1])
+        apart = ((p - right) ** 2).sum(1) * counts
+        return torch.stack([self.scale * apart.sum(), counts.sum().double()])
+
+    def value(self, total: np.ndarray) -> float | None:
+        return float(total[0] / total[1]) if total[1] else None
+
+    def sign(self) -> int:
+        return -1
+
+
+class Last(Brier):
+    """Looks at the last batch alone."""
+
+    def joined(self, parts: Any) -> np.ndarray:
+        return parts[-1]
+
+
+class Upside(Brier):
+    """Says that more of it is better."""
+
+    def sign(self) -> int:
+        return 1
+
+
+def test_an_own_metric_is_named_by_import_path_and_has_its_column(tmp_path):
+    own = f"{__name__}:Brier"
+    asked = experiment(evaluate={"metrics": [{"kind": own, "scale": 2.0}]})
+    found = run(asked, tmp_path / "a").summary
+    assert 0 < found["test_brier"] < 2 and found["best_test_brier"] <= found["test_brier"] * 2
+    assert all(promise.kept for promise in check(own))
+
+
+@pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "better")])
+def test_a_metric_that_lies_is_caught(lie, broken):
+    found = check(f"{__name__}:{lie}")
+    assert {promise.name for promise in found if not promise.kept} == {broken}
+
+
+REFUSED = {
+    "unknown": (["acuracy"], r"evaluate\.metrics\.kind = 'acuracy': one of accuracy, loss, top_k"),
+    "nothing": ([], r"evaluate\.metrics = \[\]: auto, or a list of accuracy"),
+    "text": ("accuracy", r"evaluate\.metrics = 'accuracy': auto, or a list"),
+    "twice": (["f1", {"kind": "f1"}], r"evaluate\.metrics = .*: a list that has each metric once"),
+    "of another task": (["r2"], r"evaluate\.metrics = 'r2': .*classification has no numbers"),
+    "all classes": ([{"kind": "top_k", "k": 3}], r"evaluate\.metrics\.k = 3: a k below the 3"),
+    "no class": ([{"kind": "top_k", "k": 0}], r"evaluate\.metrics\.k = 0: should be greater"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_metric_of_the_task_is_refused_in_one_line(case, tmp_path):
+    given, message = case
+    with pytest.raises(ConfigError, match=message) as error:
+        run(experiment(evaluate={"metrics": given}), tmp_path / "a")
+    assert "\n" not in str(error.value) and not (tmp_path / "a").exists()
