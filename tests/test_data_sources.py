@@ -157,6 +157,7 @@ def test_cifar10_as_jpeg_images_is_read_from_its_folder_under_the_root(tmp_path)
     assert row["where"] == str(tmp_path / "cifar10_jpeg")
 
 
+@pytest.mark.slow
 @needs_data
 def test_cifar10_as_jpeg_images_has_the_published_mean_and_deviation():
     described = data.parse({"kind": "cifar10_jpeg", "clients": 2, "normalize": True})

@@ -131,6 +131,12 @@ class Loose(Clip):
 """
 
 
+CLIPPED = {  # the gradient of every sample
+    "bounding": {"kind": "per_sample_clip", "bound": 0.5},
+    "noise": {"kind": "gaussian", "multiplier": 2.0},
+}
+
+
 @pytest.fixture(autouse=True)
 def mine(tmp_path, monkeypatch):
     (tmp_path / "own_modules.py").write_text(FILE)
@@ -142,19 +148,11 @@ def of(name: str, **sections):
     return experiment(model={"kind": f"own_modules:{name}"}, **sections)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {
-            "bounding": {"kind": "per_sample_clip", "bound": 0.5},
-            "noise": {"kind": "gaussian", "multiplier": 2.0},
-        },
-    ],
-)
+@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("name", ["Numpy", "Python", "Torch", "Starts", "Tensor"])
-def test_what_a_module_draws_is_keyed_by_its_client(name, sections, tmp_path):
-    plan = Plan.make(of(name, **sections))
+def test_what_a_module_draws_is_keyed_by_its_client(name, clipped, tmp_path):
+    few = {"rounds": 2, "data": {"clients": 12}, "selection": {"cohort": 6}}
+    plan = Plan.make(of(name, **few, **(CLIPPED if clipped else {})))
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)

@@ -9,12 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -327,12 +330,20 @@ assert set(QUICK) <= METHODS.keys()
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 
 
+@cache
+def inline_run(method: str) -> tuple[Plan, Watched, pa.Table]:
+    """The plan of a method, carried out inline, and the table of its rounds."""
+    plan = Plan.make(experiment(**{"rounds": 3, **METHODS[method]}))
+    with tempfile.TemporaryDirectory() as out:
+        inline = carried_out(plan, Path(out))
+        return plan, inline, pq.read_table(Path(out) / "rounds.parquet")
+
+
 @pytest.mark.parametrize("method", EVERY)
 def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method, tmp_path):
-    plan = Plan.make(experiment(**METHODS[method]))
-    inline = carried_out(plan, tmp_path / "inline")
-    expected = pq.read_table(tmp_path / "inline" / "rounds.parquet")
-    for actors in (0, 1, 3):
+    """To an actor per client, and to three."""
+    plan, inline, expected = inline_run(method)
+    for actors in (0, 3):
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
         rows = pq.read_table(tmp_path / str(actors) / "rounds.parquet")
         for name in COLUMNS:
@@ -358,8 +369,7 @@ def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(
 def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_through(
     method, tmp_path
 ):
-    plan = Plan.make(experiment(**METHODS[method]))
-    whole = carried_out(plan, tmp_path / "whole")
+    plan, whole, _ = inline_run(method)
     pause = plan.experiment.rounds // 2
     carried_out(plan, tmp_path / "paused", until=pause)
     rest = carried_out(plan, tmp_path / "paused", resume=True)

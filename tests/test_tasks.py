@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,12 @@ from conftest import experiment, form
 from torch import nn
 
 from raydpfl import data, models, run, tasks
+from raydpfl.check.runs import carried_out
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Sgd, Trainer, batches, resolve
+from raydpfl.plan import Plan
 
 SIZES = [5, 3, 0, 4]
 INPUTS = 6
@@ -274,15 +277,18 @@ def test_integers_and_targets_per_position_are_kept_as_they_are(tmp_path):
     assert np.array_equal(picked[1][0], split.rows(3, 4)[1][[1, 4]])
 
 
-def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path, shared_ray):
-    found = []
-    for place in (0, 2, "per-client"):
-        out = tmp_path / str(place)
-        asked = letters(client={"actors": place}, evaluate={"every": 2, "validation": 0.3})
-        found.append(run(asked, out=out))
-    one, *others = (models.flatten(each.model) for each in found)
-    assert all(torch.equal(one, other) for other in others)
-    assert found[0].summary["validation_accuracy"] is not None
+def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path):
+    """Inline, on an actor per client and on two, which are dealt lanes and batches."""
+    plan = Plan.make(letters(evaluate={"every": 2, "validation": 0.3}))
+    runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 2)]
+    scores = [
+        pq.read_table(each.out / "rounds.parquet")["validation_accuracy"].to_pylist()
+        for each in runs
+    ]
+    assert scores[0] == scores[1] == scores[2] and set(scores[0]) != {None}
+    for other in runs[1:]:
+        assert np.array_equal(other.parameters(), runs[0].parameters())
+        assert np.array_equal(other.totals, runs[0].totals)
 
 
 def test_an_own_loss_is_named_by_import_path_and_another_sort_of_targets_refused(tmp_path):
