@@ -1,0 +1,191 @@
+"""What docs/ and README.md say is there: links, commands, keys of configs, snippets."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import raydpfl
+from raydpfl import Experiment, check
+from raydpfl.cli import app
+from raydpfl.tune import Sweep
+
+ROOT = Path(raydpfl.__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+GENERATED = {DOCS / "reference/config.md", DOCS / "reference/commands.md", DOCS / "assets/fig1.svg"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+QUICK = ("kinds", "show", "budget")  # commands that are run as they stand
+
+
+def fences(language):
+    """(page, text) of every snippet in a language."""
+    return [
+        pytest.param(page, text, id=f"{page.stem}-{number}")
+        for page in [ROOT / "README.md", *PAGES]
+        for number, (name, text) in enumerate(FENCE.findall(page.read_text()))
+        if name == language
+    ]
+
+
+def commands():
+    """(page, words) of every command of raydpfl in a snippet."""
+    found = []
+    for given in fences("bash"):
+        page, text = given.values
+        for line in text.replace("\\\n", " ").splitlines():
+            for part in line.split("&&"):
+                words = shlex.split(part, comments=True)
+                if words and words[0].split("/")[-1] == "raydpfl":
+                    found.append(pytest.param(page, words[1:], id=" ".join(words[1:])[:50]))
+    return found
+
+
+def anchors(page):
+    """The anchors of a page's headings."""
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in titles
+    }
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there in GENERATED or there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_every_page_is_in_the_menu():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        values = entry.values() if isinstance(entry, dict) else entry
+        return [name for value in values for name in pages(value)]
+
+    listed = {
+        DOCS / name for name in pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    }
+    assert listed == {*PAGES, *(each for each in GENERATED if each.suffix == ".md")}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_lines_of_text_have_a_hundred_columns(page):
+    text = FENCE.sub("", page.read_text())
+    assert not [line for line in text.splitlines() if len(line) > 100 and line[0] not in "|!"]
+
+
+@pytest.mark.parametrize("page, words", commands())
+def test_every_command_and_its_options_are_there(page, words, monkeypatch):
+    command = get_command(app)
+    given = list(words)
+    while hasattr(command, "commands") and given[0] in command.commands:
+        command = command.commands[given.pop(0)]
+    assert not hasattr(command, "commands"), words
+    known = {name for each in command.params for name in each.opts}
+    assert {each for each in given if each.startswith("--")} <= known
+    configs = [each for each in given if re.match(r"experiments/.*\.yaml$", each)]
+    changes = [each for each in given if re.match(r"[a-z_.]+=", each) and ":net" not in each]
+    for name in configs:
+        read = Sweep.from_yaml if "sweep" in name else Experiment.from_yaml
+        if not any("mine:" in each for each in changes):
+            read(ROOT / name, changes)
+    if words[0] in QUICK and "--timed" not in words:
+        monkeypatch.chdir(ROOT)
+        assert CliRunner().invoke(app, words).exit_code == 0
+
+
+@pytest.mark.parametrize("page, text", fences("yaml"))
+def test_every_config_can_be_read(page, text):
+    tree = yaml.safe_load(text)
+    read = Sweep if "sweep" in tree else Experiment
+    read.from_dict(tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page, text", fences("python"))
+def test_every_snippet_runs(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "net.py").write_text(text)
+    done = {}
+    exec(compile(text, str(page), "exec"), done)
+    small = {"rounds": 2, "client": {"actors": 0}}
+    for name, given in SECTIONS.items():
+        if name in done:
+            ran = raydpfl.run(Experiment.from_dict(small | given), tmp_path / "ran")
+            assert ran.summary["rounds"] == 2
+    assert done.keys() & {*SECTIONS, "result"}
+
+
+# How a config has what snippets define, by its name.
+SECTIONS = {
+    "Tanh": {"bounding": {"kind": "mine:Tanh", "bound": 1.0}},
+    "Smoothed": {"local": {"kind": "mine:Smoothed", "lr": 0.05}},
+    "net": {"model": {"kind": "net:net"}},
+}
+
+
+@pytest.mark.slow
+def test_the_class_that_the_docs_check_keeps_its_promises(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    snippet = next(each for each in fences("python") if "class Tanh" in each.values[1])
+    (tmp_path / "mine.py").write_text(snippet.values[1])
+    assert all(promise.kept is not False for promise in check.check("mine:Tanh"))
+
+
+@pytest.mark.slow
+def test_a_table_is_described_and_trained_on_as_the_docs_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"u{i % 40},{20 + i % 50},{i % 9},{i % 7}.5\n" for i in range(240)]
+    Path("visits.csv").write_text("".join(["user,age,visits,price\n", *rows]))
+    described = CliRunner().invoke(app, ["data", "describe", "visits.csv", "data.y=price"])
+    written = yaml.safe_load(described.output)
+    tables = [text for page, text in map(_values, fences("yaml")) if "visits.csv" in text]
+    assert written["data"] == yaml.safe_load(tables[0])["data"]
+    Path("mine.yaml").write_text(described.output)
+    small = ["rounds=2", "client.actors=0", "--quiet"]
+    assert CliRunner().invoke(app, ["run", "mine.yaml", *small]).exit_code == 0
+
+
+def _values(given):
+    return given.values
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    if not all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings")):
+        pytest.skip("needs pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "bounding.clip" in (tmp_path / "site/reference/config/index.html").read_text()
+
+
+def test_the_generated_references_have_every_command_and_member(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    hooks = importlib.import_module("hooks")
+    commands_page = hooks.commands_page()
+    for name in get_command(app).commands:
+        assert f"## raydpfl {name}" in commands_page
+    assert "### bounding.clip" in hooks.config_page() and hooks.FIGURE.exists()
