@@ -489,7 +489,15 @@ class ClientActor(Process):
             "draw": int(lane.draws[slots[0]]),
         }
         with self.keyed(work.seed, **key, step=2):
-            factors = bounding.factors(lengths, math.inf if work.bound is None else work.bound)
+            # a copy, as the norms that what is left is checked by may not be changed
+            factors = bounding.factors(
+                lengths.clone(), math.inf if work.bound is None else work.bound
+            )
+        if factors.shape != lengths.shape:
+            shape = list(factors.shape)
+            raise RunError(
+                f"bounding.kind {bounding.kind} gives factors {shape} for {len(lengths)} norms"
+            )
         if work.bound is not None:
             left = (factors * lengths).numpy()
             fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))

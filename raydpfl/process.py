@@ -18,6 +18,7 @@ from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.keys import keyed_globals
+from raydpfl.local.stack import NoStack
 
 
 def peak_rss_mb() -> float:
@@ -94,6 +95,9 @@ class Process:
             where = "needs the directory of your modules in PYTHONPATH"
             accepted = f"{error.accepted}; so it is on node {host}, which {where}"
             raise ConfigError(error.field, error.value, accepted) from None
+        except NoStack as error:  # a way that the driver's machine can take, and this one cannot
+            accepted = f"another way, or what it needs on node {host}: {error}"
+            raise ConfigError("client.way", experiment.client.way, accepted) from None
 
     def ready(
         self,

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import pickle
 import shutil
+import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import form
+import torch.nn.functional as F
+from conftest import experiment, form
 from torch import nn
 
 from raydpfl import models, native
+from raydpfl.client import ClientActor
+from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, clients_normals
 from raydpfl.local import Sgd, Trainer, resolve
+from raydpfl.plan import Plan
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 1000, 2049, 7850]
 needs = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -114,39 +120,157 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
     monkeypatch.setitem(native.KINDS, "AVX512", native.KINDS["AVX2"])
-    native.library.cache_clear()
+    native.found.cache_clear()
     try:
         assert trained() == expected
         found = native.norms(torch.from_numpy(hostile(1000, np.float32)))
         np.testing.assert_array_equal(found, sums)
         np.testing.assert_array_equal(drawn(1001, None), noise)
     finally:
-        native.library.cache_clear()
+        native.found.cache_clear()
+
+
+def steps_of(way: str, module: nn.Module, local: Sgd, x, y, sizes) -> tuple[torch.Tensor, list]:
+    """Updates, [C, d], and mean losses, where clients train by a way."""
+    clients = range(len(sizes))
+    trainer = Trainer(module, local, way=way, seed=1)
+    given = (models.flatten(module), x, y, sizes)
+    blocks = list(trainer.lane(*given, t=0, clients=clients, draws=[0] * len(sizes)))
+    losses = [loss for block in blocks for loss in block.losses]
+    return torch.cat([block.updates for block in blocks]), losses
+
+
+@needs
+@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
+def test_clients_with_steps_of_their_own_train_as_the_loop_has_them_trained(sampling):
+    """With all terms of a linear rule, in a batch that a row may stand in twice."""
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Linear(21, 18), nn.ReLU(), nn.Linear(18, 5))
+    extra = {"momentum": 0.6, "weight_decay": 0.1, "proximal": 0.3, "sampling": sampling}
+    local = Sgd(epochs=2.5, batch=4, lr=0.2, **extra)
+    x = torch.randn(5, 13, 21)
+    y = torch.randint(0, 5, (5, 13))
+    sizes = [13, 3, 6, 1, 9]
+    ours, losses = steps_of("compiled", module, local, x, y, sizes)
+    theirs, expected = steps_of("loop", module, local, x, y, sizes)
+    assert ((ours - theirs).norm(dim=1) <= 1e-5 * theirs.norm(dim=1)).all()
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@needs
+@pytest.mark.parametrize("classes", [2, 16, 5000])
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4, 1e20])
+def test_losses_of_any_outputs_are_those_of_torch(classes, scale):
+    """The logarithm is that of a product of the sums of up to 16 samples."""
+    torch.manual_seed(3)
+    module = nn.Linear(8, classes)
+    x = torch.randn(1, 40, 8) * scale
+    y = torch.randint(0, classes, (1, 40))
+    local = Sgd(steps=1, batch="full", lr=1 / scale)
+    update, (loss,) = steps_of("compiled", module, local, x, y, [40])
+    outputs = module(x[0]).double()
+    assert loss == pytest.approx(F.cross_entropy(outputs, y[0]).item(), rel=1e-5)
+    expected, _ = steps_of("loop", module, local, x, y, [40])
+    assert (update - expected).norm() <= 1e-4 * expected.norm()
+
+
+@needs
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e30])
+def test_a_client_that_diverges_shows_it_and_spares_the_others(wrong):
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(21, 18), nn.ReLU(), nn.Linear(18, 5))
+    x = torch.randn(3, 7, 21)
+    y = torch.randint(0, 5, (3, 7))
+    local = Sgd(steps=4, batch=7, lr=0.2)
+    expected, _ = steps_of("compiled", module, local, x, y, [7, 7, 7])
+    x[1, 2, 20] = wrong
+    found, _ = steps_of("compiled", module, local, x, y, [7, 7, 7])
+    assert np.isfinite(native.norms(found)).tolist() == [True, False, True]
+    assert torch.equal(found[0::2], expected[0::2])
+
+
+@needs
+def test_rows_and_targets_that_the_model_does_not_take_are_refused():
+    module = nn.Linear(8, 3)
+    x = torch.randn(2, 5, 8)
+    y = torch.zeros(2, 5, dtype=torch.int64)
+    for rows, targets, said in (
+        (x[:, :, :7], y, "7 float32 a row"),
+        (x.long(), y, "8 int64 a row"),
+        (x, y - 1, "one of the model's 3 classes"),
+        (x, y + 3, "one of the model's 3 classes"),
+        (x, y.float(), "targets are float32"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            steps_of("compiled", module, Sgd(), rows, targets, [5, 4])
 
 
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
-    native.library.cache_clear()
+    native.found.cache_clear()
     yield tmp_path
-    native.library.cache_clear()
+    native.found.cache_clear()
 
 
 def test_without_a_compiler_clients_train_another_way(no_compiler):
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
     assert native.library() is None
     assert resolve(module, Sgd(), 20, form((36,), 4)) == "sample_space"
-    with pytest.raises(Exception, match="C compiler"):
+    with pytest.raises(ConfigError, match=r"'no-such-compiler'.*install a C compiler, or name"):
         resolve(module, Sgd(), 20, form((36,), 4), "compiled")
 
 
 @needs
 def test_a_compiler_that_fails_leaves_nothing_behind(no_compiler, monkeypatch):
     monkeypatch.setenv("CC", "false")
-    native.library.cache_clear()
+    native.found.cache_clear()
     assert native.library() is None
+    assert "(false fails)" in str(native.found())
     assert not [*no_compiler.rglob("*.so")]
+
+
+@needs
+@pytest.mark.parametrize("compiler", ["", " ", "cc -g0"])
+def test_cc_may_be_empty_or_have_arguments(compiler, no_compiler, monkeypatch):
+    monkeypatch.setenv("CC", compiler)
+    native.found.cache_clear()
+    assert native.library() is not None
+
+
+@needs
+@pytest.mark.parametrize("broken", [False, True])
+def test_without_a_library_in_the_cache_a_process_compiles_its_own(
+    broken, no_compiler, monkeypatch
+):
+    """Where nothing can be written there, and where what is there cannot be loaded."""
+    monkeypatch.setenv("CC", "cc")
+    native.found.cache_clear()
+    assert native.library() is not None
+    (name,) = (each.name for each in no_compiler.rglob("*.so"))
+    elsewhere = no_compiler / "elsewhere"
+    monkeypatch.setenv("RAYDPFL_CACHE", str(elsewhere))
+    if broken:
+        (elsewhere / "native").mkdir(parents=True)
+        (elsewhere / "native" / name).write_text("no library")
+    else:
+        elsewhere.touch()
+    native.found.cache_clear()
+    assert native.library() is not None
+    assert native.norms(torch.tensor([[3.0, 4.0]])).tolist() == [5.0]
+
+
+@needs
+def test_a_node_without_a_compiler_is_named_with_what_to_do(no_compiler, monkeypatch):
+    with monkeypatch.context() as home:
+        home.setenv("CC", "cc")
+        native.found.cache_clear()
+        plan = Plan.make(experiment(client={"way": "compiled"}))
+    native.found.cache_clear()
+    with pytest.raises(ConfigError, match=r"on node .*install a C compiler") as error:
+        ClientActor().ready(pickle.dumps(plan.experiment), str(plan.shards), ())
+    assert error.value.field == "client.way" and socket.gethostname() in str(error.value)
 
 
 @needs

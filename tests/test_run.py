@@ -735,6 +735,35 @@ def test_a_member_that_breaks_its_bound_stops_the_run(tmp_path):
         run(loose, tmp_path / "out")
 
 
+class Sly(bounding.Clip):
+    """A member that changes the norms that it is held to."""
+
+    kind: str = "sly"
+
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        norms.zero_()
+        return torch.ones_like(norms)
+
+
+class Column(bounding.Clip):
+    kind: str = "column"
+
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        return super().factors(norms, bound)[:, None]
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+@pytest.mark.parametrize(
+    ("name", "said"), [("Sly", r"pass its bound of 0\.01"), ("Column", r"factors \[1, 1\] for 1")]
+)
+def test_factors_that_are_none_stop_the_run(name, said, placement, tmp_path):
+    given = experiment(
+        bounding={"kind": f"{__name__}:{name}", "bound": 0.01}, noise={"placement": placement}
+    )
+    with pytest.raises(RunError, match=said):
+        run(given, tmp_path / "out")
+
+
 def test_a_run_whose_ledger_is_lost_is_not_resumed(tmp_path):
     run(experiment(), tmp_path / "out")
     (tmp_path / "out" / "ledger.jsonl").unlink()

@@ -130,8 +130,7 @@ class Bounding(Member):
         """Whether `send` gives the update itself: no model, gradient or difference to what is
         remembered. False of a class that was not imported, of which nobody knows.
         """
-        plain = type(self).send is Bounding.send and self.scaling == "update"
-        return plain and not self.unread()
+        return self.scales and not self.unread()
 
     @property
     def far(self) -> float:

@@ -1,7 +1,6 @@
 """Which way trains a model.
 
 A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
-A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
 takes fewer operations: in sample space by compiled code, where its activations are ReLUs and there
 is a C compiler, else by torch. Convolutions with linear layers after them are trained by hand; any
 other module with convolutions or recurrent layers by the loop; any other by vmap. On a GPU all

@@ -18,7 +18,7 @@ from torch import nn
 
 from raydpfl import native
 from raydpfl.local.base import Linear, Local
-from raydpfl.local.linear import responses
+from raydpfl.local.linear import responses, step_factors
 from raydpfl.local.stack import RELU, Layer, NoStack, stack
 from raydpfl.local.way import Block, LaneData, Way
 from raydpfl.tasks import Task
@@ -73,14 +73,13 @@ class Compiled(Way):
         weight, *bias = (each.numpy() for each in first.views(parameters))
         columns[:-1, : first.outputs] = weight.T
         columns[-1, : first.outputs] = bias[0][0] if bias else 0
-        gammas = np.ones(len(lane.steps), np.float32)
-        for made in np.unique(lane.steps):
-            gammas[lane.steps == made] = responses(linear, lane.lr, int(made))[0]
+        shrinks, answers = responses(linear, lane.lr, lane.index.shape[1])
+        gammas = np.array(shrinks, np.float32)[lane.steps]
         given = (lane.x, lane.y, lane.sizes, lane.index, lane.batch_sizes, lane.steps, gammas)
         arrays = [_plain(each) for each in given]
-        job, kept = self._job(parameters, lane, linear, columns)
+        job, kept = self._job(parameters, lane, linear, columns, np.array(answers, np.float32))
         d = parameters.numel()
-        _check_targets(lane, self.layers[-1].outputs)
+        _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
         for _, slots in lane.blocks(d):
             updates = torch.empty(len(slots), d)
             losses = np.empty(len(slots))
@@ -95,20 +94,23 @@ class Compiled(Way):
         del kept
 
     def _job(
-        self, parameters: torch.Tensor, lane: LaneData, linear: Linear, columns: np.ndarray
+        self,
+        parameters: torch.Tensor,
+        lane: LaneData,
+        linear: Linear,
+        columns: np.ndarray,
+        answers: np.ndarray,
     ) -> tuple[_Job, Sequence[object]]:
         """The job, and what it points to."""
         steps, batch = lane.index.shape[1:]
         model = parameters.contiguous().numpy()
-        answers = np.array(responses(linear, lane.lr, steps)[1], np.float32)
-        decay = linear.decay + linear.proximal
-        keep, step = (linear.momentum, 1.0) if linear.momentum else (1 - lane.lr * decay, -lane.lr)
         job = _Job(
             *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
             *(_at(row).value for row in self._facts),
             *(_at(array).value for array in (model, columns, answers)),
             int(self.task.closed() == "squares"),
-            *(keep, step, linear.decay, linear.proximal, linear.momentum, lane.lr),
+            *step_factors(linear, lane.lr),
+            *(linear.decay, linear.proximal, linear.momentum, lane.lr),
         )
         return job, (model, columns, answers)
 
@@ -124,9 +126,8 @@ def unfit(layers: tuple[Layer, ...]) -> str | None:
     others = [each.activation.name for each in layers if each.activation not in (None, RELU)]
     if others:
         return f"{others[0]} is not compiled"
-    if native.library() is None:
-        return "there is no C compiler, or no code for this processor"
-    return None
+    reason = native.found()
+    return reason if isinstance(reason, str) else None
 
 
 def _facts(layer: Layer) -> tuple[int, ...]:
@@ -134,10 +135,17 @@ def _facts(layer: Layer) -> tuple[int, ...]:
     return layer.inputs, layer.outputs, layer.weight, bias, int(layer.activation is not None)
 
 
-def _check_targets(lane: LaneData, outputs: int) -> None:
-    """Raises RuntimeError, as torch's losses do, for targets that the model has no outputs for."""
+def _check(lane: LaneData, inputs: int, outputs: int, squares: bool) -> None:
+    """Raises RuntimeError, as torch's layers and losses do, for rows that the model does not take,
+    and for targets that it has no outputs for.
+    """
+    x = lane.x.numpy()
     y = lane.y.numpy()
-    if y.dtype != np.int64:
+    if x.dtype != np.float32 or x[0, 0].size != inputs:
+        raise RuntimeError(f"{x[0, 0].size} {x.dtype} a row, and the model takes {inputs} float32")
+    if y.dtype != (np.float32 if squares else np.int64):
+        raise RuntimeError(f"targets are {y.dtype}, which is another task's")
+    if squares:
         if y[0, 0].size != outputs:
             raise RuntimeError(f"{y[0, 0].size} targets, and the model has {outputs} outputs")
         return

@@ -201,7 +201,7 @@ class _Weights(_Layer):
     def step(self, g: torch.Tensor, noise: torch.Tensor | None) -> None:
         decay = self.linear.decay + self.linear.proximal
         moved = self.velocity or self.now
-        keep, step = _factors(self.linear, self.lr)
+        keep, step = step_factors(self.linear, self.lr)
         moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
         for bias in moved[1:]:
             kept = bias if keep == 1 else bias.mul_(keep)
@@ -221,7 +221,7 @@ class _Weights(_Layer):
             part[slots] = before
 
 
-def _factors(linear: Linear, lr: float) -> tuple[float, float]:
+def step_factors(linear: Linear, lr: float) -> tuple[float, float]:
     """(keep, step) such that v <- keep v + step g for the gradient g, where v is the velocity if
     there is momentum, or else the weights.
     """
@@ -251,10 +251,11 @@ class _Span(_Place):
         self.x = x
         self.linear = linear
         self.lr = lane.lr
-        self.factors = _factors(linear, lane.lr)
+        self.factors = step_factors(linear, lane.lr)
         self.whole = whole
         self.start = layer.views(parameters)
-        self.gamma, each = responses(linear, lane.lr, lane.index.shape[1])
+        gammas, each = responses(linear, lane.lr, lane.index.shape[1])
+        self.gamma = gammas[-1]
         self.responses = iter(each)
         now = self._products(lane)
         self.now = now.mT.contiguous() if whole else now  # Z
@@ -319,10 +320,12 @@ class _Span(_Place):
         self.now[slots], self.coefficients[slots] = held
 
 
-def responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]]:
-    """(gamma, [c_0, ..., c_{Q-1}]) for gradients g_t of the steps t, such that
+def responses(linear: Linear, lr: float, steps: int) -> tuple[list[float], list[float]]:
+    """([gamma_0, ..., gamma_Q], [c_0, ..., c_{Q-1}]) for gradients g_t of the steps t, such that
 
-    W_Q = gamma W_0 + sum_t c_t g_t.
+    W_Q = gamma_Q W_0 + sum_t c_t g_t.
+
+    Who makes q of the steps has gamma_q, and the last q of the c_t.
     """
 
     def run(start: float, w: float, v: float, steps: int) -> list[float]:
@@ -342,9 +345,9 @@ def responses(linear: Linear, lr: float, steps: int) -> tuple[float, list[float]
         """
         return number if abs(number) < 3e38 else math.inf
 
-    gamma = run(1.0, 1.0, 0.0, steps)[-1]
+    gammas = run(1.0, 1.0, 0.0, steps)
     responses = run(0.0, -lr, 1.0, steps - 1)[::-1]
-    return single(gamma), [single(c) for c in responses]
+    return [single(gamma) for gamma in gammas], [single(c) for c in responses]
 
 
 class _Loss:

@@ -2,8 +2,10 @@
 
 The first process that needs them compiles them, in about a second, with the C compiler of the
 machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
-source, the command and the processor's kind. Where there is no compiler `library` is None: sums
-then take numpy, with the same bits, and training another way (`raydpfl.local.ways`).
+source and the command. Where a library from there cannot be had or loaded (a folder that cannot be
+written to, or that nothing may be run from, or another machine's C library) the process compiles
+one for itself. Where there is no compiler `library` is None: sums then take numpy, with the same
+bits, and training another way (`raydpfl.local.ways`).
 
 The bits of what the library computes depend neither on the processor nor on who calls it: every sum
 has an order of its own, and every vector length gives the same.
@@ -31,31 +33,62 @@ SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-w")
 KINDS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 LIMIT = 120  # seconds for the compiler
+SHOWN = 200  # characters of an error
 PARTIAL = 64  # partial sums of a norm
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None where there is no compiler, or no kind of code for this processor
-    (x86-64 from AVX2 on, and 64-bit ARM).
+    """The compiled library; None where there is none, as `found` says."""
+    given = found()
+    return None if isinstance(given, str) else given
+
+
+@functools.cache
+def found() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none and what to do: no compiler, or no kind of code
+    for this processor (x86-64 from AVX2 on, and 64-bit ARM).
     """
     command = _command()
     if command is None:
-        return None
+        return "no code is written for this processor"
     text = SOURCE.read_bytes() + " ".join(command).encode()
-    path = cache_root() / "native" / f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    try:
+        return _opened(command, name)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = f"nothing is compiled here ({_line(error)})"
+    log.info("%s, and softmax models train slower", reason)
+    return f"{reason}; install a C compiler, or name one in CC"
+
+
+def _line(error: Exception) -> str:
+    """What went wrong, in one line: of a compiler's own words the first."""
+    text = str(error)
+    if isinstance(error, subprocess.CalledProcessError | subprocess.TimeoutExpired):
+        said = (error.stderr or b"").decode(errors="replace").splitlines()
+        text = f"{error.cmd[0]} fails" + (f": {said[0]}" if said else "")
+    return " ".join(text.split())[:SHOWN]
+
+
+def _opened(command: list[str], name: str) -> ctypes.CDLL:
+    """The library, from the cache or, where it cannot be, from a folder of this process alone.
+    Raises what `_compile` does.
+    """
+    path = cache_root() / "native" / name
     try:
         if not path.exists():
             _compile(command, path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.info("nothing is compiled, and softmax models train slower: %s", error)
-        return None
+    except OSError:
+        with tempfile.TemporaryDirectory() as folder:
+            own = Path(folder) / name
+            _compile(command, own)
+            return ctypes.CDLL(str(own))
 
 
 def _command() -> list[str] | None:
     """What compiles; None for a processor that nothing is written for."""
-    compiler = os.environ.get("CC", "cc").split()
+    compiler = os.environ.get("CC", "").split() or ["cc"]
     if platform.machine() in ("aarch64", "arm64"):
         return [*compiler, *FLAGS]
     kind = KINDS.get(torch.backends.cpu.get_cpu_capability())
@@ -117,7 +150,7 @@ def add(
     given = (rows, factors, total) if noise is None else (rows, factors, total, noise)
     if compiled is None or not all(each.flags.c_contiguous for each in given):
         for i, row in enumerate(rows):
-            sent = row * factors[i]
+            sent = row.astype(np.float64) * factors[i]
             total += sent if noise is None else sent + noise[i]
         return
     places = (_at(rows), _at(factors), None if noise is None else _at(noise), _at(total))

@@ -44,10 +44,6 @@ typedef struct {
     part p[PARTS];
 } v16;
 
-int64_t raydpfl_version(void) { return 1; }
-
-const char *raydpfl_compiler(void) { return __VERSION__; }
-
 /* a b + c, rounded once. Nothing else is: the code is compiled without contraction, as compilers
 contract what has two products now this way and now that. */
 INLINE part fused(part a, part b, part c) {
@@ -317,18 +313,15 @@ INLINE int64_t widest(const Job *job) {
     return most;
 }
 
-
-/* Cuts memory into a room; returns how many floats that takes. */
+/* Cuts memory, if it is given, into a room; returns how many floats that takes. */
 static int64_t furnish(const Job *job, Room *room, float *memory) {
-    float *start = memory;
-    float *at = memory ? memory : NULL;
     int64_t used = 0;
     int64_t n = job->n;
     int64_t o = padded(job->outputs[0]);
 #define PART(place, count)                                                                      \
     {                                                                                           \
         int64_t size = padded(count);                                                           \
-        if (start) (place) = at + used;                                                         \
+        if (memory) (place) = memory + used;                                                        \
         used += size;                                                                           \
     }
     PART(room->rows, job->p % LANES ? n * padded(job->p) : 0);
@@ -708,7 +701,7 @@ NORMS(raydpfl_norms64, double, doubles_anywhere)
 /* total [d] += factors[i] rows[i] (+ noise[i]) for each i in turn, each product and each sum
 rounded. `noise` [k, d] or NULL. */
 void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
-                                const double *noise, double *total) {
+                 const double *noise, double *total) {
     for (int64_t from = 0; from < d; from += 2048) {
         int64_t end = from + 2048 < d ? from + 2048 : d;
         for (int64_t i = 0; i < k; i++) {
