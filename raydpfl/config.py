@@ -166,6 +166,36 @@ class Client(Section):
         return value
 
 
+class Stop(Section):
+    """When a run ends before its last round: once a score of rows held out is no better for long
+    enough.
+    """
+
+    metric: str = "validation_loss"  # a score of rows held out, never of the test set
+    patience: int = Field(ge=1)  # evaluations after the best one without a better one
+    # min, max: of which less, or more, is better; auto: as the metric says
+    mode: Literal["auto", "min", "max"] = "auto"
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for a score that evaluations do not give, or of which nobody knows
+        what is better.
+        """
+        known = [name for name in experiment.given if scores.set_of(name) != scores.TEST]
+        if self.metric not in known:
+            held = ", ".join(known) or "evaluate.validation holds out no rows: give it a share"
+            accepted = f"a score of rows held out of training ({held})"
+            raise ConfigError("evaluate.stop.metric", self.metric, accepted)
+        if not self.sign(experiment):
+            accepted = f"min or max: nobody knows of {self.metric} whether more of it is better"
+            raise ConfigError("evaluate.stop.mode", self.mode, accepted)
+
+    def sign(self, experiment: Experiment) -> int:
+        """1: more of the score is better; -1: less of it."""
+        if self.mode == "auto":
+            return scores.sign(self.metric, experiment.metrics)
+        return 1 if self.mode == "max" else -1
+
+
 class Evaluate(Section):
     """When the model is evaluated, and on what."""
 
@@ -178,6 +208,8 @@ class Evaluate(Section):
     # what the model is scored by: the first is that by which a run is followed; auto: as the task
     # says. The loss and the accuracy are always there
     metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = "auto"
+
+    stop: Stop | None = None  # when the run ends early
 
     @field_validator("metrics", mode="before")
     @classmethod
@@ -303,6 +335,8 @@ class Experiment(Section):
         experiment = experiment.model_copy(update={"noise": placed})
         for section, member in experiment._every_member():
             _refusals(experiment, section, member)
+        if experiment.evaluate.stop:
+            experiment.evaluate.stop.check(experiment)
         return experiment
 
     @classmethod

@@ -169,6 +169,10 @@ class Coordinator:
         """Puts the tables and a checkpoint on disk."""
         self.record.save(self.at)
 
+    def over(self) -> str | None:
+        """Why the run ends before its last round, in words; None: it goes on."""
+        return self.record.over()
+
     def finish(self, status: str, save: bool) -> dict:
         """Stops the clients and sums up the run, saved if asked to: a broken round must not be."""
         if save:
@@ -179,8 +183,7 @@ class Coordinator:
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
         """Goes on with what is measured of a finished run; how many of how many steps are done."""
         at = self.at
-        seen = at.participations
-        run = Finished(self.out, self.problem, at.model, self.plan.mechanism, seen)
+        run = Finished(self.out, self.problem, at.model, self.plan.mechanism, at.participations)
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:

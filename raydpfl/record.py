@@ -159,6 +159,22 @@ class Record:
                 if cells:
                     self.tables[f"{rows}_{metric.name}"].append(_at(row["round"], cells))
 
+    def over(self) -> str | None:
+        """Why the run ends with the rounds that are recorded (`evaluate.stop`), in words; None: it
+        goes on.
+        """
+        e = self.plan.experiment
+        stop = e.evaluate.stop
+        if stop is None:
+            return None
+        rows = self.rounds.arrow().select([*e.given]).to_pylist()
+        values = [row[stop.metric] for row in rows if scores.evaluated(row)]
+        if not scores.enough(values, stop.patience, stop.sign(e)):
+            return None
+        times = "evaluation" if stop.patience == 1 else "evaluations"
+        named = scores.named(stop.metric)
+        return f"evaluate.stop: the {named} was no better for {stop.patience} {times}"
+
     def save(self, at: Position, copies: bool = True) -> None:
         """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
         due.

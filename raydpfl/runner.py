@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import device, interrupts, measure, models, noise, saved
+from raydpfl import device, interrupts, measure, models, noise, saved, scores
 from raydpfl.config import Experiment, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
@@ -220,6 +220,7 @@ class _Drive:
         self.on_rows = on_rows
         self.on_measure = on_measure
         self.boards: list[Board] = []
+        self.early: str | None = None  # why it ends before its last round
 
     def begin(
         self, places: Places, resume: bool, fresh_noise: bool
@@ -259,7 +260,7 @@ class _Drive:
         left = self._left(status)
         if left:
             found = _measured_after(self.call, self.folder, left, self.on_measure)
-            summary |= {**found, "reason": None}
+            summary |= {**found, "reason": self.early}
             summary["wall_seconds"] = time.monotonic() - self.began
             write_json(self.folder / "summary.json", summary)
         if failure and status != "budget":
@@ -272,16 +273,18 @@ class _Drive:
         """
         rounds = self.plan.experiment.rounds
         enough = False
+        self.early = self.call("over")
         try:
             self.places.begun(done)
-            while done < rounds and not interrupts.asked() and not enough:
+            while done < rounds and not (interrupts.asked() or enough or self.early):
                 with contained():
                     row = self.call("round")
                 done += 1
                 for board in self.boards:
                     board.write([row])
                 enough = self.on_rows([row]) is True
-                if not enough:
+                self.early = self.call("over") if scores.evaluated(row) else None
+                if not (enough or self.early):
                     self.call = self.places.after_round(self.call, str(self.folder), done)
         except BudgetError as error:
             return "budget", error, True
@@ -289,6 +292,8 @@ class _Drive:
             return "failed", FileError(str(error)), False
         except Exception as error:
             return "failed", error, False
+        if self.early:
+            return "completed", None, True
         if done < rounds and interrupts.asked():
             return "interrupted", KeyboardInterrupt("interrupted by a signal"), True
         return "stopped" if done < rounds else "completed", None, True
@@ -310,7 +315,7 @@ class _Drive:
             summary["peak_rss_mb"] = max(by_process.values())
             summary["ray"] = self.places.told()
             summary["versions"] = versions()
-            summary["reason"] = str(failure) if failure else None
+            summary["reason"] = str(failure) if failure else self.early
             summary["wall_seconds"] = time.monotonic() - self.began
             left = self._left(status)
             if left:  # it may take longer than the run, which is whole without it

@@ -114,6 +114,23 @@ def diverged(scores: Row) -> str | None:
     return None
 
 
+def enough(values: Sequence[float | None], patience: int, better: int) -> bool:
+    """Whether a score was no better than its best for so many evaluations.
+
+    >>> enough([0.5, 0.4, 0.4, 0.45], 2, -1), enough([0.5, None, 0.4, 0.45], 2, -1)
+    (True, False)
+
+    Args:
+        values: of the evaluations, in order; None: that one had none.
+        patience: evaluations.
+        better: the sign that makes more of the score better.
+    """
+    known = [-math.inf if value is None else better * value for value in values]
+    if not known:
+        return False
+    return len(known) - 1 - known.index(max(known)) >= patience
+
+
 def last(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float | None]:
     """Each of these scores at the last evaluation; None where there was none."""
     found: dict[str, float | None] = dict.fromkeys(names)

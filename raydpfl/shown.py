@@ -91,7 +91,7 @@ def rate(row: dict[str, Any]) -> str:
 def report(console: Console, result: Result) -> None:
     """Says what came of a run: its scores, and every guarantee in words."""
     summary = result.summary
-    if summary["status"] == "budget":
+    if summary["status"] == "budget" or summary.get("reason"):
         console.print(f"[yellow]Stopped:[/] {summary['reason']}")
     said = scores.told(summary)
     if said:

@@ -318,3 +318,59 @@ def test_what_is_no_metric_of_the_task_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(ConfigError, match=message) as error:
         run(experiment(evaluate={"metrics": given}), tmp_path / "a")
     assert "\n" not in str(error.value) and not (tmp_path / "a").exists()
+
+
+# --- early stopping ---
+
+
+def stopping(**more: Any) -> Experiment:
+    """Steps so large that the loss on rows held out soon grows again."""
+    stop = {"metric": "validation_loss", "patience": 2, **more}
+    return experiment(
+        rounds=40,
+        local={"kind": "sgd", "steps": 40, "batch": "full", "lr": 2.0},
+        noise={"kind": "gaussian", "multiplier": 0.3, "delta": 1e-3},
+        bounding={"kind": "clip", "bound": 5.0},
+        evaluate={"every": 1, "validation": 0.3, "metrics": ["accuracy"], "stop": stop},
+    )
+
+
+def test_a_run_ends_once_its_validation_score_is_no_better_for_long_enough(tmp_path):
+    found = run(stopping(), tmp_path / "a")
+    values = found.rounds["validation_loss"].to_pylist()
+    least = values.index(min(values))
+    assert len(values) == least + 3 < 40 and found.summary["rounds"] == len(values)
+    for end in range(1, len(values)):  # it would have ended at no round before
+        assert end - 1 - values[:end].index(min(values[:end])) < 2
+    assert found.summary["status"] == "completed"
+    said = "evaluate.stop: the validation loss was no better for 2 evaluations"
+    assert found.summary["reason"] == said
+    ledger = (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()
+    assert sum('"round"' in line for line in ledger) == len(values)
+    whole = run(stopping(patience=40), tmp_path / "whole")
+    assert whole.summary["rounds"] == 40 and whole.summary["reason"] is None
+    assert found.guarantees[0].epsilon < whole.guarantees[0].epsilon
+    assert whole.rounds["validation_loss"].to_pylist()[: len(values)] == values
+
+
+def test_a_run_that_goes_on_stops_at_the_same_round_and_stays_stopped(tmp_path):
+    whole = run(stopping(), tmp_path / "whole")
+    run(stopping(), tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] == 1)
+    again = run(stopping(), tmp_path / "cut", resume=True)
+    assert again.summary["rounds"] == whole.summary["rounds"]
+    assert again.summary["model_sha256"] == whole.summary["model_sha256"]
+    still = run(stopping(), tmp_path / "cut", resume=True)
+    assert still.summary["rounds"] == whole.summary["rounds"]
+    assert still.summary["reason"] == whole.summary["reason"]
+
+
+@pytest.mark.parametrize("metric", ["test_loss", "validation_f1"])
+def test_a_run_is_stopped_by_scores_of_rows_held_out_alone(metric):
+    with pytest.raises(ConfigError, match=r"evaluate\.stop\.metric = .*rows held out of training"):
+        stopping(metric=metric)
+
+
+def test_the_mode_says_which_way_is_better():
+    assert stopping(mode="max").evaluate.stop.sign(stopping()) == 1
+    assert stopping().evaluate.stop.sign(stopping()) == -1
+    assert scores.enough([0.1, 0.2, 0.3], 2, -1) and not scores.enough([0.1, 0.2, 0.3], 2, 1)

@@ -139,6 +139,8 @@ def state(run: Run) -> list[str]:
     elif status != "completed":
         reason = run.summary.get("reason")
         found.append(f"The run ended as {status}{f': {reason}' if reason else ''}.")
+    elif run.summary.get("reason"):
+        found.append(f"The run has ended; {run.summary['reason']}.")
     return found
 
 
