@@ -197,6 +197,7 @@ def small_memory(monkeypatch, most: int) -> list[int]:
     return widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fused", "vmap"])
 def test_where_memory_is_short_half_a_lane_trains_at_once_and_no_client_is_blamed(
     way, tmp_path, monkeypatch
@@ -573,6 +574,7 @@ def test_a_module_that_makes_tensors_on_the_cpu_is_refused_before_the_first_roun
 BENCHMARK = Path(__file__).parent.parent / "experiments" / "benchmarks" / "gpu.py"
 
 
+@pytest.mark.slow
 @needs_none
 def test_the_benchmark_says_in_one_line_that_it_needs_a_gpu():
     done = subprocess.run([sys.executable, BENCHMARK], capture_output=True, text=True)

@@ -55,6 +55,7 @@ def test_a_product_is_added_in_place(shape, beta):
     torch.testing.assert_close(to, expected.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_processor_of_intels_takes_torchs_own():
     code = (
         "from raydpfl import hardware; hardware.maker = lambda: {!r};"
