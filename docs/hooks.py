@@ -4,12 +4,15 @@ from the classes and commands themselves, and a figure of a study.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 FIGURE = Path(__file__).parent.parent / "experiments/002/fig1/test_accuracy-by-round.svg"
+
+INDENT = " " * 6
 
 
 def config_page() -> str:
@@ -53,7 +56,7 @@ def _parameters(command: Any) -> Iterator[str]:
         name = ", ".join(each.opts) if each.opts[0].startswith("-") else each.metavar or each.name
         yield f"  {name}"
         if getattr(each, "help", None):
-            yield f"      {' '.join(each.help.split())}"
+            yield from textwrap.wrap(each.help, 80, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def on_files(files: Any, config: Any) -> Any:

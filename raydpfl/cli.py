@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -659,6 +660,8 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
         if isinstance(error, kind):
             return say(error), code
     if isinstance(error, SystemExit):
+        if _completed(error):
+            return "", 0
         said = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
         return None if said else (f"code that the config names {exited(error)}", 1)
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
@@ -669,6 +672,12 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
     if hasattr(error, "format_message"):  # what typer says of an unusable command line
         return error.format_message() or "a command is missing", 2
     return None
+
+
+def _completed(error: SystemExit) -> bool:
+    """Whether this is how typer ends once it has completed a command for a shell."""
+    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not error.code and Path(place).is_relative_to(Path(typer.__file__).parent)
 
 
 class _Failed(SystemExit):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,15 @@ def test_the_command_prints_text_json_and_the_version():
     assert [each["kind"] for each in found] == ["adam"]
     assert {"name", "type", "required", "default", "about"} == set(found[0]["keys"][0])
     assert run(app, ["--version"]).output == f"raydpfl {raydpfl.__version__}\n"
+
+
+@pytest.mark.slow
+def test_a_shell_is_told_the_commands_that_begin_so():
+    asked = {"COMP_WORDS": "raydpfl ki", "COMP_CWORD": "1", "_RAYDPFL_COMPLETE": "complete_bash"}
+    code = "import sys; sys.argv = ['raydpfl']; from raydpfl.__main__ import main; main()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "kinds\n", "")
 
 
 def test_the_version_is_one_everywhere():
