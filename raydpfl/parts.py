@@ -19,6 +19,7 @@ from raydpfl import data, device, hardware, local, models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
+from raydpfl.local.checks import check_counts
 from raydpfl.measure import Problem
 from raydpfl.selection import Population, Selection
 from raydpfl.tasks import Form
@@ -70,6 +71,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     form = opened.form(experiment.data.task)
     module = models.build(experiment.model, form, experiment.seed)
     d = models.parameter_count(module)
+    check_counts(experiment.local, sizes)
     way = _way(experiment, module, form, int(sizes.max()))
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)

@@ -530,6 +530,22 @@ def test_sound_runs_with_noise_at_local_steps_pass(change):
     assert [check.name for check in done.checks] == ["ledger", "steps"]
 
 
+def test_clients_with_unequal_steps_are_audited_with_each_ones_own():
+    """Epochs of clients with other numbers of rows, trained in lanes where some stand still."""
+    local = {"kind": "sgd", "epochs": 1, "batch": {"share": 0.3}, "lr": 0.01, "momentum": 0.5}
+    done = audit(
+        stepping(
+            data={**STEPS["data"], "sizes": {"kind": "lognormal"}},
+            local=local,
+            noise={"kind": "gaussian", "placement": "step", "multiplier": 0.5, "delta": 1e-5},
+            rounds=2,
+        ),
+        canaries=200,
+    )
+    assert done.passed, done.verdict
+    assert done.views[0].canaries >= 200 and len(done.views[0].statistics) > 100
+
+
 @pytest.mark.slow
 def test_canary_samples_prove_a_good_part_of_what_is_claimed_of_full_batches():
     """2,000 samples of softmax regression on 600 features, each seen through three noisy steps; the

@@ -70,10 +70,27 @@ def test_principal_components_are_those_of_the_training_rows_and_an_exclusion(tm
     _, singular, _ = np.linalg.svd(x - x.mean(0))
     np.testing.assert_allclose(np.linalg.norm(rows, axis=0), singular[:2], rtol=1e-4)
     assert split.shape == (2,) and rows.dtype == np.float32
-    assert described.exclusions == (
-        "the principal components are computed from the training data without noise",
-    )
-    assert not table(tmp_path, x).exclusions
+    computed = "the principal components are computed from the training data without noise"
+    assert described.exclusions[0] == computed
+    assert computed not in table(tmp_path, x).exclusions
+
+
+@pytest.mark.parametrize(
+    "keys,said",
+    [
+        ({"x": ["a", "b"]}, ["which classes occur"]),
+        ({"x": ["a", "b"], "classes": 3}, []),
+        ({"x": ["a", "b"], "task": "regression"}, []),
+        ({"x": ["a", "b"], "task": "multi_label", "dtype": "int64"}, ["which classes", "largest"]),
+        ({"x": "a", "classes": 3}, ["largest of inputs"]),
+        ({"x": "a", "classes": 3, "dtype": "float32"}, []),
+        ({"x": "a", "classes": 3, "dtype": "float32", "task": "sequence"}, ["longest list"]),
+    ],
+)
+def test_what_is_read_off_the_rows_of_a_table_to_size_a_model_is_an_exclusion(keys, said):
+    found = data.parse({"kind": "table", "train": "rows.csv", **keys}).exclusions
+    assert len(found) == len(said)
+    assert all(part in each for part, each in zip(said, found, strict=True))
 
 
 def test_components_of_public_rows_come_from_a_file_and_are_no_exclusion(tmp_path):
@@ -89,7 +106,7 @@ def test_components_of_public_rows_come_from_a_file_and_are_no_exclusion(tmp_pat
     np.testing.assert_allclose(
         split.test()[0], (private.reshape(90, -1) / 255 - mean) @ axes[:4].T, atol=1e-5
     )
-    assert not described.exclusions
+    assert not any("components" in each for each in described.exclusions)
     before = described.identity(tmp_path)
     np.savez(tmp_path / "public.npz", mean=mean + 1, components=axes, more=np.zeros(3))
     assert described.identity(tmp_path) != before
@@ -152,7 +169,8 @@ def test_features_are_extracted_once_whatever_the_partition_and_anew_for_other_w
     for seed, clients in ((0, 2), (1, 3)):
         described = described.model_copy(update={"clients": clients})
         opened = data.Shards.open(data.prepare(described, seed))
-        assert opened.shape == (512,) and opened.classes == 3 and not described.exclusions
+        assert opened.shape == (512,) and opened.classes == 3
+        assert not described.features.exclusions
     # training and test rows are the same here
     assert extracted == [6] and len(list((cache / "features").iterdir())) == 1
     (tmp_path / "net.pt").write_bytes(b"others")

@@ -539,15 +539,17 @@ def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous
     [
         ({"loss_bound": 2.0, "loss_std": 1.0}, {"placement": "step"}),
         ({}, {"placement": "client"}),
+        ({}, None),
     ],
 )
 def test_the_chosen_alone_are_accounted_only_where_that_has_a_meaning(selection, noise):
-    steps = noise["placement"] == "step"
+    steps = noise is None or noise["placement"] == "step"
+    given = {"kind": "gaussian", "multiplier": 1.0, **noise} if noise else {"kind": "none"}
     choice = {"kind": "power_of_choice", "cohort": 2, "pool": 6, "accounted": "chosen"}
     with pytest.raises(ConfigError, match=r"selection\.accounted = 'chosen': candidates"):
         experiment(
             selection={**choice, **selection},
-            noise={"kind": "gaussian", "multiplier": 1.0, **noise},
+            noise=given,
             bounding=STEP if steps else {"kind": "clip", "bound": 1.0},
         )
 

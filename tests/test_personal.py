@@ -1003,6 +1003,21 @@ def test_a_rule_whose_batches_are_no_part_of_the_rows_is_refused_where_they_are_
         Plan.make(experiment(**STEPS, local={"kind": f"{__name__}:Beyond", "steps": 3}))
 
 
+class AsTheLeast(Sgd):
+    """As many steps for all as an epoch of the smallest client given has."""
+
+    def step_counts(self, sizes):
+        return np.full(len(sizes), max(1, int(sizes.min()) // 2))
+
+
+def test_steps_that_depend_on_who_else_is_in_a_lane_are_refused():
+    """Of all clients the smallest has fewer rows than that of a lane, which would make more steps
+    than are accounted for.
+    """
+    with pytest.raises(ConfigError, match=r"local\.kind = .*AsTheLeast.* step_counts .*own rows"):
+        Plan.make(experiment(**STEPS, local={"kind": f"{__name__}:AsTheLeast", "batch": 2}))
+
+
 def test_one_number_for_all_clients_is_the_same_as_one_for_each():
     samples = np.array([100, 505, 20])
     stds = np.array([0.2, 0.3, 0.4])

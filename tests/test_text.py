@@ -81,6 +81,17 @@ def test_names_may_have_to_stand_apart_and_an_alphabet_may_be_given(tmp_path):
     assert "characters that occur" in data.parse(play(tmp_path)).exclusions[-1]
 
 
+def test_what_one_sample_of_a_text_is_is_said_where_samples_are_protected(tmp_path):
+    said = "a sample is a window of 5 characters and the one that follows each"
+    for bounding, protects in (("per_sample_clip", True), ("clip", False)):
+        values = {"data": play(tmp_path), "bounding": {"kind": bounding, "bound": 1.0}}
+        values["model"] = {"kind": "char_lstm", "hidden": 4, "layers": 1}
+        values["selection"] = {"kind": "uniform", "cohort": 1}
+        values["noise"] = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3}
+        plan = Plan.make(experiment(**values))
+        assert any(said in each for each in plan.mechanism.exclusions) == protects
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_a_table_of_texts_is_read_by_client(suffix, tmp_path):
     rows = [("ann", "hello, again"), ("bob", "yes"), ("ann", "good\nbye")]

@@ -137,6 +137,21 @@ def check_rule(local: Local) -> None:
         raise ConfigError("local.kind", local.kind, f"a class {reason}")
 
 
+def check_counts(local: Local, sizes: np.ndarray) -> None:
+    """Raises `ConfigError` for a rule of the user's whose batches or steps are not a matter of a
+    client's own rows, `sizes` int64 [N]: a lane would train by others than are accounted for.
+    """
+    if not local.is_own or local.trains:
+        return
+    known, whose = np.unique(sizes, return_inverse=True)
+    for name in ("batch_sizes", "step_counts"):
+        counts = getattr(local, name)
+        alone = np.concatenate([counts(known[k : k + 1]) for k in range(len(known))])
+        if not np.array_equal(counts(sizes), alone[whose]):
+            reason = f"a class whose {name} for a client depend on its own rows alone"
+            raise ConfigError("local.kind", local.kind, reason)
+
+
 def _steps(
     local: Local, model: torch.Tensor, x: torch.Tensor, gradients: list[torch.Tensor]
 ) -> torch.Tensor:

@@ -126,7 +126,8 @@ class PowerOfChoice(Sized):
 
     def check(self, experiment: Experiment) -> None:
         noise = experiment.noise
-        if self.accounted == "chosen" and noise.private() and noise.protects() != "sample":
+        at_steps = noise.private() and noise.protects() == "sample"
+        if self.accounted == "chosen" and not at_steps:
             accepted = "candidates, unless noise is drawn at local steps"
             raise ConfigError("selection.accounted", self.accounted, accepted)
 

@@ -173,6 +173,11 @@ class Data(Member):
         that are not one client's."""
         return ()
 
+    @property
+    def sample_exclusions(self) -> tuple[str, ...]:
+        """The same, in words, of guarantees that protect one sample: what is in more than one."""
+        return ()
+
     def overlaps(self) -> bool:
         """Whether one sample may be held by several clients."""
         return False

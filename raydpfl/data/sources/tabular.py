@@ -16,6 +16,10 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.tasks import Target, Task
 
+CLASSES = "which classes occur, and so how many outputs the model has (unless data.classes says it)"
+POSITIONS = "how many targets the longest list has"
+TOKENS = "the largest of inputs that stay whole numbers (data.dtype), which sizes an embedding"
+
 
 class Tabular(Dealt):
     """Base of the tables: `columns` gives the training rows, or the test rows.
@@ -83,6 +87,18 @@ class Tabular(Dealt):
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return self.mean, self.std
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """See `Data.exclusions`: what sizes the model and is read off the rows."""
+        said = super().exclusions
+        if self.task.takes != "numbers" and self.classes is None:
+            said += (CLASSES,)
+        if self.task.takes == "positions":
+            said += (POSITIONS,)
+        # lists of whole numbers stay such by themselves, columns of them where that is asked for
+        whole = self.dtype == "int64" or (self.dtype == "auto" and len(self.x) == 1)
+        return (*said, TOKENS) if whole and not (self.features or self.mean) else said
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
         """The columns of the `train` or the `test` rows; None: there are no test rows. Raises

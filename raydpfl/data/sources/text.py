@@ -71,6 +71,11 @@ class Text(Dealt):
         found = "the characters that occur (unless data.characters names an alphabet)"
         return (*super().exclusions, found)
 
+    @property
+    def sample_exclusions(self) -> tuple[str, ...]:
+        one = f"a sample is a window of {self.length} characters and the one that follows each"
+        return (f"{one}: the character between two windows is in both",)
+
     def sources(self, root: Path | None) -> list:
         return [file_identity("data.path", self.path, root)]
 
