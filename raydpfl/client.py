@@ -93,10 +93,7 @@ class Tally:
         """
         if vectors is None:
             return
-        d = self.d
-        if vectors.shape != (k, d):
-            shape = list(vectors.shape)
-            raise RunError(f"{member} remembers {shape} for {k} clients, not [{k}, {d}]")
+        _check_shape(f"{member} remembers", vectors, (k, self.d))
         self.memory.setdefault(member, []).append(vectors.float().cpu().numpy())
 
     def result(self, total: np.ndarray, seconds: float) -> LaneResult:
@@ -419,7 +416,9 @@ class ClientActor(Process):
         for it, the second that of what it then sends.
         """
         bounding = self.experiment.bounding
-        vectors = bounding.send(self._double(block.updates), view)
+        vectors = bounding.send(self._double(block.updates), view).double()
+        given = (len(block.slots), tally.d)
+        _check_shape(f"bounding.kind {bounding.kind} sends", vectors, given)
         lengths = self._lengths(vectors)
         norms = lengths.numpy().copy()
         for place in (~np.isfinite(norms)).nonzero()[0]:
@@ -468,7 +467,12 @@ class ClientActor(Process):
         work = tally.work
         who = (lane.clients[slots], lane.draws[slots])
         d = tally.d
-        return self.experiment.noise.on_clients(work.noise_seed, work.t, *who, work.client_std, d)
+        noise = self.experiment.noise
+        drawn = noise.on_clients(work.noise_seed, work.t, *who, work.client_std, d)
+        if drawn is None:
+            return None
+        _check_shape(f"noise.kind {noise.kind} draws", drawn, (len(slots), d))
+        return np.ascontiguousarray(drawn, np.float64)
 
     def _double(self, updates: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -493,11 +497,7 @@ class ClientActor(Process):
             factors = bounding.factors(
                 lengths.clone(), math.inf if work.bound is None else work.bound
             )
-        if factors.shape != lengths.shape:
-            shape = list(factors.shape)
-            raise RunError(
-                f"bounding.kind {bounding.kind} gives factors {shape} for {len(lengths)} norms"
-            )
+        _check_shape(f"bounding.kind {bounding.kind} gives factors", factors, lengths.shape)
         if work.bound is not None:
             left = (factors * lengths).numpy()
             fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))
@@ -782,6 +782,12 @@ class ClientActor(Process):
             if not np.array_equal(again, update.cpu().numpy(), equal_nan=True):
                 return f"client {lane.clients[slot]}, trained again, gives another update"
         return ""
+
+
+def _check_shape(what: str, given: torch.Tensor | np.ndarray, wanted: tuple[int, ...]) -> None:
+    """Raises `RunError` for what a member gives of some clients in another shape."""
+    if tuple(given.shape) != tuple(wanted):
+        raise RunError(f"{what} {list(given.shape)}, not {list(wanted)}")
 
 
 def _scales(experiment: Experiment) -> bool:

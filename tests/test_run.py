@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,12 +16,13 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, bounding, cli, privacy, run, shown
+from raydpfl import Experiment, bounding, cli, models, noise, privacy, run, shown
 from raydpfl.config import overridden
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.files import LOCK
 from raydpfl.plan import Plan
+from raydpfl.rounds import View
 
 SUMMARY = {
     "status",
@@ -754,7 +756,8 @@ class Column(bounding.Clip):
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 @pytest.mark.parametrize(
-    ("name", "said"), [("Sly", r"pass its bound of 0\.01"), ("Column", r"factors \[1, 1\] for 1")]
+    ("name", "said"),
+    [("Sly", r"pass its bound of 0\.01"), ("Column", r"factors \[1, 1\], not \[1\]")],
 )
 def test_factors_that_are_none_stop_the_run(name, said, placement, tmp_path):
     given = experiment(
@@ -762,6 +765,60 @@ def test_factors_that_are_none_stop_the_run(name, said, placement, tmp_path):
     )
     with pytest.raises(RunError, match=said):
         run(given, tmp_path / "out")
+
+
+class Typed(bounding.Clip):
+    """A member whose vectors and norms are of another kind than float64."""
+
+    kind: str = "typed"
+    dtype: ClassVar[torch.dtype]
+
+    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+        return (updates * 1024).round().to(self.dtype)
+
+
+def test_vectors_of_another_kind_are_bounded_as_the_numbers_that_they_hold(tmp_path, monkeypatch):
+    given = experiment(bounding={"kind": f"{__name__}:Typed", "bound": 1.0})
+
+    def ended(dtype: torch.dtype) -> str:
+        monkeypatch.setattr(Typed, "dtype", dtype, raising=False)
+        return run(given, tmp_path / str(dtype)).summary["model_sha256"]
+
+    assert ended(torch.float32) == ended(torch.int64) == ended(torch.float64)
+
+
+class Short(bounding.Clip):
+    kind: str = "short"
+
+    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+        return updates[:, :10]
+
+
+def test_vectors_of_another_length_stop_the_run(tmp_path):
+    given = experiment(bounding={"kind": f"{__name__}:Short", "bound": 1.0})
+    with pytest.raises(RunError, match=r"sends \[1, 10\], not \[1, 7850\]"):
+        run(given, tmp_path / "out")
+
+
+class Drawn(noise.Gaussian):
+    kind: str = "drawn"
+    dtype: ClassVar[type] = np.float64
+    rows: ClassVar[int | None] = None
+
+    def on_clients(self, *given):
+        return super().on_clients(*given).astype(self.dtype)[: self.rows]
+
+
+def test_noise_of_another_kind_is_the_numbers_that_it_holds(tmp_path, monkeypatch):
+    sections = {"multiplier": 1.0, "delta": 1e-5, "placement": "client"}
+    given = experiment(noise={"kind": f"{__name__}:Drawn", **sections})
+    exact = models.flatten(run(given, tmp_path / "exact").model)
+    monkeypatch.setattr(Drawn, "dtype", np.float32)
+    found = models.flatten(run(given, tmp_path / "found").model)
+    assert (found - exact).norm() <= 1e-6 * exact.norm()
+    monkeypatch.setattr(Drawn, "rows", 1)  # one row in the place of a row for each
+    with pytest.raises(RunError, match=r"draws \[1, 7850\], not \["):
+        run(given, tmp_path / "row")
 
 
 def test_a_run_whose_ledger_is_lost_is_not_resumed(tmp_path):
@@ -830,7 +887,7 @@ class Misnamed(bounding.Clip):
 @pytest.mark.parametrize(
     "name,said",
     [
-        ("Shapeless", r"bounding remembers \[\d+, 1\] for \d+ clients, not \[\d+, 7850\]"),
+        ("Shapeless", r"bounding remembers \[\d+, 1\], not \[\d+, 7850\]"),
         ("Misnamed", r"gives no answers to its query size; it answers sizes"),
     ],
 )

@@ -33,6 +33,7 @@ SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-w")
 KINDS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 LIMIT = 120  # seconds for the compiler
+EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
 PARTIAL = 64  # partial sums of a norm
 
@@ -117,7 +118,7 @@ def norms(rows: torch.Tensor) -> np.ndarray:
     """
     given = rows.numpy()
     compiled = library()
-    if compiled is None or not given.flags.c_contiguous:
+    if compiled is None or not given.flags.c_contiguous or given.dtype not in EXACT:
         return np.array([_norm(row.astype(np.float64)) for row in given])
     found = np.empty(len(given))
     called = compiled.raydpfl_norms32 if given.dtype == np.float32 else compiled.raydpfl_norms64
@@ -147,8 +148,9 @@ def add(
         noise: float64 [k, d].
     """
     compiled = library()
-    given = (rows, factors, total) if noise is None else (rows, factors, total, noise)
-    if compiled is None or not all(each.flags.c_contiguous for each in given):
+    given = (factors, total) if noise is None else (factors, total, noise)
+    fits = rows.dtype == np.float32 and all(each.dtype == np.float64 for each in given)
+    if compiled is None or not (fits and all(each.flags.c_contiguous for each in (rows, *given))):
         for i, row in enumerate(rows):
             sent = row.astype(np.float64) * factors[i]
             total += sent if noise is None else sent + noise[i]
