@@ -180,7 +180,8 @@ class Stop(Section):
         """Raises `ConfigError` for a score that evaluations do not give, or of which nobody knows
         what is better.
         """
-        known = [name for name in experiment.given if scores.set_of(name) != scores.TEST]
+        held_out = experiment.given if experiment.evaluate.validation else ()
+        known = [name for name in held_out if scores.set_of(name) != scores.TEST]
         if self.metric not in known:
             held = ", ".join(known) or "evaluate.validation holds out no rows: give it a share"
             accepted = f"a score of rows held out of training ({held})"
@@ -209,7 +210,15 @@ class Evaluate(Section):
     # says. The loss and the accuracy are always there
     metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = "auto"
 
+    # a metric of every client, on the rows that it holds out (on those that it trains on, where
+    # none are), and what it comes to over the clients: exact, and so not private
+    per_client: SerializeAsAny[Metric] | None = None
     stop: Stop | None = None  # when the run ends early
+
+    @field_validator("per_client", mode="before")
+    @classmethod
+    def _per_client(cls, value: Any) -> Any:
+        return None if value is None else parse_metrics([value], "evaluate.per_client")[0]
 
     @field_validator("metrics", mode="before")
     @classmethod
@@ -219,9 +228,17 @@ class Evaluate(Section):
     @property
     def exclusions(self) -> tuple[str, ...]:
         """What of it no accountant counts, in words."""
+        said: tuple[str, ...] = ()
+        if self.per_client:
+            said += (
+                f"the {self.per_client.name} of every client (evaluate.per_client), its quantiles, "
+                "mean and spread are exact answers to queries on the clients' rows; no epsilon "
+                "covers them",
+            )
         if not self.validation:
-            return ()
+            return said
         return (
+            *said,
             "the validation scores (evaluate.validation) are exact answers to queries on rows of "
             "the clients, which were held out of training; no epsilon covers them, nor what is "
             "chosen by them",
@@ -414,7 +431,7 @@ class Experiment(Section):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What the model is scored by."""
+        """What the model is scored by on rows of all clients together."""
         given = self.evaluate.metrics
         if given == "auto":
             given = parse_metrics(self.data.task.scores())
@@ -425,12 +442,14 @@ class Experiment(Section):
         """The columns of the rounds table that an evaluation fills; those of the test set are there
         in any case.
         """
-        return scores.columns(self.metrics, self.evaluate.validation > 0)
+        found = scores.columns(self.metrics, self.evaluate.validation > 0)
+        metric = self.evaluate.per_client
+        return found if metric is None else (*found, *scores.of_clients(metric))
 
     @property
     def given(self) -> tuple[str, ...]:
         """The scores that an evaluation gives; none where there is nothing to evaluate on."""
-        sets = {scores.TEST: self.evaluate.test, scores.VALIDATION: self.evaluate.validation > 0}
+        sets = {scores.TEST: self.evaluate.test, scores.VALIDATION: True, scores.CLIENT: True}
         return tuple(name for name in self.scores if sets[scores.set_of(name)])
 
     @property

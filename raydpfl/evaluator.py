@@ -31,16 +31,48 @@ class Scored:
     """What a model does on one batch of a set."""
 
     rows: str  # the set
-    sums: tuple[Total, ...]  # by metric, in their order
+    sums: tuple[Total, ...]  # by metric, in their order; of clients, by client
 
 
-def batches(evaluate: Evaluate, shards: Shards) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """What is evaluated: (set, x, y) of each batch, as it is stored. Where `evaluate.test` is false
-    that is no test row.
-    """
+@dataclass(frozen=True)
+class Batch:
+    """What is evaluated at once: rows of a set, or all that some clients are scored by."""
+
+    rows: str  # the set
+    stored: tuple[np.ndarray, np.ndarray] | None = None  # x and y
+    clients: range = range(0)  # one after another
+    first: int = 0  # the place of their first row among those of all clients
+
+
+def batches(evaluate: Evaluate, shards: Shards) -> list[Batch]:
+    """What is evaluated. Where `evaluate.test` is false that is no test row."""
     sets = [scores.TEST] if evaluate.test else []
     sets += [scores.VALIDATION] if evaluate.validation else []
-    return [(rows, *stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)]
+    found = [
+        Batch(rows, stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)
+    ]
+    return found + (_of_clients(shards, evaluate.batch) if evaluate.per_client else [])
+
+
+def _of_clients(shards: Shards, most: int) -> list[Batch]:
+    """All clients, some at a time: with `most` rows together, or one with more."""
+    rows = shards.client_rows
+    ends = np.cumsum(rows)
+    found = []
+    start = 0
+    while start < len(rows):
+        before = int(ends[start] - rows[start])
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
+        found.append(Batch(scores.CLIENT, None, range(start, stop), before))
+        start = stop
+    return found
+
+
+def per_client(found: Iterable[Scored], metric: Metric) -> np.ndarray:
+    """The metric of every client, float64 [clients]; NaN of one that has none."""
+    every = [total for each in found if each.rows == scores.CLIENT for total in each.sums]
+    values = [metric.value(metric.joined([total])) if len(total) else None for total in every]
+    return np.array([math.nan if value is None else value for value in values])
 
 
 def totals(
@@ -49,7 +81,8 @@ def totals(
     """What the batches of each set come to together by each metric, the batches in order."""
     by_set: dict[str, list[Scored]] = {}
     for each in found:
-        by_set.setdefault(each.rows, []).append(each)
+        if each.rows != scores.CLIENT:
+            by_set.setdefault(each.rows, []).append(each)
     return {
         rows: [
             (metric, metric.joined([part.sums[place] for part in parts]))
@@ -93,6 +126,7 @@ class Evaluator:
         self.seed = experiment.seed
         self.form = shards.form(experiment.data.task)
         self.metrics = experiment.metrics
+        self.per_client = experiment.evaluate.per_client
         self.own = own_code(experiment)
         self.shards = shards
         self.module = module
@@ -105,16 +139,20 @@ class Evaluator:
         """What the model, float32 [d], does on some of the batches, each by itself."""
         models.load(self.module, torch.tensor(model, device=self.device))
         with torch.inference_mode():
-            found = [self._scored(*self._batch(index)) for index in which]
+            found = [self._scored(index) for index in which]
             sums = fetched(found)
-        sets = [self.batches[index][0] for index in which]
+        sets = [self.batches[index].rows for index in which]
         return [Scored(*each) for each in zip(sets, sums, strict=True)]
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of a batch, on the device."""
         if index in self._there:
             return self._there[index]
-        x, y = self.shards.ready(*self.batches[index][1:])
+        batch = self.batches[index]
+        if batch.stored is None:
+            x, y = self.shards.client_batch(batch.clients, batch.first)
+        else:
+            x, y = self.shards.ready(*batch.stored)
         check(self.device, self.form, x, y)
         given = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
         if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._left:
@@ -122,11 +160,20 @@ class Evaluator:
             self._there[index] = given
         return given
 
-    def _scored(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        """What the batch comes to by each metric, [k] each."""
+    def _scored(self, index: int) -> list[torch.Tensor]:
+        """What the batch comes to by each metric, or each of its clients, [k] each."""
+        x, y = self._batch(index)
         if self.own:  # which may draw from the generators of the process
             with keyed_globals(self.seed, step=4):
                 outputs = self.module(x)
         else:
             outputs = self.module(x)
-        return [metric.sums(self.form, outputs, y) for metric in self.metrics]
+        clients = self.batches[index].clients
+        if not clients or self.per_client is None:
+            return [metric.sums(self.form, outputs, y) for metric in self.metrics]
+        rows = self.shards.client_rows[clients.start : clients.stop].tolist()
+        apart = zip(outputs.split(rows), y.split(rows), strict=True)
+        nothing = outputs.new_empty(0)
+        return [
+            self.per_client.sums(self.form, *each) if len(each[1]) else nothing for each in apart
+        ]

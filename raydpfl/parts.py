@@ -187,7 +187,8 @@ def check_means(experiment: Experiment, population: Population) -> None:
 def check_measures(problem: Problem) -> None:
     """Raises `ConfigError` for what cannot be measured of this problem, or scored."""
     form = problem.shards.form(problem.experiment.data.task)
-    for metric in problem.experiment.metrics:
+    per_client = problem.experiment.evaluate.per_client
+    for metric in (*problem.experiment.metrics, *((per_client,) if per_client else ())):
         metric.fits(form)
     for probe in problem.experiment.measure:
         probe.fits(problem)

@@ -147,8 +147,16 @@ class Record:
         return row
 
     def _evaluate(self, row: dict[str, Any], model: np.ndarray) -> None:
-        totals = evaluator.totals(self.pool.evaluate(model), self.plan.experiment.metrics)
+        e = self.plan.experiment
+        batches = self.pool.evaluate(model)
+        totals = evaluator.totals(batches, e.metrics)
         found = evaluator.scored(totals)
+        metric = e.evaluate.per_client
+        if metric:
+            values = evaluator.per_client(batches, metric)
+            found |= scores.of_clients(metric, values)
+            each = {"client": np.arange(len(values)), metric.name: values}
+            self.tables["client_scores"].append(_at(row["round"], each))
         row |= found
         what = scores.diverged(found)
         if what:
@@ -245,11 +253,13 @@ def _cells(plan: Plan) -> dict[str, list[str]]:
     """The tables that metrics write, by name, and their columns."""
     e = plan.experiment
     sets = dict.fromkeys(scores.set_of(name) for name in e.given)
-    return {
+    metric = e.evaluate.per_client
+    own = {"client_scores": ["round", "client", metric.name]} if metric else {}
+    return own | {
         f"{rows}_{metric.name}": ["round", *metric.columns()]
         for rows in sets
         for metric in e.metrics
-        if metric.columns()
+        if metric.columns() and rows != scores.CLIENT
     }
 
 

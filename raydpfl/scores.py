@@ -23,17 +23,36 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from raydpfl.metrics import Metric, called
 
 TEST = "test"
 VALIDATION = "validation"
-SETS = (TEST, VALIDATION)
+CLIENT = "client"  # what a metric of each client comes to over the clients: `STATISTICS`
+SETS = (TEST, VALIDATION, CLIENT)
+STATISTICS = ("mean", "std", "p10", "p50", "p90", "worst_tenth")
 Row = Mapping[str, Any]
+
+
+def of_clients(metric: Metric, values: np.ndarray | None = None) -> dict[str, float | None]:
+    """What a metric of every client, float64 [clients], NaN where one has none, comes to: its mean
+    over the clients, standard deviation, quantiles, and the mean of the tenth that are worst (those
+    with the largest values where less is better). None for all of them without values.
+    """
+    names = [f"{CLIENT}_{metric.name}_{statistic}" for statistic in STATISTICS]
+    known = np.sort(values[np.isfinite(values)]) if values is not None else np.empty(0)
+    if not len(known):
+        return dict.fromkeys(names)
+    worst = known[::-1] if metric.sign() < 0 else known
+    tenth = worst[: math.ceil(len(known) / 10)]
+    found = [known.mean(), known.std(), *np.quantile(known, (0.1, 0.5, 0.9)), tenth.mean()]
+    return dict(zip(names, map(float, found), strict=True))
 
 
 def columns(metrics: Iterable[Metric], validation: bool) -> tuple[str, ...]:
     """Those of the rounds table; `validation`: rows are held out."""
-    sets = SETS if validation else (TEST,)
+    sets = (TEST, VALIDATION) if validation else (TEST,)
     names = [metric.name for metric in metrics if not metric.columns()]
     return tuple(f"{rows}_{name}" for rows in sets for name in names)
 
@@ -61,12 +80,17 @@ def set_of(score: str) -> str:
 def metric_of(score: str, known: Iterable[Metric] = ()) -> Metric | None:
     """The metric that a score is of: of `known`, or of those that come with the project."""
     name = score.partition("_")[2]
+    if set_of(score) == CLIENT:
+        ends = [f"_{each}" for each in STATISTICS if name.endswith(f"_{each}")]
+        name = name.removesuffix(ends[0]) if ends else ""
     return next((metric for metric in known if metric.name == name), None) or called(name)
 
 
 def sign(score: str, known: Iterable[Metric] = ()) -> int:
     """The sign that makes more of a score better; 0 where nobody can say."""
     metric = metric_of(score, known)
+    if metric and set_of(score) == CLIENT and score.endswith("_std"):
+        return -1
     return metric.sign() if is_score(score) and metric else 0
 
 

@@ -14,8 +14,10 @@ import torch
 
 from raydpfl import Experiment, metrics, run, scores, tasks
 from raydpfl.check import check
+from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.metrics import Metric
+from raydpfl.plan import Plan
 from raydpfl.tasks import Form, Target
 
 CLASSES = Form((2,), Target((), 3), tasks.parse("classification"))
@@ -374,3 +376,76 @@ def test_the_mode_says_which_way_is_better():
     assert stopping(mode="max").evaluate.stop.sign(stopping()) == 1
     assert stopping().evaluate.stop.sign(stopping()) == -1
     assert scores.enough([0.1, 0.2, 0.3], 2, -1) and not scores.enough([0.1, 0.2, 0.3], 2, 1)
+
+
+# --- a metric of every client ---
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.3], ids=["training rows", "held out"])
+@pytest.mark.parametrize("metric", ["accuracy", "perplexity", "auc"])
+def test_each_client_is_scored_by_its_own_rows(validation, metric, tmp_path):
+    sizes = {"kind": "synthetic", "clients": 12, "samples": 20, "classes": 3, "features": 5}
+    sizes |= {"sizes": {"kind": "spread"}}
+    asked = {"every": 2, "batch": 37, "validation": validation, "per_client": metric}
+    made = experiment(data=sizes, evaluate=asked)
+    found = run(made, tmp_path / "a")
+    shards = Shards.open(Plan.make(made).shards)
+    if validation:
+        x, y = (np.concatenate(part) for part in zip(*shards.validation(1000), strict=True))
+        before = Shards.open(Plan.make(experiment(data=sizes)).shards).sizes
+        rows = before - shards.sizes
+    else:
+        rows = np.array(shards.sizes)
+        every = [shards.lane([client], int(rows[client])) for client in range(12)]
+        x = np.concatenate([each[0][0] for each in every])
+        y = np.concatenate([each[1][0] for each in every])
+    ends = np.cumsum(rows)
+    with torch.inference_mode():
+        outputs = found.model(torch.from_numpy(x))
+    known = []
+    for start, end in zip(ends - rows, ends, strict=True):
+        own = outputs[start:end], torch.from_numpy(y[start:end])
+        known.append(value(metric, CLASSES, *own, width=1000) if end > start else None)
+    table = pq.read_table(tmp_path / "a" / "client_scores.parquet").to_pylist()
+    last = [row for row in table if row["round"] == 3]
+    assert [row["client"] for row in last] == list(range(12))
+    told = [math.nan if row[metric] is None else row[metric] for row in last]
+    kept = [value for value in known if value is not None]
+    known = [math.nan if value is None else value for value in known]
+    assert told == pytest.approx(known, rel=1e-5, nan_ok=True)
+    summary = {name: found.summary[f"client_{metric}_{name}"] for name in scores.STATISTICS}
+    worst = sorted(kept, reverse=metric == "perplexity")[: math.ceil(len(kept) / 10)]
+    expected = [np.mean(kept), np.std(kept), *np.quantile(kept, (0.1, 0.5, 0.9)), np.mean(worst)]
+    assert list(summary.values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_scores_of_clients_are_not_private_and_the_guarantees_say_so(tmp_path):
+    made = experiment(
+        noise={"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3},
+        bounding={"kind": "clip", "bound": 1.0},
+        evaluate={"per_client": "accuracy"},
+    )
+    plain = made.model_copy(
+        update={"evaluate": made.evaluate.model_copy(update={"per_client": None})}
+    )
+    found = [run(each, tmp_path / str(place)) for place, each in enumerate((made, plain))]
+    assert found[0].summary["model_sha256"] == found[1].summary["model_sha256"]
+    for place, each in enumerate(found):
+        for guarantee in each.guarantees:
+            said = [one for one in guarantee.exclusions if "evaluate.per_client" in one]
+            assert len(said) == 1 - place
+            assert all("the accuracy of every client" in one for one in said)
+        assert each.guarantees
+
+
+@pytest.mark.slow
+def test_scores_of_clients_are_the_same_on_actors_and_after_a_resume(tmp_path, shared_ray):
+    asked = {"per_client": "auc", "validation": 0.3, "batch": 20}
+    whole = run(experiment(evaluate=asked), tmp_path / "whole")
+    spread = experiment(evaluate=asked, client={"actors": 2})
+    run(spread, tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] == 1)
+    again = run(spread, tmp_path / "cut", resume=True)
+    names = [name for name in whole.rounds.column_names if scores.is_score(name)]
+    assert again.rounds.select(names).equals(whole.rounds.select(names))
+    file = "client_scores.parquet"
+    assert pq.read_table(tmp_path / "cut" / file).equals(pq.read_table(tmp_path / "whole" / file))

@@ -107,12 +107,12 @@ def _samples(split: Split, share: float, seed: int) -> HeldOut:
     present, first_row = np.unique(samples, return_index=True)
     drawn = stream(seed, Purpose.VALIDATION).permutation(present)
     apart = np.isin(samples, drawn[: int(counts(np.array([len(drawn)]), share)[0])])
-    bare = _per_client(apart, split.sizes) == split.sizes
+    bare = per_client(apart, split.sizes) == split.sizes
     apart[starts[bare & (split.sizes > 0)]] = False
     scored = np.zeros(len(samples), bool)
     scored[first_row] = True
     scored &= apart & ~np.isin(samples, samples[~apart])
-    sizes = split.sizes - _per_client(apart, split.sizes)
+    sizes = split.sizes - per_client(apart, split.sizes)
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         place = slice(int(starts[first]), int(ends[last - 1]))
@@ -121,7 +121,7 @@ def _samples(split: Split, share: float, seed: int) -> HeldOut:
     return HeldOut(sizes, rows)
 
 
-def _per_client(flags: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def per_client(flags: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """How many of the rows of each client are flagged, int64 [clients]."""
     owner = np.repeat(np.arange(len(sizes)), sizes)
     return np.bincount(owner[flags], minlength=len(sizes)).astype(np.int64)

@@ -20,6 +20,7 @@ code of the user's own members, share of rows held out), wherever the files are,
 - `rows.arrow`, where clients share samples: `train.arrow` then has each sample once, and this for
   each row of each client, in client order, the row there that it is; `first` is a row of this.
 - `test.arrow`, as `train.arrow`, in one batch.
+- `held.arrow`: how many rows of each client are held out and scored, where any are.
 - `validation.arrow`, as `train.arrow`, where rows are held out of training (`data.heldout`).
 - `data.json`: shape, classes (0: numbers), unseen, mean and std, and how it was dealt; where they
   are not 0 or empty, tokens, targets (the shape of a sample's) and names.
@@ -47,6 +48,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl.arrow import numbers, packed
-from raydpfl.data.heldout import HeldOut, held_out
+from raydpfl.data.heldout import HeldOut, held_out, per_client
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.files import STILL, cache_root, put, whole
@@ -167,6 +169,8 @@ def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> N
     clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
     _write_batch(folder / "test.arrow", test)
     _write_batch(folder / "clients.arrow", clients)
+    if apart:
+        _write_batch(folder / "held.arrow", pa.record_batch({"rows": found.scored}))
     about = {
         "shape": list(split.shape),
         "classes": split.classes,
@@ -194,8 +198,8 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
         description["class_names" if split.classes else "target_names"] = list(split.names)
     if found.shared:
         description["distinct_samples"] = found.shared
-    if found.scored:
-        description["validation_samples"] = found.scored
+    if found.scored.any():
+        description["validation_samples"] = int(found.scored.sum())
     if _counted(split):
         has = sizes > 0
         commonest = (found.most[has] / sizes[has]).round(4)
@@ -230,14 +234,15 @@ class _Counts:
     held: np.ndarray  # int64 [clients]: classes of a client
     most: np.ndarray  # int64 [clients]: its samples of the commonest
     counted: np.ndarray  # int64 [classes]: training samples of each class
-    scored: int = 0
+    scored: np.ndarray  # int64 [clients]: rows of each that are held out and scored
     shared: int = 0  # samples that are kept once, whoever holds them; 0: rows are as they are dealt
 
     @classmethod
     def none(cls, split: Split) -> _Counts:
         held = np.zeros(len(split.sizes), np.int64)
         classes = split.classes if _counted(split) else 0
-        return cls(held, np.zeros_like(held), np.zeros(classes, np.int64))
+        zeros = np.zeros_like(held)
+        return cls(held, zeros, np.zeros(classes, np.int64), zeros.copy())
 
 
 class _Rows:
@@ -274,7 +279,7 @@ def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
                 out, scored = apart.rows(first, last)
                 if scored.any():
                     validation.write(x[scored], y[scored])
-                    found.scored += int(scored.sum())
+                    found.scored[first:last] = per_client(scored, split.sizes[first:last])
                 x = x[~out]
                 y = y[~out]
             train.write(x, y)
@@ -298,8 +303,8 @@ def _write_shared(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
             sizes = apart.sizes
             out, scored = apart.rows(0, len(sizes))
             validation = _Rows(folder / "validation.arrow", stack)
-            found.scored = int(scored.sum())
-            for start in range(0, found.scored, step):
+            found.scored = per_client(scored, split.sizes)
+            for start in range(0, int(scored.sum()), step):
                 validation.write(*split.at(samples[scored][start : start + step]))
             samples = samples[~out]
         distinct, index = np.unique(samples, return_inverse=True)
@@ -537,6 +542,44 @@ class Shards:
         if self._validation is None:
             return 0
         return sum(len(y) for _, y in self._validation.columns)
+
+    @cached_property
+    def client_rows(self) -> np.ndarray:
+        """How many rows of each client, int64 [clients], it is scored by: those held out, where any
+        are; else all.
+
+        Raises:
+            ConfigError: the folder was made before this was noted.
+        """
+        if self._validation is None:
+            return np.array(self.sizes)
+        path = self.folder / "held.arrow"
+        if not path.exists():
+            accepted = "a folder of this version; remove it, and it is made again"
+            raise ConfigError("RAYDPFL_CACHE", str(self.folder), accepted)
+        with pa.OSFile(str(path)) as file:
+            return pa.ipc.open_file(file).read_all()["rows"].to_numpy()
+
+    def client_batch(self, clients: range, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that some clients are scored by, one client's after another's, for training.
+
+        Args:
+            clients: one after another.
+            first: the place of their first row among the rows of all clients.
+        """
+        rows = self.client_rows[clients.start : clients.stop]
+        if self._validation is None:
+            x, y, n = self.lane(clients, int(rows.max()))
+            there = np.arange(x.shape[1]) < n[:, None]
+            return x[there], y[there]
+        parts = []
+        at = 0
+        for x, y in self._validation.columns:
+            some = slice(max(first - at, 0), max(first + int(rows.sum()) - at, 0))
+            parts.append((x.reshape(-1, *self.shape)[some], y[some]))
+            at += len(y)
+        x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return self.ready(x, y)
 
     def lane(
         self,

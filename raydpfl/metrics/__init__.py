@@ -40,13 +40,13 @@ SECTION = "evaluate.metrics"
 ALWAYS = ("loss", "accuracy")  # every evaluation has these
 
 
-def parse(values: Any) -> tuple[Metric, ...]:
-    """The members of a list of kinds and mappings. Raises `ConfigError`."""
+def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
+    """The members of a list of kinds and mappings. Raises `ConfigError` on the field `section`."""
     if not isinstance(values, (list, tuple)) or not values:
         accepted = f"auto, or a list of {', '.join(FAMILY)} or your own classes"
-        raise ConfigError(SECTION, values, accepted)
+        raise ConfigError(section, values, accepted)
     given = [{"kind": each} if isinstance(each, str) else each for each in values]
-    found = tuple(choose(SECTION, each, FAMILY, Metric) for each in given)
+    found = tuple(choose(section, each, FAMILY, Metric) for each in given)
     if len({metric.name for metric in found}) < len(found):
         raise ConfigError(SECTION, values, "a list that has each metric once")
     return found

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydpfl.privacy import column
-from raydpfl.scores import VALIDATION, named, number, set_of
+from raydpfl.scores import CLIENT, TEST, VALIDATION, named, number, set_of
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
 from raydpfl.tune.source import Trial
@@ -101,11 +101,13 @@ def _chosen(settings: Sequence[Setting], sweep: Sweep, runs: int, chosen: bool) 
     metric = sweep.search.metric
     held_out = set_of(metric) == VALIDATION
     rows = "rows held out of their training" if held_out else "one test set"
+    if set_of(metric) == CLIENT:
+        rows = "each client's own rows"
     by = f"chosen by the {named(metric)} of {_count(runs, 'run')} on {rows}"
     if not chosen:
         return f"No setting was {by}."
     told = f"The best of {_count(len(settings), 'setting')} was {by}, which flatters it."
-    if not held_out:
+    if set_of(metric) == TEST:
         return told
     if any(experiment.evaluate.test for experiment in sweep.probes):
         return f"{told} The runs were scored on the test set too, which had no part in the choice."
