@@ -214,10 +214,11 @@ def no_compiler(monkeypatch, tmp_path):
     native.found.cache_clear()
 
 
-def test_without_a_compiler_clients_train_another_way(no_compiler):
+def test_without_a_compiler_clients_train_another_way_and_are_said_to(no_compiler, caplog):
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
     assert native.library() is None
     assert resolve(module, Sgd(), 20, form((36,), 4)) == "sample_space"
+    assert "half the time: nothing is compiled here" in caplog.text
     with pytest.raises(ConfigError, match=r"'no-such-compiler'.*install a C compiler, or name"):
         resolve(module, Sgd(), 20, form((36,), 4), "compiled")
 

@@ -24,6 +24,7 @@ from itertools import pairwise
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from raydpfl import native
 from raydpfl.errors import ConfigError
 from raydpfl.hardware import Precision
 from raydpfl.local.base import Local
@@ -32,7 +33,7 @@ from raydpfl.local.compiled import unfit
 from raydpfl.local.convolutional import links
 from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.local.stack import NoStack, stack
+from raydpfl.local.stack import Layer, NoStack, stack
 from raydpfl.local.trial import mismatch
 from raydpfl.local.ways import REFERENCE, WAYS, check_way, lacking
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
@@ -150,5 +151,13 @@ def _suited(
     if clip is not None:
         return ["fused", "layerwise", "vmap"]
     spanned = ["sample_space"] if SampleSpace.pays(layers, rows, local) else []
-    compiled = ["compiled"] if spanned and not gpu and unfit(layers) is None else []
+    compiled = _compiled(layers) if spanned and not gpu else []
     return [*compiled, *spanned, "fused", "vmap"]
+
+
+def _compiled(layers: tuple[Layer, ...]) -> list[str]:
+    """`compiled`, where it fits; a warning where a compiler alone is lacking."""
+    reason = unfit(layers)
+    if reason is not None and reason == native.found():
+        log.warning("clients are not trained by compiled, which takes half the time: %s", reason)
+    return ["compiled"] if reason is None else []

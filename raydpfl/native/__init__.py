@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import subprocess
@@ -28,7 +27,6 @@ import torch
 
 from raydpfl.files import cache_root
 
-log = logging.getLogger("raydpfl")
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-w")
 KINDS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
@@ -57,9 +55,8 @@ def found() -> ctypes.CDLL | str:
     try:
         return _opened(command, name)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = f"nothing is compiled here ({_line(error)})"
-    log.info("%s, and softmax models train slower", reason)
-    return f"{reason}; install a C compiler, or name one in CC"
+        reason = _line(error)
+    return f"nothing is compiled here ({reason}); install a C compiler, or name one in CC"
 
 
 def _line(error: Exception) -> str:
