@@ -560,7 +560,7 @@ def data_describe(files: Described, data_root: DataRoot = None) -> None:
         print(_understood(files, data_root), end="")
         return
     experiment = _read(config, overrides, imports=("data",))[0]
-    apart = experiment.evaluate.validation
+    apart = experiment.evaluate.apart
     found = data.describe(experiment.data, experiment.seed, data_root, apart)
     for name, value in found.items():
         print(f"{name}: {value}")

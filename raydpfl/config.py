@@ -197,14 +197,21 @@ class Stop(Section):
         return 1 if self.mode == "max" else -1
 
 
+class HeldOut(Section):
+    """Clients that are held out of training."""
+
+    clients: float = Field(gt=0, lt=1)  # share of them
+
+
 class Evaluate(Section):
     """When the model is evaluated, and on what."""
 
     every: int = Field(default=10, ge=1)  # rounds; the last round always counts
     batch: int = Field(default=1000, ge=1)  # rows at a time
     test: bool = True  # false: the test set is not looked at
-    # share of each client's rows that is held out of training and evaluated on
-    validation: float = Field(default=0.0, ge=0, lt=1)
+    # share of each client's rows that is held out of training and evaluated on; or, as in
+    # {clients: 0.1}, of the clients, with all their rows, who are no part of the population then
+    validation: Annotated[float, Field(ge=0, lt=1)] | HeldOut = 0.0
 
     # what the model is scored by: the first is that by which a run is followed; auto: as the task
     # says. The loss and the accuracy are always there
@@ -224,6 +231,13 @@ class Evaluate(Section):
     @classmethod
     def _metrics(cls, value: Any) -> Any:
         return value if value == "auto" else parse_metrics(value)
+
+    @property
+    def apart(self) -> float | dict[str, float]:
+        """What is held out of training, as `raydpfl.data.prepare` takes it."""
+        if isinstance(self.validation, HeldOut):
+            return {"clients": self.validation.clients}
+        return self.validation
 
     @property
     def exclusions(self) -> tuple[str, ...]:
@@ -442,7 +456,7 @@ class Experiment(Section):
         """The columns of the rounds table that an evaluation fills; those of the test set are there
         in any case.
         """
-        found = scores.columns(self.metrics, self.evaluate.validation > 0)
+        found = scores.columns(self.metrics, bool(self.evaluate.validation))
         metric = self.evaluate.per_client
         return found if metric is None else (*found, *scores.of_clients(metric))
 

@@ -62,7 +62,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     Raises:
         ConfigError: for what the data cannot give.
     """
-    apart = experiment.evaluate.validation
+    apart = experiment.evaluate.apart
     shards = data.prepare(experiment.data, experiment.seed, data_root, validation=apart)
     opened = Shards.open(shards)
     sizes = np.array(opened.sizes)

@@ -155,8 +155,9 @@ class Record:
         if metric:
             values = evaluator.per_client(batches, metric)
             found |= scores.of_clients(metric, values)
-            each = {"client": np.arange(len(values)), metric.name: values}
-            self.tables["client_scores"].append(_at(row["round"], each))
+            told = [value if np.isfinite(value) else None for value in values.tolist()]
+            places = _at(row["round"], {"client": np.arange(len(values))})
+            self.tables["client_scores"].append({**places, metric.name: told})
         row |= found
         what = scores.diverged(found)
         if what:

@@ -13,7 +13,7 @@ import torch
 from conftest import experiment
 from rich.console import Console
 
-from raydpfl import data, evaluator, run, shown
+from raydpfl import Experiment, data, evaluator, run, shown
 from raydpfl.data import Shards, heldout, prepare, shards
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.plan import Plan
@@ -339,3 +339,59 @@ def test_actors_score_as_one_process_does(tmp_path, shared_ray):
     actors = run(experiment(evaluate=HALF, client={"actors": 2}), tmp_path / "actors")
     names = ["test_loss", "test_accuracy", "validation_loss", "validation_accuracy"]
     assert inline.rounds.select(names).equals(actors.rounds.select(names))
+
+
+# --- clients that are held out ---
+
+
+@pytest.mark.parametrize("described", [SPREAD, OVERLAPPING], ids=["disjoint", "overlapping"])
+def test_clients_that_are_held_out_are_scored_and_train_no_more(described, tmp_path):
+    source = data.parse(described)
+    whole = Shards.open(prepare(source, 5, cache=tmp_path))
+    part = Shards.open(prepare(source, 5, cache=tmp_path, validation={"clients": 0.2}))
+    count = round(0.8 * whole.clients)
+    assert part.clients == count and len(part.client_rows) == whole.clients - count
+    rows = [shard_rows(whole, client) for client in range(whole.clients)]
+    kept = [shard_rows(part, client) for client in range(count)]
+    left = iter(rows)  # the others, in the same order, with all their rows
+    assert all(any(each == other for other in left) for each in kept)
+    out = [each for each in rows if each not in kept]
+    assert len(out) == whole.clients - count
+    trained = {row for each in kept for row in each}
+    scored = [row.tobytes() for x, _ in part.validation(50) for row in x]
+    assert set(scored) == {row for each in out for row in each} - trained
+    assert len(scored) == part.validation_size == part.client_rows.sum()
+    told = part.describe()
+    assert told["clients"] == count and told["validation_samples"] == len(scored)
+
+
+def shard_rows(shards: Shards, client: int) -> list[bytes]:
+    """The samples of a client."""
+    x, _, _ = shards.lane([client], int(shards.sizes[client]))
+    return [row.tobytes() for row in x[0]]
+
+
+def test_a_run_is_accounted_for_by_the_clients_that_are_left(tmp_path):
+    asked = {"every": 2, "validation": {"clients": 0.25}, "per_client": "accuracy"}
+    made = experiment(evaluate=asked)
+    found = run(made, tmp_path / "out")
+    whole = run(experiment(evaluate={"every": 2}), tmp_path / "whole")
+    left = whole.summary["population"] - int(0.25 * whole.summary["population"] + 0.5)
+    assert found.summary["population"] == left
+    assert f"of {left}" in str(found.guarantees[0].sampling)
+    assert found.guarantees[0].epsilon > whole.guarantees[0].epsilon  # a larger share takes part
+    assert found.summary["validation_accuracy"] is not None
+    scored = pq.read_table(tmp_path / "out" / "client_scores.parquet")
+    assert set(scored["client"].to_pylist()) == set(range(whole.summary["population"] - left))
+    assert Experiment.from_dict(made.to_dict()) == made
+
+
+def test_clients_held_out_that_come_to_nobody_are_refused(tmp_path):
+    few = data.parse({**SPREAD, "clients": 3})
+    with pytest.raises(
+        ConfigError, match=r"evaluate\.validation\.clients = 0\.1: a share that leaves"
+    ):
+        prepare(few, 5, cache=tmp_path, validation={"clients": 0.1})
+    for wrong in ({"clients": 0}, {"clients": 1}, {"client": 0.1}, {}):
+        with pytest.raises(ConfigError, match=r"evaluate\.validation"):
+            experiment(evaluate={"validation": wrong})

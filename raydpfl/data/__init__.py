@@ -79,7 +79,12 @@ def _class(kind: str) -> type[Data]:
     raise ConfigError("data.kind", kind, accepted)
 
 
-def describe(data: Data, seed: int = 0, root: Path | None = None, validation: float = 0.0) -> dict:
+def describe(
+    data: Data,
+    seed: int = 0,
+    root: Path | None = None,
+    validation: float | Mapping[str, float] = 0.0,
+) -> dict:
     """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See
     `prepare` and `Shards.describe`.
     """

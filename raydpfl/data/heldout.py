@@ -1,5 +1,5 @@
 """Rows of clients that are held out of training, to choose by: `evaluate.validation`, a share of
-each client's own.
+each client's own; or `{clients: 0.1}`, all rows of such a share of the clients.
 
 >>> counts(np.array([0, 1, 4, 5, 25, 30]), 0.1)
 array([0, 0, 0, 1, 3, 3])
@@ -12,11 +12,15 @@ Where one sample may be held by several clients (`Data.overlaps`), a row that on
 would be trained on by another. There samples are drawn instead of rows: that share of all samples
 that anybody holds, held out by everyone, and each scored once. A client that would have no row left
 keeps its first one, which then is not scored.
+
+Clients that are held out are drawn from all, by (seed, VALIDATION), and are none of the population
+any more: the others are numbered anew. Of samples that several clients hold only those are scored
+that nobody trains on, each once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +43,7 @@ class HeldOut:
 
     sizes: np.ndarray
     rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    clients: np.ndarray | None = None  # bool [clients]: held out altogether; None: nobody is
 
 
 def counts(sizes: np.ndarray, share: float) -> np.ndarray:
@@ -48,23 +53,55 @@ def counts(sizes: np.ndarray, share: float) -> np.ndarray:
     return np.clip(wanted, 0, np.maximum(sizes - 1, 0))
 
 
-def held_out(split: Split, share: float, seed: int, overlaps: bool) -> HeldOut:
-    """The rows that a share in (0, 1) of every client's own comes to.
+def held_out(
+    split: Split, share: float | Mapping[str, float], seed: int, overlaps: bool
+) -> HeldOut:
+    """The rows that a share in (0, 1) of every client's own comes to, or `{"clients": share}`.
 
     Args:
         split: all rows.
-        share: of the rows.
+        share: of the rows, or of the clients.
         seed: of the experiment.
         overlaps: whether one sample may be held by several clients.
 
     Raises:
         ConfigError: where no row is held out, or nothing says which rows are one sample.
     """
+    if isinstance(share, Mapping):
+        return _clients(split, share["clients"], seed, overlaps)
     found = _samples(split, share, seed) if overlaps else _rows(split, share, seed)
     if int(found.sizes.sum()) == int(split.sizes.sum()):
         most = f"the largest has {int(split.sizes.max())} rows, of which one must stay"
         raise ConfigError(FIELD, share, f"a share that comes to a row of some client; {most}")
     return found
+
+
+def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOut:
+    """That share of the clients, all their rows."""
+    count = len(split.sizes)
+    wanted = int(counts(np.array([count]), share)[0])
+    apart = np.zeros(count, bool)
+    apart[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
+    if not split.sizes[apart].any() or not split.sizes[~apart].any():
+        accepted = f"a share that leaves some of the {count} clients, with rows, on either side"
+        raise ConfigError(f"{FIELD}.clients", share, accepted)
+    if overlaps and split.samples is None:
+        accepted = "none for data whose clients may share samples and that do not say which ones"
+        raise ConfigError(f"{FIELD}.clients", share, f"{accepted} (raydpfl.data.Split.samples)")
+    out = np.repeat(apart, split.sizes)
+    scored = out
+    if overlaps and split.samples is not None:
+        samples = split.samples(0, count)
+        once = np.zeros(len(samples), bool)
+        once[np.flatnonzero(out)[np.unique(samples[out], return_index=True)[1]]] = True
+        scored = once & ~np.isin(samples, samples[~out])
+    ends = np.cumsum(split.sizes)
+
+    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        place = slice(int(ends[first] - split.sizes[first]), int(ends[last - 1]))
+        return out[place], scored[place]
+
+    return HeldOut(np.where(apart, 0, split.sizes), rows, apart)
 
 
 def _rows(split: Split, share: float, seed: int) -> HeldOut:

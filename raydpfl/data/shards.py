@@ -84,7 +84,7 @@ def prepare(
     seed: int,
     root: Path | None = None,
     cache: Path | None = None,
-    validation: float = 0.0,
+    validation: float | Mapping[str, float] = 0.0,
 ) -> Path:
     """The folder that holds `data` dealt to clients, written now unless it is there already, whole
     and unchanged.
@@ -95,7 +95,8 @@ def prepare(
         root: where the source files are (None: RAYDPFL_DATA).
         cache: where folders are kept (None: RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME or
             ~/.cache).
-        validation: the share of each client's rows that is held out of training, in [0, 1).
+        validation: the share of each client's rows that is held out of training, in [0, 1); or
+            `{"clients": share}`, of the clients.
 
     Raises:
         ConfigError: before anything is written, for what the data cannot give.
@@ -146,7 +147,9 @@ def _blamed(data: Data) -> Iterator[None]:
         ) from None
 
 
-def _described(data: Data, seed: int, root: Path | None, validation: float) -> dict[str, Any]:
+def _described(
+    data: Data, seed: int, root: Path | None, validation: float | Mapping[str, float]
+) -> dict[str, Any]:
     """All that the prepared files are a function of, in JSON types."""
     found = {
         "format": FORMAT,
@@ -164,13 +167,18 @@ def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> N
     write = _write_shared if split.shared else _write_train
     found = write(split, apart, folder)
     sizes = apart.sizes if apart else split.sizes
+    held = found.scored
+    if apart is not None and apart.clients is not None:
+        sizes = sizes[~apart.clients]
+        held = held[apart.clients]
+        found.leave(apart.clients)
     test = _batch(*split.test())
     columns = [packed(each, pa.int64()) for each in (np.cumsum(sizes) - sizes, sizes)]
     clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
     _write_batch(folder / "test.arrow", test)
     _write_batch(folder / "clients.arrow", clients)
     if apart:
-        _write_batch(folder / "held.arrow", pa.record_batch({"rows": found.scored}))
+        _write_batch(folder / "held.arrow", pa.record_batch({"rows": held}))
     about = {
         "shape": list(split.shape),
         "classes": split.classes,
@@ -243,6 +251,11 @@ class _Counts:
         classes = split.classes if _counted(split) else 0
         zeros = np.zeros_like(held)
         return cls(held, zeros, np.zeros(classes, np.int64), zeros.copy())
+
+    def leave(self, out: np.ndarray) -> None:
+        """Counts the clients alone that are not held out; `out`: bool [clients]."""
+        self.held = self.held[~out]
+        self.most = self.most[~out]
 
 
 class _Rows:
@@ -546,7 +559,7 @@ class Shards:
     @cached_property
     def client_rows(self) -> np.ndarray:
         """How many rows of each client, int64 [clients], it is scored by: those held out, where any
-        are; else all.
+        are; else all. Where clients are held out altogether, of each of these.
 
         Raises:
             ConfigError: the folder was made before this was noted.

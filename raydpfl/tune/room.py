@@ -73,7 +73,7 @@ class Room:
             return int(experiment.client.actors)
         if experiment.data.clients:
             return experiment.data.clients
-        apart = experiment.evaluate.validation
+        apart = experiment.evaluate.apart
         found = data.prepare(experiment.data, experiment.seed, self.root, validation=apart)
         return len(Shards.open(found).sizes)
 
