@@ -5,10 +5,12 @@ that trains in a second.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 
 import pytest
 
@@ -102,10 +104,20 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
 
 
+FEW = 4  # cases of one test that are fast
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray is slow, besides what is marked so; all else is fast."""
+    """What starts Ray is slow, besides what is marked so, and of a test of many cases all but a
+    few, evenly spread; all else is fast.
+    """
+    cases = Counter(item.nodeid.split("[")[0] for item in items)
+    seen: Counter[str] = Counter()
     for item in items:
-        if "shared_ray" in getattr(item, "fixturenames", ()):
+        name = item.nodeid.split("[")[0]
+        passed_over = seen[name] % math.ceil(cases[name] / FEW) > 0
+        seen[name] += 1
+        if passed_over or "shared_ray" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
         if item.get_closest_marker("slow") is None:
             item.add_marker("fast")

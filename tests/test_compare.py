@@ -51,6 +51,7 @@ def test_the_flops_of_a_round_are_those_that_torch_counts(net, compare, nets):
     assert work.flops == work.cohort * work.steps * counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_processes_that_have_ended_count(compare):
     here = psutil.Process()
     before = compare.processor_seconds(here)

@@ -22,7 +22,7 @@ from raydpfl.selection import Cohort, Uniform
 from raydpfl.server import Server
 from raydpfl.weights import Weights
 
-QUICK = ("bounding:clip", "weights:uniform", "law:full", "accountant:rdp", "task:sequence")
+QUICK = ("bounding:clip", "weights:uniform", "law:full", "accountant:rdp")
 MEMBERS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in members_of()
 ]

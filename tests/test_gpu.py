@@ -105,7 +105,7 @@ CAPS = {
     "power of choice, noised losses": ASKED,
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
-QUICK = ("clip", "DPSCAFFOLD", "vmap")
+QUICK = ("clip", "vmap")
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 
 
@@ -142,7 +142,7 @@ def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, 
     rounds = plan.experiment.rounds
     assert trained(tmp_path) == 20 * rounds
     assert counts["waits"] <= 5 * rounds + 4, counts
-    assert counts["to host"] <= 3 * rounds + 1, counts
+    assert counts["to host"] <= 3 * rounds + 2, counts  # two of the evaluation
     assert counts["to device"] <= 10 * rounds + 8, counts
 
 
@@ -158,6 +158,7 @@ def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
         check_path("DPNFL", tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @needs_none
 def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
     contribute = ClientActor._contribute
@@ -226,6 +227,7 @@ def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_no
     assert "\n" not in str(error.value) and "client 0" not in str(error.value)
 
 
+@pytest.mark.slow
 @needs_none
 def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_path, monkeypatch):
     plan = on_gpu(client={"on_error": "drop"}, local={"kind": "scaffold", "steps": 2})

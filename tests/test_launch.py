@@ -259,6 +259,7 @@ print("ended")
 """
 
 
+@pytest.mark.slow
 def test_processes_start_in_a_thread_while_another_one_multiplies():
     found = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120

@@ -936,6 +936,7 @@ def test_what_losses_chose_is_accounted_for_as_what_they_might_have_chosen(tmp_p
     )
 
 
+@pytest.mark.slow
 def test_an_adaptive_bound_rests_at_its_quantile_when_clients_drop_out(tmp_path):
     adaptive = {"kind": "quantile_clip", "bound": 0.5, "quantile": 0.9, "lr": 0.3}
     sections = {

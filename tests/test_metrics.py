@@ -289,6 +289,7 @@ class Upside(Brier):
         return 1
 
 
+@pytest.mark.slow
 def test_an_own_metric_is_named_by_import_path_and_has_its_column(tmp_path):
     own = f"{__name__}:Brier"
     asked = experiment(evaluate={"metrics": [{"kind": own, "scale": 2.0}]})
@@ -337,6 +338,7 @@ def stopping(**more: Any) -> Experiment:
     )
 
 
+@pytest.mark.slow
 def test_a_run_ends_once_its_validation_score_is_no_better_for_long_enough(tmp_path):
     found = run(stopping(), tmp_path / "a")
     values = found.rounds["validation_loss"].to_pylist()

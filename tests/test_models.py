@@ -469,6 +469,7 @@ def test_images_that_are_too_small_are_refused():
             build((2, least - 1, least), 3, kind=kind)
 
 
+@pytest.mark.slow
 def test_the_nets_learn_to_tell_two_images_apart():
     x = torch.from_numpy(np.random.default_rng(0).random((2, *GREY), np.float32))
     y = torch.tensor([0, 1])

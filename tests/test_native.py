@@ -232,6 +232,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(no_compiler, monkeypatch):
     assert not [*no_compiler.rglob("*.so")]
 
 
+@pytest.mark.slow
 @needs
 @pytest.mark.parametrize("compiler", ["", " ", "cc -g0"])
 def test_cc_may_be_empty_or_have_arguments(compiler, no_compiler, monkeypatch):
@@ -240,6 +241,7 @@ def test_cc_may_be_empty_or_have_arguments(compiler, no_compiler, monkeypatch):
     assert native.library() is not None
 
 
+@pytest.mark.slow
 @needs
 @pytest.mark.parametrize("broken", [False, True])
 def test_without_a_library_in_the_cache_a_process_compiles_its_own(
@@ -262,6 +264,7 @@ def test_without_a_library_in_the_cache_a_process_compiles_its_own(
     assert native.norms(torch.tensor([[3.0, 4.0]])).tolist() == [5.0]
 
 
+@pytest.mark.slow
 @needs
 def test_a_node_without_a_compiler_is_named_with_what_to_do(no_compiler, monkeypatch):
     with monkeypatch.context() as home:

@@ -158,6 +158,7 @@ def test_an_experiment_is_shown_with_what_it_takes(shown, tmp_path, monkeypatch)
     assert remarks(shown(SMALL)) == []
 
 
+@pytest.mark.slow
 def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     text = shown(STUDY)

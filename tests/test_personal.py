@@ -986,6 +986,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [2, "full", {"share": 0.1}])
 def test_a_rule_with_batches_of_its_own_is_accounted_for_by_these(batch, tmp_path):
     """A batch of more rows moves every sample more often: `batch: 2` would claim far too little."""
@@ -1032,6 +1033,7 @@ def test_batches_that_are_none_per_client_are_refused(batch):
         LocalSteps(np.array([5, 5, 5]), batch, 5, 1.0, 1e-5, np.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibration", ["rigorous", "paper"])
 def test_a_run_with_batches_by_share_holds_each_clients_budget(calibration, tmp_path):
     sections = {

@@ -434,6 +434,7 @@ def test_draws_of_unequal_probabilities_stay_below_the_curve_of_the_likeliest_cl
     assert not all(below_uniform)
 
 
+@pytest.mark.slow
 def test_the_curve_of_the_likeliest_client_is_the_printed_formula_and_grows_with_its_probability():
     for mu, draws in ((0.1, 40), (0.8, 5), (3.0, 2)):
         found = [

@@ -224,6 +224,7 @@ def test_a_finished_run_goes_on_as_one_of_so_many_rounds(case, tmp_path):
         assert {line["mechanism"] for line in lines} == {lines[0]["mechanism"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gaussian", "banded_gaussian"])
 def test_noise_for_an_epsilon_stays_and_the_guarantees_say_what_all_rounds_spend(kind, tmp_path):
     sections = {"noise": {"kind": kind, "epsilon": 3.0, "delta": 1e-5}}
