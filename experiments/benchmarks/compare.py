@@ -49,6 +49,12 @@ WARM = 2  # rounds of every block that do not count
 TRIED = WARM + 1  # rounds of the block that finds how many the others have
 MOST = 300  # rounds of a block
 SAMPLED = 0.25  # seconds between two looks at the memory
+NEEDS = {
+    "raydpfl": ("raydpfl",),
+    "pfl": ("pfl", "torch"),
+    "Flower": ("flwr", "ray", "torch"),
+    "BlazeFL": ("blazefl.contrib", "torch"),
+}
 SIDE = 2048  # rows and columns of the matrices whose product is the peak
 
 
@@ -125,28 +131,26 @@ class Contender:
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """All that can be run here; says who is left out."""
+    """Those that are asked for and can be run here; says who is left out."""
     cores = psutil.cpu_count(logical=True) or 1
     ours = ("raydpfl", "with_raydpfl.py", sys.executable)
-    found = [
-        made(ours, "inline", {"actors": 0}),
-        made(ours, f"{cores} actors", {"actors": cores}),
-    ]
     pfl = ("pfl", "with_pfl.py", options.pfl_python)
     flower = ("Flower", "with_flower.py", options.flower_python)
     blazefl = ("BlazeFL", "with_blazefl.py", options.blazefl_python)
-    if options.only == "inline":
-        return found[:1]
-    if options.only == "raydpfl":
-        return found
-    if has(pfl, ("pfl", "torch")):
-        found += [made(pfl, f"{each} threads", {"threads": each}) for each in (1, cores)]
-        found.append(made(pfl, f"{cores} processes", {"threads": 1}, cores))
-    if has(flower, ("flwr", "ray", "torch")):
-        found.append(made(flower, "a client per core", {}))
-    if has(blazefl, ("blazefl.contrib", "torch")):
-        found += [made(blazefl, f"{each} threads", {"threads": each}) for each in (1, cores)]
-    return found
+    found = [
+        made(ours, "inline", {"actors": 0}),
+        made(ours, f"{cores} actors", {"actors": cores}),
+        made(pfl, "one thread", {"threads": 1}),
+        made(pfl, f"{cores} threads", {"threads": cores}),
+        made(pfl, f"{cores} processes", {"threads": 1}, cores),
+        made(flower, "a client per core", {}),
+        made(blazefl, "one thread", {"threads": 1}),
+        made(blazefl, f"{cores} threads", {"threads": cores}),
+    ]
+    wanted = [each for each in found if any(part in each.name for part in options.contenders)]
+    pythons = {each.peer: each.python for each in wanted}
+    there = {peer: has(peer, python) for peer, python in pythons.items()}
+    return [each for each in wanted if there[each.peer]]
 
 
 def made(
@@ -156,12 +160,13 @@ def made(
     return Contender(peer, f"{peer}, {setting}", program, python, settings, processes)
 
 
-def has(who: tuple[str, str, str], modules: tuple[str, ...]) -> bool:
+def has(peer: str, python: str) -> bool:
     """Whether a peer's interpreter imports what it needs; says so where it does not."""
-    peer, _, python = who
-    code = f"import {', '.join(modules)}"
+    code = f"import {', '.join(NEEDS[peer])}"
     try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        done = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, env=environment()
+        )
         reason = (done.stderr.splitlines() or [""])[-1] if done.returncode else ""
     except OSError as error:
         reason = str(error)
@@ -232,17 +237,21 @@ def stop(process: psutil.Process) -> None:
             each.kill()
 
 
+def environment() -> dict[str, str]:
+    """Of every contender: each sets its own threads, and ours is this checkout's."""
+    kept = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    return {**kept, "PYTHONPATH": str(HERE.parents[1]), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
 @contextmanager
 def started(contender: Contender, job: Path, timeout: float) -> Iterator[subprocess.Popen[str]]:
     """A contender's process, which leaves none behind. Raises SystemExit where it fails."""
-    keep = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment = {**keep, "PYTHONPATH": str(HERE.parents[1]), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             contender.command(job),
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=environment,
+            env=environment(),
             text=True,
         )
         watched = psutil.Process(process.pid)
@@ -376,7 +385,9 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
         mine = best.setdefault(each["peer"], {})
         for key in ("wall_seconds", "processor_seconds"):
             mine[key] = min(mine.get(key, float("inf")), each[key])
-    ours = best.pop("raydpfl")
+    ours = best.pop("raydpfl", None)
+    if ours is None:
+        return []
     return [
         {
             "peer": peer,
@@ -425,7 +436,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--blazefl-python", default=sys.executable, help="an interpreter with blazefl and tqdm"
     )
-    parser.add_argument("--only", choices=["raydpfl", "inline"], help="no peers; nor actors")
+    parser.add_argument(
+        "--contenders", nargs="+", default=[""], metavar="PART", help="of whose name is a part"
+    )
     parser.add_argument("--blocks", type=int, default=4, help="of each contender, by turns")
     parser.add_argument("--seconds", type=float, default=4.0, help="of the rounds of a block")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a block")
