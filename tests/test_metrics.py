@@ -450,4 +450,5 @@ def test_scores_of_clients_are_the_same_on_actors_and_after_a_resume(tmp_path, s
     names = [name for name in whole.rounds.column_names if scores.is_score(name)]
     assert again.rounds.select(names).equals(whole.rounds.select(names))
     file = "client_scores.parquet"
-    assert pq.read_table(tmp_path / "cut" / file).equals(pq.read_table(tmp_path / "whole" / file))
+    tables = [pq.read_table(tmp_path / name / file).to_pydict() for name in ("cut", "whole")]
+    np.testing.assert_equal(*tables)  # for which NaN is NaN

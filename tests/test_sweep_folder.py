@@ -352,7 +352,7 @@ def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, monkeypat
     before = pq.read_table(out / "results.parquet").drop_columns(["seconds"])
     shutil.copy(of(out, 1.0, 3) / "summary.json", (a := of(out, 0.1, 3)) / "summary.json")
     assert sweep([out, "--resume"], monkeypatch, capsys)[0] == 0
-    assert f"{a.name}/summary.json is set aside (its test_loss is" in caplog.text
+    assert f"{a.name}/summary.json is set aside (its test_accuracy is" in caplog.text
     assert pq.read_table(out / "results.parquet").drop_columns(["seconds"]).equals(before)
 
 
