@@ -104,7 +104,7 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
 
 
-FEW = 4  # cases of one test that are fast
+FEW = 2  # cases of one test that are fast
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

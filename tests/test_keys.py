@@ -20,6 +20,7 @@ def _drawn(vectors: int, n: int) -> np.ndarray:
     ).astype(np.float64)
 
 
+@pytest.mark.slow
 def test_normals_have_the_moments_of_the_standard_normal():
     """Mean, variance, skewness and kurtosis of 4 million; each statistic is normal with the
     variance it is divided by.

@@ -697,6 +697,7 @@ def holder(folder, seconds: float) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.slow
 def test_two_runs_cannot_write_to_one_directory_and_a_killed_one_holds_it_no_longer(tmp_path):
     other = holder(tmp_path, 600)
     try:
@@ -777,6 +778,7 @@ class Typed(bounding.Clip):
         return (updates * 1024).round().to(self.dtype)
 
 
+@pytest.mark.slow
 def test_vectors_of_another_kind_are_bounded_as_the_numbers_that_they_hold(tmp_path, monkeypatch):
     given = experiment(bounding={"kind": f"{__name__}:Typed", "bound": 1.0})
 

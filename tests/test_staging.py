@@ -202,6 +202,7 @@ def test_files_in_search_spaces_go_along(here):
     assert Sweep.from_dict(new).size == 2
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
     tree = SMALL | named(here)["data.train"]
     (here / "link.npz").symlink_to(here / "t.npz")

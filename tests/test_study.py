@@ -327,6 +327,7 @@ def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_it
         Study.named("009/fig1")
 
 
+@pytest.mark.slow
 def test_every_printed_table_is_read_by_a_study_which_finds_its_numbers():
     read = set()
     for path in shipped.paths().values():

@@ -277,6 +277,7 @@ def test_integers_and_targets_per_position_are_kept_as_they_are(tmp_path):
     assert np.array_equal(picked[1][0], split.rows(3, 4)[1][[1, 4]])
 
 
+@pytest.mark.slow
 def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path):
     """Inline, on an actor per client and on two, which are dealt lanes and batches."""
     plan = Plan.make(letters(evaluate={"every": 2, "validation": 0.3}))

@@ -299,6 +299,7 @@ def test_a_loop_of_ones_own_is_run_client_by_client_on_a_module_of_its_own(cls):
         assert loss == pytest.approx(before, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_keeps_the_promises_of_its_family():
     found = check(Mine)
     assert all(promise.kept for promise in found), render(found)
@@ -321,6 +322,7 @@ class Rebuilt(Mine):
         super().train(copy.deepcopy(module), x, y, generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls,said", [(Wandering, "something else"), (Rebuilt, "as it was")])
 def test_a_loop_that_lies_is_caught(cls, said):
     found = {promise.name: promise for promise in check(cls)}
