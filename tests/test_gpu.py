@@ -106,7 +106,12 @@ CAPS = {
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
 QUICK = ("clip", "vmap")
-EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
+EVERY = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name, method in METHODS.items()
+    if method.get("client", {}).get("way") != "compiled"  # is for the CPU
+    and "precision" not in method.get("client", {})  # of a device; a pretended one has none
+]
 
 
 def check_path(method: str, tmp_path: Path, monkeypatch) -> None:

@@ -264,6 +264,40 @@ METHODS |= {
         "local": {"kind": "sgd", "steps": 5, "batch": 4, "sampling": "epochs"},
         "client": {"way": "sample_space"},
     },
+    "unequal steps, compiled with momentum and all": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {
+            "kind": "sgd",
+            "epochs": 2,
+            "batch": 4,
+            "momentum": 0.5,
+            "weight_decay": 0.01,
+            "proximal": 0.1,
+        },
+        "client": {"way": "compiled", "lane": 4},
+    },
+    "unequal steps, noised": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "epochs": 1, "batch": 4},
+        "bounding": SAMPLE,
+        "noise": STEPS,
+    },
+    "adam, a schedule within a round": {
+        **TINY,
+        "local": {"kind": "adam", "steps": 4, "batch": 3, "within": {"lr_warmup": 2}},
+    },
+    "adamw, cosine": {
+        **TINY,
+        "local": {"kind": "adamw", "steps": 3, "batch": 3, "schedule": "cosine", "lr_period": 2},
+    },
+    "sam": {**TINY, "local": {"kind": "sam", "steps": 3, "batch": 3}},
+    "bfloat16": {**CNN, "client": {"lane": 2, "precision": "bfloat16"}, "rounds": 2},
+    "clients held out, scores of each": {
+        **TINY,
+        "evaluate": {"every": 1, "validation": {"clients": 0.2}, "per_client": "accuracy"},
+    },
     "overlapping": {
         "data": {"clients": 50, "partition": {"kind": "overlapping", "per_client": 20}},
         "rounds": 2,
@@ -582,6 +616,27 @@ def test_contributions_are_added_one_by_one_whatever_their_number_and_length(k, 
         expected = expected + vector
     client._reduce(total, torch.from_numpy(vectors))
     assert np.array_equal(total.numpy(), expected)
+
+
+@pytest.mark.parametrize("multiplier", [0.0, 1.0])
+def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_send(
+    multiplier, tmp_path, monkeypatch
+):
+    """What takes each client's vector in float64 is the reference."""
+    noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
+    plan = Plan.make(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
+    scaled = carried_out(plan, tmp_path / "scaled")
+    taken = []
+    contribute = ClientActor._contribute
+
+    def noted(*given):
+        taken.append(None)
+        return contribute(*given)
+
+    monkeypatch.setattr("raydpfl.client._scales", lambda experiment: False)
+    monkeypatch.setattr(ClientActor, "_contribute", noted)
+    assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
+    assert taken
 
 
 @pytest.mark.parametrize(("way", "joined"), [("fused", True), ("sample_space", False)])

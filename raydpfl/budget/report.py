@@ -168,10 +168,10 @@ class SampleBudget(Budget):
 
 def _steps_of(mechanism: LocalSteps) -> int | dict[str, int]:
     """Local steps of a participation; where clients differ, the least and the most."""
-    if not isinstance(mechanism.steps, np.ndarray):
-        return mechanism.steps
-    held = mechanism.steps[mechanism.samples > 0]
-    return {"least": int(held.min()), "most": int(held.max())}
+    held = np.broadcast_to(mechanism.steps, mechanism.samples.shape)[mechanism.samples > 0]
+    least = int(held.min())
+    most = int(held.max())
+    return least if least == most else {"least": least, "most": most}
 
 
 @dataclass(frozen=True)

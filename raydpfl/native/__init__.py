@@ -9,6 +9,14 @@ bits, and training another way (`raydpfl.local.ways`).
 
 The bits of what the library computes depend neither on the processor nor on who calls it: every sum
 has an order of its own, and every vector length gives the same.
+
+>>> rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+>>> norms(rows)
+array([5., 2.])
+>>> total = np.zeros(2)
+>>> add(total, rows.numpy(), factors=np.array([0.5, 1.0]))
+>>> total
+array([1.5, 4. ])
 """
 
 from __future__ import annotations
@@ -29,7 +37,10 @@ from raydpfl.files import cache_root
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-w")
-KINDS = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
+# by what torch calls it; one by one, as compilers before 2021 know no names for them together
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
+KINDS = {"AVX512": (*AVX2, *AVX512), "AVX2": AVX2}
 LIMIT = 120  # seconds for the compiler
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
@@ -117,19 +128,19 @@ def norms(rows: torch.Tensor) -> np.ndarray:
     compiled = library()
     if compiled is None or not given.flags.c_contiguous or given.dtype not in EXACT:
         return np.array([_norm(row.astype(np.float64)) for row in given])
-    found = np.empty(len(given))
+    lengths = np.empty(len(given))
     called = compiled.raydpfl_norms32 if given.dtype == np.float32 else compiled.raydpfl_norms64
-    called(*_sizes(given), _at(given), _at(found))
-    return found
+    called(*_sizes(given), _at(given), _at(lengths))
+    return lengths
 
 
 def _norm(row: np.ndarray) -> float:
     sums = np.zeros((-(-len(row) // PARTIAL) + 1, PARTIAL))  # the first row is 0, and starts sums
     sums.reshape(-1)[PARTIAL : PARTIAL + len(row)] = row * row
-    found = np.add.reduce(sums, axis=0)
-    while len(found) > 1:
-        found = found[: len(found) // 2] + found[len(found) // 2 :]
-    return float(np.sqrt(found[0]))
+    left = np.add.reduce(sums, axis=0)
+    while len(left) > 1:
+        left = left[: len(left) // 2] + left[len(left) // 2 :]
+    return float(np.sqrt(left[0]))
 
 
 def add(

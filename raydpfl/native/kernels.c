@@ -321,7 +321,7 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
 #define PART(place, count)                                                                      \
     {                                                                                           \
         int64_t size = padded(count);                                                           \
-        if (memory) (place) = memory + used;                                                        \
+        if (memory) (place) = memory + used;                                                    \
         used += size;                                                                           \
     }
     PART(room->rows, job->p % LANES ? n * padded(job->p) : 0);
