@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from raydpfl import interrupts
 from raydpfl.errors import ConfigError, RunError, exited
@@ -316,13 +317,17 @@ def show(
     timed: Annotated[bool, typer.Option("--timed", help=TIMED)] = False,
     data_root: DataRoot = None,
 ) -> None:
-    """Print a config complete, with defaults; own members are not imported and stand as written. Of
-    a sweep or a study also what it would run, whether each of it can be, and how long it takes.
+    """Print a config complete, with each default marked as one; own members are not imported and
+    stand as written. Of a sweep or a study also what it would run, whether each of it can be, and
+    how long it takes.
     """
+    from raydpfl.defaults import MARK
     from raydpfl.outline import outline
 
     found = outline(config, overrides or (), timed, data_root)
-    print(found.text, end="")
+    console = Console(soft_wrap=True)
+    for line in found.text.splitlines():
+        console.print(Text(line, style="dim" if line.endswith(MARK) else ""))
     if found.refused:
         raise found.refused
 

@@ -2,7 +2,8 @@
 defaults; a sweep with its settings, or a study with its cells, whether each can be run, and how
 long that would take here.
 
-The text is YAML: what is said besides stands in comments, so it is a config again.
+The text is YAML: what is said besides stands in comments, so it is a config again. So does which
+keys are at their defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raydpfl import defaults
 from raydpfl.config import Experiment, dump, is_space, overridden, read
 from raydpfl.errors import ConfigError
 
@@ -104,7 +106,8 @@ def _experiment(
         from raydpfl.tune.estimate import measure
 
         said.append(f"That takes {measure([(experiment, 1)], root).words()}.")
-    return Outline(experiment.to_yaml() + _comments(said))
+    text = defaults.marked(experiment.to_yaml(), set(defaults.keys(experiment, tree)))
+    return Outline(text + _comments(said))
 
 
 def _sweep(
@@ -116,7 +119,8 @@ def _sweep(
     found = dry_run(Sweep.untried(tree, imports=imports), timed, root)
     unread = dict.fromkeys(line for each in found.made.values() for line in _unread(each))
     refused = next(iter(found.refused.values()), None)
-    return Outline(dump(found.complete()) + _comments([*unread, *found.lines()]), refused)
+    text = defaults.marked(dump(found.complete()), found.usual())
+    return Outline(text + _comments([*unread, *found.lines()]), refused)
 
 
 def _study(

@@ -22,11 +22,11 @@ ORDER = [
     "record", "witnessing", "adapting", "position", "account", "memory", "placement", "actors",
     "dealing", "slots", "client", "evaluator", "resident", "process", "cluster",
     # no Ray from here on
-    "plan", "parts", "origin", "saved", "config", "measure", "scores", "tables", "tracking",
-    "heterogeneity", "compare", "selection", "local", "bounding", "noise", "weights", "server",
-    "sums", "privacy", "models", "data", "metrics", "tasks", "member", "own", "rounds", "rates",
-    "events", "arrow", "keys", "native", "files", "device", "hints", "errors", "interrupts",
-    "hardware", "reaper",
+    "plan", "parts", "origin", "saved", "defaults", "config", "measure", "scores", "tables",
+    "tracking", "heterogeneity", "compare", "selection", "local", "bounding", "noise",
+    "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
+    "own", "rounds", "rates", "events", "arrow", "keys", "native", "files", "device", "hints",
+    "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -124,6 +124,43 @@ def test_only_data_show_that_a_setting_cannot_be_dealt(shown, tmp_path):
     assert "1 of these 2 cannot be run." in remarks(found.text)
 
 
+def marked(text):
+    """The dotted keys that are marked, of a text and of a flat list of its sections."""
+    found = set()
+    section = ""
+    for line in text.splitlines():
+        if not line.startswith((" ", "-", "#")):
+            section = ""
+        key = section + line.partition(":")[0].strip()
+        if line.rstrip().endswith(":") and not line.startswith(" "):
+            section = f"{key}."
+        if line.endswith("# default"):
+            found.add(key)
+    return found
+
+
+def test_every_key_that_is_at_its_default_is_marked_and_the_marks_are_in_one_column(shown):
+    text = shown({**SMALL, "measure": [], "local": {"kind": "sgd", "lr": 0.1, "momentum": 0.5}})
+    found = marked(text)
+    assert found >= {"local.kind", "local.lr", "local.steps", "weights.kind", "noise.placement"}
+    assert not found & {"seed", "local.momentum", "bounding.kind", "noise.multiplier", "measure"}
+    assert len({line.index("# default") for line in text.splitlines() if "# default" in line}) == 1
+    assert max(map(len, text.splitlines())) <= 80
+    assert Experiment.from_dict(yaml.safe_load(text)).local.momentum == 0.5
+    bare = "".join(f"{line.partition('  # default')[0].rstrip()}\n" for line in text.splitlines())
+    assert bare == experiment(local={"kind": "sgd", "lr": 0.1, "momentum": 0.5}).to_yaml()
+    assert "measure" in marked(shown({key: SMALL[key] for key in SMALL if key != "measure"}))
+
+
+def test_what_a_sweep_searches_is_not_at_its_default_and_the_rest_is(shown):
+    servers = {"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}
+    text = shown({**SMALL, "server": servers, "local": {"kind": "sgd", "lr": {"grid": [0.1, 1]}}})
+    found = marked(text)
+    assert {"local.momentum", "sweep.repeats"} <= found
+    assert not any(key.startswith("server") or key.startswith("local.lr:") for key in found)
+    assert "local.lr" not in found
+
+
 def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     tree = {**SMALL, "local": {**SMALL["local"], "lr": {"grid": [0.1, 0.2]}}}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raydpfl import defaults
 from raydpfl.config import Experiment, as_fields
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan, foretold
@@ -48,6 +49,16 @@ class DryRun:
                 node = node[name]
             node[last] = copy.deepcopy(at(sweep.tree, place))
         return {**tree, **search}
+
+    def usual(self) -> set[defaults.Key]:
+        """The keys of `complete` that are at their defaults; none that is searched."""
+        search = self.sweep.search
+        given = dict.fromkeys(search.model_fields_set)
+        found = set(defaults.within(search, given, place=("sweep",)))
+        for experiment in [*self.made.values()][:1]:
+            found |= set(defaults.keys(experiment, self.sweep.tree))
+        spaces = [tuple(key.removesuffix(".kind").split(".")) for key in self.sweep.spaces]
+        return {key for key in found if not any(key[: len(one)] == one for one in spaces)}
 
     def lines(self) -> Iterator[str]:
         """What to say of it."""
