@@ -80,5 +80,10 @@ def said(where: str, known: Iterable[str]) -> str:
         return f"; other kinds of {section} have it"
     if meant:
         return f"; what others call {key} is {meant} here"
+    return nearest(key, known)
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """As `said`, of a key that other tools have no name for."""
     near = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.6)
     return f"; nearest: {near[0]}" if near else ""

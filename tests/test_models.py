@@ -405,7 +405,7 @@ def test_a_config_read_back_is_the_same_config():
         ),
         (
             {"kind": "user_nets:linear", "wide": 1},
-            "model.wide = 1: no such key; the keys here are kind, init, args",
+            "model.wide = 1: no such key; the keys here are kind, init, frozen, args",
         ),
         (
             {"kind": "user_nets:fail"},

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raydpfl import keys
+from raydpfl import keys, models
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.local.base import Local, Step
 from raydpfl.tasks import Form
@@ -84,8 +84,8 @@ def check_apart(module: nn.Module, form: Form) -> None:
     """
     for name, layer in module.named_modules():
         kind = type(layer).__name__
-        if isinstance(layer, _BatchNorm):
-            remedy = "raydpfl.models.group_norm converts it"
+        if isinstance(layer, _BatchNorm) and not models.is_still(layer):
+            remedy = "raydpfl.models.group_norm converts it, model.frozen keeps its statistics"
             raise _mixes(module, f"{name or 'it'} is a {kind} ({remedy})")
         # of an Embedding: it shortens the rows that it is asked for
         if getattr(layer, "max_norm", None) is not None:

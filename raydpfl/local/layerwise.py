@@ -49,6 +49,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from raydpfl import models
 from raydpfl.local.base import Local
 from raydpfl.local.loop import Loop
 from raydpfl.local.products import product
@@ -276,7 +277,7 @@ def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
     place of each parameter by its id. Raises `NotLayerwise`.
     """
     kind = type(layer).__name__
-    if isinstance(layer, _BatchNorm):
+    if isinstance(layer, _BatchNorm) and not models.is_still(layer):
         raise NotLayerwise(f"{kind} mixes the samples of a batch")
     own = []
     for name, parameter in layer.named_parameters(recurse=False):

@@ -15,7 +15,8 @@ A module of the user's own is named by import path and used unchanged:
 610
 
 The parameters that a run sends, bounds and noises are the trainable ones, each once however many
-layers share it, in the order of `module.parameters()`; frozen ones stay as they were built.
+layers share it, in the order of `module.parameters()`; frozen ones stay as they were built
+(`raydpfl.models.split`).
 
 Every convolutional net is a stack of ordinary torch layers in a `torch.nn.Sequential`, pooled
 before the activation where that is monotone (they commute, and the activation then works on a
@@ -41,6 +42,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -52,13 +54,14 @@ from raydpfl.keys import Purpose, keyed_globals, stream, torch_stream
 from raydpfl.models.base import Model
 from raydpfl.models.module import Module, factory
 from raydpfl.models.norms import group_norm
+from raydpfl.models.split import chosen, flatten, freeze, is_still, load, parameter_count
 from raydpfl.models.state import changed, kept
 from raydpfl.models.weights import fill
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
-    "FAMILY", "Model", "Module", "activations", "build", "factory", "flatten", "group_norm", "load",
-    "parameter_count", "parse",
+    "FAMILY", "Model", "Module", "activations", "build", "factory", "flatten", "group_norm",
+    "is_still", "load", "parameter_count", "parse",
 ]  # fmt: skip
 
 FIRST = (
@@ -95,12 +98,16 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
 
     The global random state is left as it was. Raises `ConfigError` for a model that is not for such
     samples, and for a module that does not take [batch, *form.shape] to [batch, *form.outputs], has
-    nothing to train, is not float32 throughout, or changes its buffers in training, as BatchNorm
-    does, or what it keeps in Python.
+    nothing to train, is not float32 throughout, mixes samples by a BatchNorm whose statistics are
+    not frozen, or changes its buffers in training, or what it keeps in Python.
     """
     with keyed_globals(seed):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
         module = model.of(form)
+        if not isinstance(module, nn.Module):
+            raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
+        _scores(module.eval(), model, form)  # also gives lazy layers their parameters
+        freeze(module, chosen("model.frozen", model.frozen, module))
         _check(module, model, form)
     if model.init is not None:
         fill(module, model.init)
@@ -109,11 +116,9 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
 
 def _check(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for a module that cannot be trained; see `build`."""
-    if not isinstance(module, nn.Module):
-        raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm):
-            remedy = "raydpfl.models.group_norm converts it"
+        if isinstance(layer, _BatchNorm) and not is_still(layer):
+            remedy = "raydpfl.models.group_norm converts it, model.frozen keeps its statistics"
             accepted = f"a module without BatchNorm ({name or 'itself'}), which mixes samples"
             raise _refuse(model, f"{accepted}; {remedy}")
     _check_forward(module, model, form)
@@ -121,22 +126,32 @@ def _check(module: nn.Module, model: Model, form: Form) -> None:
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
             raise _refuse(model, f"a float32 module; {name} is {tensor.dtype}")
     if not parameter_count(module):
+        if model.frozen:
+            raise ConfigError("model.frozen", list(model.frozen), "what leaves something to train")
         raise _refuse(model, "a module with trainable parameters")
+
+
+def _scores(
+    module: nn.Module, model: Model, form: Form, generator: np.random.Generator | None = None
+) -> Any:
+    """What a module gives for a batch of 2. Raises `ConfigError` for one that does not take it."""
+    try:
+        late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
+        with torch.no_grad(), limited(FORWARD, late):
+            return module(form.inputs(2, generator))
+    except RAISED as error:  # a user's module may raise anything
+        taken = f"{form.dtype} {['batch', *form.shape]}"
+        reason = f"{type(error).__name__}: {error}"
+        raise _refuse(model, f"a module that takes {taken} ({reason})") from None
 
 
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
     taken = f"{form.dtype} {['batch', *form.shape]}"
-    try:
-        late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
-        with torch.no_grad(), limited(FORWARD, late):
-            module.train()(form.inputs(2))  # also gives lazy layers their parameters
-            before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            state = kept(module)
-            scores = module(form.inputs(2, stream(0, Purpose.DATA)))
-    except RAISED as error:  # a user's module may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise _refuse(model, f"a module that takes {taken} ({reason})") from None
+    _scores(module.train(), model, form)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    state = kept(module)
+    scores = _scores(module, model, form, stream(0, Purpose.DATA))
     if not isinstance(scores, torch.Tensor) or scores.shape != (2, *form.outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         returned = ", ".join(map(str, ["batch", *form.outputs]))
@@ -157,22 +172,6 @@ def _refuse(model: Model, accepted: str) -> ConfigError:
     return ConfigError("model.kind", model.kind, accepted)
 
 
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def parameter_count(module: nn.Module) -> int:
-    """Trainable parameters, shared ones counted once: the length d of `flatten`."""
-    return sum(parameter.numel() for parameter in _trainable(module))
-
-
-def flatten(module: nn.Module) -> torch.Tensor:
-    """A copy of the trainable parameters as float32 [d], each in its logical (row-major) order,
-    whatever its memory layout.
-    """
-    return torch.cat([parameter.detach().reshape(-1) for parameter in _trainable(module)])
-
-
 def activations(module: nn.Module, form: Form) -> int:
     """How many numbers the layers of a module give for a sample of this form."""
     counted: list[int] = []
@@ -186,20 +185,3 @@ def activations(module: nn.Module, form: Form) -> int:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         tried(form.inputs(1))
     return sum(counted)
-
-
-def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
-    """Copies `flat` [d] into the trainable parameters in place, and returns the module; the inverse
-    of `flatten`.
-
-    Raises ValueError for another length than d.
-    """
-    parameters = _trainable(module)
-    if flat.shape != (parameter_count(module),):
-        raise ValueError(f"{list(flat.shape)} numbers for {parameter_count(module)} parameters")
-    with torch.no_grad():
-        for parameter, part in zip(
-            parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True
-        ):
-            parameter.copy_(part.view(parameter.shape))
-    return module

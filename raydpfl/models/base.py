@@ -28,10 +28,12 @@ class Model(Member):
 
     classifies: ClassVar[bool] = False  # whether it is for classes alone
     named: ClassVar[frozenset[str]] = frozenset({"init"})
-    newer: ClassVar[frozenset[str]] = frozenset({"init"})
+    newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen"})
 
     # the weights that training starts from: a file of safetensors, a state_dict, or a run directory
     init: str | None = None
+    # patterns of parameters and buffers that stay as they are: ["features.*", "*.running_*"]
+    frozen: tuple[str, ...] = ()
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         """A fresh module for float32 inputs of this shape."""
