@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from raydpfl import interrupts
+from raydpfl import completion, interrupts
 from raydpfl.errors import ConfigError, RunError, exited
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ CLUSTER = "A running Ray cluster to join; auto finds the local one."
 FRESH = "With --resume, where code or processor have changed: new noise, both releases count."
 
 
-def _option(text: str = "", panel: str | None = None) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel)
+def _option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
+    """An option. `words`: what a shell completes."""
+    complete = completion.one_of(*words) if words else None
+    return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
 
 
 def _whole(given: str | int) -> int:
@@ -89,11 +91,17 @@ Overrides = Annotated[
     typer.Argument(
         help="Fields to change, such as rounds=50 or bounding.bound=0.5.",
         metavar="section.key=value",
+        autocompletion=completion.overrides,
     ),
 ]
+DATA = completion.of_family("data")
 Kinds = Annotated[
     list[str] | None,
-    typer.Argument(help="Some of them, or import paths of your own classes.", metavar="KIND"),
+    typer.Argument(
+        help="Some of them, or import paths of your own classes.",
+        metavar="KIND",
+        autocompletion=DATA,
+    ),
 ]
 DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
 Address = Annotated[str | None, _option(CLUSTER)]
@@ -199,13 +207,17 @@ LIST = (
 SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
 SEEDS = "Final runs of every cell. Default: as the study says."
 INTO = "Study directory (of several studies: theirs are in it); default: a new one under runs/."
-Studies = Annotated[list[str] | None, typer.Argument(help=REPRODUCED, metavar="STUDY")]
+Studies = Annotated[
+    list[str] | None,
+    typer.Argument(help=REPRODUCED, metavar="STUDY", autocompletion=completion.studies),
+]
+SCALES = ("smoke", "small", "paper")
 
 
 @app.command()
 def reproduce(
     studies: Studies = None,
-    scale: Annotated[str | None, _option(f"{SCALED} Default: small.")] = None,
+    scale: Annotated[str | None, _option(f"{SCALED} Default: small.", words=SCALES)] = None,
     out: Annotated[Path | None, _option(INTO)] = None,
     resume: Annotated[
         bool,
@@ -348,6 +360,10 @@ BOUND = (
 )
 SAMPLING = "fixed (size; the default), poisson, full, with-replacement or public."
 RELATION = "replace_one (the default), add_remove (for poisson) or zero_out."
+SAMPLINGS = ("fixed", "poisson", "full", "with-replacement", "public")
+RELATIONS = ("replace_one", "add_remove", "zero_out")
+UNITS = ("client", "sample")
+DRAWERS = ("client", "server")
 TAKEN = "Rounds K that any one client takes part in. Default: all."
 UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
@@ -367,13 +383,13 @@ def budget(
     rounds: Annotated[int | None, _count(ROUNDS, GIVE)] = None,
     delta: Annotated[float | None, _option("Default: 1e-5.")] = None,
     bound: Annotated[float | None, _option(BOUND)] = None,
-    sampling: Annotated[str | None, _option(SAMPLING)] = None,
-    relation: Annotated[str | None, _option(RELATION)] = None,
+    sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
+    relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
     participations: Annotated[int | None, _count(TAKEN)] = None,
-    unit: Annotated[str | None, _option(UNIT)] = None,
+    unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
     population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,
-    placement: Annotated[str | None, _option(DRAWS, CLIENT)] = None,
+    placement: Annotated[str | None, _option(DRAWS, CLIENT, DRAWERS)] = None,
     v: Annotated[float | None, _option(CONSTANT, CLIENT)] = None,
     samples: Annotated[int | None, _count("Samples n of the client.", SAMPLE)] = None,
     batch: Annotated[int | None, _count("Samples B of a batch.", SAMPLE)] = None,
@@ -462,9 +478,15 @@ AROUND = "Fields of the small experiment around it, or of the member's own secti
 
 @app.command()
 def check(
-    member: Annotated[str, typer.Argument(help=CHECKED, metavar="MEMBER")],
+    member: Annotated[
+        str,
+        typer.Argument(help=CHECKED, metavar="MEMBER", autocompletion=completion.members),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help=AROUND, metavar="section.key=value")
+        list[str] | None,
+        typer.Argument(
+            help=AROUND, metavar="section.key=value", autocompletion=completion.after_colon
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -492,7 +514,10 @@ NAMED = (
 
 @app.command()
 def kinds(
-    name: Annotated[str | None, typer.Argument(help=NAMED, metavar="FAMILY[.KIND]")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help=NAMED, metavar="FAMILY[.KIND]", autocompletion=completion.kinds),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
@@ -546,7 +571,9 @@ def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
 
 
 @datasets.command("fetch")
-def data_fetch(kind: str, data_root: DataRoot = None) -> None:
+def data_fetch(
+    kind: Annotated[str, typer.Argument(autocompletion=DATA)], data_root: DataRoot = None
+) -> None:
     """Download a data set, unless it is there."""
     from raydpfl import data
 

@@ -17,10 +17,10 @@ ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
 # where the later names the earlier.
 ORDER = [
-    "__main__", "cli", "kinds", "outline", "budget", "audit", "check", "submit", "staging",
-    "archive", "study", "tune", "report", "shown", "runner", "launch", "hosted", "coordinator",
-    "record", "witnessing", "adapting", "position", "account", "memory", "placement", "actors",
-    "dealing", "slots", "client", "evaluator", "resident", "process", "cluster",
+    "__main__", "cli", "completion", "kinds", "outline", "budget", "audit", "check", "submit",
+    "staging", "archive", "study", "tune", "report", "shown", "runner", "launch", "hosted",
+    "coordinator", "record", "witnessing", "adapting", "position", "account", "memory", "placement",
+    "actors", "dealing", "slots", "client", "evaluator", "resident", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "defaults", "config", "measure", "scores", "tables",
     "tracking", "heterogeneity", "compare", "selection", "local", "bounding", "noise",

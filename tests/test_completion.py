@@ -1,0 +1,96 @@
+"""What a shell completes of a command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from conftest import SMALL
+
+from raydpfl import completion, config
+
+
+@pytest.fixture
+def complete(tmp_path):
+    """What is offered for the last of these words, after a config in which clients are Poisson."""
+    path = tmp_path / "c.yaml"
+    tree = {**SMALL, "selection": {"kind": "poisson", "cohort": 20}}
+    path.write_text(yaml.safe_dump({key: tree[key] for key in tree if key != "weights"}))
+
+    def offered(*words):
+        params = {"config": str(path), "overrides": [*words[:-1]]}
+        return completion.overrides(SimpleNamespace(params=params), words[-1])
+
+    return offered
+
+
+def test_fields_are_those_of_the_configs_own_members(complete):
+    assert "selection.cohort=" in complete("selection.")
+    assert "bounding.quantile=" not in complete("bounding.")
+    assert "bounding.quantile=" in complete("bounding.kind=quantile_clip", "bounding.")
+    assert complete("data.partition.")[:2] == ["data.partition.kind=", "data.partition.kind=iid"]
+    shards = complete("data.partition.kind=shards", "data.partition.")
+    assert shards == ["data.partition.kind=", "data.partition.per_client="]
+    assert {"seed=", "rounds=", "local.lr=", "client.actors=", "weights.kind="} <= {*complete("")}
+
+
+def test_the_only_field_is_offered_with_values_so_that_no_shell_ends_the_word(complete):
+    assert complete("evaluate.ev") == ["evaluate.every=", "evaluate.every=10"]
+    assert complete("local.momentum=") == ["local.momentum=0.0"]
+    assert complete("client.on_error=d") == ["client.on_error=drop"]
+    assert complete("nowhere.") == complete("nowhere.x=") == []
+
+
+def test_what_bash_cuts_at_the_sign_is_completed_alike(complete):
+    kinds = [*config.KINDS["bounding"]]
+    assert complete("bounding.kind", "=", "") == complete("bounding.kind", "") == kinds
+    assert complete("bounding.kind", "=", "model") == ["model_clip"]
+    assert "bounding.quantile=" in complete("bounding.kind", "=", "quantile_clip", "bounding.")
+
+
+def test_a_config_that_cannot_be_read_offers_the_fields_of_the_default(tmp_path):
+    for name in ("nowhere.yaml", str(tmp_path), None):
+        found = completion.overrides(SimpleNamespace(params={"config": name}), "local.")
+        assert "local.lr=" in found
+    assert {name: next(iter(config.KINDS[name])) for name in config.DEFAULTS} == {
+        name: section["kind"] for name, section in config.DEFAULTS.items()
+    }
+
+
+def test_kinds_members_and_studies_are_completed():
+    assert completion.kinds("bou")[:2] == ["bounding", "bounding.none"]
+    assert "bounding.clip" in completion.kinds("bounding.c")
+    assert completion.members("server:y") == ["server:yogi"]
+    for words, last in (([":"], "y"), ([], ":")):  # as bash cuts them
+        context = SimpleNamespace(params={"member": "server", "overrides": words})
+        assert "yogi" in completion.after_colon(context, last)
+    assert completion.studies("002/fig1") == ["002/fig1"] and "all" in completion.studies("")
+    assert completion.of_family("data")("cifar100") == ["cifar100"]
+
+
+def test_the_table_of_fields_is_kept_until_the_code_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+    found = completion.fields()
+    monkeypatch.setattr(completion, "table", lambda: pytest.fail("the classes are read again"))
+    assert completion.fields() == found
+    monkeypatch.setattr(completion, "_state", lambda: "another")
+    monkeypatch.setattr(completion, "table", lambda: {"bounding": {}})
+    assert completion.fields() == {"bounding": {}}
+
+
+@pytest.mark.slow
+def test_the_command_completes_as_a_shell_asks_it_to(tmp_path):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL))
+    words = ["raydpfl", "run", str(tmp_path / "c.yaml"), "local.mom"]
+    asked = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": "3"}
+    environment = {**os.environ, **asked, "_RAYDPFL_COMPLETE": "complete_bash"}
+    code = "import sys; from raydpfl.cli import main; sys.argv = ['raydpfl']; main()"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.split() == ["local.momentum=", "local.momentum=0.0"]
+    assert found.returncode == 0 and not found.stderr
