@@ -532,8 +532,8 @@ def kinds(
         print(reference.render(found))
 
 
-REPORTED = "The directory of a run, a sweep, an audit or a study; or those of several runs."
-WRITTEN = "Where the report goes. Default: DIR/report; of several runs, a new ./report-NAMES."
+REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
+WRITTEN = "Where the report goes. Default: DIR/report; of several, a new ./report-NAMES."
 
 
 @app.command()
@@ -545,6 +545,29 @@ def report(
     from raydpfl.report import write
 
     print(f"Report: {write(directories, out) / 'index.html'}")
+
+
+COMPARED = "Directories of runs, sweeps and studies."
+SCORE = "The score to compare by. Default: that by which the runs are followed."
+PAGE = "Where the page goes. Default: ./report-NAMES."
+
+
+@app.command()
+def compare(
+    directories: Annotated[list[Path], typer.Argument(help=COMPARED, metavar="DIR")],
+    metric: Annotated[str | None, _option(SCORE)] = None,
+    out: Annotated[Path | None, _option(PAGE)] = None,
+) -> None:
+    """Set runs side by side: a table of what tells them apart, their scores, epsilons and times;
+    and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is
+    trained.
+    """
+    from raydpfl import report as reports
+    from raydpfl.report import printed
+
+    found, place = reports.compare(directories, out, metric)
+    printed.show(Console(highlight=False), found)
+    print(f"Page: {place / 'index.html'}")
 
 
 @contextmanager

@@ -168,14 +168,16 @@ def test_a_table_is_described_and_trained_on_as_the_docs_say(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_run_is_gone_on_with_reported_and_exported_as_the_docs_say(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["--out runs/first", "--out runs/compared"])
+def test_runs_are_gone_on_with_reported_and_compared_as_the_docs_say(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    block = next(each.values[1] for each in fences("bash") if "--out runs/first" in each.values[1])
+    block = next(each.values[1] for each in fences("bash") if place in each.values[1])
     for line in block.splitlines():
         done = CliRunner().invoke(app, line.split()[1:])
         assert done.exit_code == 0, (line, done.output, done.exception)
-    assert (tmp_path / "model.safetensors").exists()
+    made = {"--out runs/first": "model.safetensors", "--out runs/compared": "runs/compared"}
+    assert (tmp_path / made[place]).exists()
 
 
 def _values(given):

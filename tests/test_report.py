@@ -25,7 +25,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.report import write
 from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
 from raydpfl.report.page import render
-from raydpfl.report.pages import page_of
+from raydpfl.report.pages import compared, page_of
+from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.reading import Case, Run, arrange, facets
 from raydpfl.report.style import Drawn, Part
 from raydpfl.report.tables import Table, csv_of, html_of, markdown
@@ -129,7 +130,8 @@ def lean(folder, *more, seed=0):
 
 def pieces(*folders) -> dict:
     """What a report shows and leaves out, by name or title, without drawing it."""
-    every = [piece for section in page_of(folders).sections for piece in section.pieces]
+    found = page_of_several(compared(folders)) if len(folders) > 1 else page_of(*folders)
+    every = [piece for section in found.sections for piece in section.pieces]
     return {getattr(piece, "name", piece.title): piece for piece in every}
 
 
@@ -259,7 +261,7 @@ def test_what_is_left_out_stands_at_the_end_of_the_page(tmp_path):
 def test_a_damaged_table_is_told_and_the_rest_is_drawn(tmp_path):
     folder = made(tmp_path / "run")
     (folder / "clients.parquet").write_bytes(b"PAR1 nothing")
-    found = page_of([folder])
+    found = page_of(folder)
     assert [flaw.partition(" (")[0] for flaw in found.flaws] == ["clients.parquet cannot be read"]
     assert isinstance(pieces(folder)["norms"], Drawing)
 
@@ -267,7 +269,7 @@ def test_a_damaged_table_is_told_and_the_rest_is_drawn(tmp_path):
 def test_a_run_that_goes_on_has_a_page_without_a_summary(tmp_path):
     folder = made(tmp_path / "run")
     (folder / "summary.json").unlink()
-    found = page_of([folder])
+    found = page_of(folder)
     assert found.warnings == ["There is no summary.json: the run goes on, or was killed."]
     assert not any("No privacy" in each for each in found.lead)
     assert isinstance(pieces(folder)["epsilon-by-round"], Drawing)
@@ -284,19 +286,8 @@ def test_a_report_of_fewer_figures_leaves_none_of_the_earlier_one(tmp_path):
     assert "trajectory.png" not in names and {"mine.txt", "test_accuracy-by-round.png"} <= names
 
 
-@pytest.mark.slow
-def test_several_runs_are_compared_on_common_axes(tmp_path):
-    folders = [lean(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "c"))]
-    out = write(folders, tmp_path / "out")
-    rows = list(csv.DictReader((out / "tables" / "results.csv").open()))
-    assert [row["run"] for row in rows] == ["a", "b", "c"]
-    differences = (out / "tables" / "differences.csv").read_text().splitlines()
-    assert differences == ["key,a,b,c", "seed,0,1,2"]
-    assert "models of all runs together" in (out / "index.html").read_text()
-
-
 def test_runs_with_models_of_several_sizes_have_no_path_in_common(tmp_path):
-    folders = [made(tmp_path / "a"), made(tmp_path / "b", parameters=1)]
+    folders = [made(tmp_path / "a"), made(tmp_path / "b", seed=1, parameters=1)]
     missing = pieces(*folders)["Path of the model on common axes"]
     assert missing.why == "models of 1, 5 parameters have no axes in common"
 
@@ -593,7 +584,7 @@ def test_a_csv_has_all_numbers_of_a_cell_in_one_unit_which_it_names(items):
 
 
 def test_a_study_tells_its_scale_and_what_is_broken(study, items):
-    found = page_of([study])
+    found = page_of(study)
     assert found.title == "Study mine/one: <one>"
     assert any("not the paper's own" in each for each in found.warnings)
     assert "An identity is broken; see Identities." in found.warnings
@@ -625,7 +616,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
 
 
 def test_no_two_things_on_a_page_have_one_id(study):
-    found = page_of([study])
+    found = page_of(study)
     every = [piece for section in found.sections for piece in section.pieces]
     drawn = {each.name: Drawn(each) for each in every if isinstance(each, Drawing)}
     ids = Balance(render(found, drawn)).ids
@@ -661,7 +652,7 @@ def test_what_is_no_directory_of_ours_is_refused_in_one_line(tmp_path, monkeypat
     folder = made(tmp_path / "run")
     (tmp_path / "audit.json").write_text("{}")
     said = complain(["report", folder, tmp_path], monkeypatch, capsys)
-    assert said.endswith("where several are compared; this one is of another kind (audit)")
+    assert said.endswith("where several are compared; this one (audit) has no run that has ended")
     said = complain(["report", tmp_path], monkeypatch, capsys)
     assert "the file of an audit (it is not what an audit writes)" in said
 

@@ -1,8 +1,8 @@
 """Pages, figures and tables of what ran, from its directory alone.
 
 `write` makes one HTML page with everything in it, each figure as PNG, PDF and SVG, and each table
-as Markdown and CSV, of a run, a sweep, an audit or a study, or of several runs to compare. The same
-directory gives the same bytes.
+as Markdown and CSV, of a run, a sweep, an audit or a study; `compare` does so of several whose runs
+are set side by side. The same directory gives the same bytes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from raydpfl.errors import ConfigError
+from raydpfl.report.compared import Compared
 from raydpfl.report.figures import Drawing, Piece
-from raydpfl.report.page import render
-from raydpfl.report.pages import page_of
+from raydpfl.report.page import Page, render
+from raydpfl.report.pages import ACCEPTED, compared, page_of
+from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.style import Drawn
 from raydpfl.report.style import render as drawn
 from raydpfl.report.tables import Table, csv_of, markdown
 from raydpfl.tracking import make_folder, replace_file
 
-__all__ = ["write"]
+__all__ = ["compare", "write"]
 
 KEPT = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
 MARK = '<meta name="generator" content="raydpfl report">'
 
 
 def write(directories: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Writes the report of a directory, or of several runs to compare.
+    """Writes the report of a directory, or of several to compare.
 
     Args:
-        directories: of a run, a sweep, an audit, a study; or of several runs.
+        directories: of a run, a sweep, an audit, a study; or several whose runs are compared.
         out: where it goes, a new or empty directory or that of an earlier report, which is
             replaced. Default: `report` within the one directory; of several, `report-` and their
             names, here.
@@ -40,13 +42,45 @@ def write(directories: Sequence[str | Path], out: str | Path | None = None) -> P
         The directory of the report, whose page is index.html.
 
     Raises:
-        ConfigError: for a directory that is none of these, and for an `out` that is something else
-            or cannot be made.
+        ConfigError: for a directory that is none of these, for runs that cannot be compared, and
+            for an `out` that is something else or cannot be made.
         FileError: where a file cannot be written.
     """
     folders = [Path(each) for each in directories]
-    page = page_of(folders)
-    place = Path(out) if out is not None else _default(folders)
+    if not folders:
+        raise ConfigError("DIR", None, ACCEPTED)
+    if len(folders) > 1:
+        return compare(folders, out)[1]
+    place = Path(out) if out is not None else folders[0] / "report"
+    return _put_page(page_of(folders[0]), place)
+
+
+def compare(
+    directories: Sequence[str | Path], out: str | Path | None = None, metric: str | None = None
+) -> tuple[Compared, Path]:
+    """Sets the runs of directories side by side, and writes the page that shows it.
+
+    Args:
+        directories: of runs, sweeps and studies.
+        out: as for `write`; default: `report-` and their names, here.
+        metric: the score that they are compared by; None: that by which they are followed.
+
+    Returns:
+        The runs by their settings, and the directory of the page, index.html.
+
+    Raises:
+        ConfigError, FileError: as `write`.
+    """
+    folders = [Path(each) for each in directories]
+    if not folders:
+        raise ConfigError("DIR", None, ACCEPTED)
+    found = compared(folders, metric)
+    place = Path(out) if out is not None else _beside(folders)
+    return found, _put_page(page_of_several(found), place)
+
+
+def _put_page(page: Page, place: Path) -> Path:
+    """Writes a page with its figures and tables into a directory, and says which that is."""
     _clear(place)
     names = set[str]()
     figures: dict[str, Drawn] = {}
@@ -81,9 +115,7 @@ def _named(piece: Piece, names: set[str]) -> Piece:
     return replace(piece, name=name)
 
 
-def _default(folders: Sequence[Path]) -> Path:
-    if len(folders) == 1:
-        return folders[0] / "report"
+def _beside(folders: Sequence[Path]) -> Path:
     joined = "-".join(folder.resolve().name for folder in folders)
     if len(joined) > 60:
         digest = hashlib.sha256("\n".join(str(each.resolve()) for each in folders).encode())

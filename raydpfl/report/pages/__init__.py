@@ -7,31 +7,48 @@ from pathlib import Path
 
 from raydpfl.errors import ConfigError
 from raydpfl.member import family
+from raydpfl.report.compared import Compared
 from raydpfl.report.page import Page
 from raydpfl.report.pages.base import Source
+from raydpfl.report.pages.comparison import names
+from raydpfl.report.reading import Run
 
 FAMILY: dict[str, type[Source]] = family(__name__, Source, name="name")
 ACCEPTED = "the directory of a run, a sweep, an audit or a study"
 
 
-def page_of(folders: Sequence[Path]) -> Page:
-    """The page of a directory, or of several runs. Raises `ConfigError` for any other."""
-    if not folders:
-        raise ConfigError("DIR", None, ACCEPTED)
-    several = len(folders) > 1
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError("DIR", str(folder), f"{ACCEPTED}; there is no such directory")
-    for source in (cls() for cls in FAMILY.values() if cls.several == several):
-        if all(source.fits(folder) for folder in folders):
-            return source.page(folders)
-    known = [source for source in (cls() for cls in FAMILY.values()) if not source.several]
-    for folder in folders:
-        kinds = [source.name for source in known if source.fits(folder)]
-        if not kinds:
-            raise ConfigError("DIR", str(folder), f"{ACCEPTED}; this one holds none of them")
-        if kinds != ["run"]:
-            accepted = "the directories of runs, where several are compared"
-            told = f"this one is of another kind ({kinds[0]})"
+def page_of(folder: Path) -> Page:
+    """The page of a directory. Raises `ConfigError` for one that is of no kind."""
+    return _source(folder).page(folder)
+
+
+def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
+    """The runs in these directories, side by side.
+
+    Args:
+        folders: of runs, sweeps and studies.
+        metric: the score that they are compared by; None: that by which they are followed.
+
+    Raises:
+        ConfigError: one of the directories holds no run, or they cannot be compared.
+    """
+    runs: list[Run] = []
+    for folder, name in zip(folders, names(folders), strict=True):
+        source = _source(folder)
+        found = source.runs(folder, name)
+        if not found:
+            accepted = "the directories of runs, sweeps and studies, where several are compared"
+            told = f"this one ({source.name}) has no run that has ended"
             raise ConfigError("DIR", str(folder), f"{accepted}; {told}")
-    raise AssertionError("a directory of a run that no page is made of")
+        runs += found
+    return Compared(runs, metric)
+
+
+def _source(folder: Path) -> Source:
+    """The kind of a directory."""
+    if not folder.is_dir():
+        raise ConfigError("DIR", str(folder), f"{ACCEPTED}; there is no such directory")
+    for source in (cls() for cls in FAMILY.values()):
+        if source.fits(folder):
+            return source
+    raise ConfigError("DIR", str(folder), f"{ACCEPTED}; this one holds none of them")

@@ -25,8 +25,7 @@ class AuditSource(Source):
     def fits(self, folder: Path) -> bool:
         return (folder / "audit.json").is_file()
 
-    def page(self, folders: Sequence[Path]) -> Page:
-        folder = folders[0]
+    def page(self, folder: Path) -> Page:
         facts = _facts(folder)
         views = facts["views"]
         flaws: list[str] = []

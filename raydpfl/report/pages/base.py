@@ -9,7 +9,7 @@ from typing import ClassVar
 from raydpfl.files import read_text
 from raydpfl.report.figures import FAMILY, Missing, Piece, Words
 from raydpfl.report.page import Page, Section
-from raydpfl.report.reading import Case
+from raydpfl.report.reading import Case, Run
 
 # The sections that runs have, in this order; the kinds of items say where they stand.
 SECTIONS = (
@@ -26,15 +26,20 @@ class Source:
     """Base of the family: a kind of directory, how it is known, and the page that is made of it."""
 
     name: ClassVar[str] = ""
-    several: ClassVar[bool] = False  # whether it is made of several directories
 
     def fits(self, folder: Path) -> bool:
         """Whether a directory is of this kind."""
         raise NotImplementedError
 
-    def page(self, folders: Sequence[Path]) -> Page:
-        """The page of these directories. It reads them and nothing else."""
+    def page(self, folder: Path) -> Page:
+        """The page of such a directory. It reads that and nothing else."""
         raise NotImplementedError
+
+    def runs(self, folder: Path, name: str) -> list[Run]:
+        """The runs in it that have come to an end, to be compared with others; none where it is of
+        other things. `name`: what the directory is called.
+        """
+        return []
 
 
 def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[Section]:

@@ -34,8 +34,8 @@ class RunSource(Source):
         audited = (folder / "audit.json").exists()
         return (folder / "config.yaml").is_file() and begun and not audited
 
-    def page(self, folders: Sequence[Path]) -> Page:
-        run = Run(folders[0], folders[0].resolve().name)
+    def page(self, folder: Path) -> Page:
+        run = Run(folder, folder.resolve().name)
         cases = [Case({"run": run.name}, run)]
         tables = [*rounds_table(run), *numbers(run)]
         sections = [*placed(cases, {"Privacy": privacy(run)}), Section("Numbers", tables)]
@@ -48,6 +48,9 @@ class RunSource(Source):
             state(run),
             run.flaws,
         )
+
+    def runs(self, folder: Path, name: str) -> list[Run]:
+        return [Run(folder, name)]
 
 
 def what(run: Run) -> str:

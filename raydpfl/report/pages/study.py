@@ -35,8 +35,12 @@ class StudySource(Source):
     def fits(self, folder: Path) -> bool:
         return (folder / "study.yaml").is_file()
 
-    def page(self, folders: Sequence[Path]) -> Page:
-        return _page(Studied(folders[0]))
+    def page(self, folder: Path) -> Page:
+        return _page(Studied(folder))
+
+    def runs(self, folder: Path, name: str) -> list[Run]:
+        found = dict.fromkeys(case.run for case in Studied(folder).cases)
+        return [Run(run.folder, f"{name}/{Path(run.name).name}") for run in found]
 
 
 class Studied:

@@ -20,6 +20,7 @@ from raydpfl.report.words import counted, number, quantity
 from raydpfl.scores import is_score
 
 CURVES = 6  # settings whose curves are drawn
+WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake of others
 
 
 class SweepSource(Source):
@@ -30,8 +31,14 @@ class SweepSource(Source):
     def fits(self, folder: Path) -> bool:
         return (folder / "sweep.yaml").is_file()
 
-    def page(self, folders: Sequence[Path]) -> Page:
-        return _page(Swept(folders[0]))
+    def page(self, folder: Path) -> Page:
+        return _page(Swept(folder))
+
+    def runs(self, folder: Path, name: str) -> list[Run]:
+        trials = Swept(folder).trials
+        pairs = zip(trials.get("directory", ()), trials.get("status", ()), strict=True)
+        whole = [place for place, status in pairs if status in WHOLE]
+        return [Run(folder / place, f"{name}/{Path(place).name}") for place in whole]
 
 
 class Swept:

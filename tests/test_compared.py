@@ -1,0 +1,193 @@
+"""Runs side by side: seeds are averaged and nothing else is, labels are what tells runs apart, and
+what cannot be compared is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from rich.console import Console
+from test_bad_input import complain
+from test_report import GUARANTEE, lean, made, swept
+
+from raydpfl import cli
+from raydpfl.errors import ConfigError
+from raydpfl.report import compare
+from raydpfl.report.figures import Drawing
+from raydpfl.report.pages import compared
+from raydpfl.report.pages.comparison import page_of_several
+from raydpfl.report.printed import show
+
+
+def changed(folder, **sections):
+    """With other values in the config of a run that is there."""
+    path = folder / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    for section, values in sections.items():
+        tree[section] = {**tree[section], **values} if isinstance(values, dict) else values
+    path.write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def run(folder, seed=0, accuracy=0.75, summary=None, **sections):
+    return changed(made(folder, seed, test_accuracy=accuracy, **(summary or {})), **sections)
+
+
+def labels(*folders, **more) -> list[tuple[str, int]]:
+    return [(each.label, len(each.runs)) for each in compared(folders, **more).settings]
+
+
+def test_seeds_are_averaged_and_labels_say_what_else_differs(tmp_path):
+    folders = [
+        run(tmp_path / f"{place}", seed, accuracy, local={"lr": lr})
+        for place, (seed, lr, accuracy) in enumerate([(0, 0.1, 0.5), (1, 0.1, 0.6), (0, 0.2, 0.7)])
+    ]
+    found = compared(folders)
+    assert [(each.label, len(each.runs)) for each in found.settings] == [
+        ("local lr 0.1", 2),
+        ("local lr 0.2", 1),
+    ]
+    spread = found.settings[0].spread("test_accuracy")
+    assert (round(spread.mean, 9), round(spread.std, 9)) == (0.55, round(0.1 / 2**0.5, 9))
+    assert found.ranked()[0].label == "local lr 0.2"
+
+
+def test_a_member_is_named_and_its_own_fields_only_where_they_tell_it_from_its_like(tmp_path):
+    folders = [
+        run(tmp_path / "a", bounding={"kind": "clip", "bound": 1.0}),
+        run(tmp_path / "b", bounding={"kind": "clip", "bound": 2.0}),
+        run(tmp_path / "c", bounding={"kind": "normalize", "bound": 3.0}),
+    ]
+    assert labels(*folders) == [("clip, bound 1.0", 1), ("clip, bound 2.0", 1), ("normalize", 1)]
+
+
+def test_how_a_run_is_carried_out_tells_two_of_one_seed_apart_and_else_its_directory(tmp_path):
+    a = run(tmp_path / "a", client={"actors": 0})
+    b = run(tmp_path / "b", client={"actors": 2})
+    other = run(tmp_path / "c", seed=1, client={"actors": 2})
+    assert labels(a, b) == [("actors 0", 1), ("actors 2", 1)]
+    assert labels(a, other) == [("a", 2)]
+    same = run(tmp_path / "d", client={"actors": 0})
+    assert labels(a, same) == [("a", 1), ("d", 1)]
+
+
+def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, monkeypatch, capsys):
+    a = run(tmp_path / "a")
+    dealt = run(tmp_path / "dealt", data={"clients": 7})
+    assert labels(a, dealt) == [("clients 50", 1), ("clients 7", 1)]
+    other = run(tmp_path / "other", data={"kind": "mnist"})
+    said = complain(["compare", a, other], monkeypatch, capsys)
+    assert "runs on the same data; data.kind is fashion_mnist_mini in a and mnist here" in said
+    loss = lean(tmp_path / "loss", "test_loss")
+    table = pq.read_table(loss / "rounds.parquet").drop_columns("test_accuracy")
+    pq.write_table(table, loss / "rounds.parquet")
+    summary = json.loads((loss / "summary.json").read_text())
+    (loss / "summary.json").write_text(json.dumps({**summary, "test_accuracy": None}))
+    said = complain(["compare", a, loss], monkeypatch, capsys)
+    assert said.startswith("--metric") and "a score that all of them have (test_loss)" in said
+    said = complain(["compare", a, loss, "--metric", "test_accuracy"], monkeypatch, capsys)
+    assert said.endswith("loss does not have it")
+    assert compared([a, loss], "test_loss").metric == "test_loss"
+    with pytest.raises(ConfigError, match="has no run that has ended"):
+        (tmp_path / "sweep").mkdir()
+        (tmp_path / "sweep" / "sweep.yaml").write_text("")
+        compared([a, tmp_path / "sweep"])
+
+
+def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_path):
+    for seed, name in enumerate(("a", "b")):
+        made(tmp_path / "trials" / name, seed)
+    swept(tmp_path, ["trials/a", "trials/b"])
+    one = run(tmp_path / "alone", seed=2)
+    assert labels(tmp_path, one) == [(tmp_path.name + "/a", 3)]
+    table = pq.read_table(tmp_path / "results.parquet").to_pydict()
+    table["status"] = ["completed", "stopped"]
+    pq.write_table(pa.table(table), tmp_path / "results.parquet")
+    assert labels(tmp_path, one) == [(tmp_path.name + "/a", 2)]
+
+
+HEAD = ["setting", "seeds", "test accuracy", "best", "epsilon", "rounds", "seconds"]
+
+
+def printed(*folders) -> list[str]:
+    console = Console(width=200, highlight=False, record=True, file=io.StringIO())
+    show(console, compared(folders))
+    return console.export_text().splitlines()
+
+
+def test_a_terminal_has_one_table_of_eighty_columns_best_first(tmp_path):
+    free = {"guarantees": [], "holds": []}
+    other = {**GUARANTEE, "accountant": "rdp", "delta": 1e-4}
+    folders = [
+        run(tmp_path / "a", 0, 0.5, local={"lr": 0.1}),
+        run(tmp_path / "b", 1, 0.6, local={"lr": 0.1}),
+        run(tmp_path / "c", 0, 0.8, summary=free, local={"lr": 0.2}),
+        run(tmp_path / "d", 0, 0.7, {"guarantees": [other], "holds": [other]}, local={"lr": 0.4}),
+    ]
+    lines = printed(*folders)
+    assert max(map(len, lines)) <= 80
+    assert re.split(" {2,}", lines[0]) == HEAD
+    assert [line.split()[2] for line in lines[1:4]] == ["0.2", "0.4", "0.1"]
+    assert "55.00 ± 7.07 %" in lines[3] and "3 (pld)" in lines[3] and "3 (rdp)" in lines[2]
+    assert "none" in lines[1].split()
+    said = " ".join(" ".join(lines[4:]).split())
+    assert "They differ in delta: 1e-05 and 0.0001." in said
+    assert "showing several runs spends several" in said
+
+
+def test_a_page_has_the_metric_by_round_second_and_epsilon_with_a_band(tmp_path):
+    folders = [
+        lean(tmp_path / name, "epsilon_pld", "seconds", seed=seed) for seed, name in enumerate("ab")
+    ]
+    folders.append(changed(lean(tmp_path / "c", "epsilon_pld", "seconds"), local={"lr": 0.7}))
+    page = page_of_several(compared(folders))
+    section = next(each for each in page.sections if each.title.startswith("Test accuracy by"))
+    drawings = [piece for piece in section.pieces if isinstance(piece, Drawing)]
+    assert [each.name.rpartition("-")[2] for each in drawings] == ["round", "seconds", "epsilon"]
+    assert all("means over 1 to 2 seeds; bands" in each.caption for each in drawings)
+    assert [key.label for key in drawings[0].keys] == ["local lr 0.1", "local lr 0.7"]
+    every = [
+        each.name for part in page.sections for each in part.pieces if isinstance(each, Drawing)
+    ]
+    assert len(set(every)) == len(every)
+
+
+def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
+    folders = [
+        run(tmp_path / f"{place}", 0, place / 10, local={"lr": 1.0 + place}) for place in range(9)
+    ]
+    page = page_of_several(compared(folders))
+    assert any("the 7 settings with the best test accuracy of 9" in each for each in page.warnings)
+    tables = {
+        piece.name: piece
+        for part in page.sections
+        for piece in part.pieces
+        if hasattr(piece, "rows")
+    }
+    assert len(tables["results"].rows) == 9
+    assert tables["differences"].head == ("setting", "local.lr")
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_table_and_writes_the_page(tmp_path, monkeypatch, capsys):
+    folders = [run(tmp_path / f"{lr}", local={"lr": lr}) for lr in (0.1, 0.2)]
+    out = tmp_path / "page"
+    monkeypatch.setattr(sys, "argv", ["raydpfl", "compare", *map(str, folders), "--out", str(out)])
+    cli.main()
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].startswith("setting") and str(out / "index.html") in said
+    rows = list(csv.DictReader((out / "tables" / "results.csv").open()))
+    assert [(row["setting"], row["test accuracy"]) for row in rows] == [
+        ("local lr 0.1", "0.75"),
+        ("local lr 0.2", "0.75"),
+    ]
+    assert (out / "figures" / "test_accuracy-by-epsilon.svg").exists()
+    with pytest.raises(ConfigError, match="DIR"):
+        compare([])
