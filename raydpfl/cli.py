@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from raydpfl import completion, interrupts
+from raydpfl import completion, interrupts, storage
 from raydpfl.errors import ConfigError, RunError, exited
 
 if TYPE_CHECKING:
@@ -37,8 +37,10 @@ app = typer.Typer(
 )
 EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
 AGAIN = "a run that had begun goes on with --resume"
+PLACE = "Run directory, or its address (s3://BUCKET/RUN); default: a new one under runs/."
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 CLUSTER = "A running Ray cluster to join; auto finds the local one."
+CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
 FRESH = "With --resume, where code or processor have changed: new noise, both releases count."
 
 
@@ -113,7 +115,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def run(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[Path | None, _option("Run directory; default: a new one under runs/.")] = None,
+    out: Annotated[str | None, _option(PLACE)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help=FRESH)] = False,
     data_root: DataRoot = None,
@@ -129,7 +131,7 @@ def run(
             accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
             raise ConfigError("--resume", config, accepted)
         out = folder
-    out = out or _new_folder(config)
+    out = out or str(_new_folder(config))
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with shown.Display(console, experiment.rounds) as display:
         result = runner.run(
@@ -336,7 +338,9 @@ def show(
     from raydpfl.defaults import MARK
     from raydpfl.outline import outline
 
-    found = outline(config, overrides or (), timed, data_root)
+    with storage.reading(config, "config", CONFIGS.__contains__) as place:
+        asked = str(place) if storage.elsewhere(config) else config
+        found = outline(asked, overrides or (), timed, data_root)
     console = Console(soft_wrap=True)
     for line in found.text.splitlines():
         console.print(Text(line, style="dim" if line.endswith(MARK) else ""))
@@ -538,13 +542,13 @@ WRITTEN = "Where the report goes. Default: DIR/report; of several, a new ./repor
 
 @app.command()
 def report(
-    directories: Annotated[list[Path], typer.Argument(help=REPORTED, metavar="DIR")],
-    out: Annotated[Path | None, _option(WRITTEN)] = None,
+    directories: Annotated[list[str], typer.Argument(help=REPORTED, metavar="DIR")],
+    out: Annotated[str | None, _option(WRITTEN)] = None,
 ) -> None:
     """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
     from raydpfl.report import write
 
-    print(f"Report: {write(directories, out) / 'index.html'}")
+    print(f"Report: {storage.within(write(directories, out), 'index.html')}")
 
 
 COMPARED = "Directories of runs, sweeps and studies."
@@ -554,9 +558,9 @@ PAGE = "Where the page goes. Default: ./report-NAMES."
 
 @app.command()
 def compare(
-    directories: Annotated[list[Path], typer.Argument(help=COMPARED, metavar="DIR")],
+    directories: Annotated[list[str], typer.Argument(help=COMPARED, metavar="DIR")],
     metric: Annotated[str | None, _option(SCORE)] = None,
-    out: Annotated[Path | None, _option(PAGE)] = None,
+    out: Annotated[str | None, _option(PAGE)] = None,
 ) -> None:
     """Set runs side by side: a table of what tells them apart, their scores, epsilons and times;
     and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is
@@ -567,7 +571,7 @@ def compare(
 
     found, place = reports.compare(directories, out, metric)
     printed.show(Console(highlight=False), found)
-    print(f"Page: {place / 'index.html'}")
+    print(f"Page: {storage.within(place, 'index.html')}")
 
 
 @contextmanager
@@ -648,17 +652,18 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
 
 def _read(
     config: str, overrides: list[str] | None, imports: Collection[str] | None = None
-) -> tuple[Experiment, Path | None]:
+) -> tuple[Experiment, str | None]:
     """The experiment, and the run directory it was read from, if it was. `imports`: see
     `Experiment.from_dict`."""
     from raydpfl.config import Experiment
 
-    folder = Path(config) if os.path.isdir(config) else None
-    if folder and (folder / "sweep.yaml").exists() and not (folder / "config.yaml").exists():
-        accepted = "a YAML file, or a run's directory; this one is a sweep's: raydpfl sweep DIR"
-        raise ConfigError("config", config, accepted)
-    path = folder / "config.yaml" if folder else Path(config)
-    return Experiment.from_yaml(path, overrides or (), imports), folder
+    with storage.reading(config, "config", CONFIGS.__contains__) as place:
+        folder = place.is_dir()
+        if folder and (place / "sweep.yaml").exists() and not (place / "config.yaml").exists():
+            accepted = "a YAML file, or a run's directory; this one is a sweep's: raydpfl sweep DIR"
+            raise ConfigError("config", config, accepted)
+        path = place / "config.yaml" if folder else place
+        return Experiment.from_yaml(path, overrides or (), imports), config if folder else None
 
 
 def _new_folder(config: str, what: str = "") -> Path:

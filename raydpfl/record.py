@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl import evaluator, scores
+from raydpfl import evaluator, scores, storage
 from raydpfl.account import Account
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
@@ -195,9 +195,10 @@ class Record:
         self._pace.took(time.monotonic() - began)
 
     def snapshot(self, at: Position) -> None:
-        """Writes the tables and a checkpoint to disk."""
+        """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of."""
         tables = {name: table.flush() for name, table in self.tables.items()}
         save(self.out / "checkpoints", at.checkpoint(self.plan, tables))
+        storage.push(self.out)
 
     def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
         """Continues, for about so many seconds, what is measured of a finished run.

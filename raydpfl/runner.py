@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import device, interrupts, measure, models, noise, saved, scores
+from raydpfl import device, interrupts, measure, models, noise, saved, scores, storage
 from raydpfl.config import Experiment, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
@@ -44,11 +44,11 @@ MISSING = "interrupted before its measures ({}) were computed; --resume computes
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. `rounds` is the rounds table, `summary` what `summary.json` holds, `model`
-    the trained module.
+    """A finished run. `out` is its directory, or the address of that; `rounds` is the rounds table,
+    `summary` what `summary.json` holds, `model` the trained module.
     """
 
-    out: Path
+    out: Path | str
     rounds: pa.Table
     summary: dict[str, Any]
     guarantees: list[Guarantee]
@@ -70,7 +70,7 @@ def run(
     """Runs an experiment.
 
     Args:
-        out: the run directory; None: a new one under `runs/`.
+        out: the run directory, or its address (`s3://bucket/run`); None: a new one under `runs/`.
         resume: continue from the checkpoint in `out`.
         fresh_noise: with new noise and secret cohorts, so that code, versions or processor may
             differ; rounds released after the checkpoint then count twice.
@@ -83,18 +83,24 @@ def run(
     Raises `ConfigError` with nothing started or written, `RunError` for a run that failed, and
     `KeyboardInterrupt` by Ctrl-C or SIGTERM, with everything saved once there was a round.
     """
-    folder = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    _check_folder(folder, resume, fresh_noise)
-    with interrupts.handled(), forkable(), Places(experiment, address) as places:
-        with contained():
-            plan = Plan.make(experiment, Path(data_root) if data_root else None)
-            plan.check_claims()
-        if resume:
-            _same_run(plan.experiment, folder)
-        drive = _Drive(plan, folder, on_start, on_rows, on_measure)
-        done = drive.begin(places, resume, fresh_noise)
-        interrupts.check()
-    return _result(plan, folder, *done)
+    place = out if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    with interrupts.handled(), storage.at(place) as folder:
+        _check_folder(folder, resume, fresh_noise)
+        with forkable(), Places(experiment, address) as places:
+            plan = _planned(experiment, data_root)
+            if resume:
+                _same_run(plan.experiment, folder)
+            drive = _Drive(plan, folder, on_start, on_rows, on_measure)
+            done = drive.begin(places, resume, fresh_noise)
+            interrupts.check()
+        return replace(_result(plan, folder, *done), out=storage.named(place))
+
+
+def _planned(experiment: Experiment, data_root: str | Path | None) -> Plan:
+    with contained():
+        plan = Plan.make(experiment, Path(data_root) if data_root else None)
+        plan.check_claims()
+    return plan
 
 
 def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:

@@ -15,13 +15,15 @@ from typing import Any
 
 from torch import nn
 
-from raydpfl import models, tasks
+from raydpfl import models, storage, tasks
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import read_json
 from raydpfl.models import weights
 from raydpfl.tasks import Form, Target
 from raydpfl.tracking import replace_file
+
+READ = ("config.yaml", "summary.json", weights.SAVED)
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,17 @@ def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -
 
 
 def load(run: str | Path) -> Saved:
-    """What a run has trained, from its directory alone.
+    """What a run has trained, from its directory alone, a path or an address.
 
     Raises:
         ConfigError: it is no directory of a run that has ended.
         RunError: the weights in it are not those of its summary.
     """
-    folder = Path(run)
+    with storage.reading(run, wanted=READ.__contains__) as folder:
+        return _load(run, folder)
+
+
+def _load(run: str | Path, folder: Path) -> Saved:
     path = _file(folder)
     experiment = Experiment.from_yaml(folder / "config.yaml")
     try:
@@ -84,22 +90,22 @@ def load(run: str | Path) -> Saved:
     return Saved(module.eval(), experiment, summary)
 
 
-def export(run: str | Path, out: str | Path | None = None) -> Path:
+def export(run: str | Path, out: str | Path | None = None) -> Path | str:
     """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix.
 
     Args:
-        run: the run directory.
+        run: the run directory, or its address.
         out: the file; None: the run's own is named.
 
     Returns:
         The file.
     """
-    folder = Path(run)
-    path = _file(folder)
-    if out is None:
-        return path
-    file = Path(out)
-    held = weights.packed(load(folder).module, file.suffix, weights.facts(path))
+    with storage.reading(run, wanted=READ.__contains__) as folder:
+        path = _file(folder)
+        if out is None:
+            return storage.named(storage.within(run, path.name))
+        file = Path(out)
+        held = weights.packed(_load(run, folder).module, file.suffix, weights.facts(path))
     replace_file(file, lambda part: part.write(held))
     return file
 

@@ -5,11 +5,15 @@ that trains in a second.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 
 import pytest
@@ -98,6 +102,45 @@ def shared_ray():
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """A local S3 server, started by the first test that needs it; makes a new bucket, and returns
+    its address.
+    """
+    pytest.importorskip("moto.server", reason="the local S3 server: pip install 'raydpfl[test]'")
+    from pyarrow.fs import FileSystem
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(command, **quiet)
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
+        AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="test",
+        AWS_REGION="us-east-1",
+        AWS_EC2_METADATA_DISABLED="true",
+    )
+    try:
+        until = time.monotonic() + 30
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert server.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        made = itertools.count()
+
+        def bucket() -> str:
+            name = f"bucket-{next(made)}"
+            FileSystem.from_uri(f"s3://{name}?allow_bucket_creation=true")[0].create_dir(name)
+            return f"s3://{name}"
+
+        yield bucket
+    finally:
+        server.kill()
+        server.wait()
 
 
 def pytest_sessionfinish() -> None:

@@ -25,8 +25,8 @@ ORDER = [
     "plan", "parts", "origin", "saved", "defaults", "config", "measure", "scores", "tables",
     "tracking", "heterogeneity", "compare", "selection", "local", "bounding", "noise",
     "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
-    "own", "rounds", "rates", "events", "arrow", "keys", "native", "files", "device", "hints",
-    "errors", "interrupts", "hardware", "reaper",
+    "own", "rounds", "rates", "events", "arrow", "keys", "native", "storage", "files", "device",
+    "hints", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

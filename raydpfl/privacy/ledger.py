@@ -13,6 +13,9 @@ A round is recorded first and released second (PRIVACY.md sec. 8). A crash can o
 that is recorded and not released, so the epsilon read back is never below what was released. The
 noise of a round comes from keyed generators: a repeated round is one release, not two. They are for
 simulation and not cryptographic.
+
+Of a run whose directory is elsewhere (`raydpfl.storage`), a round is recorded once its line is
+there.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raydpfl import storage
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError
 
 
@@ -165,6 +169,7 @@ class Ledger:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        storage.spent(self.path)
 
 
 @contextmanager

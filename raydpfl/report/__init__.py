@@ -8,10 +8,13 @@ are set side by side. The same directory gives the same bytes.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from raydpfl import storage
 from raydpfl.errors import ConfigError
 from raydpfl.report.compared import Compared
 from raydpfl.report.figures import Drawing, Piece
@@ -29,11 +32,12 @@ KEPT = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
 MARK = '<meta name="generator" content="raydpfl report">'
 
 
-def write(directories: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def write(directories: Sequence[str | Path], out: str | Path | None = None) -> Path | str:
     """Writes the report of a directory, or of several to compare.
 
     Args:
-        directories: of a run, a sweep, an audit, a study; or several whose runs are compared.
+        directories: of a run, a sweep, an audit, a study; or several whose runs are compared. Paths
+            or addresses.
         out: where it goes, a new or empty directory or that of an earlier report, which is
             replaced. Default: `report` within the one directory; of several, `report-` and their
             names, here.
@@ -46,22 +50,22 @@ def write(directories: Sequence[str | Path], out: str | Path | None = None) -> P
             for an `out` that is something else or cannot be made.
         FileError: where a file cannot be written.
     """
-    folders = [Path(each) for each in directories]
-    if not folders:
+    if not directories:
         raise ConfigError("DIR", None, ACCEPTED)
-    if len(folders) > 1:
-        return compare(folders, out)[1]
-    place = Path(out) if out is not None else folders[0] / "report"
-    return _put_page(page_of(folders[0]), place)
+    if len(directories) > 1:
+        return compare(directories, out)[1]
+    with storage.reading(directories[0], "DIR", _read) as folder:
+        page = page_of(folder)
+        return _put_page(page, storage.within(directories[0], "report") if out is None else out)
 
 
 def compare(
     directories: Sequence[str | Path], out: str | Path | None = None, metric: str | None = None
-) -> tuple[Compared, Path]:
+) -> tuple[Compared, Path | str]:
     """Sets the runs of directories side by side, and writes the page that shows it.
 
     Args:
-        directories: of runs, sweeps and studies.
+        directories: of runs, sweeps and studies. Paths or addresses.
         out: as for `write`; default: `report-` and their names, here.
         metric: the score that they are compared by; None: that by which they are followed.
 
@@ -71,16 +75,28 @@ def compare(
     Raises:
         ConfigError, FileError: as `write`.
     """
-    folders = [Path(each) for each in directories]
-    if not folders:
+    if not directories:
         raise ConfigError("DIR", None, ACCEPTED)
-    found = compared(folders, metric)
-    place = Path(out) if out is not None else _beside(folders)
-    return found, _put_page(page_of_several(found), place)
+    with ExitStack() as stack:
+        read = [stack.enter_context(storage.reading(each, "DIR", _read)) for each in directories]
+        found = compared(read, metric)
+        page = page_of_several(found)
+        return found, _put_page(page, _beside(directories) if out is None else out)
 
 
-def _put_page(page: Page, place: Path) -> Path:
+def _read(name: str) -> bool:
+    """Whether a file of a directory elsewhere is read: no checkpoint, and no earlier report."""
+    return not re.search(r"(^|/)round-\d+\.npz$", name) and not name.startswith("report/")
+
+
+def _put_page(page: Page, out: str | Path) -> Path | str:
     """Writes a page with its figures and tables into a directory, and says which that is."""
+    with storage.at(out) as place:
+        _write(page, place)
+    return storage.named(out)
+
+
+def _write(page: Page, place: Path) -> None:
     _clear(place)
     names = set[str]()
     figures: dict[str, Drawn] = {}
@@ -99,7 +115,6 @@ def _put_page(page: Page, place: Path) -> Path:
             _put(place / "tables" / f"{piece.name}.md", text.encode())
             _put(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
     _put(place / "index.html", render(page, figures).encode())
-    return place
 
 
 def _named(piece: Piece, names: set[str]) -> Piece:
@@ -115,12 +130,13 @@ def _named(piece: Piece, names: set[str]) -> Piece:
     return replace(piece, name=name)
 
 
-def _beside(folders: Sequence[Path]) -> Path:
-    joined = "-".join(folder.resolve().name for folder in folders)
+def _beside(directories: Sequence[str | Path]) -> str:
+    known = [storage.absolute(each) for each in directories]
+    joined = "-".join(each.partition("?")[0].rstrip("/").rpartition("/")[2] for each in known)
     if len(joined) > 60:
-        digest = hashlib.sha256("\n".join(str(each.resolve()) for each in folders).encode())
+        digest = hashlib.sha256("\n".join(known).encode())
         joined = f"{joined[:50]}-{digest.hexdigest()[:8]}"
-    return Path(f"report-{joined}")
+    return f"report-{joined}"
 
 
 def _clear(place: Path) -> None:

@@ -1,0 +1,164 @@
+"""Directories elsewhere: of a run, a sweep or anything else that is read and written, on `s3://`,
+`gs://` and whatever pyarrow.fs and fsspec reach.
+
+`at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
+whose store is kept up to it (`raydpfl.storage.mirror`), under a ticket against other processes
+(`raydpfl.storage.ticket`). `reading` gives one to read from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from filelock import Timeout
+
+from raydpfl.errors import ConfigError, FileError, RunError, renamed
+from raydpfl.files import LOCK, cache_root, holding
+from raydpfl.storage import mirror, ticket
+from raydpfl.storage.mirror import push, spent
+from raydpfl.storage.store import elsewhere, opened, within
+
+__all__ = ["absolute", "at", "elsewhere", "named", "push", "reading", "spent", "within"]
+
+log = logging.getLogger("raydpfl")
+WAIT = 1.0  # seconds that a killed process may take to let go of its copy
+
+
+def named(name: str | Path) -> str | Path:
+    """What a directory is called: its address, or its path."""
+    return str(name) if elsewhere(name) else _path(name)
+
+
+def absolute(name: str | Path) -> str:
+    """The address of a directory, or its whole path."""
+    return str(name) if elsewhere(name) else str(_path(name).resolve())
+
+
+def _path(name: str | Path) -> Path:
+    text = str(name)
+    return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else Path(name)
+
+
+@contextmanager
+def at(name: str | Path) -> Iterator[Path]:
+    """A folder of this machine in which to write the directory `name`, a path or an address.
+
+    Of an address it is a copy, with what is there. What has changed in it is put there when this
+    is left, however it is, and by `push` and `spent` on the way.
+
+    Raises:
+        ConfigError: the address cannot be reached, or another process writes there.
+        FileError: the store does not take what it is given.
+    """
+    if not elsewhere(name):
+        yield _path(name)
+        return
+    address = str(name)
+    place = cache_root() / "elsewhere" / _legible(address)
+    there = opened(address)
+    with ExitStack() as stack:
+        _alone(stack, place, address)
+        folder = place / "copy"
+        stack.callback(_empty, place)
+        _empty(place)
+        folder.mkdir()
+        stack.enter_context(_told(folder, address))
+        stack.enter_context(ticket.held(there, mirror.held(folder)))
+        mirror.begin(address, folder)
+        stack.enter_context(_pushed(folder))
+        yield folder
+
+
+def _alone(stack: ExitStack, place: Path, address: str) -> None:
+    """Keeps other processes of this machine out. Raises `ConfigError`."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(holding(place, WAIT))
+    except Timeout:
+        accepted = "a directory that no other run is writing to"
+        raise ConfigError("--out", address, accepted) from None
+    except OSError as error:
+        accepted = f"a folder that can be written ({error.strerror})"
+        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), accepted) from None
+
+
+def _empty(place: Path) -> None:
+    """Removes a copy and what lies beside it, but for the lock."""
+    for path in place.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LOCK:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _pushed(folder: Path) -> Iterator[None]:
+    """Pushes the copy in the end; where something was raised, that is the news."""
+    try:
+        yield
+    except BaseException:
+        try:
+            push(folder)
+        except FileError as error:
+            log.warning("%s", error)
+        raise
+    push(folder)
+
+
+@contextmanager
+def _told(folder: Path, address: str) -> Iterator[None]:
+    """What is raised within names the address, where it would name the copy."""
+    here = str(folder)
+    try:
+        yield
+    except ConfigError as error:
+        value = error.value.replace(here, address) if isinstance(error.value, str) else error.value
+        accepted = error.accepted.replace(here, address)
+        raise ConfigError(error.field, value, accepted) from None
+    except RunError as error:
+        if type(error) not in (RunError, FileError) or here not in str(error):
+            raise
+        raise type(error)(str(error).replace(here, address)) from None
+
+
+@contextmanager
+def reading(
+    name: str | Path, field: str = "run", wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[Path]:
+    """A folder of this machine that holds the directory `name`, a path or an address, to read.
+
+    Args:
+        name: the directory.
+        field: what a refusal calls it.
+        wanted: which files of an address are fetched, by name.
+
+    Raises:
+        ConfigError: the address cannot be reached.
+        FileError: a file there cannot be read.
+    """
+    if not elsewhere(name):
+        yield _path(name)
+        return
+    address = str(name)
+    with renamed(lambda _: field):
+        opened(address)
+    with tempfile.TemporaryDirectory(prefix="raydpfl-") as scratch:
+        folder = Path(scratch) / (Path(urlsplit(address).path).name or "run")
+        folder.mkdir()
+        with _told(folder, address):
+            mirror.fetch(address, folder, wanted)
+            yield folder
+
+
+def _legible(address: str) -> str:
+    """A name for a folder, of the address."""
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", address.partition("?")[0])[-60:].strip("-.")
+    return f"{readable}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"

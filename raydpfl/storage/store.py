@@ -1,0 +1,183 @@
+"""An object store, or any other file system that has an address, below one folder of it.
+
+>>> elsewhere("s3://bucket/run"), elsewhere("runs/one"), elsewhere("file:///runs/one")
+(True, False, False)
+>>> within("s3://bucket/sweep?region=eu-west-1", "trials", "a1b2")
+'s3://bucket/sweep/trials/a1b2?region=eu-west-1'
+
+pyarrow.fs has S3, Google Cloud Storage, Azure and Hadoop; any other address is fsspec's, with the
+package that fsspec names for it. S3 is reached as AWS's own tools reach it: AWS_ACCESS_KEY_ID,
+AWS_PROFILE, AWS_ENDPOINT_URL and the like, or the address has `?endpoint_override=HOST:PORT&
+scheme=http`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from raydpfl.errors import ConfigError, FileError
+
+# Where an object is there whole or not at all. Anywhere else a file is written aside and renamed.
+ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "memory"})
+PAUSES = (1.0, 3.0, 9.0)  # seconds before a request is made again
+LASTING = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT")
+AT_ONCE = 8  # files fetched
+
+
+def elsewhere(name: object) -> bool:
+    """Whether a name is an address, and no path of this machine's."""
+    return re.match(r"(?!file:)[a-z][a-z0-9+.-]+://", str(name), re.IGNORECASE) is not None
+
+
+def within(address: str | Path, *names: str) -> str:
+    """The address of a file or a folder in the folder at `address`; of a path, the path."""
+    if not elsewhere(address):
+        return str(Path(address, *names))
+    address = str(address)
+    place, mark, query = address.partition("?")
+    return "/".join((place.rstrip("/"), *names)) + mark + query
+
+
+class Store:
+    """The folder at an address, which need not be there. Names are relative to it, with slashes.
+
+    Raises:
+        ConfigError: what is at such an address cannot be reached.
+    """
+
+    def __init__(self, address: str):
+        self.address = address
+        self._atomic = address.partition("://")[0].lower() in ATOMIC
+        try:
+            self._files, root = _reached(address)
+            self._root = root.rstrip("/")
+            self.times()
+        except Exception as error:  # of any library that fsspec takes
+            accepted = f"a folder that can be reached ({_line(error)})"
+            raise ConfigError("--out", address, accepted) from None
+
+    def times(self, names: str = "") -> dict[str, int | None]:
+        """When each file was written, in nanoseconds of the store's own clock; None: unknown.
+
+        Args:
+            names: of a folder within, to know of its files alone.
+        """
+        from pyarrow.fs import FileSelector
+
+        place = f"{self._root}/{names}".rstrip("/")
+        selector = FileSelector(place, recursive=True, allow_not_found=True)
+        found = [info for info in self._files.get_file_info(selector) if info.is_file]
+        return {info.path[len(self._root) + 1 :]: info.mtime_ns for info in found}
+
+    def put(self, name: str, content: Any) -> None:
+        """Puts a file there, whole or not at all; it is durable when this returns.
+
+        Args:
+            name: of the file; one of that name is replaced.
+            content: bytes, or a buffer.
+
+        Raises:
+            FileError: the store does not take it, or does not answer for a quarter of a minute.
+        """
+        path = f"{self._root}/{name}"
+        with self._named(name, "written"):
+            for pause in (*PAUSES, None):
+                try:
+                    self._write(path, content)
+                    return
+                except Exception as error:
+                    if pause is None or any(reason in str(error) for reason in LASTING):
+                        raise
+                    time.sleep(pause)
+
+    def _write(self, path: str, content: Any) -> None:
+        if self._atomic:
+            with self._files.open_output_stream(path) as file:
+                file.write(content)
+            return
+        folder, _, name = path.rpartition("/")
+        self._files.create_dir(folder, recursive=True)
+        part = f"{folder}/.{name}.part"
+        with self._files.open_output_stream(part) as file:
+            file.write(content)
+        self._files.move(part, path)
+
+    def get(self, name: str) -> bytes:
+        """What a file holds. Raises FileNotFoundError, `FileError`."""
+        with self._named(name, "read"), self._files.open_input_stream(f"{self._root}/{name}") as f:
+            return f.read()
+
+    def fetch(self, names: Iterable[str], folder: Path) -> None:
+        """Copies files into a folder of this machine, but for those that have gone meanwhile.
+        Raises `FileError`.
+        """
+        wanted = list(names)
+        for parent in {(folder / name).parent for name in wanted}:
+            parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda name: self._fetch(name, folder / name), wanted))
+
+    def _fetch(self, name: str, path: Path) -> None:
+        from pyarrow.fs import LocalFileSystem, copy_files
+
+        with suppress(FileNotFoundError), self._named(name, "read"):
+            copy_files(
+                f"{self._root}/{name}",
+                str(path),
+                source_filesystem=self._files,
+                destination_filesystem=LocalFileSystem(),
+            )
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files; those that are not there are passed over. Raises `FileError`."""
+        for name in names:
+            with suppress(FileNotFoundError), self._named(name, "removed"):
+                self._files.delete_file(f"{self._root}/{name}")
+
+    @contextmanager
+    def _named(self, name: str, what: str) -> Iterator[None]:
+        """What the store raises within is a `FileError` that names the file."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of any library that fsspec takes
+            place = within(self.address, name)
+            raise FileError(f"{place} cannot be {what} ({_line(error)})") from None
+
+
+@lru_cache
+def opened(address: str) -> Store:
+    """The store at an address, with the connections of this process to it."""
+    return Store(address)
+
+
+def _reached(address: str) -> tuple[Any, str]:
+    import pyarrow as pa
+    from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+
+    # else three requests are made for every small file; older versions of Arrow do not know it
+    quick = address + ("&" if "?" in address else "?") + "allow_delayed_open=true"
+    for asked in (quick, address) if address.startswith("s3://") else (address,):
+        try:
+            return FileSystem.from_uri(asked)
+        except pa.ArrowInvalid as error:
+            known = "Unrecognized filesystem type" not in str(error)
+            if known and asked == address:
+                raise
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(address)
+    return PyFileSystem(FSSpecHandler(files)), path
+
+
+def _line(error: BaseException) -> str:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:297]}..."

@@ -1,0 +1,339 @@
+"""Directories elsewhere: a run at the address of a store is the run that it would be on a disk, and
+what kills it at any instant leaves a store to go on from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import experiment
+from typer.testing import CliRunner
+
+from raydpfl import Experiment, load, run, saved, storage
+from raydpfl.cli import app
+from raydpfl.coordinator import Coordinator
+from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.privacy import Ledger
+from raydpfl.report import write
+from raydpfl.storage import mirror, ticket
+from raydpfl.storage.store import Store
+from raydpfl.tracking import Pace
+
+# what a run writes that is the same whenever and wherever it is run
+SAME = ("config.yaml", "ledger.jsonl", "model.safetensors", "trajectory.bin")
+
+
+def described() -> Experiment:
+    return experiment(rounds=4, measure=["clients", "trajectory"], client={"way": "fused"})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run on a disk."""
+    return run(described(), tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def place(tmp_path) -> str:
+    """An address whose store is a folder of this machine, which pyarrow.fs reaches as any other."""
+    return f"local://{tmp_path}/store/run"
+
+
+@pytest.fixture
+def snapshots(monkeypatch):
+    """After every round, where a run's own pace would make none in so short a time."""
+    monkeypatch.setattr(Pace, "due", lambda pace: True)
+
+
+def files(address: str) -> dict[str, bytes]:
+    found = Store(address)
+    return {name: found.get(name) for name in found.times()}
+
+
+def ledger(address: str) -> list[bytes]:
+    """The lines that a store has of a ledger, put together the plain way."""
+    found = files(address)
+    head = found.get("ledger.jsonl", b"")
+    for name in sorted(name for name in found if name.startswith("ledger.jsonl.from-")):
+        begins = int(name.rpartition("-")[2])
+        assert found[name].startswith(head[begins:]) or head[begins:].startswith(found[name])
+        head = max(head, head[:begins] + found[name], key=len)
+    return head.splitlines()
+
+
+def check_whole(address: str, whole) -> None:
+    """The directory there is that of the whole run."""
+    found = files(address)
+    folder = Path(whole.out)
+    for name in SAME:
+        if name != "model.safetensors":
+            assert found[name] == (folder / name).read_bytes(), name
+    told = json.loads(found["summary.json"])
+    for name in ("model_sha256", "guarantees", "status", "rounds"):
+        assert told[name] == whole.summary[name]
+    here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    # checkpoints besides the last are of the rounds that a snapshot was made after
+    kept = {name for name in here | found.keys() if "checkpoints/round-" not in name}
+    assert kept & here == kept & found.keys()
+    assert max(here) == max(found)
+
+
+def test_a_run_on_s3_leaves_the_files_that_it_leaves_on_a_disk(s3, whole):
+    place = storage.within(s3(), "runs", "one")
+    result = run(described(), place)
+    assert result.out == place
+    check_whole(place, whole)
+    assert result.rounds.drop(unlike(result.rounds)) == whole.rounds.drop(unlike(whole.rounds))
+    assert not any((Path(os.environ["RAYDPFL_CACHE"]) / "elsewhere").rglob("*.npz"))
+    with pytest.raises(ConfigError, match=r"--out = 's3://.*/runs/one.*a new or empty directory"):
+        run(described(), place)
+
+
+def unlike(rounds) -> list[str]:
+    """The columns that tell how long it took."""
+    timed = ("seconds", "clients_per_second")
+    return [name for name in rounds.column_names if name.startswith(timed)]
+
+
+@pytest.mark.slow  # it draws a report twice
+def test_what_is_read_of_a_run_is_read_of_an_address(s3, whole, tmp_path):
+    place = storage.within(s3(), "run")
+    run(described(), place)
+    assert load(place).summary["model_sha256"] == whole.summary["model_sha256"]
+    assert saved.export(place) == storage.within(place, "model.safetensors")
+    assert saved.export(place, tmp_path / "model.pt").exists()
+    assert write([place]) == storage.within(place, "report")
+    assert b"raydpfl report" in files(place)["report/index.html"]
+
+
+@pytest.mark.slow
+def test_the_commands_take_addresses(s3, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(described().to_yaml())
+    place = storage.within(s3(), "run")
+
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert f"Run directory: {place}" in said("run", "small.yaml", "--out", place)
+    assert f"Run directory: {place}" in said("run", place, "--resume", "rounds=5")
+    assert "rounds: 5\n" in said("show", place)
+    assert said("export", place).strip() == f"{place}/model.safetensors"
+    assert said("export", place, "--out", "model.pt").strip() == "model.pt"
+    assert "5" in said("budget", place)
+    said("run", "small.yaml", "--out", "here", "seed=4")
+    assert "report-run-here/index.html" in said("compare", place, "here")
+    assert not list(Path().glob("s3*"))
+
+
+def test_a_coordinator_in_an_actor_keeps_its_store(place, shared_ray, whole):
+    told = described().to_dict()
+    told["client"] |= {"actors": 2}
+    run(Experiment.from_dict(told), place)
+    found = files(place)
+    assert found["ledger.jsonl"] == (Path(whole.out) / "ledger.jsonl").read_bytes()
+    summary = json.loads(found["summary.json"])
+    assert summary["model_sha256"] == whole.summary["model_sha256"] and summary["ray"]["used"]
+
+
+def test_a_run_goes_on_at_an_address_from_any_machine(s3, whole, tmp_path, monkeypatch):
+    place = storage.within(s3(), "run")
+    run(described(), place, on_rows=lambda rows: rows[-1]["round"] == 1)
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))  # nothing is here of what was there
+    assert run(described(), place, resume=True).summary["rounds"] == 4
+    check_whole(place, whole)
+
+
+def test_fsspec_reaches_what_pyarrow_does_not(whole):
+    run(described(), "memory://somewhere/run", on_rows=lambda rows: True)
+    run(described(), "memory://somewhere/run", resume=True)
+    check_whole("memory://somewhere/run", whole)
+
+
+class Death(BaseException):
+    """The end of a process, which no handler of errors takes for one."""
+
+
+def dying(monkeypatch, after: int) -> list[str]:
+    """Lets so many changes reach stores, and then none; what reached them."""
+    reached: list[str] = []
+    originals = {name: getattr(Store, name) for name in ("put", "remove")}
+
+    def change(name):
+        def guarded(self, names, *content):
+            mine = names if isinstance(names, str) else "".join(list(names))
+            if not mine.startswith(ticket.FOLDER):
+                if len(reached) == after:
+                    raise Death
+                reached.append(mine)
+            return originals[name](self, names, *content)
+
+        return guarded
+
+    for name in originals:
+        monkeypatch.setattr(Store, name, change(name))
+    return reached
+
+
+CHANGES = 34  # of the run, with a snapshot after every round; the last deaths find it ended
+
+
+@pytest.mark.parametrize("after", range(0, CHANGES, 3))
+def test_death_at_any_change_of_a_store_loses_nothing(place, whole, after, monkeypatch, snapshots):
+    released = []
+    release = Coordinator.release
+    monkeypatch.setattr(
+        Coordinator, "release", lambda self, t, total: released.append(t) or release(self, t, total)
+    )
+    with monkeypatch.context() as patch:
+        dying(patch, after)
+        with pytest.raises(Death):
+            run(described(), place)
+            raise Death  # it came through
+    spent = ledger(place)
+    assert spent == (Path(whole.out) / "ledger.jsonl").read_bytes().splitlines()[: len(spent)]
+    assert len(spent) > max(released, default=-1)
+    run(described(), place, resume="config.yaml" in files(place))
+    check_whole(place, whole)
+
+
+def test_a_round_is_spent_at_the_store_before_it_is_released(place, monkeypatch):
+    known = []
+    release = Coordinator.release
+
+    def watched(self, t, total):
+        known.append((t, len(ledger(place))))
+        return release(self, t, total)
+
+    monkeypatch.setattr(Coordinator, "release", watched)
+    run(described(), place)
+    assert known == [(t, t + 1) for t in range(4)]
+
+
+def test_nothing_is_released_that_the_store_has_not_taken(place, monkeypatch):
+    released = []
+    put = Store._write
+
+    def full(self, path, content):
+        if ".from-" in path and len(ledger(place)) == 2:
+            raise OSError("no room")
+        put(self, path, content)
+
+    monkeypatch.setattr(Store, "_write", full)
+    monkeypatch.setattr("raydpfl.storage.store.PAUSES", (0.0,))
+    release = Coordinator.release
+    monkeypatch.setattr(
+        Coordinator, "release", lambda self, t, total: released.append(t) or release(self, t, total)
+    )
+    with pytest.raises(FileError, match=r"local://.*/run/ledger.*no room.*go on with --resume"):
+        run(described(), place)
+    assert released == [0, 1]
+    assert json.loads(files(place)["summary.json"])["status"] == "failed"
+
+
+def test_a_long_ledger_is_put_whole_now_and_then(place, monkeypatch):
+    monkeypatch.setattr(mirror, "TAIL", 1000)
+    names = []
+    put = Store.put
+    monkeypatch.setattr(
+        Store, "put", lambda self, name, content: names.append(name) or put(self, name, content)
+    )
+    release = {"mechanism": "a", "bound": 1.0, "std": 1.0}
+    with storage.at(place) as folder:
+        mine = Ledger(folder / "ledger.jsonl")
+        for t in range(40):
+            mine.record(t=t, epsilon={"rdp": 0.1 * t}, **release)
+            assert len(ledger(place)) == t + 1
+        lines = (folder / "ledger.jsonl").read_bytes()
+    assert 3 < names.count("ledger.jsonl") < 9
+    assert files(place) == {"ledger.jsonl": lines}
+
+
+def test_of_two_processes_one_has_the_directory(place, tmp_path):
+    with storage.at(place), pytest.raises(ConfigError, match="no other run is writing to"):
+        storage.at(place).__enter__()
+    with storage.at(place):  # by another cache on this machine, or another machine
+        mine = Store(place)
+        said = rf"held by process {os.getpid()} on "
+        with pytest.raises(ConfigError, match=said), ticket.held(mine, tmp_path / "held"):
+            pass
+
+
+def left(place: str, **differs) -> None:
+    """Leaves the ticket of a process with these facts."""
+    owner = {**ticket._process(os.getpid()), **differs}
+    Store(place).put(f"{ticket.FOLDER}/theirs.json", json.dumps(owner).encode())
+
+
+def test_a_dead_process_of_this_machine_holds_nothing(place):
+    left(place, started=1.0)
+    began = time.monotonic()
+    with storage.at(place):
+        assert time.monotonic() - began < 1
+    assert files(place) == {}
+
+
+def test_a_process_elsewhere_is_dead_when_its_ticket_lapses(place, monkeypatch):
+    monkeypatch.setattr(ticket, "LAPSE", 0.6)
+    monkeypatch.setattr(ticket, "MARGIN", 0.1)
+    monkeypatch.setattr(ticket, "BEAT", 0.1)
+    monkeypatch.setattr(ticket, "TICK", 0.02)
+    left(place, boot="another")
+    with storage.at(place):
+        assert len(files(place)) == 1
+    over = threading.Event()
+
+    def renew():
+        while not over.wait(0.1):
+            left(place, boot="another")
+
+    left(place, boot="another")
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="held by process"):
+            storage.at(place).__enter__()
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_who_has_lost_the_directory_writes_no_more(place, monkeypatch):
+    monkeypatch.setattr(ticket, "LAPSE", 0.3)
+    monkeypatch.setattr(ticket, "MARGIN", 0.1)
+    monkeypatch.setattr(ticket, "BEAT", 1.0)  # it stands still
+    with pytest.raises(FileError, match="another may have taken"), storage.at(place) as folder:
+        (folder / "before").write_text("a")
+        storage.push(folder)
+        time.sleep(0.4)
+        left(place, boot="another")  # who found ours lapsed
+        time.sleep(0.8)
+        (folder / "after").write_text("b")
+        storage.push(folder)
+    assert set(files(place)) == {"before", f"{ticket.FOLDER}/theirs.json"}
+
+
+def test_what_cannot_be_reached_is_refused_in_one_line():
+    for address in ("nonsense://somewhere/run", "s3:///run"):
+        with pytest.raises(ConfigError, match=r"--out = .*a folder that can be reached"):
+            run(described(), address)
+    with pytest.raises(ConfigError, match=r"run = 'nonsense.*can be reached"):
+        load("nonsense://somewhere/run")
+
+
+def test_what_is_said_of_a_directory_names_its_address(place):
+    with storage.at(place) as folder:
+        (folder / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"--out = '{place}'"):
+        run(described(), place)
+    with pytest.raises(ConfigError, match=rf"--resume = '{place}'.*no config.yaml"):
+        run(described(), place, resume=True)
+    with pytest.raises(RunError, match=f"of {place}"), storage.at(place) as folder:
+        raise RunError(f"of {folder}")

@@ -1,0 +1,211 @@
+"""Runs whose directory is on an S3 server, under fire: each is killed again and again, at random
+instants and at random requests, and goes on here or on what looks like another machine.
+
+This file is also the program that does the killing (`python test_storage_fire.py FOLDER BUCKET`);
+RAYDPFL_KILLS says how often (50: issue-sized; a few by default).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from test_ledger_fire import EXPERIMENT, released
+
+from raydpfl import Experiment, runner, tracking
+from raydpfl.coordinator import Coordinator
+from raydpfl.storage import ticket
+from raydpfl.storage.store import Store
+
+pytestmark = pytest.mark.slow
+
+KILLS = int(os.environ.get("RAYDPFL_KILLS", 6))
+REQUESTS = 60  # about as many as a run makes
+LAPSE = 1.0  # seconds, for a machine that is waited for
+
+
+def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | None) -> None:
+    """One process's attempt at the run at `place`; at the `mine`-th change that it makes there it
+    dies, before or after.
+    """
+    os.environ["RAYDPFL_CACHE"] = f"{notes}-cache-{machine}"
+    ticket.LAPSE = LAPSE
+    ticket.MARGIN = ticket.BEAT = LAPSE / 5
+    ticket.TICK = LAPSE / 50
+    process = ticket._process
+    ticket._process = lambda pid: {**process(pid), "boot": str(machine)}
+    release = Coordinator.release
+    file = os.open(f"{notes}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    done = 0
+
+    def fatal(call):
+        def guarded(*arguments):
+            nonlocal done
+            done += 1
+            if done == mine and done % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            call(*arguments)
+            if done == mine:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return guarded
+
+    def noting(self, t, total):
+        found = release(self, t, total)
+        digest = hashlib.sha256(found.tobytes()).hexdigest()
+        os.write(file, f"{t} {digest}\n".encode())
+        return found
+
+    Store.put = fatal(Store.put)
+    Store.remove = fatal(Store.remove)
+    Coordinator.release = noting
+    runner.versions = dict  # what is installed takes longer to list than the run takes
+    tracking.SHARE = 1e9  # snapshots after every round
+    runner.run(Experiment.from_dict(EXPERIMENT), place, resume=resume)
+
+
+class Bucket:
+    """What the server has, read with a client that is not ours."""
+
+    def __init__(self, name: str):
+        import boto3
+
+        self.name = name
+        self.client = boto3.client("s3")
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        listed = self.client.list_objects_v2(Bucket=self.name, Prefix=f"{folder}/")
+        names = [each["Key"] for each in listed.get("Contents", [])]
+        read = {name: self.client.get_object(Bucket=self.name, Key=name) for name in names}
+        found = {name: each["Body"].read() for name, each in read.items()}
+        return {name.removeprefix(f"{folder}/"): text for name, text in found.items()}
+
+
+def spent(files: dict[str, bytes]) -> list[bytes]:
+    """The lines of the ledger."""
+    text = files.get("ledger.jsonl", b"")
+    for name in files:
+        head, mark, begins = name.partition("ledger.jsonl.from-")
+        if mark and not head:
+            text = max(text, text[: int(begins)] + files[name], key=len)
+    return text.splitlines()
+
+
+def spawned(*given, seconds: float | None = None) -> bool:
+    """Whether an attempt was killed: by itself, or from here after some `seconds`."""
+    child = os.fork()  # this process has imported all, and has spoken to no server
+    if child == 0:
+        try:
+            attempt(*given)
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"an attempt ended with {status}"
+    return status != 0
+
+
+@dataclass
+class Fire:
+    """The runs of a bucket that are killed, and the one that is not."""
+
+    base: Path
+    bucket: Bucket
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+    hits: list[str] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    finished: int = 0
+    machine: int = 0
+
+    def begin(self) -> None:
+        """The run that nothing happens to."""
+        runner.run(Experiment.from_dict(EXPERIMENT), self.base / "reference")
+        began = time.monotonic()
+        assert not spawned(*self.given("whole", False, None))
+        self.span = time.monotonic() - began
+        self.truth = dict(released(self.base / "whole"))
+        self.whole = self.bucket.files("whole")
+
+    def given(self, name: str, resume: bool, mine: int | None) -> tuple:
+        return f"s3://{self.bucket.name}/{name}", self.base / name, self.machine, resume, mine
+
+    def turn(self) -> None:
+        """An attempt at the run that is under way, killed unless there were enough."""
+        name = f"run-{self.finished}"
+        over = len(self.hits) >= KILLS
+        by_time = len(self.hits) % 2 == 0
+        mine = None if by_time or over else self.chance.randrange(1, REQUESTS)
+        seconds = self.chance.random() * self.span if by_time and not over else None
+        before = len(released(self.base / name))
+        resume = "config.yaml" in self.bucket.files(name)
+        killed = spawned(*self.given(name, resume, mine), seconds=seconds)
+        made = self.check(name)
+        if by_time:  # how fast the machine is just now
+            self.span *= 0.7 if not killed else 1.3 if made == before else 1.0
+        if killed:
+            self.hits.append("time" if by_time else "request")
+            self.machine += self.chance.random() < 0.25
+        else:
+            self.check_finished(name)
+            self.finished += 1
+
+    def check(self, name: str) -> int:
+        """The store's ledger is the beginning of the whole run's, and has every release."""
+        lines = spent(self.bucket.files(name))
+        assert lines == self.whole["ledger.jsonl"].splitlines()[: len(lines)]
+        made = released(self.base / name)
+        assert len(lines) > max((int(t) for t, _ in made), default=-1), "less than the truth"
+        assert all(self.truth[t] == digest for t, digest in made), "another release of a round"
+        self.seen.append(len(lines))
+        return len(made)
+
+    def check_finished(self, name: str) -> None:
+        """A run that came through is the whole one, and that on a disk."""
+        files = self.bucket.files(name)
+        reference = self.base / "reference"
+        for same in ("ledger.jsonl", "config.yaml"):
+            assert files[same] == self.whole[same] == (reference / same).read_bytes()
+        summaries = [files["summary.json"], self.whole["summary.json"]]
+        summaries.append((reference / "summary.json").read_bytes())
+        told = [json.loads(each) for each in summaries]
+        for key in ("model_sha256", "guarantees", "rounds", "status"):
+            assert told[0][key] == told[1][key] == told[2][key]
+
+
+def fire(base: Path, bucket: Bucket) -> None:
+    """Kills attempts at a run, starting over where one comes through; prints a report as JSON."""
+    runs = Fire(base, bucket)
+    runs.begin()
+    while len(runs.hits) < KILLS or not runs.finished:
+        runs.turn()
+    report = {"kills": runs.hits, "rounds": runs.seen, "finished": runs.finished}
+    print(json.dumps(report | {"machines": runs.machine + 1}))
+
+
+def test_a_run_on_s3_that_is_killed_again_and_again_loses_nothing(s3, tmp_path):
+    bucket = s3().partition("://")[2]
+    command = [sys.executable, __file__, str(tmp_path), bucket]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert len(report["kills"]) == KILLS and report["finished"]
+    assert {"time", "request"} == set(report["kills"])
+
+
+if __name__ == "__main__":
+    fire(Path(sys.argv[1]), Bucket(sys.argv[2]))
