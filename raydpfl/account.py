@@ -55,18 +55,20 @@ class Account:
             least = min(self.plan.rigorous, key=spent.__getitem__)
             check_budget(t, spent, {least: budget})
         if self.plan.mechanism:
-            release = self._release(bound, present=True)
+            release = self._release(t, bound, present=True)
             self.ledger.record(t=t, again=self.plan.again, epsilon=spent, **release)
 
-    def _release(self, bound: float | None, present: bool) -> dict[str, Any]:
-        """What the ledger says of a round's release. The key of its noise is known only for the
-        `present` segment.
+    def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
+        """What the ledger says of the release of round t. The key of its noise is known for the
+        `present` segment alone.
         """
         plan = self.plan
         assert plan.mechanism is not None
         release: dict[str, Any] = {"mechanism": plan.mechanism.round_digest(), "bound": bound}
         release["std"] = plan.sum_std(bound)
         release |= {f"{name}_std": std for name, std in plan.side_stds.items()}
+        if plan.mechanism.survey:
+            release["survey_std"] = plan.mechanism.survey.std if plan.surveyed(t) else 0.0
         asked = plan.experiment.selection.loss_query
         if asked:
             release["loss_std"] = asked.std
@@ -91,7 +93,7 @@ class Account:
             bound = entry.get("bound")  # known of the coming round alone
             if not (isinstance(bound, float) and 0 < bound < math.inf):
                 raise RunError(f"the ledger has bound {bound} for round {t}: {UNKNOWN}")
-        planned = self._release(bound, present)
+        planned = self._release(t, bound, present)
         stored = {name: entry.get(name) for name in planned}
         if stored == planned:
             return

@@ -29,7 +29,6 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     SerializeAsAny,
@@ -55,20 +54,25 @@ from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.hardware import Precision
 from raydpfl.hints import said
-from raydpfl.member import Member, choose, fields_of, importing, imports, load, validate, within
+from raydpfl.histogram import Histogram
+from raydpfl.member import (
+    Member,
+    Section,
+    choose,
+    fields_of,
+    importing,
+    imports,
+    load,
+    validate,
+    within,
+)
 from raydpfl.metrics import Metric
 from raydpfl.metrics import parse as parse_metrics
 from raydpfl.metrics import standing as standing_metrics
-from raydpfl.privacy import Relation, Terms, budgets
+from raydpfl.privacy import Relation, Survey, Terms, budgets
 from raydpfl.privacy.accountants import ASKED, named, standing
 
 log = logging.getLogger("raydpfl")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
-    )
 
 
 def whole(value: Any) -> Any:
@@ -220,6 +224,8 @@ class Evaluate(Section):
     # a metric of every client, on the rows that it holds out (on those that it trains on, where
     # none are), and what it comes to over the clients: exact, and so not private
     per_client: SerializeAsAny[Metric] | None = None
+    # per_client as counts over bins with noise, which guarantees account for
+    histogram: Histogram | None = None
     stop: Stop | None = None  # when the run ends early
 
     @field_validator("per_client", mode="before")
@@ -240,10 +246,42 @@ class Evaluate(Section):
         return self.validation
 
     @property
+    def survey(self) -> Survey | None:
+        """What all clients are asked for, as accountants are told; None: nothing with noise."""
+        if self.per_client is None or self.histogram is None:
+            return None
+        return Survey(self.per_client.name, self.histogram.std)
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for what an evaluation cannot give."""
+        if self.stop:
+            self.stop.check(experiment)
+        if self.histogram is None:
+            return
+        noise = experiment.noise
+        field = "evaluate.histogram"
+        if self.per_client is None:
+            accepted = "none without evaluate.per_client, the metric whose values it is of"
+            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
+        if not noise.private() or noise.protects() != "client" or not noise.simulated():
+            accepted = (
+                "noise that protects the clients who are asked, on what they send or on its sum "
+                "(without noise nothing is private, and evaluate.per_client gives exact scores; at "
+                "local steps nobody adds up answers; of a virtual cohort not all answer)"
+            )
+            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
+        if experiment.rounds % self.every:
+            accepted = (
+                f"a multiple of evaluate.every, {self.every}, with evaluate.histogram: clients are "
+                "asked after every so many rounds, and not once more at the end"
+            )
+            raise ConfigError("rounds", experiment.rounds, accepted)
+
+    @property
     def exclusions(self) -> tuple[str, ...]:
         """What of it no accountant counts, in words."""
         said: tuple[str, ...] = ()
-        if self.per_client:
+        if self.per_client and not self.histogram:
             said += (
                 f"the {self.per_client.name} of every client (evaluate.per_client), its quantiles, "
                 "mean and spread are exact answers to queries on the clients' rows; no epsilon "
@@ -366,8 +404,7 @@ class Experiment(Section):
         experiment = experiment.model_copy(update={"noise": placed})
         for section, member in experiment._every_member():
             _refusals(experiment, section, member)
-        if experiment.evaluate.stop:
-            experiment.evaluate.stop.check(experiment)
+        experiment.evaluate.check(experiment)
         return experiment
 
     @classmethod

@@ -62,6 +62,7 @@ class Purpose(IntEnum):
     SWEEP = 15  # values that a sweep tries
     GLOBAL = 16  # what a user's own code draws from the process's global generators
     VALIDATION = 17  # rows that are held out of training
+    SURVEY_NOISE = 18  # noise on a histogram over all clients
 
 
 class _Key(ISeedSequence):

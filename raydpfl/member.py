@@ -38,17 +38,20 @@ if TYPE_CHECKING:
     from raydpfl.config import Experiment
 
 
-class Member(BaseModel):
-    """Base of all members. Its fields are the keys of its section in the config; it is frozen and
-    typed, and refuses other keys.
-
-    `examples` are settings worth running, each a mapping of fields. `raydpfl check` runs each of
-    them, a user's own too.
-    """
+class Section(BaseModel):
+    """A part of a config: frozen and typed; it refuses other keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
+
+
+class Member(Section):
+    """Base of all members. Its fields are the keys of its section in the config.
+
+    `examples` are settings worth running, each a mapping of fields. `raydpfl check` runs each of
+    them, a user's own too.
+    """
 
     # other sections that the privacy it spends depends on
     accounted_with: ClassVar[tuple[str, ...]] = ()
@@ -344,8 +347,9 @@ def load(path: str, field: str) -> Any:
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
     errors = error.errors()
-    # a key that is misspelt is missing too: what was given is what to complain of
-    first = min(errors, key=lambda each: each["type"] == "missing")
+    # a key that is misspelt is missing too: what was given is what to complain of, and of the
+    # branches of a union the one that took it furthest
+    first = min(errors, key=lambda each: (each["type"] == "missing", -len(_path(cls, each["loc"]))))
     if isinstance(first.get("ctx", {}).get("error"), ConfigError):
         return first["ctx"]["error"]
     path = _path(cls, first["loc"])
@@ -376,16 +380,24 @@ def _inner(
     field = str(location[0])
     if len(location) == 1:
         return cls, [field]
-    given = cls.model_fields[field].annotation
-    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
-    inner: list[type[BaseModel]] = [one for one in branches if issubclass(one, BaseModel)]
+    inner = _sections(cls, field)
     return (inner[0] if inner else cls), [field, str(location[-1])]
+
+
+def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
+    """The classes of sections that a field may have as its value."""
+    given = cls.model_fields[field].annotation if field in cls.model_fields else None
+    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
+    return [one for one in branches if issubclass(one, BaseModel)]
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys in a pydantic location, without pydantic's names for the branches of a union."""
+    known = set(cls.model_fields)
+    for inner in _sections(cls, str(location[0]) if location else ""):
+        known |= set(inner.model_fields)
     return [
         str(part)
         for depth, part in enumerate(location)
-        if depth == 0 or isinstance(part, int) or part in cls.model_fields
+        if depth == 0 or isinstance(part, int) or part in known
     ]

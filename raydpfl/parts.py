@@ -39,6 +39,7 @@ class Parts:
     d: int  # model parameters
     weight: float  # the largest weight of any client's contribution
     survivors: int  # clients that the round with most dropouts keeps
+    scored: int  # clients that have a score of their own
     # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
     exposures: np.ndarray
     data_root: Path | None
@@ -86,6 +87,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         d=d,
         weight=float(np.abs(weights(experiment, population)).max()),
         survivors=selection.survivors(experiment.seed, experiment.rounds, population),
+        scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,
         exposures=composed(selection, experiment.seed, experiment.rounds, population),
         data_root=data_root,
     )

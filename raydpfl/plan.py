@@ -70,6 +70,9 @@ class Plan:
             told = foretold(experiment, data_root)  # before the data are touched
             parts = prepared(experiment, data_root)
             outline = outlined(parts.experiment, parts.population, told)
+            if outline and outline.survey:  # now it is known who answers
+                answering = replace(outline.survey, clients=parts.scored)
+                outline = replace(outline, survey=answering)
             mechanism = noised(parts, outline)
         on_sums = noise_on_sums(parts, mechanism)
         plan = cls(
@@ -157,6 +160,23 @@ class Plan:
         """How many releases there were besides those of the rounds as they count now."""
         return sum(map(len, self.history)) - self.first
 
+    @cached_property
+    def surveys(self) -> np.ndarray:
+        """How often all clients were asked for a noised histogram until after each round, those
+        before the run was begun anew too: int64 [rounds].
+        """
+        every = self.experiment.evaluate.every
+        rounds = np.arange(1, self.experiment.rounds + 1)
+        if self.mechanism is None or self.mechanism.survey is None:
+            return 0 * rounds
+        before = sum(one.end // every - one.first // every for one in self.history)
+        return rounds // every + before - self.first // every
+
+    def surveyed(self, t: int) -> bool:
+        """Whether all clients are asked after round t."""
+        asks = self.mechanism is not None and self.mechanism.survey is not None
+        return asks and (t + 1) % self.experiment.evaluate.every == 0
+
     @property
     def seed(self) -> int:
         """The seed of batches, of randomness inside modules and of secret cohorts, from round
@@ -188,6 +208,16 @@ class Plan:
             dict(self.platform),
         ]
         return _digest64(facts)
+
+    @cached_property
+    def survey_seed(self) -> int:
+        """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all that
+        the histograms depend on besides.
+        """
+        e = self.experiment.evaluate
+        asked = e.model_dump(mode="json", include={"histogram", "validation", "every"})
+        metric = e.per_client.meaning() if e.per_client else None
+        return _digest64(["survey", self.noise_seed, asked, metric])
 
     def _kept(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
@@ -380,7 +410,7 @@ class Plan:
         if draws is None and self.mechanism.by_draws:
             draws = self.draws(self.experiment.rounds)
         composed = self.exposures + self.repeated
-        return self.mechanism.curves(self.named, draws, composed, self.terms)
+        return self.mechanism.curves(self.named, draws, composed, self.terms, self.surveys)
 
     def cohort_seed(self, again: int | None = None) -> int:
         """The seed of the cohorts of a segment, the present one by default.
@@ -427,7 +457,8 @@ class Plan:
         # of a virtual cohort's clients nobody knows how often they are drawn
         seen = participations if self.experiment.noise.simulated() else None
         composed = int(self.exposures[rounds - 1]) + self.repeated
-        return self.mechanism.guarantees(seen, self.named, composed, self.terms)
+        asked = int(self.surveys[rounds - 1])
+        return self.mechanism.guarantees(seen, self.named, composed, self.terms, asked)
 
     def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
         """As `guarantees`, counting only how often losses have chosen each client: none of these is
@@ -483,6 +514,7 @@ def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
     """
     rounds = parts.experiment.rounds
     first = parts.experiment.noise.calibrated_over(rounds) or rounds
+    every = parts.experiment.evaluate.every
     facts = Facts(
         experiment=parts.experiment,
         sizes=parts.population.sizes,
@@ -491,6 +523,8 @@ def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
         weight=parts.weight,
         survivors=parts.survivors,
         draws=parts.draws,
+        surveys=rounds // every,
+        calibrated_surveys=first // every,
         data_root=parts.data_root,
     )
     return parts.experiment.noise.noised(outline, facts)

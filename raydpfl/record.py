@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl import evaluator, scores, storage
+from raydpfl import evaluator, scores, storage, surveying
 from raydpfl.account import Account
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.measure import Afterwards, Finished, Problem, Round
+from raydpfl.metrics import Metric
 from raydpfl.origin import capability
 from raydpfl.placement import Pool
 from raydpfl.plan import Plan
@@ -49,6 +50,7 @@ class Record:
         self.plan = plan
         self.out = out
         self.probes = plan.experiment.measure
+        self.survey = surveying.counted
         self.rounds = Table(out, "rounds", schema(self._columns()))
         self.tables: dict[str, Table] = {"rounds": self.rounds}
         known = self._known()
@@ -154,10 +156,7 @@ class Record:
         metric = e.evaluate.per_client
         if metric:
             values = evaluator.per_client(batches, metric)
-            found |= scores.of_clients(metric, values)
-            told = [value if np.isfinite(value) else None for value in values.tolist()]
-            places = _at(row["round"], {"client": np.arange(len(values))})
-            self.tables["client_scores"].append({**places, metric.name: told})
+            found |= self._of_clients(row["round"], metric, values)
         row |= found
         what = scores.diverged(found)
         if what:
@@ -167,6 +166,21 @@ class Record:
                 cells = metric.cells(total)
                 if cells:
                     self.tables[f"{rows}_{metric.name}"].append(_at(row["round"], cells))
+
+    def _of_clients(self, t: int, metric: Metric, values: np.ndarray) -> dict[str, float | None]:
+        """What the metric of every client, float64 [clients], comes to; also writes its table."""
+        histogram = self.plan.experiment.evaluate.histogram
+        if histogram is None:
+            told = [value if np.isfinite(value) else None for value in values.tolist()]
+            places = _at(t, {"client": np.arange(len(values))})
+            self.tables["client_scores"].append({**places, metric.name: told})
+            return scores.of_clients(metric, values)
+        counts = self.survey(self.plan, t, values)
+        shares = histogram.shares(counts)
+        bins = {"low": histogram.edges[:-1], "high": histogram.edges[1:], "count": counts}
+        bins["share"] = np.full(len(counts), np.nan) if shares is None else shares
+        self.tables["client_histogram"].append(_at(t, bins))
+        return scores.of_histogram(metric, histogram, counts)
 
     def over(self) -> str | None:
         """Why the run ends with the rounds that are recorded (`evaluate.stop`), in words; None: it
@@ -257,6 +271,8 @@ def _cells(plan: Plan) -> dict[str, list[str]]:
     sets = dict.fromkeys(scores.set_of(name) for name in e.given)
     metric = e.evaluate.per_client
     own = {"client_scores": ["round", "client", metric.name]} if metric else {}
+    if e.evaluate.histogram:
+        own = {"client_histogram": ["round", "low", "high", "count", "share"]}
     return own | {
         f"{rows}_{metric.name}": ["round", *metric.columns()]
         for rows in sets

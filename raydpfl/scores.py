@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from raydpfl.histogram import Histogram
 from raydpfl.metrics import Metric, called
 
 TEST = "test"
@@ -48,6 +49,14 @@ def of_clients(metric: Metric, values: np.ndarray | None = None) -> dict[str, fl
     tenth = worst[: math.ceil(len(known) / 10)]
     found = [known.mean(), known.std(), *np.quantile(known, (0.1, 0.5, 0.9)), tenth.mean()]
     return dict(zip(names, map(float, found), strict=True))
+
+
+def of_histogram(
+    metric: Metric, histogram: Histogram, counts: np.ndarray
+) -> dict[str, float | None]:
+    """As `of_clients`, of counts over bins, float64 [bins], that have noise."""
+    found = histogram.statistics(counts, worse=-metric.sign()) or dict.fromkeys(STATISTICS)
+    return {f"{CLIENT}_{metric.name}_{name}": found[name] for name in STATISTICS}
 
 
 def columns(metrics: Iterable[Metric], validation: bool) -> tuple[str, ...]:

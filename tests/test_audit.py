@@ -35,6 +35,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
 from raydpfl.keys import clients_normals, normals
 from raydpfl.local import engine
+from raydpfl.noise import base as noises
 from raydpfl.noise import drawn_by
 from raydpfl.noise.drawn import client_noise, server_noise
 from raydpfl.plan import Plan
@@ -228,6 +229,7 @@ def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
         {"bounding": {"kind": "quantile_clip", "bound": 0.3}},
         {"bounding": {"kind": "model_clip", "bound": 0.3}, "server": {"kind": "sgd"}},
         {"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}},
+        {"evaluate": {"every": 2, "per_client": "accuracy", "histogram": {"std": 3.0}}},
     ],
     ids=lambda change: (
         "-".join(str(value["kind"]) for value in change.values() if "kind" in value) or "as it is"
@@ -393,6 +395,13 @@ def noise_of_the_next_bound(patch):
     patch.setattr(Coordinator, "release", late)
 
 
+def half_the_histograms_noise(patch):
+    drawn = noises.survey_noise
+    patch.setattr(
+        noises, "survey_noise", lambda seed, t, std, *rest: drawn(seed, t, std / 2, *rest)
+    )
+
+
 def noise_that_is_not_gaussian(patch):
     def uniform(seed, t, std, d):
         gaussian = server_noise(seed, t, 1.0, d)
@@ -444,6 +453,11 @@ SERVER = {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0
             {"noise of sums"},
         ),
         (noise_that_is_not_gaussian, SERVER, {"normality"}),
+        (
+            half_the_histograms_noise,
+            {**SERVER, "evaluate": {"every": 1, "per_client": "loss", "histogram": {"std": 3.0}}},
+            {"noise of histograms"},
+        ),
         (a_client_always_taken, {"rounds": 16}, {"cohorts"}),
         (a_contribution_counted_twice, SERVER, {"sums"}),
     ],

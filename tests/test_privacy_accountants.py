@@ -509,7 +509,7 @@ def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, mo
     alone = float(gaussian_epsilon(moves * bound / std * math.sqrt(rounds), 1e-5))
     with pytest.raises(
         ConfigError,
-        match=rf"no noise, however large.*the losses alone, with the noise they are given, spend "
+        match=rf"no noise, however large.*the losses alone, with the noise given, spend "
         rf"{alone:.4g}",
     ):
         noise_for(0.99 * alone, both, relation, 1e-5)

@@ -298,6 +298,10 @@ METHODS |= {
         **TINY,
         "evaluate": {"every": 1, "validation": {"clients": 0.2}, "per_client": "accuracy"},
     },
+    "noised histograms of clients": {
+        **TINY,
+        "evaluate": {"every": 1, "per_client": "accuracy", "histogram": {"std": 2.0}},
+    },
     "overlapping": {
         "data": {"clients": 50, "partition": {"kind": "overlapping", "per_client": 20}},
         "rounds": 2,
@@ -380,7 +384,8 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
     for actors in (0, 3):
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
         rows = pq.read_table(tmp_path / str(actors) / "rounds.parquet")
-        for name in COLUMNS:
+        of_clients = [name for name in expected.column_names if name.startswith("client_")]
+        for name in (*COLUMNS, *of_clients):
             np.testing.assert_array_equal(rows[name].to_numpy(), expected[name].to_numpy(), name)
 
 

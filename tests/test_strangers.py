@@ -85,7 +85,7 @@ def test_noise_for_a_law_of_ones_own_is_not_that_of_another_of_its_name(tmp_path
 def test_an_accountant_of_ones_own_is_checked_and_named_in_a_config(tmp_path):
     assert all(promise.kept for promise in check("exact:Exact"))
     broken = [promise.name for promise in check("exact:Half") if not promise.kept]
-    assert broken == ["rigorous"]
+    assert broken == ["rigorous", "surveys"]
     asked = {"accountants": ["exact:Exact", "pld"], "relation": "zero_out"}
     noise = {"multiplier": None, "epsilon": 3.0, "placement": "server"}
     given = experiment(selection={"kind": "full"}, noise=noise, privacy=asked)

@@ -22,6 +22,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from raydpfl import surveying
 from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
@@ -31,7 +32,6 @@ from raydpfl.plan import Plan
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
-from raydpfl.tracking import Clock
 
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
 BUFFER = 1 << 28  # bytes of released sums that are held at once
@@ -44,8 +44,10 @@ NO_LOSS = np.full(1, math.nan)
 
 
 def on_sums(plan: Plan) -> Mechanism:
-    """The mechanism of a plan whose noise is on sums or single updates, not on local steps."""
-    return cast(Mechanism, plan.mechanism)
+    """The mechanism of a plan whose noise is on sums or single updates, not on local steps.
+    Surveys, in which no canary stands out, are left out of what it spends.
+    """
+    return cast(Mechanism, plan.mechanism).asking(0)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class PlantedCoordinator(Coordinator):
         started = super().start()
         assert isinstance(self.pool, Inline)
         self.pool.client = PlantedClient(self.plan, self.seen)
+        self.record.survey = self._survey
         return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
@@ -169,8 +172,12 @@ class PlantedCoordinator(Coordinator):
         self.seen.released(t, released)
         return released
 
-    def _recorded(self, row: dict, clock: Clock) -> list[dict]:
-        return []
+    def _survey(self, plan: Plan, t: int, values: np.ndarray) -> np.ndarray:
+        released = surveying.counted(plan, t, values)
+        histogram = self.experiment.evaluate.histogram
+        assert histogram is not None
+        self.seen.surveyed(released - histogram.counts(values))
+        return released
 
     def finished(self) -> Record:
         """The record of the whole run, its ledger included."""
@@ -220,6 +227,8 @@ class Record:
     update_noises: list[np.ndarray] = field(default_factory=list)
     # (round, client, what a canary sent beyond its bound)
     along: list[tuple[int, int, float]] = field(default_factory=list)
+    # per histogram of scores: squared norm of the noise on it, in its std
+    surveys: list[float] = field(default_factory=list)
     sum_error: float = 0.0  # the most by which a sum differs from its parts, in stds of its noise
 
     def __post_init__(self) -> None:
@@ -303,6 +312,12 @@ class Record:
         self._rows.append((row * (math.sqrt(self.plan.d) / np.linalg.norm(row))).astype(np.float32))
         if len(self._rows) * self._rows[0].nbytes > BUFFER:
             self.flush()
+
+    def surveyed(self, noise: np.ndarray) -> None:
+        """Notes the noise, float64 [bins], on a histogram that is released."""
+        survey = on_sums(self.plan).survey
+        assert survey is not None
+        self.surveys.append(float(noise @ noise) / survey.std**2)
 
     def flush(self) -> None:
         """Scores the sums that are held."""

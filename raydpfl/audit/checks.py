@@ -45,7 +45,8 @@ class Check:
 def of_runs(records: Sequence[Record]) -> list[Check]:
     """All checks that the runs allow."""
     checks: list[Callable[[Sequence[Record]], Check | None]] = [
-        ledger, cohorts, bounds, sums, noise_of_sums, noise_of_updates, keys, normality,
+        ledger, cohorts, bounds, sums, noise_of_sums, noise_of_updates, noise_of_histograms, keys,
+        normality,
     ]  # fmt: skip
     made = [check(records) for check in checks]
     return [check for check in made if check is not None]
@@ -82,8 +83,9 @@ def _unrecorded(record: Record) -> str:
     for name in plan.covering:
         truth = 0.0
         if composed:
+            mechanism = on_sums(plan).asking(int(plan.surveys[len(record.rounds) - 1]))
             truth = privacy.epsilon(
-                on_sums(plan), terms.relation, terms.delta, composed, name, v=terms.v
+                mechanism, terms.relation, terms.delta, composed, name, v=terms.v
             )
         if float(last[name]) < truth * (1 - _ROUNDING):
             spent = f"{len(record.rounds)} rounds spend {truth:.6g}"
@@ -207,6 +209,18 @@ def noise_of_updates(records: Sequence[Record]) -> Check | None:
             for t, client, square in record.update_squares
         ],
     )
+
+
+def noise_of_histograms(records: Sequence[Record]) -> Check | None:
+    """The same for the noise on all histograms of scores together, which have few bins each; None
+    where there are none.
+    """
+    histogram = records[0].plan.experiment.evaluate.histogram
+    squares = [square for record in records for square in record.surveys]
+    if histogram is None or not squares:
+        return None
+    together = (sum(squares), f"all {len(squares)}")
+    return _chi_squared("noise of histograms", histogram.bins * len(squares), [together])
 
 
 def _chi_squared(name: str, d: int, each: Sequence[tuple[float, str]]) -> Check:

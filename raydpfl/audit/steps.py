@@ -46,7 +46,6 @@ from raydpfl.privacy.personal import LocalSteps
 from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
 from raydpfl.tasks import Task
-from raydpfl.tracking import Clock
 
 SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
 WEAKEST = 0.3  # of the clip bound: half the difference of a canary's two gradients must reach that
@@ -209,9 +208,6 @@ class StepCoordinator(Coordinator):
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
         self.seen.rounds.append(t)
         return super().collect(t, cohort)
-
-    def _recorded(self, row: dict, clock: Clock) -> list[dict]:
-        return []
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import numpy as np
 
 from raydpfl.member import Member
 from raydpfl.noise import sums
+from raydpfl.noise.drawn import survey_noise
 from raydpfl.privacy import Mechanism, Release, Sampling, Terms
 from raydpfl.privacy.facts import Placement, Relation, Unit
 
@@ -32,6 +33,8 @@ class Facts:
     weight: float  # the largest of any client
     survivors: int  # the fewest clients that are left in any round
     draws: Callable[[], list[np.ndarray]]  # whose participations it is sized for, with repeats
+    surveys: int = 0  # of all clients, that a guarantee composes with the rounds
+    calibrated_surveys: int = 0  # of these, those that an epsilon is for
     data_root: Path | None = None
 
 
@@ -142,6 +145,23 @@ class Noise(Member):
             One draw, of std `query.std` on the sum; 0: none is drawn.
         """
         return 0.0
+
+    def on_survey(self, seed: int, t: int, std: float, bins: int, clients: int) -> np.ndarray:
+        """The noise on the counts of a histogram over all clients, drawn by whoever draws that on
+        updates.
+
+        Args:
+            seed: of the survey's noise.
+            t: the round that it is released after.
+            std: of the noise on each count.
+            bins: of the histogram.
+            clients: who are asked.
+
+        Returns:
+            float64 [bins].
+        """
+        drawn = clients if self.drawn_by() == "client" else None
+        return survey_noise(seed, t, std, bins, drawn)
 
     def unseen(self) -> bool:
         """Whether sums have noise that no client has drawn."""
@@ -275,7 +295,7 @@ class Noise(Member):
         """
         assert outline is not None
         size = self.size(outline, facts)
-        return sums.at_multiplier(outline, facts.experiment, size, facts.rounds)
+        return sums.at_multiplier(outline, facts, size)
 
     def variances(
         self, experiment: Experiment, sizes: np.ndarray, root: Path | None

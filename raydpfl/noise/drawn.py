@@ -6,6 +6,7 @@ deviations) and scaled in float64.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ import torch
 from raydpfl.keys import Purpose, clients_normals, normals, stream
 
 QUERIES = ("count", "losses")  # their streams are numbered in this order
+_TOGETHER = 4096  # clients whose noise on a histogram is added up at once
 
 
 def client_noise(
@@ -58,6 +60,30 @@ def query_noise(
     step = _number(query)
     key = {"t": t, "client": client, "draw": draw, "step": step}
     return float(stream(seed, Purpose.QUERY_NOISE, **key).standard_normal() * std)
+
+
+def survey_noise(
+    seed: int, t: int, std: float, bins: int, clients: int | None = None
+) -> np.ndarray:
+    """The noise on the counts of a histogram after round t, float64 [bins] of this std each.
+
+    Args:
+        seed: of the survey's noise.
+        t: the round.
+        std: of the noise on each count.
+        bins: of the histogram.
+        clients: how many draw their part of it, each std / sqrt(clients) of its own; None: the
+            server draws it.
+    """
+    if clients is None:
+        return _scaled(normals(seed, Purpose.SURVEY_NOISE, bins, t=t), std)
+    total = np.zeros(bins)
+    for first in range(0, clients, _TOGETHER):  # in client order
+        some = np.arange(first, min(first + _TOGETHER, clients))
+        nth = np.zeros_like(some)
+        drawn = clients_normals(seed, Purpose.SURVEY_NOISE, bins, t=t, clients=some, draws=nth)
+        total += drawn.numpy().sum(axis=0, dtype=np.float64)
+    return total * (std / math.sqrt(clients))
 
 
 def _number(query: str) -> int:

@@ -128,8 +128,7 @@ class OnSums(DrawnBy):
 
     def noised(self, noise: Gaussian, outline: Mechanism | None, facts: Facts) -> Release:
         assert outline is not None
-        z = noise.size(outline, facts)
-        return sums.at_multiplier(outline, facts.experiment, z, facts.rounds)
+        return sums.at_multiplier(outline, facts, noise.size(outline, facts))
 
 
 class ByServer(OnSums):

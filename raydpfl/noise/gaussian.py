@@ -214,7 +214,7 @@ class Gaussian(Noise):
                 "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
             )
             raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
-        whole = replace(outline, rounds=facts.calibrated)
+        whole = replace(outline, rounds=facts.calibrated).asking(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
             terms = e.terms

@@ -14,10 +14,10 @@ from raydpfl.privacy.facts import Relation
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
-    from raydpfl.noise.base import Noise
+    from raydpfl.noise.base import Facts, Noise
 
 SHOWN = (
-    "the tables and figures of this run show exact norms, losses and accuracies, which are not "
+    "the tables and figures of this run show exact norms, losses and scores, which are not "
     "noised; how many samples each client has is taken as public"
 )
 COMMON = (
@@ -68,6 +68,7 @@ def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanis
         placement=placement,
         memory=remembering.kind if remembering else "",
         remembers_noise=experiment.local.remembers and noise.least(1) > 0,
+        survey=experiment.evaluate.survey,
     )
     exclusions = (*excluded(experiment, noise), *noise.exclusions(cohorts))
     if mechanism.unproved:
@@ -79,9 +80,10 @@ def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanis
     return mechanism
 
 
-def at_multiplier(mechanism: Mechanism, experiment: Experiment, z: float, rounds: int) -> Mechanism:
-    """An outline at noise multiplier `z`, over the rounds that a guarantee composes."""
-    return replace(mechanism, queries=queries(experiment, z), rounds=rounds)
+def at_multiplier(mechanism: Mechanism, facts: Facts, z: float) -> Mechanism:
+    """An outline at noise multiplier `z`, over the rounds and surveys that a guarantee composes."""
+    released = queries(facts.experiment, z)
+    return replace(mechanism, queries=released, rounds=facts.rounds).asking(facts.surveys)
 
 
 def covering(experiment: Experiment, mechanism: Mechanism) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ a client in at most 12 of 100 rounds): rigorous, by pld.
 
 Each file is one concept:
 
-- `mechanism`: what is released; `places`: who draws the noise; `laws`: a file a sampling law;
+- `mechanism`: what is released; `survey`: and besides the rounds; `places`: who draws the noise;
+  `laws`: a file a sampling law;
 - `accountants`: a file an accountant; `accounting`: what they say of a mechanism;
 - `guarantee`: an epsilon with everything that gives it a meaning;
 - `pld` and `renyi`: the mathematics of the rigorous accountants; `paper`: formulas as printed;
@@ -53,6 +54,7 @@ from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Sampling
 from raydpfl.privacy.paper import paper_multiplier
 from raydpfl.privacy.personal import LocalSteps
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
+from raydpfl.privacy.survey import Survey
 
 __all__ = [
     "RIGOROUS",
@@ -68,6 +70,7 @@ __all__ = [
     "Sampling",
     "Segment",
     "Spent",
+    "Survey",
     "Terms",
     "check_budget",
     "column",

@@ -114,6 +114,7 @@ def epsilon_curve(
     rounds: int | None = None,
     accountant: str = "pld",
     v: float = 4.0,
+    first: int = 1,
 ) -> np.ndarray:
     """Epsilon after each round.
 
@@ -121,15 +122,15 @@ def epsilon_curve(
     truth. pld pays one inverse FFT a round, rdp adds up one Renyi curve.
 
     Args:
-        rounds: the last one, at least 1; None: the mechanism's own. The other arguments, and the
-            errors, are those of `epsilon`.
+        rounds: the last one, at least 1; None: the mechanism's own.
+        first: the first one, at least 1. The other arguments, and the errors, are those of
+            `epsilon`.
 
     Returns:
-        float64 [rounds], after 1, 2, ..., `rounds` rounds.
+        float64 [rounds - first + 1], after `first`, ..., `rounds` rounds.
     """
-    return _epsilons(
-        mechanism, relation, delta, 1, mechanism.rounds if rounds is None else rounds, accountant, v
-    )
+    last = mechanism.rounds if rounds is None else rounds
+    return _epsilons(mechanism, relation, delta, first, last, accountant, v)
 
 
 def delta(
@@ -199,8 +200,9 @@ def _rigorous(view: View, delta: float, name: str) -> Guarantee:
     if reason:
         return view.guarantee(name, math.inf, delta, (reason,))
     spent = 0.0
-    if view.rounds:
-        spent = epsilon(view.mechanism, view.relation, delta, view.rounds, name)
+    survey = view.mechanism.survey
+    if view.rounds or (survey and survey.times):
+        spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), name)
     failed = (UNREACHED.format(name),) if math.isinf(spent) else ()
     return view.guarantee(name, spent, delta, failed)
 
@@ -208,9 +210,10 @@ def _rigorous(view: View, delta: float, name: str) -> Guarantee:
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
     printed = paper.client_epsilon(mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v)
     failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
-    others = ", ".join(query.name for query in mechanism.queries if query.apart)
+    others = [f"the {query.name} of clients" for query in mechanism.queries if query.apart]
+    others += [str(mechanism.survey)] if mechanism.survey else []
     if others:
-        failed += (f"nothing is released beside the sum (here too: the {others} of clients)",)
+        failed += (f"nothing is released beside the sum (here too: {', '.join(others)})",)
     return Guarantee(
         "paper",
         "paper",

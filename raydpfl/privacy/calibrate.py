@@ -52,8 +52,8 @@ def noise_for(
 
     Args:
         target: epsilon, positive and finite.
-        mechanism: what runs. Its noise says only how its queries share z. Queries `apart` keep
-            theirs, and z is what the others need in addition.
+        mechanism: what runs. Its noise says only how its queries share z. Queries `apart` and
+            surveys keep theirs, and z is what the others need in addition.
         relation: the neighbouring relation.
         delta: the delta that epsilon is at.
         accountant: `pld`, `rdp` or `paper`.
@@ -154,9 +154,10 @@ def _search(
     if high[1] > 0 and math.isinf(spent(math.exp(high[0]))):
         accepted = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
         raise ConfigError("delta", delta, accepted)
-    others = ", ".join(query.name for query in mechanism.queries if query.apart)
+    others = [f"the {query.name}" for query in mechanism.queries if query.apart]
+    others += [f"the {mechanism.survey}"] if mechanism.survey else []
     if others:
-        run += f" (the {others} alone, with the noise they are given, spend {spent(1e12):.4g})"
+        run += f" ({', '.join(others)} alone, with the noise given, spend {spent(1e12):.4g})"
     if high[1] > 0:
         accepted = f"more: at delta {delta:g} no noise, however large, spends so little {run}"
         raise ConfigError("target", target, accepted)

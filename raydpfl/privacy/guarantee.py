@@ -106,10 +106,13 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class Cohorts(Scope):
-    """Cohorts of clients drawn by `law`; with `known`, against an observer who knows them."""
+    """Cohorts of clients drawn by `law`; with `known`, against an observer who knows them. What is
+    released `besides` the rounds, in words, is counted too.
+    """
 
     law: Sampling
     known: Participations | None = None
+    besides: str = ""
 
     @property
     def participations(self) -> Participations | None:
@@ -131,7 +134,7 @@ class Cohorts(Scope):
         return "cohort known" if self.known else ""
 
     def __str__(self) -> str:
-        parts = [str(self.law), self.knows, str(self.known or "")]
+        parts = [str(self.law), self.knows, str(self.known or ""), self.besides]
         return ", ".join(part for part in parts if part)
 
 

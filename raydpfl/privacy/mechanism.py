@@ -41,6 +41,9 @@ from raydpfl.privacy.facts import Placement, Relation, Terms, Unit, one_of
 from raydpfl.privacy.guarantee import Guarantee
 from raydpfl.privacy.laws import Law, law_of
 from raydpfl.privacy.places import Place, place_of
+from raydpfl.privacy.survey import Survey
+
+_GROUPS = 32  # numbers of surveys that a curve tells apart
 
 
 @dataclass(frozen=True)
@@ -174,20 +177,24 @@ class Event:
         mu: sensitivity / std of each of these Gaussians; both of the sum.
         each: how many Gaussians there are, each over a fresh sample.
         also: mu of one more Gaussian, over everyone; 0: there is none.
+        once: mu of a Gaussian over everyone that is released once besides, however many events
+            there are (`Survey`); 0: there is none.
     """
 
     sampling: Sampling
     mu: float
     each: int = 1
     also: float = 0.0
+    once: float = 0.0
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
-        float64 with the shape of `counts`: sqrt(counts (each mu^2 + also^2)).
+        float64 with the shape of `counts`: sqrt(counts (each mu^2 + also^2) + once^2).
         """
-        if self.each == 1 and not self.also:
+        if self.each == 1 and not self.also and not self.once:
             return self.mu * np.sqrt(counts)  # mu itself, unrounded
-        return np.sqrt(np.asarray(counts) * (self.each * self.mu**2 + self.also**2))
+        own = self.each * self.mu**2 + self.also**2
+        return np.sqrt(np.asarray(counts) * own + self.once**2)
 
 
 class Release:
@@ -197,6 +204,7 @@ class Release:
     """
 
     unit: Unit
+    survey: Survey | None = None  # what all clients are asked for besides; None: nothing
 
     def digest(self) -> str:
         """Its name in the ledger and in the cache: a SHA-256, in hexadecimal."""
@@ -255,6 +263,7 @@ class Release:
         draws: Sequence[ArrayLike] | None,
         exposures: np.ndarray,
         terms: Terms,
+        surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Epsilon after each round, by every accountant.
 
@@ -264,6 +273,7 @@ class Release:
                 read if `by_draws`.
             exposures: int64 [rounds], the number of releases composed after each round.
             terms: relation, delta and v.
+            surveys: int64 [rounds], how often all clients were asked until then; None: never.
 
         Returns:
             By accountant (named as in `guarantees`), epsilon float64 [rounds]: of any client, or of
@@ -277,6 +287,7 @@ class Release:
         accountants: Sequence[str],
         rounds: int,
         terms: Terms,
+        surveys: int = 0,
     ) -> list[Guarantee]:
         """What holds after the run, by every accountant and against every observer that differs.
 
@@ -285,6 +296,7 @@ class Release:
             accountants: their names.
             rounds: the number of releases composed.
             terms: relation, delta and v.
+            surveys: how often all clients were asked besides.
         """
         raise NotImplementedError
 
@@ -360,6 +372,7 @@ class Mechanism(Release):
             rounds; empty: none does (`raydpfl.privacy.memory`).
         remembers_noise: whether a client remembers what it sent with the noise that it drew, of
             which an observer sees only the sum.
+        survey: what all clients are asked for besides the rounds; None: nothing.
 
     Raises:
         ConfigError: a field is out of range.
@@ -373,6 +386,7 @@ class Mechanism(Release):
     exclusions: tuple[str, ...] = ()
     memory: str = ""
     remembers_noise: bool = False
+    survey: Survey | None = None
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, Placement)
@@ -471,8 +485,15 @@ class Mechanism(Release):
         return {query.name: query.std / query.bound * scale for query in sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose: one round, under this relation."""
-        return Event(self.sampling, self.mu(relation))
+        """What accountants compose: one round, and all surveys once, under this relation."""
+        once = self.survey.mu(relation) if self.survey else 0.0
+        return Event(self.sampling, self.mu(relation), once=once)
+
+    def asking(self, times: int) -> Mechanism:
+        """The same mechanism, with its survey released so many times; itself without one."""
+        if self.survey is None or self.survey.times == times:
+            return self
+        return replace(self, survey=replace(self.survey, times=times))
 
     def curves(
         self,
@@ -480,18 +501,31 @@ class Mechanism(Release):
         draws: Sequence[ArrayLike] | None,
         exposures: np.ndarray,
         terms: Terms,
+        surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """See `Release.curves`; infinite for an accountant that does not cover the mechanism."""
-        most = max(int(exposures[-1]), 1)
+        """See `Release.curves`; infinite for an accountant that does not cover the mechanism.
+
+        Of many surveys an epsilon may count some before they are released, never too few.
+        """
         found = {name: np.full(len(exposures), np.inf) for name in accountants}
+        asked = _in_groups(np.zeros(len(exposures), int) if surveys is None else surveys)
         for name in accountants:
             if self.uncovered(name, terms.relation):
                 continue
-            curve = accounting.epsilon_curve(
-                self, terms.relation, terms.delta, most, name, v=terms.v
-            )
-            found[name] = np.concatenate([[0.0], curve])[exposures]
+            for times in np.unique(asked).tolist():
+                at = asked == times
+                found[name][at] = self.asking(times)._curve(name, exposures[at], terms)
         return found
+
+    def _curve(self, accountant: str, exposures: np.ndarray, terms: Terms) -> np.ndarray:
+        """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
+        first = max(int(exposures[0]), 1)
+        most = max(int(exposures[-1]), 1)
+        curve = accounting.epsilon_curve(
+            self, terms.relation, terms.delta, most, accountant, v=terms.v, first=first
+        )
+        found = curve[np.maximum(exposures, 1) - first]
+        return found if self.survey and self.survey.times else np.where(exposures, found, 0.0)
 
     def guarantees(
         self,
@@ -499,6 +533,7 @@ class Mechanism(Release):
         accountants: Sequence[str],
         rounds: int,
         terms: Terms,
+        surveys: int = 0,
     ) -> list[Guarantee]:
         most = None
         if isinstance(participations, Mapping):
@@ -506,7 +541,7 @@ class Mechanism(Release):
         elif participations is not None:
             most = int(np.max(participations, initial=0))
         return accounting.guarantees(
-            self,
+            self.asking(surveys),
             terms.relation,
             terms.delta,
             rounds,
@@ -550,13 +585,13 @@ class Mechanism(Release):
         return replace(self, queries=tuple(map(scaled, self.queries)))
 
     def round_digest(self) -> str:
-        return replace(self, rounds=1).digest()
+        return replace(self.asking(0), rounds=1).digest()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of all fields, in hexadecimal.
 
-        `p_max`, `rule`, `apart`, `memory` and `remembers_noise` are left out where they are not
-        set. A sampling law of a user's own is in it by its words too.
+        `p_max`, `rule`, `apart`, `memory`, `remembers_noise` and `survey` are left out where they
+        are not set. A sampling law of a user's own is in it by its words too.
         """
         tree = asdict(self)
         law = self.sampling.law
@@ -567,6 +602,8 @@ class Mechanism(Release):
             del tree["memory"]
         if not self.remembers_noise:
             del tree["remembers_noise"]
+        if not self.survey:
+            del tree["survey"]
         tree["queries"] = [
             {name: value for name, value in query.items() if value is not False}
             for query in tree["queries"]
@@ -587,6 +624,14 @@ def _together(queries: Iterable[Query]) -> float:
         if all(query.std > 0 for query in queries)
         else 0.0
     )
+
+
+def _in_groups(surveys: np.ndarray) -> np.ndarray:
+    """How many surveys each value of a curve counts, int64 [n], where these were released: as many,
+    or with many of them some more, so that few curves are composed. The last is itself.
+    """
+    step = max(1, -(-int(surveys.max(initial=0)) // _GROUPS))
+    return np.minimum(-(-surveys // step) * step, int(surveys.max(initial=0)))
 
 
 def _is_count(value: object) -> bool:

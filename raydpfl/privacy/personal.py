@@ -350,6 +350,7 @@ class LocalSteps(Release):
         draws: Sequence[ArrayLike] | None,
         exposures: np.ndarray | None = None,
         terms: Terms | None = None,
+        surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """The largest epsilon of any client's samples after each round, by every accountant; public
         clients are left out.
@@ -362,6 +363,7 @@ class LocalSteps(Release):
             exposures: [rounds], of which only the length is read: the last so many draws are the
                 rounds; None: all of them.
             terms: not read; they are this object's own.
+            surveys: not read; noise at local steps goes with none.
 
         Returns:
             By accountant (named as in `guarantees`), epsilon float64 [rounds].
@@ -411,13 +413,14 @@ class LocalSteps(Release):
         accountants: Sequence[str] = ("pld", "rdp", "paper"),
         rounds: int | None = None,
         terms: Terms | None = None,
+        surveys: int = 0,
     ) -> list[Guarantee]:
         """What holds for the client that has spent most, by every accountant; its id and the
         quantiles over clients are in `sampling`.
 
         `paper` stands for `FORMULAS`, with the conditions that fail for that client. Public clients
         have no guarantee and are listed in the exclusions; if nobody else takes part, epsilon is
-        infinite. `rounds` and `terms` are not read; they are this object's own.
+        infinite. `rounds`, `terms` and `surveys` are not read; they are this object's own.
         """
         assert participations is not None
         counts = self._counts(participations)

@@ -94,15 +94,18 @@ class Place:
     ) -> Iterator[View]:
         """See the function `views`."""
         sampling = mechanism.sampling
+        survey = mechanism.survey
+        besides = str(survey) if survey and survey.times else ""
         if sampling.hidden or sampling.everyone:
-            yield View(Observer.AGGREGATES, Cohorts(sampling), mechanism, relation, rounds)
+            scope = Cohorts(sampling, besides=besides)
+            yield View(Observer.AGGREGATES, scope, mechanism, relation, rounds)
         most = None if sampling.everyone else participations
         known = sampling.law.known(sampling, rounds, most)
-        scope = Cohorts(sampling)
+        scope = Cohorts(sampling, besides=besides)
         under = relation
         unsampled = mechanism.unsampled()
         if not sampling.everyone:
-            scope = Cohorts(sampling, known)
+            scope = Cohorts(sampling, known, besides)
             # Whoever sees the cohort sees who is there, so all that add_remove can still mean is
             # an absent contribution.
             under = "zero_out" if relation == "add_remove" else relation
@@ -148,8 +151,10 @@ class DistributedNoise(Place):
         seen = view.mechanism.with_noise(
             mechanism.noise_multiplier / self.draws(mechanism.sampling)
         )
+        survey = seen.survey.of_one() if seen.survey else None
         # what a client remembers of what it sent is seen
-        yield replace(view, mechanism=replace(seen, remembers_noise=False))
+        seen = replace(seen, remembers_noise=False, survey=survey)
+        yield replace(view, mechanism=seen)
 
 
 class LocalStepNoise(Place):

@@ -33,7 +33,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,6 +110,7 @@ class LossDistribution:
         last: int,
         every: int = 1,
         beside: LossDistribution | None = None,
+        once: bool = False,
     ) -> np.ndarray:
         """Epsilon at `delta` after first, first + every, ..., last rounds.
 
@@ -120,6 +121,7 @@ class LossDistribution:
             every: the step from one number to the next.
             beside: the loss of what is released once in `every` rounds in addition, on the same
                 grid; None: nothing is.
+            once: whether that is released once in all, however many rounds there are.
 
         Returns:
             float64 [numbers of rounds]; infinite where delta is out of reach.
@@ -127,7 +129,7 @@ class LossDistribution:
         return np.array(
             [
                 _epsilon_at(delta, self.step, tail)
-                for tail in self._tails(first, last, every, beside)
+                for tail in self._tails(first, last, every, beside, once)
             ]
         )
 
@@ -137,9 +139,10 @@ class LossDistribution:
         rounds: int,
         every: int = 1,
         beside: LossDistribution | None = None,
+        once: bool = False,
     ) -> float:
-        """Delta at `epsilon` after `rounds` rounds; `every` and `beside` as for `epsilons`."""
-        (deltas,) = self._tails(rounds, rounds, every, beside)
+        """Delta at `epsilon` after `rounds` rounds; the others as for `epsilons`."""
+        (deltas,) = self._tails(rounds, rounds, every, beside, once)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
             return float(deltas[-1])
@@ -157,7 +160,7 @@ class LossDistribution:
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
     def _tails(
-        self, first: int, last: int, every: int, beside: LossDistribution | None
+        self, first: int, last: int, every: int, beside: LossDistribution | None, once: bool
     ) -> Iterator[np.ndarray]:
         """For each number of rounds, delta at epsilon = 0, step, 2 step, ..., up to where only the
         infinite mass is left.
@@ -168,12 +171,14 @@ class LossDistribution:
         half = len(self.masses) // 2
         other_half = len(other.masses) // 2
         rounds = np.arange(first, last + 1, every)
-        times = rounds // every if beside else 0 * rounds
+        times = 0 * rounds
+        if beside:
+            times = times + 1 if once else rounds // every
         upper, lower = self._window(rounds, other, times)
         longest = max((upper - lower).max() + 1, len(self.masses), len(other.masses))
         powers = _Powers.of(self, int(first), int(every), next_fast_len(int(longest), real=True))
         if beside:
-            powers = powers.times(beside, int(times[0]))
+            powers = powers.times(beside, int(times[0]), again=not once)
         recursion = _recursion(int(upper.sum()))
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
@@ -252,16 +257,17 @@ class _Powers:
             fade = modulus**every
         return cls(size, transform**first, modulus ** (first - 1), hop, fade)
 
-    def times(self, loss: LossDistribution, count: int) -> _Powers:
-        """Together with `count` rounds of another loss; each hop adds one."""
+    def times(self, loss: LossDistribution, count: int, again: bool) -> _Powers:
+        """Together with `count` rounds of another loss; `again`: each hop adds one."""
         transform, modulus = _transform(loss, self.size)
-        return replace(
+        together = replace(
             self,
             power=self.power * transform**count,
             fading=self.fading * modulus ** (count - 1),
-            hop=self.hop * transform,
-            fade=self.fade * modulus,
         )
+        if not again:
+            return together
+        return replace(together, hop=self.hop * transform, fade=self.fade * modulus)
 
     def hopped(self) -> _Powers:
         """Of the next number of rounds."""
@@ -388,6 +394,13 @@ def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
         The losses of removing and of adding a client (or its contribution): of (P, Q) and (Q, P)
         with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
+    (removed, added), _ = poisson_curves(q, mu)
+    forward = discretise(removed, added)
+    return forward, _on_grid(added, removed, forward.step, len(forward.masses) // 2)
+
+
+def poisson_curves(q: float, mu: float) -> tuple[tuple[Curve, Curve], tuple[Curve, Curve]]:
+    """The curves of one round of the Poisson-sampled Gaussian, both ways: see `poisson`."""
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
         return q * gaussian_delta(_unsampled(epsilon, q), mu)
@@ -401,8 +414,7 @@ def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
             weight > 0, positive * gaussian_delta(epsilon + math.log(q) - np.log(positive), mu), 0.0
         )
 
-    forward = discretise(removed, added)
-    return forward, _on_grid(added, removed, forward.step, len(forward.masses) // 2)
+    return (removed, added), (added, removed)
 
 
 def fixed_size_curve(q: float, mu: float) -> Curve:
@@ -430,26 +442,29 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
     return discretise(curve, curve)
 
 
-def fixed_size_and_gaussian(
-    q: float, mu: float, every: int, other: float
-) -> tuple[LossDistribution, LossDistribution]:
-    """`fixed_size(q, mu)`, and the loss of a Gaussian over everyone, on one grid.
+def and_gaussian(
+    pairs: Sequence[tuple[Curve, Curve]], every: int, other: float
+) -> tuple[tuple[LossDistribution, LossDistribution], ...]:
+    """The losses of rounds, and that of a Gaussian over everyone, on one grid.
 
     The grid suits the composition of one of the latter with `every` of the former. On a step h far
     above the std s of the former, their variance grows from s^2 to about h s sqrt(2 / pi); h keeps
     that below 1e-4 of the whole.
 
     Args:
-        q: the fraction that the subset is of the population.
-        mu: sensitivity / std over the subset.
+        pairs: for each direction, the curves of a round in it and in the other one.
         every: rounds per Gaussian over everyone.
         other: sensitivity / std over everyone.
+
+    Returns:
+        For each direction, the loss of a round and that of the Gaussian.
     """
 
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
         return gaussian_delta(epsilon, other)
 
-    loss = fixed_size(q, mu)
+    up, down = pairs[0]
+    loss = discretise(up, down)
     reach = _reach(gaussian)
     s = loss.std()
     suits = min(
@@ -457,10 +472,12 @@ def fixed_size_and_gaussian(
         1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi)),
     )
     step = max(loss.step, suits, reach / _MOST_POINTS)
-    if step > loss.step:
-        curve = fixed_size_curve(q, mu)
-        loss = _on_grid(curve, curve, step, math.ceil(_reach(curve) / step))
-    return loss, _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
+    beside = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
+    if step == loss.step:
+        rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
+        return tuple((each, beside) for each in (loss, *rest))
+    n = math.ceil(max(_reach(up), _reach(down)) / step)
+    return tuple((_on_grid(*pair, step, n), beside) for pair in pairs)
 
 
 def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
@@ -488,6 +505,12 @@ def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
         draws: of a round.
         mu: sensitivity / std of the sum, 2c/std, for a client drawn once.
     """
+    curve = with_replacement_curve(p_max, draws, mu)
+    return discretise(curve, curve)
+
+
+def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
+    """The curve of one round on draws with replacement: see `with_replacement`."""
     chance, times, chances, rest = _draws_of_one(p_max, draws)
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
@@ -495,7 +518,7 @@ def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
         drawn = zip(times, chances, strict=True)
         return sum(each * gaussian_delta(inner, k * mu) for k, each in drawn) + rest
 
-    return discretise(curve, curve)
+    return curve
 
 
 def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, float]:

@@ -74,18 +74,21 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
     return ((1 - share) * below + share * above) / (ORDERS - 1)
 
 
-def epsilons(one_step: np.ndarray, delta: float, counts: ArrayLike) -> np.ndarray:
+def epsilons(
+    one_step: np.ndarray, delta: float, counts: ArrayLike, once: np.ndarray | float = 0.0
+) -> np.ndarray:
     """Epsilon after some steps, by the conversion of [2] as dp-accounting has it.
 
     Args:
         one_step: divergences of one step at `ORDERS`, float64 [orders].
         delta: the delta that epsilon is at.
         counts: numbers of steps, [...].
+        once: what is spent once besides, float64 [orders].
 
     Returns:
         float64 [...].
     """
-    spent = np.asarray(counts, float)[..., None] * one_step
+    spent = np.asarray(counts, float)[..., None] * one_step + once
     found = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
     # The total variation distance is at most sqrt(1 - e^-KL), and KL is at most any of these.
     return np.where(-np.expm1(-spent) < delta**2, 0.0, found).min(axis=-1).clip(min=0.0)

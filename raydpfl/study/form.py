@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raydpfl.config import Experiment, Section, dump, read
+from raydpfl.config import Experiment, dump, read
 from raydpfl.errors import ConfigError
-from raydpfl.member import importing, validate
+from raydpfl.member import Section, importing, validate
 from raydpfl.scores import VALIDATION, set_of, sign
 from raydpfl.study import shipped
 from raydpfl.study.cells import Cell, label, plain, private, put

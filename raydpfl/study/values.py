@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raydpfl.config import Section, is_space
+from raydpfl.config import is_space
 from raydpfl.errors import ConfigError
-from raydpfl.member import validate
+from raydpfl.member import Section, validate
 from raydpfl.tune.spaces import Options, Space, parse
 
 

@@ -104,7 +104,7 @@ class Accountant:
         """Epsilon at `delta` after each number of events.
 
         Args:
-            event: what one round releases about one unit.
+            event: what one round releases about one unit, and what is released `once` besides.
             delta: between 0 and 1.
             counts: int64 [n], consecutive numbers of events.
 

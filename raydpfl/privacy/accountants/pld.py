@@ -12,7 +12,8 @@ from raydpfl.privacy.accountants.base import Accountant
 from raydpfl.privacy.laws.base import Losses
 
 if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Event
+    from raydpfl.privacy.facts import Relation
+    from raydpfl.privacy.mechanism import Event, Mechanism
 
 
 class Pld(Accountant):
@@ -21,29 +22,46 @@ class Pld(Accountant):
     name = "pld"
     needs = "losses"
 
+    def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
+        refused = super().covers(mechanism, relation)
+        law = mechanism.sampling.law
+        asked = mechanism.survey is not None and mechanism.sampling.hidden
+        if refused is None and asked and not law.gives("losses_besides"):
+            return f"{law.plural()} with {mechanism.survey} are not covered by pld; nearest: rdp"
+        return refused
+
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         if not event.sampling.hidden:
             return pld.gaussian_epsilon(event.unamplified(counts), delta)
         each = event.each
         first = int(counts[0]) * each
         last = int(counts[-1]) * each
-        curves = [loss.epsilons(delta, first, last, each, other) for loss, other in _losses(event)]
+        once = event.once > 0
+        curves = [
+            loss.epsilons(delta, first, last, each, other, once)
+            for loss, other in _losses(event, last if once else each)
+        ]
         return np.max(curves, axis=0)
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
         times = count * event.each
-        deltas = [loss.delta(epsilon, times, event.each, other) for loss, other in _losses(event)]
+        once = event.once > 0
+        deltas = [
+            loss.delta(epsilon, times, event.each, other, once)
+            for loss, other in _losses(event, times if once else event.each)
+        ]
         return min(1.0, max(deltas))
 
 
 @lru_cache(maxsize=16)
-def _losses(event: Event) -> tuple[Losses, ...]:
+def _losses(event: Event, times: int) -> tuple[Losses, ...]:
     """The losses of an event, a pair for each direction that can differ: that of one of its `each`
-    Gaussians, and that of the Gaussian over everyone.
+    Gaussians, and that of a Gaussian over everyone, released once in so many `times`.
     """
     law = event.sampling.law
-    if event.also:
-        return law.losses_besides(event.sampling, event.mu, event.each, event.also)
+    over_everyone = event.also or event.once
+    if over_everyone:
+        return law.losses_besides(event.sampling, event.mu, times, over_everyone)
     return tuple((loss, None) for loss in law.losses(event.sampling, event.mu))

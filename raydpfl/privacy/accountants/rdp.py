@@ -25,12 +25,13 @@ class Rdp(Accountant):
     needs = "renyi"
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        return renyi.epsilons(_divergences(event), delta, counts)
+        return renyi.epsilons(_divergences(event), delta, counts, renyi.gaussian(event.once))
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        return float(compute_delta(renyi.ORDERS, _divergences(event) * count, epsilon)[0])
+        spent = _divergences(event) * count + renyi.gaussian(event.once)
+        return float(compute_delta(renyi.ORDERS, spent, epsilon)[0])
 
 
 @lru_cache(maxsize=64)

@@ -28,7 +28,8 @@ class Fixed(Law):
         return (pld.fixed_size(sampling.q, mu),)
 
     def losses_besides(self, sampling, mu, each, also):
-        return (pld.fixed_size_and_gaussian(sampling.q, mu, each, also),)
+        curve = pld.fixed_size_curve(sampling.q, mu)
+        return pld.and_gaussian(((curve, curve),), each, also)
 
     def renyi(self, sampling, mu):
         return renyi.fixed_size(sampling.q, mu)

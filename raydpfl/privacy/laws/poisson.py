@@ -43,6 +43,9 @@ class Poisson(Law):
     def losses(self, sampling, mu):
         return pld.poisson(sampling.q, mu)
 
+    def losses_besides(self, sampling, mu, each, also):
+        return pld.and_gaussian(pld.poisson_curves(sampling.q, mu), each, also)
+
     def renyi(self, sampling, mu):
         """By dp-accounting, whose RDP accountant takes the noise multiplier as std / sensitivity
         under every relation.

@@ -52,9 +52,16 @@ class WithReplacement(Law):
         return f"{covered}; nearest: replace_one, by pld"
 
     def losses(self, sampling, mu):
-        return (
-            pld.with_replacement(sampling.p_max or 1 / sampling.population, sampling.cohort, mu),
-        )
+        return (pld.with_replacement(self._likeliest(sampling), sampling.cohort, mu),)
+
+    def losses_besides(self, sampling, mu, each, also):
+        likeliest = self._likeliest(sampling)
+        curve = pld.with_replacement_curve(likeliest, sampling.cohort, mu)
+        return pld.and_gaussian(((curve, curve),), each, also)
+
+    def _likeliest(self, sampling):
+        """The largest probability of any client at one draw."""
+        return sampling.p_max or 1 / sampling.population
 
     def known(self, sampling, rounds, most):
         """A client drawn m times in a round moves the sum m times as far, which costs as much as
@@ -71,5 +78,5 @@ class WithReplacement(Law):
 
         is largest for it, so the sum over all clients is at most that of these.
         """
-        chance = sampling.p_max or 1 / sampling.population
+        chance = self._likeliest(sampling)
         return rounds * sampling.cohort, chance, 1 / chance

@@ -1,0 +1,339 @@
+"""A score of every client as a histogram with noise (`evaluate.histogram`): its noise, what it
+costs, and what follows from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import dp_accounting as dp
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import experiment
+from dp_accounting import pld as dp_pld
+from dp_accounting import rdp as dp_rdp
+from scipy.special import ndtri
+from scipy.stats import chi2
+
+from raydpfl import keys, run, scores
+from raydpfl.errors import ConfigError
+from raydpfl.histogram import Histogram
+from raydpfl.metrics import called
+from raydpfl.noise.drawn import survey_noise
+from raydpfl.plan import Plan
+from raydpfl.privacy import (
+    Mechanism,
+    Query,
+    Sampling,
+    Survey,
+    Terms,
+    covers,
+    epsilon,
+    gaussian_epsilon,
+    guarantees,
+)
+from raydpfl.privacy.laws import Law
+
+DELTA = 1e-5
+ADD = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE = dp.NeighboringRelation.REPLACE_ONE
+ASKED = {"every": 2, "per_client": "accuracy", "histogram": {"std": 5.0}}
+SERVER = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "placement": "server"}
+
+
+def mechanism(kind, rounds=40, times=4, std=20.0, law=None):
+    cohort = 200 if kind == "full" else 20
+    sampling = Sampling(law or kind, 200, cohort)
+    survey = Survey("accuracy", std, clients=200, times=times)
+    return Mechanism(sampling, (Query("updates", 1.0, 3.0),), rounds, survey=survey)
+
+
+# --- what it costs, against dp-accounting composed by hand ---
+
+
+@pytest.mark.parametrize("std", [1.5, 20.0])
+def test_under_poisson_the_loss_is_that_of_all_rounds_and_all_surveys(std):
+    accountant = dp_pld.PLDAccountant(ADD, value_discretization_interval=2e-4)
+    accountant.compose(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(3.0)), 40)
+    accountant.compose(dp.GaussianDpEvent(std), 4)  # add or remove a client: one count, by 1
+    truth = accountant.get_epsilon(DELTA)
+    found = epsilon(mechanism("poisson", std=std), "add_remove", DELTA)
+    assert truth * (1 - 1e-4) <= found <= truth * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "relation", "moves"),
+    [("poisson", "add_remove", 1.0), ("fixed", "replace_one", math.sqrt(2))],
+)
+def test_renyi_divergences_of_rounds_and_surveys_add_up(kind, relation, moves):
+    accountant = dp_rdp.RdpAccountant(neighboring_relation=REPLACE if kind == "fixed" else ADD)
+    gaussian = dp.GaussianDpEvent(3.0 / (2 if kind == "fixed" else 1))
+    sampled = (
+        dp.SampledWithoutReplacementDpEvent(200, 20, gaussian)
+        if kind == "fixed"
+        else dp.PoissonSampledDpEvent(0.1, gaussian)
+    )
+    accountant.compose(sampled, 40).compose(dp.GaussianDpEvent(20.0 / moves), 4)
+    found = epsilon(mechanism(kind), relation, DELTA, accountant="rdp")
+    assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-6)
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "zero_out"])
+def test_with_everyone_in_every_round_all_is_one_gaussian(relation):
+    replaced = relation == "replace_one"
+    update = 2 if replaced else 1
+    count = math.sqrt(2) if replaced else 1
+    mu = math.sqrt(40 * (update / 3) ** 2 + 4 * (count / 20) ** 2)
+    found = epsilon(mechanism("full"), relation, DELTA)
+    assert found == pytest.approx(float(gaussian_epsilon(mu, DELTA)), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "poisson", "with_replacement"])
+def test_a_loss_with_surveys_lies_between_that_of_the_rounds_and_simple_composition(kind):
+    relation = "add_remove" if kind == "poisson" else "replace_one"
+    whole = mechanism(kind)
+    bare = epsilon(whole.asking(0), relation, DELTA / 2)
+    alone = float(gaussian_epsilon(whole.survey.mu(relation), DELTA / 2))
+    found = epsilon(whole, relation, DELTA)
+    assert epsilon(whole.asking(0), relation, DELTA) < found < bare + alone
+    assert found > float(gaussian_epsilon(whole.survey.mu(relation), DELTA))
+
+
+@pytest.mark.parametrize("kind", ["fixed", "full"])
+def test_a_curve_counts_the_surveys_that_were_released_until_then(kind):
+    whole = mechanism(kind)
+    rounds = np.arange(1, 41)
+    found = whole.curves(["pld"], None, rounds, Terms("replace_one", DELTA), rounds // 10)["pld"]
+    expected = [epsilon(whole.asking(t // 10), "replace_one", DELTA, t) for t in (1, 9, 10, 25, 40)]
+    assert found[[0, 8, 9, 24, 39]] == pytest.approx(expected, rel=1e-4)
+    assert (np.diff(found) > 0).all()
+
+
+def test_of_many_surveys_a_curve_counts_some_early_and_none_late():
+    whole = mechanism("full", rounds=100)
+    rounds = np.arange(1, 101)
+    found = whole.curves(["pld"], None, rounds, Terms("replace_one", DELTA), rounds)["pld"]
+    exact = [epsilon(whole.asking(t), "replace_one", DELTA, t) for t in rounds.tolist()]
+    assert (found >= exact).all() and found[-1] == pytest.approx(exact[-1], rel=1e-12)
+
+
+def test_who_sees_single_answers_sees_each_clients_part_of_the_noise():
+    whole = replace(mechanism("fixed"), placement="client")
+    found = {
+        str(one.observer): one for one in guarantees(whole, "replace_one", DELTA, None, ["pld"])
+    }
+    alone = found["every single update"].epsilon
+    rounds = 40 * 20 * (2 / 3) ** 2  # each of a cohort of 20 draws its part of the noise
+    answers = 4 * 200 * 2 / 20**2  # as does each of 200 clients
+    assert alone == pytest.approx(float(gaussian_epsilon(math.sqrt(rounds + answers), DELTA)))
+
+
+class Unknown(Law):
+    """A law that gives Renyi divergences alone, or the loss of a round alone."""
+
+    kind = "unknown"
+
+    def words(self, sampling):
+        return "by a law of one's own"
+
+    def losses(self, sampling, mu):
+        raise AssertionError
+
+
+def test_a_law_without_the_loss_of_both_is_not_covered():
+    whole = mechanism("fixed", law=Unknown())
+    assert "noised histograms of the accuracy" in covers("pld", whole, "replace_one")
+    assert covers("pld", replace(whole, survey=None), "replace_one") is None
+
+
+# --- runs ---
+
+
+def planned(**sections):
+    return Plan.make(
+        experiment(**{"evaluate": ASKED, "privacy": {"accountants": ["pld"]}, **sections})
+    )
+
+
+def test_a_run_guarantees_what_its_rounds_and_surveys_spend_together(tmp_path):
+    """Everyone takes part and is asked twice: by hand, one Gaussian."""
+    sections = {"selection": {"kind": "full"}, "noise": SERVER, "privacy": {"accountants": ["pld"]}}
+    found = run(experiment(evaluate=ASKED, **sections), tmp_path / "a")
+    mu = math.sqrt(4 * 2**2 + 2 * 2 / 5.0**2)
+    truth = float(gaussian_epsilon(mu, DELTA))
+    (guarantee,) = found.guarantees
+    assert guarantee.epsilon == pytest.approx(truth, rel=1e-9)
+    assert "2 noised histograms of the accuracy of all clients" in str(guarantee.sampling)
+    assert not any("per_client" in said for said in guarantee.exclusions)
+    assert found.rounds["epsilon_pld"].to_pylist()[-1] == pytest.approx(truth, rel=1e-9)
+    lines = [json.loads(line) for line in (tmp_path / "a/ledger.jsonl").read_text().splitlines()]
+    assert [line["survey_std"] for line in lines] == [0.0, 5.0, 0.0, 5.0]
+    assert lines[1]["epsilon"]["pld"] > float(gaussian_epsilon(math.sqrt(2 * 2**2), DELTA)) + 0.01
+    plain = run(experiment(evaluate={"every": 2}, **sections), tmp_path / "b")
+    assert plain.summary["model_sha256"] == found.summary["model_sha256"]  # the model is as it was
+
+
+def test_a_budget_is_for_surveys_too(tmp_path):
+    noise = {"kind": "gaussian", "epsilon": 8.0, "delta": 1e-5}
+    with_surveys, without = (
+        planned(noise=noise, evaluate=asked) for asked in (ASKED, {"every": 2})
+    )
+    assert with_surveys.noise_multiplier > without.noise_multiplier * 1.001
+    spent = with_surveys.curves()["pld"][-1]
+    assert 8.0 * (1 - 2e-3) < spent <= 8.0
+    few = {**ASKED, "histogram": {"std": 0.1}}
+    with pytest.raises(ConfigError, match=r"noise\.epsilon = 8\.0.*2 noised histograms of the acc"):
+        planned(noise=noise, evaluate=few)
+
+
+def test_what_is_written_are_the_noised_counts_alone(tmp_path):
+    evaluate = {**ASKED, "histogram": {"std": 5.0, "bins": 8}, "validation": 0.3}
+    found = run(experiment(evaluate=evaluate), tmp_path / "a")
+    exact = run(experiment(evaluate={**evaluate, "histogram": None}), tmp_path / "b")
+    assert not (tmp_path / "a" / "client_scores.parquet").exists()
+    rows = pq.read_table(tmp_path / "a" / "client_histogram.parquet").to_pylist()
+    each = pq.read_table(tmp_path / "b" / "client_scores.parquet").to_pylist()
+    histogram = Histogram(std=5.0, bins=8)
+    made = Plan.make(experiment(evaluate=evaluate))
+    for t in (1, 3):
+        values = np.array([row["accuracy"] for row in each if row["round"] == t], float)
+        drawn = made.experiment.noise.on_survey(made.survey_seed, t, 5.0, 8, 50)
+        counts = histogram.counts(values) + drawn
+        assert [row["count"] for row in rows if row["round"] == t] == counts.tolist()
+        told = scores.of_histogram(called("accuracy"), histogram, counts)
+        row = found.rounds.slice(t, 1).to_pylist()[0]
+        assert {name: row[name] for name in told} == told
+    assert found.summary["client_accuracy_mean"] != exact.summary["client_accuracy_mean"]
+
+
+def test_a_run_that_is_taken_up_or_goes_on_releases_and_spends_the_same(tmp_path):
+    names = [*scores.of_clients(called("accuracy")), "epsilon_rdp"]
+    for evaluate in (ASKED, {**ASKED, "every": 1}):
+        where = tmp_path / str(evaluate["every"])
+        whole = run(experiment(evaluate=evaluate, rounds=6), where / "whole")
+        run(experiment(evaluate=evaluate), where / "on")  # of four rounds
+        again = run(experiment(evaluate=evaluate, rounds=6), where / "on", resume=True)
+        assert again.rounds.select(names).equals(whole.rounds.select(names))
+        assert again.guarantees == whole.guarantees
+        table = "client_histogram.parquet"
+        assert pq.read_table(where / "on" / table).equals(pq.read_table(where / "whole" / table))
+
+
+def test_surveys_before_a_run_was_begun_anew_count_too(tmp_path):
+    from raydpfl.privacy import Segment
+
+    plan = planned(
+        selection={"kind": "full"}, noise=SERVER, rounds=6, evaluate={**ASKED, "every": 1}
+    )
+    anew = plan.continued((Segment(0, 0, 4), Segment(1, 2, 2)))
+    assert plan.surveys.tolist() == [1, 2, 3, 4, 5, 6]
+    assert anew.surveys.tolist() == [3, 4, 5, 6, 7, 8]  # four before, and from the third round on
+    mu = math.sqrt(8 * 2**2 + 8 * 2 / 5.0**2)
+    assert anew.curves()["pld"][-1] == pytest.approx(float(gaussian_epsilon(mu, DELTA)))
+    assert anew.survey_seed != plan.survey_seed
+
+
+def test_histograms_that_differ_in_anything_have_noise_of_their_own():
+    asked = [ASKED, {**ASKED, "histogram": {"std": 6.0}}, {**ASKED, "per_client": "loss"}]
+    asked += [{**ASKED, "histogram": {"std": 5.0, "bins": 11}}, {**ASKED, "every": 4}]
+    noise = {**SERVER, "common": True}  # under which the noise on updates is the same
+    plans = [planned(evaluate=each, noise=noise) for each in asked]
+    assert len({plan.noise_seed for plan in plans}) == 1
+    assert len({plan.survey_seed for plan in plans}) == len(plans)
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"noise": {"kind": "none"}}, "evaluate.histogram"),
+        (
+            {
+                "noise": {"kind": "gaussian", "multiplier": 1.0},
+                "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+            },
+            "evaluate.histogram",
+        ),
+        (
+            {"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 40}},
+            "evaluate.histogram",
+        ),
+        ({"evaluate": {"every": 2, "histogram": {"std": 1.0}}}, "evaluate.histogram"),
+        ({"evaluate": {**ASKED, "every": 3}}, "rounds"),
+        ({"evaluate": {**ASKED, "histogram": {"std": 0}}}, "evaluate.histogram.std"),
+        ({"evaluate": {**ASKED, "histogram": {"std": 1, "low": 1}}}, "evaluate.histogram.high"),
+    ],
+)
+def test_what_cannot_be_accounted_for_is_refused(sections, field):
+    with pytest.raises(ConfigError) as found:
+        experiment(**{"evaluate": ASKED, **sections})
+    assert found.value.field == field and "\n" not in str(found.value)
+
+
+# --- the noise, and what follows from noised counts ---
+
+
+@pytest.mark.parametrize("clients", [None, 1, 300, 5000])
+def test_the_noise_on_each_count_has_its_std_whoever_draws_it(clients):
+    """Chi-squared; false-alarm rate 1e-4, fixed seeds."""
+    rounds = 20 if clients == 5000 else 200
+    drawn = np.stack([survey_noise(7, t, 3.0, 10, clients) for t in range(rounds)])
+    square = (drawn**2).sum() / 9
+    assert chi2.ppf(5e-5, drawn.size) < square < chi2.isf(5e-5, drawn.size)
+    assert abs(drawn.mean()) < 3 / math.sqrt(drawn.size) * -ndtri(5e-5)
+    among = np.corrcoef(drawn, rowvar=False)[np.triu_indices(10, 1)]
+    assert np.abs(among).max() * math.sqrt(rounds) < 5.5
+    assert np.array_equal(survey_noise(7, 3, 3.0, 10, clients), drawn[3])
+
+
+def test_each_client_draws_its_own_part():
+    parts = [
+        keys.normals(7, keys.Purpose.SURVEY_NOISE, 4, t=2, client=client).double().numpy()
+        for client in range(30)
+    ]
+    assert survey_noise(7, 2, 3.0, 4, 30) == pytest.approx(np.sum(parts, 0) * 3 / math.sqrt(30))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_noise_the_statistics_are_those_of_the_clients_but_for_the_width_of_a_bin(seed):
+    values = np.random.default_rng(seed).beta(4, 2, size=1000)
+    histogram = Histogram(std=1.0, bins=200)
+    for metric in (called("accuracy"), called("loss")):
+        found = scores.of_histogram(metric, histogram, histogram.counts(values))
+        assert list(found.values()) == pytest.approx(
+            list(scores.of_clients(metric, values).values()), abs=0.005
+        )
+
+
+def test_noised_shares_rise_to_one_and_statistics_stay_in_range():
+    histogram = Histogram(std=1.0, bins=12, low=-1.0, high=3.0)
+    generator = np.random.default_rng(0)
+    for scale in (1, 30, 1000):
+        for _ in range(200):
+            counts = generator.standard_normal(12) * scale + 20
+            shares = histogram.shares(counts)
+            if counts.sum() <= 0:
+                assert shares is None and histogram.statistics(counts, -1) is None
+                continue
+            assert (np.diff(shares, prepend=0.0) >= 0).all() and shares[-1] == 1.0
+            found = histogram.statistics(counts, -1)
+            assert found["p10"] <= found["p50"] <= found["p90"]
+            assert found["worst_tenth"] <= found["p10"] + 1e-9
+            assert all(-1 <= found[name] <= 3 for name in ("mean", "p10", "p90", "worst_tenth"))
+
+
+def test_the_mean_and_the_median_are_as_far_off_as_the_documents_say():
+    """std sqrt(bins / 12) / clients of a mean, std sqrt(bins) / (2 clients) of a share, with scores
+    from 0 to 1 around the middle.
+    """
+    histogram = Histogram(std=8.0, bins=10)
+    counts = np.full(10, 100.0)
+    generator = np.random.default_rng(1)
+    noised = counts + 8.0 * generator.standard_normal((2000, 10))
+    means = [histogram.statistics(each, -1)["mean"] for each in noised]
+    halves = [histogram.shares(each)[4] for each in noised]
+    assert np.std(means) == pytest.approx(8 * math.sqrt(10 / 12) / 1000, rel=0.08)
+    assert np.std(halves) == pytest.approx(8 * math.sqrt(10) / 2000, rel=0.08)
+    assert np.mean(means) == pytest.approx(0.5, abs=2e-3)
