@@ -36,7 +36,6 @@ app = typer.Typer(
     "Run no config that you have not read.",
 )
 EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
-AGAIN = "a run that had begun goes on with --resume"
 PLACE = "Run directory, or its address (s3://BUCKET/RUN); default: a new one under runs/."
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 CLUSTER = "A running Ray cluster to join; auto finds the local one."
@@ -132,8 +131,8 @@ def run(
             raise ConfigError("--resume", config, accepted)
         out = folder
     out = out or str(_new_folder(config))
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    with shown.Display(console, experiment.rounds) as display:
+    console = Console(quiet=quiet, highlight=False)
+    with shown.Display(console, experiment.rounds, _started()) as display, _resumable(out):
         result = runner.run(
             experiment,
             out,
@@ -141,11 +140,12 @@ def run(
             fresh_noise=fresh_noise,
             data_root=data_root,
             address=address,
+            on_stage=display.stage,
             on_start=display.start,
             on_rows=display.rows,
             on_measure=display.measure,
         )
-    shown.report(console, result)
+    shown.report(console, result, display.took())
 
 
 @app.command()
@@ -188,7 +188,7 @@ def sweep(
         asked = tune.Sweep.from_yaml(folder / "sweep.yaml" if folder else config, overrides or ())
     out = out or _new_folder(config)
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
-    with tune.Display(console, asked) as display:
+    with tune.Display(console, asked) as display, _resumable(out, "sweep"):
         result = tune.run(
             asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show
         )
@@ -249,7 +249,7 @@ def reproduce(
     names = [name for given in studies for name in room.several(given)]
     asked = [room.Study.named(name, scale, seeds) for name in names]
     ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
-    with room.Display(console, asked) as display:
+    with room.Display(console, asked) as display, _resumable(out, "reproduce"):
         results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
     for result in results:
         display.report(result)
@@ -671,8 +671,48 @@ def _new_folder(config: str, what: str = "") -> Path:
     return Path("runs") / f"{Path(config).stem}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def _started() -> float:
+    """When this process was started, in seconds since the epoch."""
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+class _Begun:
+    """What this process carries out, if it can be gone on with, and in which directory, if that is
+    known yet.
+    """
+
+    command = ""
+    folder: Path | str | None = None
+
+
+@contextmanager
+def _resumable(folder: Path | str | None, command: str = "run") -> Iterator[None]:
+    """Within it an interrupt says how to go on with what is in `folder`."""
+    _Begun.command = command
+    _Begun.folder = folder
+    yield
+    _Begun.command = ""
+
+
+def _interrupted(error: str = "") -> str:
+    """What is said of an interrupt, by which something may have failed."""
+    said = f"interrupted ({error})" if error else "interrupted"
+    folder = _Begun.folder
+    if not _Begun.command:
+        return said
+    if folder is None:
+        return f"{said}; what had begun goes on with --resume"
+    here = "://" not in str(folder)
+    if here and not (os.path.isdir(folder) and os.listdir(folder)):
+        return f"{said} before its first round was done; nothing is left of it"
+    return f"{said}; go on with: raydpfl {_Begun.command} {folder} --resume"
+
+
 def main() -> None:
     """The `raydpfl` command."""
+    _Begun.command = ""
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
@@ -680,7 +720,7 @@ def main() -> None:
         message, code = _carried_out()
         # what came of it may have been another error, or none
         if interrupts.asked() and code != 130:
-            message = f"interrupted{f' ({message})' if message else ''}; {AGAIN}"
+            message = _interrupted(message)
             code = 130
     if code:
         _fail(message, code)
@@ -707,8 +747,8 @@ ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], 
     (RecursionError, 1, lambda error: "values within values, deeper than Python goes"),
     # of files that no run is to blame for: no room, no right, no disk
     (OSError, 1, lambda error: " ".join(str(error).split()) or type(error).__name__),
-    (KeyboardInterrupt, 130, lambda error: f"interrupted; {AGAIN}"),
-    (typer.Abort, 130, lambda error: f"interrupted; {AGAIN}"),
+    (KeyboardInterrupt, 130, lambda error: _interrupted()),
+    (typer.Abort, 130, lambda error: _interrupted()),
 )
 
 
@@ -728,7 +768,7 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return f"code that the config names raised {what}", 1
     if interrupts.asked():
-        return f"interrupted; {AGAIN}", 130
+        return _interrupted(), 130
     if hasattr(error, "format_message"):  # what typer says of an unusable command line
         return error.format_message() or "a command is missing", 2
     return None

@@ -176,6 +176,11 @@ class Places:
         asked = self.inline or self.address or self.group or self.client.num_gpus > 0
         return self.client.actors == "auto" and not asked
 
+    @property
+    def waits(self) -> bool:
+        """Whether the first round waits for Ray."""
+        return not (self.inline or self.late)
+
     def _begin(self, what: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=what, name="raydpfl-launch", daemon=True)
         self._thread.start()

@@ -21,7 +21,7 @@ from raydpfl.origin import capability
 from raydpfl.placement import Pool
 from raydpfl.plan import Plan
 from raydpfl.position import Position
-from raydpfl.privacy import column, holding
+from raydpfl.privacy import column, holding, in_words
 from raydpfl.process import peak_rss_mb
 from raydpfl.rounds import Columns, LaneResult
 from raydpfl.tables import Table, schema
@@ -260,6 +260,7 @@ class Record:
             "repeated_rounds": self.plan.repeated,
             "noise_multiplier": self.plan.noise_multiplier,
             "replaced_actors": self.pool.replaced,
+            "sentences": in_words(guarantees),
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
             "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
         }

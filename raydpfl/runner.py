@@ -39,16 +39,22 @@ from raydpfl.tasks import Form
 from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
+# what is done before there are rows, in words
+PREPARING = "preparing data and noise"
+STARTING = "starting Ray"
+FIRST = "first round"
 MISSING = "interrupted before its measures ({}) were computed; --resume computes them"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. `out` is its directory, or the address of that; `rounds` is the rounds table,
-    `summary` what `summary.json` holds, `model` the trained module.
+    """A finished run. `out` is its directory, or the address of that; `experiment` is complete, as
+    its config is written; `rounds` is the rounds table, `summary` what `summary.json` holds,
+    `model` the trained module.
     """
 
     out: Path | str
+    experiment: Experiment
     rounds: pa.Table
     summary: dict[str, Any]
     guarantees: list[Guarantee]
@@ -63,7 +69,8 @@ def run(
     fresh_noise: bool = False,
     data_root: str | Path | None = None,
     address: str | None = None,
-    on_start: Callable[[Plan], None] = lambda plan: None,
+    on_stage: Callable[[str], object] = lambda what: None,
+    on_start: Callable[[Plan], object] = lambda plan: None,
     on_rows: Callable[[list[dict]], object] = lambda rows: None,
     on_measure: Callable[[int, int], object] = lambda done, of: None,
 ) -> Result:
@@ -76,7 +83,7 @@ def run(
             differ; rounds released after the checkpoint then count twice.
         data_root: the folder of data sets; None: RAYDPFL_DATA.
         address: of a Ray cluster to join. A Ray that this process had started is left running.
-        on_start: is given the plan, before the first round.
+        on_stage, on_start: are told what is done before the first round, in words; the plan.
         on_rows: is given the rows that each round completed; if it returns True the run ends.
         on_measure: is told the steps done, of how many, of measures after the last round.
 
@@ -87,19 +94,21 @@ def run(
     with interrupts.handled(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)
         with forkable(), Places(experiment, address) as places:
-            plan = _planned(experiment, data_root)
-            if resume:
-                _same_run(plan.experiment, folder)
-            drive = _Drive(plan, folder, on_start, on_rows, on_measure)
+            on_stage(PREPARING)
+            plan = _planned(experiment, data_root, folder if resume else None)
+            drive = _Drive(plan, folder, on_stage, on_start, on_rows, on_measure)
             done = drive.begin(places, resume, fresh_noise)
             interrupts.check()
         return replace(_result(plan, folder, *done), out=storage.named(place))
 
 
-def _planned(experiment: Experiment, data_root: str | Path | None) -> Plan:
+def _planned(experiment: Experiment, data_root: str | Path | None, resumed: Path | None) -> Plan:
+    """The plan of a run; raises `ConfigError` where the one in `resumed` had another."""
     with contained():
         plan = Plan.make(experiment, Path(data_root) if data_root else None)
         plan.check_claims()
+    if resumed is not None:
+        _same_run(plan.experiment, resumed)
     return plan
 
 
@@ -138,7 +147,7 @@ def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray
     rounds = (
         pq.ParquetFile(path).read() if path.exists() else pa.Table.from_batches([], pa.schema([]))
     )
-    return Result(folder, rounds, summary, guarantees, module)
+    return Result(folder, plan.experiment, rounds, summary, guarantees, module)
 
 
 def _module(plan: Plan, model: np.ndarray) -> tuple[torch.nn.Module, Form]:
@@ -216,12 +225,14 @@ class _Drive:
         self,
         plan: Plan,
         folder: Path,
-        on_start: Callable[[Plan], None],
+        on_stage: Callable[[str], object],
+        on_start: Callable[[Plan], object],
         on_rows: Callable[[list[dict]], object],
         on_measure: Callable[[int, int], object],
     ):
         self.plan = plan
         self.folder = folder
+        self.on_stage = on_stage
         self.on_start = on_start
         self.on_rows = on_rows
         self.on_measure = on_measure
@@ -232,6 +243,8 @@ class _Drive:
         self, places: Places, resume: bool, fresh_noise: bool
     ) -> tuple[dict[str, Any], np.ndarray]:
         """Takes the directory and starts what the run needs; then as `carry_out`."""
+        if places.waits:
+            self.on_stage(STARTING)
         self.plan = plan = places.located(self.plan)
         folder = self.folder
         self.places = places
@@ -245,6 +258,7 @@ class _Drive:
             self.on_start(plan)
             self.began = time.monotonic()
             self.call = places.coordinator(plan, str(folder), resume, fresh_noise)
+            self.on_stage(FIRST)
             return self.carry_out()
 
     def carry_out(self) -> tuple[dict[str, Any], np.ndarray]:

@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
-from raydpfl import scores
+from raydpfl import observers, scores
 from raydpfl.plan import Plan
-from raydpfl.privacy import column, sentences
-from raydpfl.runner import Result
+from raydpfl.privacy import Guarantee, column, holding
+from raydpfl.privacy.guarantee import KINDS
+from raydpfl.runner import FIRST, Result
+
+PACE = 30  # rounds by whose time that which is left is told
+SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
 
 
 class Display:
-    """A progress bar on a terminal, a line per evaluation elsewhere. For a run of `rounds`."""
+    """Two lines that live on a terminal, a line per evaluation elsewhere. For a run of `rounds`.
 
-    def __init__(self, console: Console, rounds: int):
+    `began`: when what the user waits for began, in seconds since the epoch; None: now.
+    """
+
+    def __init__(self, console: Console, rounds: int, began: float | None = None):
         self._console = console
         self._rounds = rounds
+        self._began = time.time() if began is None else began
+        self._first: float | None = None  # when the first round began
+        self._stage = ""  # what happens before it, or after the last one
+        self._done = 0
         self._score = ""
+        self._state = ""
         self._said = -1.0  # the part of the measuring that was told last
         self._accountants: list[str] = []
-        self._progress = Progress(
-            TextColumn("round"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal or console.quiet,
-        )
+        self._promised: float | None = None  # epsilon
+        self._ends: deque[float] = deque(maxlen=PACE)  # of the last rounds
+        self._spinner = Spinner("line")
+        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=8)
 
     def __enter__(self) -> Display:
-        self._progress.start()
-        self._task = self._progress.add_task("", total=self._rounds, state="starting")
+        if self._console.is_terminal and not self._console.quiet:
+            self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._live.transient = kind is None  # how far it came stays where it came no further
+        self._live.stop()
+
+    def stage(self, what: str) -> None:
+        """Shows what is done before the first round."""
+        self._stage = what
+        if what == FIRST:
+            self._first = time.time()
 
     def start(self, plan: Plan) -> None:
         """Says what is run."""
         self._accountants = [column(name) for name in plan.rigorous]
         e = plan.experiment
+        self._promised = e.privacy.budget or e.noise.target()
         noise = "no noise: not private"
         if plan.ratio:
             noise = f"noise multiplier {plan.ratio:.4g}"
         elif plan.mechanism:
             noise = "noise at each local step"
-        self._console.print(
+        self.say(
             f"{e.data.kind}, {len(plan.population):,} clients, "
             f"{plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
             f"{e.bounding.kind}, {noise}; "
@@ -61,25 +82,87 @@ class Display:
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Shows the rounds of these rows of the rounds table."""
         for row in rows:
+            self._stage = ""
+            self._done = row["round"] + 1
+            self._ends.append(time.monotonic())
             spent = [row[name] for name in self._accountants if name in row]
-            epsilon = f"epsilon {min(spent):.3g}" if spent else ""
-            speed = rate(row)
             if scores.evaluated(row):
                 self._score = scores.words(row)
-                if not self._console.is_terminal:
-                    place = f"round {row['round'] + 1}/{self._rounds}"
-                    self._console.print(f"{place}  {self._score}  {epsilon}  {speed}")
-            state = "  ".join(part for part in (self._score, epsilon, speed) if part)
-            self._progress.update(self._task, completed=row["round"] + 1, state=state)
+            epsilon = spending(min(spent), self._promised) if spent else ""
+            parts = (self._score, epsilon, rate(row))
+            self._state = "  ".join(part for part in parts if part)
+            if scores.evaluated(row):
+                self.milestone(f"round {self._done}/{self._rounds}  {self._state}")
 
     def measure(self, done: int, of: int) -> None:
         """Shows how many of how many steps of measuring after the last round are done."""
         part = done / of
-        text = f"measuring: {part:.0%}"
-        self._progress.update(self._task, state=text)
-        if not self._console.is_terminal and (done == of or part >= self._said + 0.1):
+        self._stage = f"measuring: {part:.0%}"
+        if done == of or part >= self._said + 0.1:
             self._said = part
-            self._console.print(text)
+            self.milestone(self._stage)
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        _say(self._console, text)
+
+    def milestone(self, text: str) -> None:
+        """Prints a line where no other lives."""
+        if not self._console.is_terminal:
+            self.say(text)
+
+    def took(self) -> str:
+        """How long all of it took so far, in words."""
+        now = time.time()
+        before = (self._first or now) - self._began
+        return f"{now - self._began:.1f} s in all, {before:.1f} s of them before the first round"
+
+    def left(self) -> str:
+        """How long the rounds that are left take, by the last ones."""
+        if len(self._ends) < 2:
+            return ""
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        seconds = math.ceil(each * (self._rounds - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d} left"
+
+    @property
+    def place(self) -> str:
+        """How many of the rounds are done."""
+        return f"round {self._done:>{len(str(self._rounds))}}/{self._rounds}"
+
+    @property
+    def state(self) -> str:
+        """What is done before or after the rounds, or how they go."""
+        if self._stage:
+            return f"{self._stage}  {time.time() - self._began:.0f} s"
+        return self._state
+
+    def _shown(self) -> RenderableType:
+        if not self._done:
+            self._spinner.update(text=self.state)
+            return self._spinner
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        line.add_row(self.place, ProgressBar(self._rounds, self._done), self.left())
+        return Group(line, Text(self.state))
+
+
+def spending(epsilon: float, promised: float | None) -> str:
+    """What is spent of what may be, in print.
+
+    >>> spending(4.8213, 8.0), spending(29.01, 8.0), spending(4.8213, None)
+    ('epsilon 4.82 of 8', 'epsilon 29, asked for 8', 'epsilon 4.82')
+    """
+    text = f"epsilon {epsilon:.3g}"
+    if promised is None:
+        return text
+    if epsilon > promised * (1 + 1e-3):  # by the formula of a paper, say
+        return f"{text}, asked for {promised:g}"
+    return f"{text} of {promised:g}"
 
 
 def rate(row: dict[str, Any]) -> str:
@@ -88,30 +171,101 @@ def rate(row: dict[str, Any]) -> str:
     return f"{value:,.0f} clients/s" if value >= 100 else f"{value:.3g} clients/s"
 
 
-def report(console: Console, result: Result) -> None:
-    """Says what came of a run: its scores, and every guarantee in words."""
+def report(console: Console, result: Result, took: str = "") -> None:
+    """Says what came of a run: its scores, what is guaranteed, and where to look next.
+
+    Args:
+        took: how long it took, in words.
+    """
     summary = result.summary
     if summary["status"] == "budget" or summary.get("reason"):
-        console.print(f"[yellow]Stopped:[/] {summary['reason']}")
+        _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
     said = scores.told(summary)
     if said:
         time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
-        console.print(f"{said}, after {time}")
+        _say(console, f"{said}, after {time}")
+    if took:
+        _say(console, f"{took[0].upper()}{took[1:]}.")
     _guarantees(console, result)
     ray = summary["ray"]
     if ray["why_not"] and ray["asked"]:
-        console.print(f"Ray was not started: {ray['why_not']}.", markup=False)
-    console.print(f"Run directory: {result.out}", markup=False)
+        _say(console, f"Ray was not started: {ray['why_not']}.")
+    for line in following(result):  # a command stays whole, however long
+        console.print(Text(line), soft_wrap=True)
+
+
+def following(result: Result) -> list[str]:
+    """Where a run lies, and the commands that say more of it, or go on with it."""
+    out = result.out
+    found = [
+        f"Run directory: {out}",
+        f"  its page and figures:  raydpfl report {out}",
+        f"  beside another run:    raydpfl compare {out} DIR",
+    ]
+    status = result.summary["status"]
+    if status == "stopped":
+        found.append(f"  go on with it:         raydpfl run {out} --resume")
+    elif status == "completed" and not result.summary["reason"]:
+        rounds = result.experiment.rounds
+        calibrated = result.experiment.noise.calibrated_over(rounds)
+        noise = "" if calibrated is None else f" noise.rounds={calibrated}"
+        command = f"raydpfl run {out} --resume rounds={2 * rounds}{noise}"
+        found.append(f"  more rounds:           {command}")
+    return found
+
+
+def _say(console: Console, text: str | Text) -> None:
+    """Prints a line; wrapped at words on a terminal, and as it is in a file."""
+    console.print(Text(text) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
 
 
 def _guarantees(console: Console, result: Result) -> None:
     found = result.guarantees
     if not found and result.summary["status"] == "budget":
-        console.print("No round was run: nothing of the data was released, and nothing spent.")
+        _say(console, "No round was run: nothing of the data was released, and nothing spent.")
     elif not found:
         no_noise = "the run had no noise that an accountant was asked to account for"
-        console.print(f"No privacy guarantee: {no_noise}.")
-    for sentence in sentences([replace(one, exclusions=()) for one in found]):
-        console.print(f"- {sentence}", markup=False)
-    for exclusion in dict.fromkeys(each for one in found for each in one.exclusions):
-        console.print(f"  Not accounted for: {exclusion}.", markup=False)
+        _say(console, f"No privacy guarantee: {no_noise}.")
+    holds = holding(found)
+    groups: dict[tuple, list[Guarantee]] = {}
+    for one in found:
+        groups.setdefault((one.unit, one.delta), []).append(one)
+    for group in groups.values():
+        _say(console, f"\nEpsilon {group[0].about()}:")
+        console.print(_table(group, holds), end="")
+    for note in notes(found, holds):
+        _say(console, note)
+    if found:
+        console.print()
+
+
+def _table(group: Sequence[Guarantee], holds: Sequence[Guarantee]) -> Table:
+    cells = [(one, epsilon(one)) for one in group]
+    marked = holds[0] if holds and holds[0] in group else None
+    return observers.table(cells, marked=marked, bold=holds)
+
+
+def epsilon(one: Guarantee) -> str:
+    """An epsilon in print, with a sign where it is no guarantee; a dash where nothing is shown."""
+    return "-" if math.isinf(one.epsilon) else f"{one.epsilon:.4g}{SIGNS[one.kind]}"
+
+
+def notes(found: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
+    """What the numbers rely on, and leave out, a line each."""
+    said = []
+    if holds:
+        said.append(
+            "> the setting of this config; whoever sees more has another row. Of several numbers "
+            "in a row the smallest holds."
+        )
+    for one in found:
+        sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
+        failed = "; ".join(one.conditions_failed)
+        if failed:
+            said.append(f"{sign}. Conditions that fail: {failed}.")
+        elif SIGNS[one.kind]:
+            said.append(f"{sign}.")
+    relied = holds or [one for one in found if not one.formula]
+    said += [f"Sampling: {one.sampling}." for one in relied]
+    said += [f"Not accounted for: {each}." for one in found for each in one.exclusions]
+    return [*dict.fromkeys(said)]

@@ -18,16 +18,16 @@ ROOT = Path(raydpfl.__file__).parent
 # where the later names the earlier.
 ORDER = [
     "__main__", "cli", "completion", "kinds", "outline", "budget", "audit", "check", "submit",
-    "staging", "archive", "study", "tune", "report", "shown", "runner", "launch", "hosted",
-    "coordinator", "record", "witnessing", "adapting", "surveying", "position", "account", "memory",
-    "placement", "actors", "dealing", "slots", "client", "evaluator", "resident", "process",
-    "cluster",
+    "staging", "archive", "study", "tune", "report", "shown", "observers", "runner", "launch",
+    "hosted", "coordinator", "record", "witnessing", "adapting", "surveying", "position", "account",
+    "memory", "placement", "actors", "dealing", "slots", "client", "evaluator", "resident",
+    "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "defaults", "config", "measure", "scores", "histogram",
     "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding", "noise",
-    "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
-    "own", "rounds", "rates", "events", "arrow", "keys", "native", "storage", "files", "device",
-    "hints", "errors", "interrupts", "hardware", "reaper",
+    "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member", "own",
+    "rounds", "rates", "events", "arrow", "keys", "native", "storage", "files", "device", "hints",
+    "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

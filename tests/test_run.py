@@ -44,6 +44,7 @@ GUARANTEE = {
     "relation",
     "observer",
     "sampling",
+    "knows",
     "epsilon",
     "delta",
     "exclusions",

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raydpfl import observers
 from raydpfl.budget.question import MOST_ROUNDS
 from raydpfl.privacy import Guarantee
-from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.guarantee import SHARES
 
 if TYPE_CHECKING:
     from raydpfl.budget.report import Answer, Budget, PersonalBudget
 
-Cells = list[tuple[Guarantee, str]]
 MOST_ROWS = 5  # clients that are shown
 _PROMISED = {
     "rigorous": "to meet each client's budget",
@@ -71,7 +69,7 @@ def _found(budget: Budget) -> Table:
         "rounds": f"{budget.repeated.capitalize()} that {at} allows",
     }[budget.unknown]
     cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
-    return _by_observer(title, cells)
+    return observers.table(cells, title)
 
 
 def _held(budget: Budget) -> Table:
@@ -80,28 +78,7 @@ def _held(budget: Budget) -> Table:
     if budget.unknown == "rounds":
         which = f"{budget.rounds} {budget.repeated}"
     title = f"Epsilon at delta {budget.delta:g} with {which}"
-    return _by_observer(title, [(each, _spent(each)) for each in budget.guarantees])
-
-
-def _by_observer(title: str, cells: Cells) -> Table:
-    """A row for each observer, a column for each accountant; the first has all observers."""
-    columns: dict[str, Cells] = {}
-    for guarantee, cell in cells:
-        columns.setdefault(_label(guarantee), []).append((guarantee, cell))
-    first = next(iter(columns.values()))
-    made = _table(title)
-    told_apart = len({guarantee.relation for guarantee, _ in first}) > 1
-    made.add_column("against whoever sees", no_wrap=True)
-    if told_apart:
-        made.add_column("relation", no_wrap=True)
-    for name in columns:
-        made.add_column(name, justify="right", overflow="fold")
-    for place, (guarantee, _) in enumerate(first):
-        against = [guarantee.observer.value, guarantee.sampling.knows]
-        row = [column[place][1] if place < len(column) else "" for column in columns.values()]
-        relation = [guarantee.relation] if told_apart else []
-        made.add_row(", ".join(word for word in against if word), *relation, *row)
-    return made
+    return observers.table([(each, _spent(each)) for each in budget.guarantees], title)
 
 
 def _reasons(budget: Budget) -> list[str]:
@@ -184,30 +161,13 @@ def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
 def _of_clients(
     title: str, first: str, names: dict[str, str], lines: list[tuple[str, list[Any]]]
 ) -> Table:
-    made = _table(title)
+    made = observers.plain(title)
     made.add_column(first, no_wrap=True)
     for head in names.values():
         made.add_column(head.replace("theorem", "thm"), justify="right", overflow="fold")
     for label, values in lines:
         made.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
     return made
-
-
-def _table(title: str) -> Table:
-    """A table so narrow that the numbers of all accountants fit in 80 columns."""
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-
-
-def _label(guarantee: Guarantee) -> str:
-    known = ACCOUNTANTS.get(guarantee.accountant)
-    return known.label if known and known.label else guarantee.accountant
 
 
 def _mark(guarantee: Guarantee) -> str:
@@ -242,7 +202,7 @@ def _worth(budget: Budget, answer: Answer) -> str:
         "noise": f"asks for noise multiplier {answer.noise_multiplier:.4g}",
         "rounds": f"allows {answer.rounds} {budget.repeated}",
     }[budget.unknown]
-    text = f"{_label(guarantee)}, as printed, {says}"
+    text = f"{observers.label(guarantee)}, as printed, {says}"
     if answer.true_epsilon is not None:
         text += f"; the epsilon there is {answer.true_epsilon:.4g}"
         text += ", more than it claims" if answer.overclaims else ""

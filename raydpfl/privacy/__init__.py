@@ -48,7 +48,7 @@ from raydpfl.privacy.accounting import (
 )
 from raydpfl.privacy.calibrate import noise_for, rounds_for
 from raydpfl.privacy.facts import Relation, Terms
-from raydpfl.privacy.guarantee import Guarantee, column, holding, loose, sentences
+from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Sampling
 from raydpfl.privacy.paper import paper_multiplier
@@ -82,6 +82,7 @@ __all__ = [
     "gaussian_epsilon",
     "guarantees",
     "holding",
+    "in_words",
     "loose",
     "noise_for",
     "paper_multiplier",

@@ -41,7 +41,7 @@ _RELATIONS = {
     "replace_one": "which may be replaced by another",
     "unstated": "whose data differ (by removal or by replacement: the paper leaves it open)",
 }
-_KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}
+KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}
 
 
 class Observer(StrEnum):
@@ -228,9 +228,14 @@ class Nobody(Scope):
 
 @dataclass(frozen=True, eq=False)
 class Told(Scope):
-    """A scope read back from a file, as it is worded there."""
+    """A scope read back from a file, as it is worded there; `known` is what it `knows`."""
 
     words: str
+    known: str = ""
+
+    @property
+    def knows(self) -> str:
+        return self.known
 
     def __str__(self) -> str:
         return self.words
@@ -275,7 +280,7 @@ class Guarantee:
         """The guarantee that `to_dict` wrote, with its sampling in words only."""
         read = dict(values)
         read["observer"] = Observer(values["observer"])
-        read["sampling"] = Told(values["sampling"])
+        read["sampling"] = Told(values["sampling"], read.pop("knows", ""))
         read["epsilon"] = float(values["epsilon"])
         for name in ("exclusions", "conditions_failed"):
             read[name] = tuple(values[name])
@@ -306,20 +311,27 @@ class Guarantee:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["observer"] = self.observer.value
         values["sampling"] = str(self.sampling)
+        values["knows"] = self.sampling.knows
         values["exclusions"] = list(self.exclusions)
         values["conditions_failed"] = list(self.conditions_failed)
         if math.isinf(self.epsilon):
             values["epsilon"] = "infinity"
         return values
 
+    def about(self) -> str:
+        """Delta, the unit and the relation, in words."""
+        return f"at delta {self.delta:g} {self._protects()}"
+
+    def _protects(self) -> str:
+        return f"for one {self.unit}, {_RELATIONS[self.relation]}"
+
     def sentence(self) -> str:
         """The whole guarantee in plain English; nothing is left out."""
-        text = "No privacy is shown (epsilon infinite)"
+        text = f"No privacy is shown (epsilon infinite) {self._protects()}, "
         if math.isfinite(self.epsilon):
-            text = f"epsilon {self.epsilon:.4g} at delta {self.delta:g}"
-        text += f" for one {self.unit}, {_RELATIONS[self.relation]}, "
+            text = f"epsilon {self.epsilon:.4g} {self.about()}, "
         text += f"against whoever sees {self.observer} ({self.sampling}): "
-        text += f"{_KINDS[self.kind]}, by {self.accountant}."
+        text += f"{KINDS[self.kind]}, by {self.accountant}."
         if self.exclusions:
             text += f" Not accounted for: {'; '.join(self.exclusions)}."
         if self.conditions_failed:
@@ -374,6 +386,13 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
             text += f" This holds, the smallest by {' and '.join(alike)}."
         found.append(text)
     return found
+
+
+def in_words(guarantees: Sequence[Guarantee]) -> list[str]:
+    """As `sentences`; what is not accounted for is told once for all, at the end."""
+    found = sentences([replace(one, exclusions=()) for one in guarantees])
+    excluded = dict.fromkeys(each for one in guarantees for each in one.exclusions)
+    return found + [f"Not accounted for: {each}." for each in excluded]
 
 
 def loose(delta: float, size: int, unit: str) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raydpfl.privacy import Guarantee, sentences
+from raydpfl.privacy import Guarantee, in_words
 from raydpfl.report.figures import Piece, Words
 from raydpfl.report.page import Page, Section, Tile
 from raydpfl.report.pages.base import Source, file_text, placed
@@ -161,10 +161,7 @@ def privacy(run: Run) -> list[Piece]:
         (*head, "sampling", "conditions that fail"),
         plain,
     )
-    words = [*sentences([_bare(one) for one in run.guarantees])]
-    excluded = dict.fromkeys(each for one in run.guarantees for each in one.exclusions)
-    words += [f"Not accounted for: {each}." for each in excluded]
-    return [table, Words("The same in words", words)]
+    return [table, Words("The same in words", in_words(run.guarantees))]
 
 
 def _bare(one: Guarantee) -> Guarantee:

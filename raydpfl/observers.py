@@ -1,0 +1,102 @@
+"""Guarantees as a small table: a row for each observer, a column for each accountant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from raydpfl.privacy import Guarantee
+from raydpfl.privacy.accountants import ACCOUNTANTS
+
+Cells = Sequence[tuple[Guarantee, str]]
+
+
+class Row:
+    """What holds against one observer: `against` and `relation` in words, `cells` by column."""
+
+    def __init__(self, first: Guarantee):
+        self.against = against(first)
+        self.relation = first.relation
+        self.cells: dict[str, tuple[Guarantee, str]] = {}
+
+    def takes(self, one: Guarantee) -> bool:
+        """Whether this guarantee has a free cell here."""
+        same = one.relation in (self.relation, "unstated")
+        return same and self.against == against(one) and label(one) not in self.cells
+
+
+def against(one: Guarantee) -> str:
+    """The observer, and what they know, in words."""
+    return ", ".join(word for word in (one.observer.value, one.sampling.knows) if word)
+
+
+def label(one: Guarantee) -> str:
+    """The accountant, as a heading has it."""
+    known = ACCOUNTANTS.get(one.accountant)
+    return known.label if known and known.label else one.accountant
+
+
+def by_observer(cells: Cells) -> list[Row]:
+    """The rows, in the order of their first guarantees."""
+    rows: list[Row] = []
+    for one, text in cells:
+        row = next((row for row in rows if row.takes(one)), None)
+        if row is None:
+            row = Row(one)
+            rows.append(row)
+        row.cells[label(one)] = (one, text)
+    return rows
+
+
+def table(
+    cells: Cells,
+    title: str | None = None,
+    marked: Guarantee | None = None,
+    bold: Sequence[Guarantee] = (),
+) -> Table:
+    """A table so narrow that the numbers of all accountants fit in 80 columns.
+
+    Args:
+        cells: guarantees, each with its number in print.
+        title: what stands above.
+        marked: the one whose row has a `>` in front.
+        bold: those whose numbers stand out.
+    """
+    rows = by_observer(cells)
+    apart = len({row.relation for row in rows}) > 1
+    made = plain(title)
+    if marked:
+        made.add_column("", no_wrap=True)
+    made.add_column("against whoever sees", no_wrap=True)
+    if apart:
+        made.add_column("relation", no_wrap=True)
+    names = list(dict.fromkeys(label(one) for one, _ in cells))
+    for name in names:
+        made.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        here = marked in [one for one, _ in row.cells.values()]
+        mark = [">" if here else ""] if marked else []
+        relation = [row.relation] if apart else []
+        numbers = [_cell(row.cells[name], bold) if name in row.cells else "" for name in names]
+        made.add_row(*mark, row.against, *relation, *numbers)
+    return made
+
+
+def _cell(cell: tuple[Guarantee, str], bold: Sequence[Guarantee]) -> Text:
+    one, text = cell
+    return Text(text, style="bold" if one in bold else "")
+
+
+def plain(title: str | None = None) -> Table:
+    """An empty table with narrow columns."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )

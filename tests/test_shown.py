@@ -1,0 +1,169 @@
+"""What `raydpfl run` shows: on a terminal, in a file, and of what came of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from conftest import experiment
+from rich.console import Console
+
+from raydpfl import cli, observers, privacy, run, runner, shown
+from raydpfl.privacy import Guarantee
+from raydpfl.privacy.guarantee import Observer, Told
+
+
+def console(terminal=False, width=80):
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+
+
+def printed(show, terminal=False):
+    to = console(terminal)
+    show(to)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", to.file.getvalue())
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return run(
+        experiment(
+            noise={"kind": "gaussian", "epsilon": 6.0, "delta": 1e-5},
+            privacy={"accountants": ["rdp", "paper"]},
+        ),
+        tmp_path_factory.mktemp("shown") / "a folder with a long name" / "run",
+    )
+
+
+ROW = {
+    "round": 1,
+    "test_accuracy": None,
+    "validation_balanced_accuracy": 0.75125,
+    "epsilon_rdp": 1234.5678,
+    "clients_per_second": 123456.7,
+}
+
+
+def test_what_lives_on_a_terminal_fits_into_eighty_columns_and_a_file_has_plain_lines(result):
+    def show(to):
+        with shown.Display(to, 100_000) as display:
+            display._accountants = ["epsilon_rdp"]
+            display._promised = 1500.0
+            for place in range(3):
+                display.rows([{**ROW, "round": place}])
+            to.print(display._shown())
+
+    lines = printed(show, terminal=True).splitlines()
+    assert max(map(len, lines)) <= 80
+    state = "validation balanced accuracy 75.12%  epsilon 1.23e+03 of 1500  123,457 clients/s"
+    assert any("round      3/100000" in line and line.endswith("left") for line in lines)
+    assert " ".join(state.split()) in " ".join(" ".join(lines).split())
+    plain = printed(show).splitlines()
+    assert plain[2] == f"round 3/100000  {state}"
+
+
+def test_what_is_done_before_the_first_round_is_shown_with_the_time_since_the_start(tmp_path):
+    stages = []
+    run(experiment(), tmp_path / "out", on_stage=stages.append)
+    assert stages == [runner.PREPARING, runner.FIRST]
+    with shown.Display(console(), 4, began=0.0) as display:
+        display.stage("starting Ray")
+        assert re.fullmatch(r"starting Ray  \d{9,} s", display.state)
+        display.stage(runner.FIRST)
+        assert " s in all, " in display.took()
+
+
+def test_starting_ray_is_shown_where_the_first_round_waits_for_it(tmp_path, shared_ray):
+    stages = []
+    run(experiment(client={"actors": 1}), tmp_path / "out", on_stage=stages.append)
+    assert stages == [runner.PREPARING, runner.STARTING, runner.FIRST]
+
+
+def test_the_time_left_is_that_of_the_last_rounds():
+    display = shown.Display(console(), 1000)
+    assert display.left() == ""
+    display._ends.extend([100.0, 102.0, 104.0])
+    display._done = 500
+    assert display.left() == "0:16:40 left"
+
+
+def test_guarantees_are_one_table_of_observers_by_accountants(result):
+    text = printed(lambda to: shown.report(to, result, "5.0 s in all"), terminal=True)
+    lines = text.splitlines()
+    assert "5.0 s in all." in lines
+    assert f"Epsilon {result.guarantees[0].about()}:" in " ".join(text.split())
+    head = next(line for line in lines if "against whoever sees" in line)
+    assert head.split()[3:] == ["rdp", "paper", "000,", "001"]
+    rows = [line for line in lines if "every " in line and line.lstrip("> ").startswith("every")]
+    assert [row.lstrip().startswith(">") for row in rows] == [True, False, False]
+    held = [f"{one.epsilon:.4g}" for one in result.guarantees if one.kind == "rigorous"]
+    assert [row.split()[-1 - ("*" in row)] for row in rows] == held
+    assert rows[0].split()[-1] == f"{result.guarantees[-1].epsilon:.4g}*"
+    assert any(line.startswith("* paper, the formula as printed") for line in lines)
+
+
+def test_no_word_is_broken_on_a_terminal_and_a_command_stays_whole(result):
+    text = printed(lambda to: shown.report(to, result), terminal=True)
+    report = [line for line in text.splitlines() if str(result.out) not in line]
+    assert max(map(len, report)) <= 80
+    words = set(re.findall(r"\w+", " ".join(result.summary["sentences"])))
+    for note in shown.notes(result.guarantees, privacy.holding(result.guarantees)):
+        assert set(re.findall(r"\w+", note)) <= set(re.findall(r"\w+", text)) | words
+        assert note in " ".join(line.strip() for line in report)
+    assert f"  its page and figures:  raydpfl report {result.out}" in text.splitlines()
+
+
+def test_the_sentences_of_all_guarantees_stand_in_the_summary(result):
+    written = json.loads((result.out / "summary.json").read_text())
+    assert written["sentences"] == privacy.in_words(result.guarantees)
+    assert written["sentences"][0].startswith("epsilon ")
+    assert written["sentences"][-1].startswith("Not accounted for: ")
+    assert result.guarantees[1].sampling.knows == "cohort known"
+
+
+def test_more_rounds_are_asked_for_with_the_rounds_that_the_noise_is_for(result):
+    more = shown.following(result)[-1]
+    assert more.endswith("--resume rounds=8 noise.rounds=4")
+    told = replace(result, summary={**result.summary, "status": "stopped"})
+    assert shown.following(told)[-1].endswith(f"raydpfl run {result.out} --resume")
+    told = replace(result, summary={**result.summary, "reason": "evaluate.stop: ..."})
+    assert "resume" not in "".join(shown.following(told))
+
+
+def guarantee(**changes):
+    given = {"kind": "rigorous", "accountant": "pld", "unit": "client", "epsilon": 1.5}
+    given |= {"relation": "replace_one", "observer": Observer.AGGREGATES, "delta": 1e-5}
+    return Guarantee(**{**given, "sampling": Told("full", ""), **changes})
+
+
+def test_a_number_that_nothing_proves_is_signed_and_none_is_a_dash():
+    unproven = guarantee(kind="unproven", accountant="rdp")
+    nothing = guarantee(accountant="mine:Own", epsilon=float("inf"), conditions_failed=("x",))
+    told = [shown.epsilon(each) for each in (guarantee(), unproven, nothing)]
+    assert told == ["1.5", "1.5?", "-"]
+    assert "? rdp, not proved." in shown.notes([unproven, nothing], [])
+    assert "mine:Own, rigorous. Conditions that fail: x." in shown.notes([unproven, nothing], [])
+
+
+def test_other_relations_have_rows_of_their_own_and_papers_join_the_first():
+    removed = guarantee(relation="add_remove")
+    paper = guarantee(kind="paper", relation="unstated", accountant="paper")
+    rows = observers.by_observer([(each, "1") for each in (guarantee(), removed, paper)])
+    assert [row.relation for row in rows] == ["replace_one", "add_remove"]
+    assert [len(row.cells) for row in rows] == [2, 1]
+
+
+def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
+    with pytest.raises(KeyboardInterrupt), cli._resumable(tmp_path / "out"):
+        raise KeyboardInterrupt
+    assert cli._interrupted() == (
+        "interrupted before its first round was done; nothing is left of it"
+    )
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    go_on = f"go on with: raydpfl run {tmp_path / 'out'} --resume"
+    assert cli._interrupted("it failed") == f"interrupted (it failed); {go_on}"
+    with cli._resumable(None, "reproduce"):
+        pass
+    assert cli._interrupted() == "interrupted"
