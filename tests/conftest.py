@@ -90,12 +90,12 @@ def forgotten():
 
 @pytest.fixture(scope="session")
 def shared_ray():
-    """One Ray with room for an actor per client, however few cores there are."""
+    """One Ray with room for what the small experiments ask, however few cores there are."""
     import ray
 
     ray.init(
         address="local",
-        num_cpus=8,
+        num_cpus=2,
         include_dashboard=False,
         logging_level="ERROR",
         log_to_driver=False,

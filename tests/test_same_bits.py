@@ -553,10 +553,8 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
     )
     config = tmp_path / "long.yaml"
     config.write_text(yaml.safe_dump(long.to_dict()))
-    whole = run(
-        experiment(**{**long.to_dict(), "client": {**long.to_dict()["client"], "actors": 0}}),
-        tmp_path / "whole",
-    )
+    inline = experiment(**{**long.to_dict(), "client": {**long.to_dict()["client"], "actors": 0}})
+    whole = run(inline, tmp_path / "whole")
 
     out = tmp_path / "killed"
     process = start(config, out)
@@ -565,14 +563,11 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
     recorded = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     assert len(recorded) < 300
 
-    process = start(config, out, "--resume", "client.actors=0")
-    said = process.communicate(timeout=180)[0].decode()
-    assert process.returncode == 0, said
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["model_sha256"] == whole.summary["model_sha256"]
-    stated = zip(summary["guarantees"], whole.guarantees, strict=True)
-    assert all(found["epsilon"] >= expected.epsilon for found, expected in stated)
-    rows = pq.read_table(out / "rounds.parquet")
+    resumed = run(inline, out, resume=True)
+    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+    stated = zip(resumed.guarantees, whole.guarantees, strict=True)
+    assert all(found.epsilon >= expected.epsilon for found, expected in stated)
+    rows = resumed.rounds
     expected = whole.rounds
     assert rows["round"].to_pylist() == list(range(300))
     for name in ("train_loss", "test_accuracy", "bound", "epsilon_rdp", "norm_p50"):

@@ -795,20 +795,20 @@ def check_same_tables(here: Path, there: Path) -> None:
         assert first.equals(second) and len(first) > 0
 
 
-@pytest.mark.slow
-def test_a_study_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(tmp_path):
+def test_a_study_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(
+    tmp_path, shared_ray
+):
     config = longer(tmp_path)
-    whole = subprocess.run(command(config, tmp_path / "whole"), capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
+    (whole,) = reproduce(Study.named(config), out=tmp_path / "whole")
     out = tmp_path / "out"
     for trials, end in ((2, signal.SIGINT), (9, signal.SIGKILL)):
         more = ["--resume"] if out.exists() else []
         process = subprocess.Popen(command(config, out, *more), stderr=subprocess.DEVNULL)
         done = cut_short(process, out, trials, end)
-    last = subprocess.run(command(config, out, "--resume"), capture_output=True, text=True)
-    assert last.returncode == 0, last.stderr
+    (last,) = reproduce(Study.named(config), out=out, resume=True)
+    assert last.problem is None
     assert done.items() <= written(out).items()  # nothing that had finished was run again
-    check_same_tables(tmp_path / "whole", out)
+    check_same_tables(whole.out, out)
 
 
 # --- the command ---
