@@ -154,7 +154,7 @@ class Actors:
         """Tells the actors what they work for: a complete experiment and the folder of its data."""
         opened = Shards.open(shards)
         self._kind = experiment.model.kind
-        self._batches = len(evaluator.batches(experiment.evaluate, opened))
+        self._batches = [each.clients for each in evaluator.batches(experiment, opened)]
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         self._given = (pickle.dumps(experiment), shards, path, capability)
         for index in self._actors:
@@ -367,15 +367,20 @@ class Actors:
         self._actors[actor] = self._class.remote()
         self._tell(actor)
 
-    def evaluate(self, model: np.ndarray) -> list[evaluator.Scored]:
+    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[evaluator.Scored]:
         """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
         reference = ray.put(model)
-        count = self._batches
+        count = len(self._batches)
         edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
         some = [range(*edge) for edge in itertools.pairwise(edges)]
-        calls = [(reference, each) for each in some]
+        calls = [(reference, each, self._of_clients(own, each)) for each in some]
         found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
         return [each for index in range(len(some)) for each in found[index]]
+
+    def _of_clients(self, own: Mapping[int, np.ndarray], which: range) -> dict[int, np.ndarray]:
+        """What of their own the clients of some batches have."""
+        clients = (client for index in which for client in self._batches[index])
+        return {client: own[client] for client in clients if client in own} if own else {}
 
     def close(self) -> None:
         for actor in self._actors.values():

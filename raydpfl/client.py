@@ -47,9 +47,10 @@ from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocato
 from raydpfl.local.way import Block
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
+from raydpfl.personal import Personal
 from raydpfl.process import Process, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
-from raydpfl.rounds import Broadcast, Lane, LaneResult, View, Work
+from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
 from raydpfl.sums import check_range, snap, snapped
 
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
@@ -86,14 +87,15 @@ class Tally:
         for name, values in columns.items():
             self.columns.setdefault(name, []).append(values)
 
-    def keep(self, member: str, vectors: torch.Tensor | None, k: int) -> None:
-        """What the next k clients remember by this member, [k, d]; None: nothing.
+    def keep(self, member: str, vectors: torch.Tensor | None, shape: tuple[int, int]) -> None:
+        """What the next clients remember by this member, [k, d] (their own part of the model:
+        [k, own]); None: nothing.
 
         Raises `RunError` for vectors of another shape.
         """
         if vectors is None:
             return
-        _check_shape(f"{member} remembers", vectors, (k, self.d))
+        _check_shape(f"{member} remembers", vectors, shape)
         self.memory.setdefault(member, []).append(vectors.float().cpu().numpy())
 
     def result(self, total: np.ndarray, seconds: float) -> LaneResult:
@@ -128,6 +130,7 @@ class ClientActor(Process):
         self.rows = Rows(*given) if on_host else Resident(*given, self.device, gpus)
         module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
+        self.personal = Personal(self.module)
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.device)
         self.own = own_code(experiment)
         self.trainer = Trainer(
@@ -141,7 +144,11 @@ class ClientActor(Process):
             task=self.form.task,
             precision=precision,
         )
-        self._scaled = self.device.type == "cpu" and _scales(experiment)
+        self._empty()
+
+    def _empty(self) -> None:
+        """With nothing of any lane."""
+        self._scaled = self.device.type == "cpu" and _scales(self.experiment)
         self._shares = 0
         self._sample: tuple[Lane, int, torch.Tensor] | None = None
         self._state = self._kept()
@@ -149,6 +156,8 @@ class ClientActor(Process):
         # of the lane in training: float64 [C], see `Trainer.lane`; norms, factors, losses [3, C]
         self.clipped = np.empty(0)
         self.known = np.empty((3, 0))
+        # what its clients have of their own once they have trained, [C, own]
+        self.own_parts = torch.empty(0, 0)
         # into how many parts a lane is cut, as the device's memory does not hold all of it
         self._cut = 1
         # the slots of the lane in training, and their noise, which a thread draws
@@ -164,12 +173,11 @@ class ClientActor(Process):
         if self.device.type == "cpu":
             return
         local = self.experiment.local
-        d = models.parameter_count(self.module)
+        flat = models.trained(self.module)[: self.personal.split.parameters]
         form = self.form
         x = form.inputs(4).view(2, 2, *form.shape)
         y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
-        added = torch.zeros(2, d) if local.corrects else None
-        flat = models.flatten(self.module)
+        added = torch.zeros(2, len(flat)) if local.corrects else None
         given = (flat, x, y.view(2, 2, *y.shape[1:]), [2, 2])
         train = partial(self.trainer.lane, *given, clients=[0, 1], draws=[0, 0])
         try:
@@ -233,11 +241,13 @@ class ClientActor(Process):
         return [selection.answer(each, noise_seed, t, client) for client, each in answered]
 
     @contained()
-    def evaluate(self, model: np.ndarray, which: Sequence[int]) -> list[Scored]:
+    def evaluate(
+        self, model: np.ndarray, which: Sequence[int], own: Mapping[int, np.ndarray]
+    ) -> list[Scored]:
         """See `Evaluator.evaluate`."""
         self.progress.at(-1)
         with device.blamed(self.device):
-            return self.evaluator.evaluate(model, which)
+            return self.evaluator.evaluate(model, which, own)
 
     # --- the sum of a lane ---
 
@@ -280,8 +290,11 @@ class ClientActor(Process):
         place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
         apart = self.experiment.bounding.is_own
+        self.own_parts = self.personal.had(lane, np.arange(len(lane.clients)))
         with self._drawing(tally, lane):
             for trained in self._trained(tally, lane):
+                if trained.own is not None:
+                    self.own_parts[trained.slots] = trained.own
                 if int(trained.slots[0]) // lane.width > place:  # the first clients of the next
                     found += self._whole(tally, total, lane)
                     total.zero_()
@@ -325,8 +338,7 @@ class ClientActor(Process):
         device.freed(self.device)
         half = len(block.slots) // 2
         for part in (slice(half), slice(half, None)):
-            some = Block(block.slots[part], block.updates[part], block.losses[part])
-            self._send(tally, lane, some, total)
+            self._send(tally, lane, block.part(part), total)
 
     def _scale(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
         """Adds what a block's clients send to `total`, float64 [d], one by one: as `_contribute`
@@ -388,13 +400,17 @@ class ClientActor(Process):
         # at last, as what comes before may be done again where memory is short
         self.known[:, slots] = norms, factors.numpy(), block.losses
         tally.add(measured)
-        tally.keep("bounding", left, len(slots))
-        tally.keep("local", own, len(slots))
+        tally.keep("bounding", left, (len(slots), tally.d))
+        tally.keep("local", own, (len(slots), tally.d))
         return vectors
 
     def _know(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
         """Takes note of what is known of clients once they have sent."""
         norms, factors, losses = self.known[:, slots]
+        if self.personal.own:
+            failed = slots[np.isnan(norms)]
+            self.own_parts[failed] = self.personal.had(lane, failed)
+            tally.keep(OWN, self.own_parts[slots], (len(slots), self.personal.own))
         samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
         tally.add(
             {
@@ -651,8 +667,7 @@ class ClientActor(Process):
             for block in self._train(tally, lane.part(part), members[part], self.clipped[part]):
                 new = block.slots + start >= done
                 if new.any():
-                    updates = block.updates[int(np.argmax(new)) :]
-                    yield Block(block.slots[new] + start, updates, block.losses[new])
+                    yield block.part(slice(int(np.argmax(new)), None), start)
 
     def _none(self, tally: Tally, slot: int) -> Block:
         """In the place of a client that has failed."""
@@ -672,24 +687,25 @@ class ClientActor(Process):
         )
         rows, index = picked(index, batch_sizes, held, local)
         x, y, sizes = self.rows.lane(members, lane.rows, rows, again=clipped is None)
-        view = self._view(tally, lane, "local", np.arange(len(members)))
         present = np.flatnonzero(members >= 0)
         self.progress.at(members[present[0]] if len(present) else -1)
+        model, starts = self.personal.begun(tally.model, lane)
+        view = self._view(tally, lane, "local", np.arange(len(members)))
         trained = self.trainer.lane(
-            tally.model,
-            x,
-            y,
-            sizes,
+            model,
+            *(x, y, sizes),
             t=tally.work.t,
             clients=members,
             draws=lane.draws,
             stds=lane.stds,
-            corrections=local.correction(view),
+            corrections=self.personal.corrections(local.correction(view)),
             drawn=(index, batch_sizes, local.step_counts(held)),
             clipped=clipped,
             width=lane.width,
+            starts=starts,
         )
-        for block in trained:
+        for each in trained:
+            block = self.personal.parted(each, starts)
             following = present[np.searchsorted(present, block.slots[-1]) + 1 :]
             self.progress.at(members[following[0]] if len(following) else -1)
             for place in (sizes[block.slots] == 0).nonzero()[0].tolist():

@@ -8,14 +8,14 @@ what.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from raydpfl import models, scores
-from raydpfl.config import Evaluate, Experiment
+from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.device import memory, sent
 from raydpfl.keys import keyed_globals
@@ -44,14 +44,19 @@ class Batch:
     first: int = 0  # the place of their first row among those of all clients
 
 
-def batches(evaluate: Evaluate, shards: Shards) -> list[Batch]:
-    """What is evaluated. Where `evaluate.test` is false that is no test row."""
+def batches(experiment: Experiment, shards: Shards) -> list[Batch]:
+    """What is evaluated. Where `evaluate.test` is false that is no test row. Where parts of the
+    model are clients' own, the rows that are held out are evaluated by client.
+    """
+    evaluate = experiment.evaluate
+    own = bool(experiment.model.local)
     sets = [scores.TEST] if evaluate.test else []
-    sets += [scores.VALIDATION] if evaluate.validation else []
+    sets += [scores.VALIDATION] if evaluate.validation and not own else []
     found = [
         Batch(rows, stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)
     ]
-    return found + (_of_clients(shards, evaluate.batch) if evaluate.per_client else [])
+    by_client = evaluate.per_client or (evaluate.validation and own)
+    return found + (_of_clients(shards, evaluate.batch) if by_client else [])
 
 
 def _of_clients(shards: Shards, most: int) -> list[Batch]:
@@ -117,7 +122,9 @@ def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]
 class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
-    `module`: the experiment's, on `device`; its parameters are overwritten.
+    `module`: the experiment's, on `device`; its parameters are overwritten. Where parts of the
+    model are clients' own, each client's rows are for its own model, and those of a client that has
+    none yet are left out.
     """
 
     def __init__(
@@ -130,18 +137,31 @@ class Evaluator:
         self.own = own_code(experiment)
         self.shards = shards
         self.module = module
+        self.split = models.Split.of(module)
         self.device = device
-        self.batches = batches(experiment.evaluate, shards)
+        self.batches = batches(experiment, shards)
+        # the sets that a batch of clients is scored for, and by what
+        held_out = experiment.evaluate.validation and self.split.own
+        self._by_client = [(scores.VALIDATION, self.metrics)] if held_out else []
         self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # that a GPU keeps
         self._left = memory(experiment.client.num_gpus) // SHARE  # bytes that it has for more
 
-    def evaluate(self, model: np.ndarray, which: Sequence[int]) -> list[Scored]:
-        """What the model, float32 [d], does on some of the batches, each by itself."""
-        models.load(self.module, torch.tensor(model, device=self.device))
+    def evaluate(
+        self, model: np.ndarray, which: Sequence[int], own: Mapping[int, np.ndarray]
+    ) -> list[Scored]:
+        """What the model, float32 [d], does on some of the batches, each by itself.
+
+        Args:
+            model: float32 [d].
+            which: the batches.
+            own: by client, what it has of its own, float32 [own].
+        """
+        shared = torch.tensor(model, device=self.device)
+        models.load(self.module, shared)
         with torch.inference_mode():
-            found = [self._scored(index) for index in which]
-            sums = fetched(found)
-        sets = [self.batches[index].rows for index in which]
+            found = [each for index in which for each in self._scored(index, shared, own)]
+            sums = fetched([sums for _, sums in found])
+        sets = [rows for rows, _ in found]
         return [Scored(*each) for each in zip(sets, sums, strict=True)]
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,20 +180,59 @@ class Evaluator:
             self._there[index] = given
         return given
 
-    def _scored(self, index: int) -> list[torch.Tensor]:
-        """What the batch comes to by each metric, or each of its clients, [k] each."""
+    def _scored(
+        self, index: int, model: torch.Tensor, own: Mapping[int, np.ndarray]
+    ) -> list[tuple[str, list[torch.Tensor]]]:
+        """By set, what the batch comes to by each metric, or each of its clients, [k] each."""
+        batch = self.batches[index]
         x, y = self._batch(index)
-        if self.own:  # which may draw from the generators of the process
-            with keyed_globals(self.seed, step=4):
-                outputs = self.module(x)
+        if not batch.clients:
+            outputs = self._outputs(x)
+            return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
+        rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
+        if self.split.own:
+            outputs, y, rows = self._of_own(batch.clients, rows, x, y, model, own)
         else:
-            outputs = self.module(x)
-        clients = self.batches[index].clients
-        if not clients or self.per_client is None:
-            return [metric.sums(self.form, outputs, y) for metric in self.metrics]
-        rows = self.shards.client_rows[clients.start : clients.stop].tolist()
-        apart = zip(outputs.split(rows), y.split(rows), strict=True)
+            outputs = self._outputs(x)
+        found = [
+            (name, [metric.sums(self.form, outputs, y) for metric in metrics])
+            for name, metrics in self._by_client
+            if len(y)
+        ]
+        if self.per_client is None:
+            return found
         nothing = outputs.new_empty(0)
-        return [
+        apart = zip(outputs.split(rows), y.split(rows), strict=True)
+        sums = [
             self.per_client.sums(self.form, *each) if len(each[1]) else nothing for each in apart
         ]
+        return [*found, (scores.CLIENT, sums)]
+
+    def _of_own(
+        self,
+        clients: range,
+        rows: Sequence[int],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        model: torch.Tensor,
+        own: Mapping[int, np.ndarray],
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """What the clients' own models give for their rows, the targets, and how many rows are
+        each client's: none of one that has nothing of its own.
+        """
+        outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
+        targets = [y[:0]]
+        for client, some, labels in zip(clients, x.split(rows), y.split(rows), strict=True):
+            scored = client in own and len(labels)
+            targets.append(labels if scored else labels[:0])
+            if scored:
+                part = torch.tensor(own[client], device=self.device)
+                models.set_trained(self.module, self.split.joined(model, part[None])[0])
+                outputs.append(self._outputs(some))
+        return torch.cat(outputs), torch.cat(targets), [len(each) for each in targets[1:]]
+
+    def _outputs(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.own:
+            return self.module(x)
+        with keyed_globals(self.seed, step=4):  # it may draw from the generators of the process
+            return self.module(x)

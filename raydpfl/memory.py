@@ -19,11 +19,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from raydpfl.rounds import Lane, LaneResult
+from raydpfl.rounds import OWN, Lane, LaneResult
 
 
 class Memory:
-    """Vectors float32 [d], by member and client; zeros for a client that has none yet."""
+    """Vectors float32 [d], by member and client; zeros for a client that has none yet. Its own part
+    of the model is among them, as `OWN`.
+    """
 
     def __init__(self, members: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]):
         """As `arrays` gives them; empty ones before the first round."""
@@ -43,9 +45,14 @@ class Memory:
         }
         return replace(lane, memory=memory)
 
+    @property
+    def own(self) -> Mapping[int, np.ndarray]:
+        """The clients that have a part of the model of their own, and what it is."""
+        return self._by_member.get(OWN, {})
+
     def keep(self, results: Iterable[LaneResult]) -> None:
         """Keeps what clients will remember in their next round; the changes of one that was drawn
-        several times add up.
+        several times add up, and parts of the model are averaged.
         """
         found: dict[tuple[str, int], dict[int, np.ndarray]] = {}
         for result in results:
@@ -60,7 +67,9 @@ class Memory:
                 kept[client] = each[0]
                 continue
             before = np.float64(kept.get(client, np.float32(0.0)))
-            changed = np.sum(each, axis=0, dtype=np.float64) - (len(each) - 1) * before
+            total = np.sum(each, axis=0, dtype=np.float64)
+            mean = total / len(each)
+            changed = mean if name == OWN else total - (len(each) - 1) * before
             kept[client] = changed.astype(np.float32)
 
     def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

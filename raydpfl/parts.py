@@ -36,7 +36,8 @@ class Parts:
     experiment: Experiment  # the lane, the way of training and the noise as they are resolved
     shards: Path
     population: Population
-    d: int  # model parameters
+    d: int  # parameters of the model that travel
+    own: int  # numbers of it that each client keeps
     weight: float  # the largest weight of any client's contribution
     survivors: int  # clients that the round with most dropouts keeps
     scored: int  # clients that have a score of their own
@@ -85,6 +86,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         shards=shards,
         population=population,
         d=d,
+        own=models.Split.of(module).own,
         weight=float(np.abs(weights(experiment, population)).max()),
         survivors=selection.survivors(experiment.seed, experiment.rounds, population),
         scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,

@@ -6,7 +6,7 @@ nothing depends on their order, nor on who runs what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -51,8 +51,10 @@ class Pool(Protocol):
         float64 [k].
         """
 
-    def evaluate(self, model: np.ndarray) -> list[Scored]:
-        """What a model, float32 [d], does on each batch that it is evaluated on, in order."""
+    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
+        """What a model, float32 [d], does on each batch that it is evaluated on, in order. `own`:
+        by client, what it has of its own of the model, float32 [own].
+        """
 
     def close(self) -> None:
         """Ends the actors."""
@@ -106,10 +108,10 @@ class Inline:
         with self._limited("answering with its loss"):
             return np.array(self.client.losses(model, t, clients.tolist(), noise_seed))
 
-    def evaluate(self, model: np.ndarray) -> list[Scored]:
+    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
         every = range(len(self.client.evaluator.batches))
         with self._limited("the evaluation of the model"):
-            return self.client.evaluate(model, every)
+            return self.client.evaluate(model, every, own)
 
     def close(self) -> None:
         pass
@@ -174,8 +176,8 @@ class Moving:
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         return self._now().losses(model, t, clients, noise_seed)
 
-    def evaluate(self, model: np.ndarray) -> list[Scored]:
-        return self._now().evaluate(model)
+    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
+        return self._now().evaluate(model, own)
 
     def close(self) -> None:
         self._pool.close()

@@ -46,7 +46,8 @@ class Plan:
     experiment: Experiment  # nothing left at auto but client.actors
     shards: Path
     population: Population
-    d: int  # model parameters
+    d: int  # parameters of the model that travel
+    own: int  # numbers of it that each client keeps
     weight: float  # the largest weight of any client's contribution
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
     # by bounding's queries: std of the noise on the sum of the answers, in their units
@@ -80,6 +81,7 @@ class Plan:
             shards=parts.shards,
             population=parts.population,
             d=parts.d,
+            own=parts.own,
             weight=parts.weight,
             ratio=on_sums.get("updates", 0.0),
             side_stds=side_stds(parts, on_sums),

@@ -22,7 +22,7 @@ from raydpfl.errors import RunError
 from raydpfl.memory import Memory
 from raydpfl.plan import Plan
 from raydpfl.privacy import Ledger
-from raydpfl.rounds import State
+from raydpfl.rounds import OWN, State
 from raydpfl.scores import is_score
 from raydpfl.tables import Table
 from raydpfl.tracking import Checkpoint, Extent, load
@@ -121,7 +121,8 @@ def _most(plan: Plan) -> int:
     clients = len(plan.population)
     arrays = sum(map(len, started(plan).values())) + 1  # the last update, where it is measured
     remembered = clients * (e.local.remembers + e.bounding.remembers)
-    return (1 << 22) + plan.d * (4 + 8 * arrays + 4 * remembered) + 24 * clients
+    numbers = plan.d * (4 + 8 * arrays + 4 * remembered) + 4 * clients * plan.own
+    return (1 << 22) + numbers + 32 * clients
 
 
 def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | None:
@@ -136,7 +137,8 @@ def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | N
         return f"its bound is {found.bound}, not {bounding.initial_bound}"
     if bounding.adapts and not (type(found.bound) is float and 0 < found.bound < math.inf):
         return f"its bound is {found.bound}"
-    return found.flaw(plan.d, len(plan.population), plan.experiment.rounds, started(plan))
+    kept = {OWN: plan.own}
+    return found.flaw(plan.d, len(plan.population), plan.experiment.rounds, started(plan), kept)
 
 
 def _sound(rows: pa.Table, rounds: int) -> bool:

@@ -136,7 +136,7 @@ class Record:
         last = at.t == self.plan.experiment.rounds
         e = self.plan.experiment
         if e.given and (last or at.t % e.evaluate.every == 0):
-            self._evaluate(row, at.model)
+            self._evaluate(row, at)
         clock.lap("evaluate")
         row |= clock.seconds
         row["seconds"] = sum(clock.seconds.values())
@@ -148,9 +148,9 @@ class Record:
             self.save(at, copies=last)
         return row
 
-    def _evaluate(self, row: dict[str, Any], model: np.ndarray) -> None:
+    def _evaluate(self, row: dict[str, Any], at: Position) -> None:
         e = self.plan.experiment
-        batches = self.pool.evaluate(model)
+        batches = self.pool.evaluate(at.model, at.memory.own)
         totals = evaluator.totals(batches, e.metrics)
         found = evaluator.scored(totals)
         metric = e.evaluate.per_client

@@ -67,31 +67,41 @@ class Checkpoint:
     tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far each table reaches
     intact: bool = True  # whether it is as it was written
 
-    def flaw(self, d: int, clients: int, rounds: int, states: Mapping[str, State]) -> str | None:
+    def flaw(
+        self,
+        d: int,
+        clients: int,
+        rounds: int,
+        states: Mapping[str, State],
+        kept: Mapping[str, int],
+    ) -> str | None:
         """Why a run cannot continue from it, in words; None: it can.
 
         Args:
-            d: parameters of the model.
+            d: parameters of the model that travel.
             clients: N.
             rounds: of the run.
             states: the members' states before the first round, whose names and shapes never change.
+            kept: by name, how many numbers a client remembers, where that is not d.
         """
         return (
-            self._of_another_run(d, states)
+            self._of_another_run(d, states, kept)
             or self._not_finite()
             or self._out_of_range(clients, rounds)
             or (None if self.intact else "it has been changed since it was written")
         )
 
-    def _of_another_run(self, d: int, states: Mapping[str, State]) -> str | None:
+    def _of_another_run(
+        self, d: int, states: Mapping[str, State], kept: Mapping[str, int]
+    ) -> str | None:
         """What has other shapes or types than in this run, in words."""
         if self.model.shape != (d,) or self.model.dtype != np.float32:
             shape = list(self.model.shape)
             held = f"a model of {shape} parameters in {self.model.dtype}"
             return f"it holds {held}, not of [{d}] in float32"
         for name, vectors in self.memory.items():
-            whole = vectors.shape == (len(self.members[name]), d) and vectors.dtype == np.float32
-            if not whole:
+            whole = (len(self.members[name]), kept.get(name, d))
+            if vectors.shape != whole or vectors.dtype != np.float32:
                 return "what it holds of clients' memory is of other clients or another model"
         for member, state in states.items():
             kinds = _kinds(self.states.get(member, {}))

@@ -20,8 +20,8 @@ ORDER = [
     "__main__", "cli", "completion", "kinds", "outline", "budget", "audit", "check", "submit",
     "staging", "archive", "study", "tune", "report", "shown", "observers", "runner", "launch",
     "hosted", "coordinator", "record", "witnessing", "adapting", "surveying", "position", "account",
-    "memory", "placement", "actors", "dealing", "slots", "client", "evaluator", "resident",
-    "process", "cluster",
+    "memory", "placement", "actors", "dealing", "slots", "client", "evaluator", "personal",
+    "resident", "process", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "defaults", "config", "measure", "scores", "histogram",
     "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding", "noise",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import experiment, form
@@ -9,10 +13,14 @@ from torch import nn
 
 import raydpfl
 from raydpfl import models
-from raydpfl.errors import ConfigError
+from raydpfl.check.runs import carried_out
+from raydpfl.data import Shards
+from raydpfl.errors import ClientError, ConfigError
 from raydpfl.keys import Purpose, stream
-from raydpfl.local import Sgd, resolve
+from raydpfl.local import Sgd, batches, resolve
+from raydpfl.memory import Memory
 from raydpfl.plan import Plan
+from raydpfl.rounds import OWN, LaneResult
 
 NET = {"kind": "test_personal_models:normed"}
 
@@ -62,18 +70,215 @@ def test_a_batchnorm_with_frozen_statistics_keeps_samples_apart():
     assert resolve(module, Sgd(), 20, form((1, 28, 28)), clip=1.0) == "layerwise"
 
 
+# --- what stays with each client ---
+
+SCORED = {"every": 1, "test": False, "validation": 0.2}
+PLAIN = {
+    "data": {"clients": 5, "partition": {"kind": "dominant-labels"}},
+    "selection": {"kind": "full"},
+    "bounding": {"kind": "none"},
+    "noise": {"kind": "none"},
+    "server": {"kind": "sgd"},
+    "evaluate": SCORED,
+    "rounds": 3,
+}
+
+
+def by_hand(plan: Plan, own: str, rounds: int) -> tuple[torch.Tensor, list[nn.Module], list[float]]:
+    """Federated averaging of all but the layers `own`, in a plain loop: the parameters that travel,
+    the clients' models under these, and the norm of what each client last sent.
+    """
+    e = plan.experiment
+    shards = Shards.open(plan.shards)
+    start = models.build(e.model, shards.form(e.data.task), e.seed)
+    clients = [copy.deepcopy(start) for _ in range(len(shards.sizes))]
+    kept = [name for name, _ in start.named_parameters() if not name.startswith(own)]
+    shared = {name: start.get_parameter(name).detach().clone() for name in kept}
+    norms = []
+    for t in range(rounds):
+        sent = {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
+        norms = []
+        for client, net in enumerate(clients):
+            net.load_state_dict({**net.state_dict(), **shared})
+            net.train()
+            optimizer = torch.optim.SGD(net.parameters(), lr=e.local.learning_rate(t))
+            x, y, sizes = shards.lane([client], int(shards.sizes[client]))
+            drawn, _ = batches(e.seed, t, [client], [0], sizes, e.local)
+            for rows in drawn[0]:
+                optimizer.zero_grad()
+                scores = net(torch.tensor(x[0][rows]))
+                nn.functional.cross_entropy(scores, torch.tensor(y[0][rows])).backward()
+                optimizer.step()
+            moved = {name: net.get_parameter(name).detach() - shared[name] for name in kept}
+            norms.append(float(torch.cat([each.flatten() for each in moved.values()]).norm()))
+            sent = {name: sent[name] + moved[name] for name in kept}
+        shared = {name: shared[name] + sent[name] / len(clients) for name in kept}
+    for net in clients:
+        net.load_state_dict({**net.state_dict(), **shared})
+    return torch.cat([tensor.flatten() for tensor in shared.values()]), clients, norms
+
+
+def accuracy(plan: Plan, clients: list[nn.Module]) -> float:
+    """Of the clients' models together, each on the rows that its client holds out."""
+    shards = Shards.open(plan.shards)
+    right = []
+    first = 0
+    for client, net in enumerate(clients):
+        x, y = shards.client_batch(range(client, client + 1), first)
+        first += len(y)
+        right.append(net.eval()(torch.from_numpy(x)).argmax(1).eq(torch.from_numpy(y)))
+    return float(torch.cat(right).double().mean())
+
+
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "own", "way"),
     [
-        ({}, "model.kind = 'test_personal_models:normed': a module without BatchNorm (2), which"),
+        ({**NET, "local": ["2.*"]}, "2.", "loop"),  # FedBN
+        ({"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "3.", "vmap"),  # FedPer
+        ({"kind": "cnn", "width": 0.1, "local": ["9.*"]}, "9.", "convolutional"),
+    ],
+)
+def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, way):
+    plan = Plan.make(experiment(**{**PLAIN, "model": model}))
+    assert plan.experiment.client.way == way
+    run = carried_out(plan, tmp_path)
+    shared, clients, norms = by_hand(plan, own, 3)
+    assert plan.d == len(shared) and torch.allclose(
+        shared, torch.from_numpy(run.at.model), atol=1e-5
+    )
+    # what is bounded and noised is what travels alone
+    assert np.allclose(run.columns[-1]["norm"], norms, rtol=1e-4)
+    split = models.Split.of(clients[0])
+    for client, net in enumerate(clients):
+        numbers = split.kept(models.trained(net)[None])[0]
+        assert torch.allclose(numbers, torch.from_numpy(run.at.memory.own[client]), atol=1e-4)
+    row = run.record.rounds.arrow().to_pylist()[-1]
+    assert row["validation_accuracy"] == pytest.approx(accuracy(plan, clients))
+
+
+def test_own_parts_are_in_the_checkpoint_and_nowhere_else(tmp_path):
+    model = {"kind": "mlp", "hidden": [8], "local": ["3.*"]}
+    few = {"selection": {"kind": "uniform", "cohort": 2}, "rounds": 1}
+    e = experiment(**{**PLAIN, **few, "model": model})
+    result = raydpfl.run(e, out=tmp_path)
+    before = models.build(e.model, form((1, 28, 28)), e.seed).state_dict()
+    after = raydpfl.load(tmp_path).module.state_dict()
+    moved = {name for name, tensor in before.items() if not tensor.equal(after[name])}
+    assert moved == {"1.weight", "1.bias"} and result.summary["parameters"] == 785 * 8
+    with np.load(max((tmp_path / "checkpoints").glob("*.npz"))) as stored:
+        # those of the two that took part
+        assert stored["memory.own"].shape == (2, 90) and len(stored["members.own"]) == 2
+        assert stored["model"].shape == (785 * 8,)
+    # whoever has not taken part has no model, and no score
+    scores = pq.read_table(tmp_path / "rounds.parquet").to_pylist()[0]
+    assert scores["validation_accuracy"] is not None
+
+
+def test_who_has_not_taken_part_is_not_scored(tmp_path):
+    model = {"kind": "mlp", "hidden": [8], "local": ["3.*"]}
+    nobody = {"kind": "poisson", "cohort": 1}
+    scored = {**SCORED, "per_client": "accuracy"}
+    e = experiment(**{**PLAIN, "selection": nobody, "evaluate": scored, "model": model})
+    run = carried_out(Plan.make(e), tmp_path)
+    table = run.record.tables["client_scores"].arrow().to_pylist()
+    for t, row in enumerate(run.record.rounds.arrow().to_pylist()):
+        took_part = set(np.concatenate([each["client"] for each in run.columns[: t + 1]]))
+        known = {each["client"] for each in table if each["round"] == t and each["accuracy"]}
+        assert known == took_part and (row["validation_accuracy"] is None) == (not took_part)
+
+
+class Sick(nn.Module):
+    """Of its own is a buffer that is put anew in every pass, and no number for some inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = self.seen + (torch.log(13.0 - x.flatten(1).sum(1).max() / 30) * 0 + 1)
+        return self.layer(x.flatten(1)) * (1 + 0.1 * self.seen)
+
+
+@pytest.mark.parametrize("policy", ["fail", "drop"])
+def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path, policy):
+    model = {"kind": "test_personal_models:Sick", "local": ["seen"]}
+    plan = Plan.make(experiment(**{**PLAIN, "model": model, "client": {"on_error": policy}}))
+    if policy == "fail":
+        with pytest.raises(ClientError, match=r"client \d+: its update has norm nan"):
+            carried_out(plan, tmp_path)
+        return
+    run = carried_out(plan, tmp_path)
+    kept = np.sum([np.isfinite(columns["norm"]) for columns in run.columns], axis=0)
+    assert 0 < kept.sum() < 15
+    # what it had before the round, five steps of each that it was part of
+    assert [float(run.at.memory.own[client][0]) for client in range(5)] == (5 * kept).tolist()
+
+
+def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
+    memory = Memory({}, {})
+    columns = {"client": np.array([4, 4]), "draw": np.arange(2)}
+    parts = np.array([[1.0, 3.0], [2.0, 5.0]], np.float32)
+    for _ in range(2):
+        memory.keep([LaneResult(np.zeros(1), columns, {OWN: parts})])
+        assert memory.own[4].tolist() == [1.5, 4.0]
+
+
+def test_the_guarantee_says_what_stays_with_clients():
+    few = {"selection": {"kind": "uniform", "cohort": 2}, "noise": {"kind": "gaussian", "std": 1.0}}
+    bound = {"kind": "clip", "bound": 1.0}
+    model = {"kind": "mlp", "hidden": [8], "local": ["3.*"]}
+    plan = Plan.make(experiment(**{**PLAIN, **few, "bounding": bound, "model": model}))
+    hidden, *known = plan.guarantees(3, {0: 3})
+    said = " ".join(hidden.exclusions)
+    assert "own part of the model (model.local: 3.*)" in said and "no epsilon covers it" in said
+    # what a client sends depends on the rounds in which it took part before
+    assert "hidden cohort amplifies privacy is proved" in said
+    assert hidden.kind == "unproven" and {each.kind for each in known} == {"rigorous"}
+
+
+OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": SCORED}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": NET}, "model.kind = 'test_personal_models:normed': a module without BatchNorm"),
         (
-            {"frozen": ["2.runing_mean"]},
+            {"model": {**NET, "frozen": ["2.runing_mean"]}},
             "model.frozen = '2.runing_mean': names that the model has, or patterns of them: "
             "1.weight, 1.bias, 2.weight, ...; nearest: 2.running_mean",
         ),
-        ({"frozen": ["*"]}, "model.frozen = ['*']: what leaves something to train"),
-        ({"frozen": ["2.weight"]}, "model.kind = 'test_personal_models:normed': a module without"),
+        ({"model": {**NET, "frozen": ["*"]}}, "model.frozen = ['*']: patterns that leave param"),
+        ({"model": {**NET, "frozen": ["2.weight"]}}, "model.kind = 'test_personal_models:normed'"),
+        ({"model": {**NET, "local": ["2.weight"]}}, "model.kind = 'test_personal_models:normed'"),
+        (
+            {"model": {**NET, "local": ["2.running_*"]}},
+            "model.kind = 'test_personal_models:normed': a module without BatchNorm (2)",
+        ),
+        ({"model": {"kind": "mlp", "local": ["*"]}}, "model.local = ['*']: patterns that leave"),
+        ({"model": {"kind": "mlp", "local": ["head.*"]}}, "model.local = 'head.*': names that the"),
+        (
+            {"model": {"kind": "mlp", "local": ["3.*"], "frozen": ["3.bias"]}},
+            "model.local = ['3.*']: patterns of what model.frozen has not; 3.bias is in both",
+        ),
+        ({"evaluate": {"test": True}}, "evaluate.test = True: false with model.local"),
+        (
+            {"evaluate": {"test": False, "validation": {"clients": 0.2}}},
+            "evaluate.validation = {'clients': 0.2}: a share of every client's rows",
+        ),
+        (
+            {"bounding": {"kind": "per_sample_clip", "bound": 1.0}},
+            "bounding.kind = 'per_sample_clip': one that bounds what a client sends",
+        ),
+        (
+            {"selection": {"kind": "power_of_choice", "cohort": 2, "pool": 4}},
+            "selection.kind = 'power_of_choice': one that asks for no losses",
+        ),
+        ({"measure": [{"kind": "heterogeneity"}]}, "measure = 'heterogeneity': without what is of"),
+        ({"client": {"way": "fused"}}, "client.way = 'fused': auto or one of"),
     ],
 )
-def test_frozen_parts_that_are_none_are_refused_in_one_line(model, message):
-    assert refused(model={**NET, **model}).startswith(message)
+def test_what_has_no_meaning_is_refused_in_one_line(sections, message):
+    assert refused(**{**PLAIN, **OWN_HEAD, **sections}).startswith(message)

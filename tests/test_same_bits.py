@@ -209,6 +209,20 @@ class Patient(FAMILY["quantile_clip"]):
         return super().adapt(bound, {"count": mean}, clients, state)
 
 
+def normed() -> torch.nn.Module:
+    """A net with a BatchNorm."""
+    layers = (torch.nn.Flatten(), torch.nn.Linear(784, 6), torch.nn.BatchNorm1d(6))
+    return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(6, 10))
+
+
+OWN = {"evaluate": {"every": 1, "test": False, "validation": 0.2, "per_client": "accuracy"}}
+METHODS["FedBN, scaffold"] = {
+    **OWN,
+    "model": {"kind": f"{__name__}:normed", "local": ["2.*"]},
+    "local": {"kind": "scaffold", "steps": 3, "batch": 10, "lr": 0.1},
+    "selection": {"kind": "uniform", "cohort": 9},
+    "noise": {"kind": "none"},
+}
 METHODS["an own bound with a state"] = {
     "bounding": {"kind": f"{__name__}:Patient", "bound": 0.1},
     "noise": {"kind": "gaussian", "multiplier": 0.3},
@@ -301,6 +315,14 @@ METHODS |= {
     "noised histograms of clients": {
         **TINY,
         "evaluate": {"every": 1, "per_client": "accuracy", "histogram": {"std": 2.0}},
+    },
+    "heads of their own": {
+        **OWN,
+        **TINY,
+        "model": {"kind": "mlp", "hidden": [3], "local": ["3.*"]},
+        "local": {"kind": "sgd", "steps": 3, "batch": 3, "momentum": 0.5, "proximal": 0.1},
+        "selection": {"kind": "multinomial", "cohort": 30},
+        "noise": {"kind": "none"},
     },
     "overlapping": {
         "data": {"clients": 50, "partition": {"kind": "overlapping", "per_client": 20}},

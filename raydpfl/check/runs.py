@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,15 @@ class Dealt(Inline):
         found = [actor.losses(model, t, part.tolist(), noise_seed) for actor, part in asked]
         return np.concatenate(found)
 
-    def evaluate(self, model: np.ndarray) -> list[Scored]:
+    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
         """See `Inline.evaluate`."""
         batches = len(self.client.evaluator.batches)
-        found: dict[int, Scored] = {}
+        found: dict[int, list[Scored]] = {}
         for index in reversed(range(batches)):
             actor = self.clients[index % len(self.clients)]
-            (found[index],) = pickle.loads(pickle.dumps(actor.evaluate(model, [index])))
-        return [found[index] for index in range(batches)]
+            scored = actor.evaluate(model, [index], own)
+            found[index] = pickle.loads(pickle.dumps(scored))
+        return [scored for index in range(batches) for scored in found[index]]
 
 
 class Watched(Coordinator):

@@ -29,7 +29,9 @@ class Step:
 
     k: int  # of the round, from 0
     lr: float  # its learning rate
-    model: torch.Tensor  # x_t, float32 [P]: the round's model, where every client began
+    # x_t, float32 [P]: the round's model, where every client began; [..., P] where each began with
+    # parts of its own
+    model: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
 takes fewer operations: in sample space by compiled code, where its activations are ReLUs and there
 is a C compiler, else by torch. Convolutions with linear layers after them are trained by hand; any
-other module with convolutions or recurrent layers by the loop; any other by vmap. On a GPU all
-convolutions are trained by vmap, as one client after another keeps it waiting for the host. With a
-bound on every sample's gradient: a stack of linear layers fused, any other module layerwise, or
-else by vmap, with recurrent layers by the loop. The way's first steps are compared with the loop's
-on made-up rows. Where they fail or differ the next way is taken, in the end the loop, and the log
-says why.
+other module with convolutions or recurrent layers by the loop; any other by vmap. Of these only the
+last three train parts of the model that are clients' own. On a GPU all convolutions are trained by
+vmap, as one client after another keeps it waiting for the host. With a bound on every sample's
+gradient: a stack of linear layers fused, any other module layerwise, or else by vmap, with
+recurrent layers by the loop. The way's first steps are compared with the loop's on made-up rows.
+Where they fail or differ the next way is taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -36,6 +36,7 @@ from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.stack import Layer, NoStack, stack
 from raydpfl.local.trial import mismatch
 from raydpfl.local.ways import REFERENCE, WAYS, check_way, lacking
+from raydpfl.models.split import Split
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 
 log = logging.getLogger("raydpfl")
@@ -73,7 +74,7 @@ def resolve(
     if drawn:
         choices = [_one_by_one(way, drawn)]
     for chosen, other in pairwise([*choices, REFERENCE]):
-        check_way(chosen, local, clip, precision)
+        check_way(chosen, local, clip, precision, Split.of(module))
         if chosen in (REFERENCE, "noop"):
             return chosen
         reason = mismatch(module, local, form, chosen, clip)
@@ -125,8 +126,9 @@ def _choices(
     can do what is asked of them; only the best where samples are not clipped.
     """
     suited = _suited(module, local, rows, form, clip, gpu)
-    able = [way for way in suited if not lacking(way, local, clip, precision)]
-    lacks = lacking(suited[0], local, clip, precision)
+    asked = (local, clip, precision, Split.of(module))
+    able = [way for way in suited if not lacking(way, *asked)]
+    lacks = lacking(suited[0], *asked)
     if lacks and suited[0] != REFERENCE:
         instead = able[0] if able else "the loop"
         log.warning("clients are trained by %s; %s cannot do %s", instead, suited[0], lacks)
@@ -137,6 +139,8 @@ def _suited(
     module: nn.Module, local: Local, rows: int, form: Form, clip: float | None, gpu: bool
 ) -> list[str]:
     """The ways that suit the module, whether or not they can do what is asked, the best first."""
+    if Split.of(module).buffers:  # which no other way keeps, and a forward may put anew
+        return [REFERENCE]
     try:
         layers = stack(module)
     except NoStack:

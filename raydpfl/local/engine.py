@@ -26,8 +26,9 @@ from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
 from raydpfl.local.batches import Integers, batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.local.way import BEGINS, Block, LaneData, spans
+from raydpfl.local.way import BEGINS, Block, LaneData, Starts, spans
 from raydpfl.local.ways import WAYS, check_way
+from raydpfl.models.split import Split
 from raydpfl.tasks import Classification, Task
 
 CLASSES = Classification()
@@ -60,7 +61,7 @@ class Trainer:
     not on what is in the other slots. One without rows has an update of zeros and the loss NaN; a
     diverged update comes back as it is. Its arguments:
 
-        parameters: the model, float32 [d], as `raydpfl.models.flatten` gives it.
+        parameters: the model, float32 [D], all that is trained.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
             are never looked at.
         y: [C, n, *target], integers or floats, as the task has it.
@@ -70,7 +71,9 @@ class Trainer:
         draws: [C], which tells apart the times a client was drawn.
         stds: float64 [C], of the Gaussian noise on the mean gradient of each step, in each
             coordinate; needs `clip`.
-        corrections: float32 [C, d], added to every gradient after that.
+        corrections: float32 [C, D], added to every gradient after that.
+        starts: where each client begins, if not at `parameters`; what it has trained to is written
+            into it by the time that its block is yielded.
         drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
             rows than all of a client's in their order (`picked`); else they are drawn.
         clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
@@ -97,7 +100,7 @@ class Trainer:
         task: Task = CLASSES,
         precision: Precision = "float32",
     ):
-        check_way(way, local, clip, precision)
+        check_way(way, local, clip, precision, Split.of(module))
         self.local = local
         self.device = torch.device(device)
         self.clip = clip
@@ -122,6 +125,7 @@ class Trainer:
         drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
         width: int | None = None,
+        starts: Starts | None = None,
     ) -> Iterator[Block]:
         """The clients of a lane in blocks; the class says what of."""
         self._check(stds, corrections)
@@ -129,7 +133,7 @@ class Trainer:
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
         lane = self._data(x, y, present, drawn, draw)
-        lane = replace(lane, clipped=clipped, width=width)
+        lane = replace(lane, clipped=clipped, width=width, starts=starts)
         if clipped is not None:
             clipped.fill(np.nan)
         if corrections is not None:

@@ -15,6 +15,7 @@ import copy
 import torch
 from torch import nn
 
+from raydpfl import models
 from raydpfl.local.base import Local
 from raydpfl.local.one_by_one import Descent, OneByOne
 from raydpfl.local.products import speed_up
@@ -32,6 +33,7 @@ class Loop(OneByOne):
     """
 
     trains = True
+    buffers = True
     # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
     # in another way
     inputs_only = False
@@ -55,7 +57,7 @@ class Loop(OneByOne):
         self.gradients = self._views(self.gradient)
         for parameter, now in zip(self.trainable, self.now, strict=True):
             parameter.data = now
-        self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        self.initial = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Of a vector in the order that the parameters have inside, the part of each parameter, in
@@ -73,8 +75,11 @@ class Loop(OneByOne):
     def _client(
         self, parameters: torch.Tensor, lane: LaneData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        for buffer, initial in self.buffers:
+        for buffer, initial in self.initial:
             buffer.copy_(initial)
+        if lane.starts is not None:
+            own = models.split.own_buffers(self.module)
+            models.split.fill(own, lane.starts.begun[slot, len(parameters) :])
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if cuda else []):
             generator = lane.generator(slot)
@@ -83,7 +88,11 @@ class Loop(OneByOne):
                 torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
             if self.local.trains:
                 return trained_whole(self.local, self.given, self.task, parameters, lane, slot)
-            return super()._client(parameters, lane, slot)
+            found = super()._client(parameters, lane, slot)
+            if lane.starts is not None:
+                own = models.split.own_buffers(self.module)  # which a forward may have put anew
+                lane.starts.ended[slot, len(parameters) :] = models.split.joined(own)
+            return found
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
         for parameter in self.trainable:

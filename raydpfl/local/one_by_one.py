@@ -31,6 +31,7 @@ class OneByOne(Way):
     """
 
     one_by_one = True
+    starts = True
     twice = True
     half = True
     channels_last = False  # whether images lie so that a pixel's channels are next to each other
@@ -93,9 +94,14 @@ class OneByOne(Way):
         """The update, float32 [d], and the mean loss of one client."""
         loss = self._train(parameters, lane, slot)
         update = torch.empty_like(parameters)
-        pairs = zip(self._views(self.flat), parameters.split(self.sizes), strict=True)
+        begun = lane.begins(parameters, slot)[: len(parameters)]
+        pairs = zip(self._views(self.flat), begun.split(self.sizes), strict=True)
         for (now, start), out in zip(pairs, update.split(self.sizes), strict=True):
             torch.sub(now, start.view(now.shape), out=out.view(now.shape))
+        if lane.starts is not None:
+            ended = lane.starts.ended[slot, : len(parameters)].split(self.sizes)
+            for now, out in zip(self._views(self.flat), ended, strict=True):
+                out.view(now.shape).copy_(now)
         return update, loss
 
     @torch.no_grad()
@@ -105,10 +111,14 @@ class OneByOne(Way):
 
     def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
         """The mean of the losses of the client's steps, which leave its parameters in `flat`."""
-        self._load(parameters)
+        begun = lane.begins(parameters, slot)[: len(parameters)]
+        pulled = lane.starts is not None and lane.starts.drawn
+        self._load(parameters if pulled else begun)
         self.factors.clear()
         descent = self._descent(lane)
         step = None if descent else self._rule(lane, slot)
+        if pulled:
+            self._load(begun)
         losses = torch.zeros((), device=self.device)
         x = self._data(lane.x[slot])
         y = lane.y[slot]
@@ -149,7 +159,7 @@ class OneByOne(Way):
         return to
 
     def _rule(self, lane: LaneData, slot: int) -> _Step:
-        """What makes the steps of a client, at the round's model now."""
+        """What makes the steps of a client, at what it is pulled to now."""
         corrections = []
         if lane.corrections is not None:
             correction = torch.zeros_like(self.flat)

@@ -18,6 +18,7 @@ from raydpfl.local.base import Local
 from raydpfl.local.engine import Trainer
 from raydpfl.local.layerwise import NotLayerwise
 from raydpfl.local.stack import NoStack
+from raydpfl.local.way import Starts
 from raydpfl.local.ways import REFERENCE
 from raydpfl.tasks import Form, Task
 
@@ -34,7 +35,8 @@ class _Rows:
     x: torch.Tensor  # [3, 6, *shape]
     y: torch.Tensor  # [3, 6, *target]
     clip: float | None
-    corrections: torch.Tensor | None  # float32 [3, d]
+    corrections: torch.Tensor | None  # float32 [3, D]
+    begun: torch.Tensor | None  # float32 [3, D]: where the clients begin; None: at the model
 
 
 def mismatch(
@@ -68,7 +70,7 @@ def mismatch(
         return str(error)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    uncertain = ROUNDING / TOLERANCE * models.flatten(module).norm()
+    uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     far = float(((ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)).max())
     return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"
 
@@ -100,17 +102,21 @@ def _rows(module: nn.Module, local: Local, form: Form, clip: float | None) -> _R
             x *= torch.linspace(1, 0.2, 6).view(1, 6, *[1] * len(form.shape))
         with torch.random.fork_rng(devices=[]):
             clip = _median_norm(module, form.task, x[0], y[0])
+    parameters = models.trained(module)
+    shape = (3, len(parameters))
     corrections = None
     if local.corrects:  # of about the norm that gradients have
-        d = models.parameter_count(module)
-        corrections = torch.from_numpy(generator.standard_normal((3, d)) / d**0.5)
-    return _Rows(x, y, clip, corrections)
+        corrections = torch.from_numpy(generator.standard_normal(shape) / shape[1] ** 0.5)
+    begun = None
+    if models.Split.of(module).own:
+        begun = parameters * (1 + 0.1 * torch.from_numpy(generator.standard_normal(shape)).float())
+    return _Rows(x, y, clip, corrections, begun)
 
 
 def _updates(module: nn.Module, local: Local, task: Task, way: str, rows: _Rows) -> torch.Tensor:
-    """What the three clients have trained to, float32 [3, d]."""
+    """What the three clients have trained to, float32 [3, D]."""
     trainer = Trainer(module, local, way=way, seed=0, clip=rows.clip, own=True, task=task)
-    parameters = models.flatten(module)
+    parameters = models.trained(module)
     lane = trainer.lane(
         parameters,
         rows.x,
@@ -120,6 +126,7 @@ def _updates(module: nn.Module, local: Local, task: Task, way: str, rows: _Rows)
         clients=range(3),
         draws=[0] * 3,
         corrections=rows.corrections,
+        starts=None if rows.begun is None else Starts.at(rows.begun),
     )
     return torch.cat([block.updates for block in lane])
 

@@ -34,7 +34,12 @@ class _Linear:
         self.linear = linear
         self.lane = lane
         self.model = parts(parameters)
-        self.now = [start.expand(len(lane.sizes), *start.shape).clone() for start in self.model]
+        if lane.starts is None:
+            self.now = [start.expand(len(lane.sizes), *start.shape).clone() for start in self.model]
+        else:
+            begun = parts(lane.starts.begun[:, : len(parameters)])
+            self.now = [part.clone() for part in begun]
+            self.model = self.model if lane.starts.drawn else begun
         self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
         self.corrections: list[torch.Tensor] = []
         if lane.corrections is not None:
@@ -76,6 +81,7 @@ class Vmap(Way):
     raises RuntimeError when it is run.
     """
 
+    starts = True
     twice = True
     half = True
 
@@ -196,8 +202,22 @@ class Vmap(Way):
         means = lane.means(losses)
         for _, given in lane.blocks(len(parameters)):
             slots = torch.from_numpy(given).to(parameters.device)
-            moved = [
-                (part.index_select(0, slots) - start).flatten(1)
-                for part, start in zip(walk.now, self._parts(parameters), strict=True)
-            ]
-            yield Block(given, torch.cat(moved, dim=1), means[given])
+            yield Block(given, self._moved(parameters, walk.now, lane, slots), means[given])
+
+    def _moved(
+        self,
+        parameters: torch.Tensor,
+        now: list[torch.Tensor],
+        lane: LaneData,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """The updates of some slots, float32 [k, D]."""
+        if lane.starts is not None:
+            ended = _flat([part.index_select(0, slots) for part in now])
+            lane.starts.ended[slots, : len(parameters)] = ended
+            return ended - lane.starts.begun[slots, : len(parameters)]
+        moved = [
+            (part.index_select(0, slots) - start).flatten(1)
+            for part, start in zip(now, self._parts(parameters), strict=True)
+        ]
+        return torch.cat(moved, dim=1)

@@ -43,12 +43,17 @@ class Block:
     slots: np.ndarray  # int64 [k], ascending
     updates: torch.Tensor  # float32 [k, d], on the device
     losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
+    own: torch.Tensor | None = None  # float32 [k, own]: what stays with them, if anything does
+
+    def part(self, some: slice, further: int = 0) -> Block:
+        """Some of its clients, at slots that are so much further on."""
+        own = None if self.own is None else self.own[some]
+        return Block(self.slots[some] + further, self.updates[some], self.losses[some], own)
 
     def apart(self) -> Iterator[Block]:
         """A block of each of its clients alone."""
         for place in range(len(self.slots)):
-            part = slice(place, place + 1)
-            yield Block(self.slots[part], self.updates[part], self.losses[part])
+            yield self.part(slice(place, place + 1))
 
     def clients(self) -> Iterator[tuple[int, torch.Tensor, float]]:
         """(slot, update float32 [d], loss) of each client."""
@@ -60,6 +65,25 @@ def spans(first: int, end: int, d: int) -> Iterator[slice]:
     together = max(1, BLOCK // d)
     for start in range(first, end, together):
         yield slice(start, min(start + together, end))
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Where each client of a lane begins, and what it has trained to (`raydpfl.models.trained`).
+
+    `begun` is float32 [C, D + b]; `ended` likewise, of which a way writes a slot's row by the time
+    that it gives the slot. `drawn`: rules pull a client to the round's model and not to where it
+    began.
+    """
+
+    begun: torch.Tensor
+    ended: torch.Tensor
+    drawn: bool = False
+
+    @classmethod
+    def at(cls, begun: torch.Tensor, drawn: bool = False) -> Starts:
+        """Clients that begin here, and have not trained yet."""
+        return cls(begun, begun.clone(), drawn)
 
 
 @dataclass(frozen=True)
@@ -89,10 +113,15 @@ class LaneData:
     # how it is trained; None: C
     width: int | None = None
     within: Schedule | None = None  # by which the learning rate goes on from step to step
+    starts: Starts | None = None  # None: all begin at the round's model
 
     def rate(self, k: int) -> float:
         """The learning rate of step k."""
         return self.lr if self.within is None else self.within.lr_at(self.lr, k)
+
+    def begins(self, parameters: torch.Tensor, slot: int) -> torch.Tensor:
+        """Where a client begins, float32 [D + b]; `parameters`: the round's model, [D]."""
+        return parameters if self.starts is None else self.starts.begun[slot]
 
     @cached_property
     def unequal(self) -> bool:
@@ -224,12 +253,15 @@ class Rule:
     """Any local rule, carried out on the parameters of a lane's clients as one matrix."""
 
     def __init__(self, local: Local, model: torch.Tensor, lane: LaneData):
-        """`model` is x_t, float32 [d]."""
+        """`model` is x_t, float32 [D]; where clients begin elsewhere it may be [C, D]."""
         self.local = local
         self.model = model
         self.lane = lane
         self.corrections = lane.corrections
         self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [C, d]
+        if lane.starts is not None:
+            self.x = lane.starts.begun[:, : len(model)].clone()
+            self.model = model if lane.starts.drawn else self.x.clone()
         self.state = local.fresh(self.x)
 
     @torch.no_grad()
@@ -283,6 +315,9 @@ class Way:
     one_by_one: ClassVar[bool] = False
 
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
+    # whether clients can begin at `LaneData.starts`; and with buffers of their own too
+    starts: ClassVar[bool] = False
+    buffers: ClassVar[bool] = False
 
     # the working copy of the module, where its own code is run
     module: nn.Module | None = None
@@ -338,8 +373,9 @@ class Way:
         """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one
         by one, else as `LaneData.blocks` says.
 
-        `parameters` is the model, float32 [d], in the order of `raydpfl.models.flatten`. A diverged
-        update is passed on as it is. A way that clips fills a slot of `lane.clipped` by the time
-        that it gives it.
+        `parameters` is the model, float32 [D], all that is trained in the order of the module's
+        parameters; so are the updates. A diverged update is passed on as it is. A way that clips
+        fills a slot of `lane.clipped` by the time that it gives it, as does one that takes
+        `lane.starts` theirs.
         """
         raise NotImplementedError

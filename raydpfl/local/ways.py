@@ -13,6 +13,7 @@ from raydpfl.local.loop import Loop
 from raydpfl.local.noop import Noop
 from raydpfl.local.vmap import Vmap
 from raydpfl.local.way import Way
+from raydpfl.models.split import Split
 
 WAYS: dict[str, type[Way]] = {
     "compiled": Compiled,
@@ -27,20 +28,27 @@ WAYS: dict[str, type[Way]] = {
 REFERENCE = "loop"  # trains any module by any rule
 
 
-def lacking(way: str, local: Local, clip: float | None, precision: Precision) -> str | None:
+def lacking(
+    way: str, local: Local, clip: float | None, precision: Precision, split: Split
+) -> str | None:
     """What of what is asked of it a way cannot do, in words; see `Way.lacks`."""
     kind = WAYS[way]
+    if (split.own and not kind.starts) or (split.buffers and not kind.buffers):
+        return "parts of the model that are clients' own"
     if precision == "bfloat16" and not kind.half:
         return "products in bfloat16"
     return kind.lacks(local, clip)
 
 
-def check_way(way: str, local: Local, clip: float | None, precision: Precision = "float32") -> None:
+def check_way(
+    way: str, local: Local, clip: float | None, precision: Precision, split: Split
+) -> None:
     """Raises `ConfigError` for a way that is none, or that lacks what is asked of it."""
-    lacks = lacking(way, local, clip, precision) if way in WAYS else None
+    asked = (local, clip, precision, split)
+    lacks = lacking(way, *asked) if way in WAYS else None
     if way in WAYS and not lacks:
         return
-    names = ", ".join(name for name in WAYS if not lacking(name, local, clip, precision))
+    names = ", ".join(name for name in WAYS if not lacking(name, *asked))
     reason = ""
     if lacks:
         reason = f" (local.kind {local.kind}: {way} cannot do {lacks})"

@@ -23,17 +23,15 @@ def trained_whole(
     lane: LaneData,
     slot: int,
 ) -> tuple[torch.Tensor, float]:
-    """What the client at a slot has trained to, and its loss.
-
-    The code is given a copy of the module of its own, and copies of the rows, so that whatever it
-    does to them is gone when the next client begins.
+    """What the client at a slot has trained to, and its loss. The code is given a copy of the
+    module of its own, and copies of the rows, which are gone when the next client begins.
 
     Args:
         local: a rule that `trains`.
         module: the model, which stays as it is.
         task: what losses are told by; the code has its own.
-        parameters: the round's model, float32 [d].
-        lane: of the client's rows.
+        parameters: the round's model, float32 [D].
+        lane: of the client's rows, where what it has trained to of its own is written too.
         slot: its slot.
 
     Returns:
@@ -44,25 +42,31 @@ def trained_whole(
         ValueError: what it was to train is gone, or of another shape.
     """
     own = copy.deepcopy(module).to(parameters.device).train()
-    models.load(own, parameters)
+    begun = lane.begins(parameters, slot)
+    models.set_trained(own, begun)
     size = int(lane.sizes[slot])
     x = lane.x[slot, :size].clone()
     y = lane.y[slot, :size].clone()
     loss = _loss(own, task, x, y)
     trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
     local.train(own, x, y, lane.generator(slot))
-    flat = _parameters(own, trained)
-    if flat.shape != parameters.shape:
-        raise ValueError(f"train leaves {len(flat)} parameters of {len(parameters)}")
-    return flat.to(parameters.device) - parameters, loss
+    flat = _parameters(own, trained, len(parameters))
+    if lane.starts is not None:
+        lane.starts.ended[slot] = models.trained(own)
+    return flat.to(parameters.device) - begun[: len(parameters)], loss
 
 
-def _parameters(module: nn.Module, trained: list[nn.Parameter]) -> torch.Tensor:
-    """These parameters of a module as one vector, float32. Raises ValueError if they are gone."""
+def _parameters(module: nn.Module, trained: list[nn.Parameter], count: int) -> torch.Tensor:
+    """These parameters of a module as one vector, float32 [count]. Raises ValueError if they are
+    gone, or others.
+    """
     kept = {id(parameter) for parameter in module.parameters()}
     if not all(id(parameter) in kept for parameter in trained):
         raise ValueError("train puts other parameters in the place of the module's")
-    return torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
+    flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
+    if len(flat) != count:
+        raise ValueError(f"train leaves {len(flat)} parameters of {count}")
+    return flat
 
 
 @torch.no_grad()

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from raydpfl import models
 from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
 from raydpfl.member import Member
 from raydpfl.privacy import Release
 from raydpfl.rounds import Columns, State
@@ -130,10 +131,19 @@ class Probe(Member):
     see all data.
     """
 
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where there is no one model of all clients to look at."""
+        if self.of_all and experiment.model.local:
+            accepted = "without what is of one model for all clients, as model.local gives none"
+            raise ConfigError("measure", self.kind, accepted)
+
     @property
     def shows_only(self) -> bool:
         """Whether a run may be gone on with or without it."""
         return False
+
+    # whether it looks at clients' losses under one model of all
+    of_all: ClassVar[bool] = False
 
     # --- of a lane, where the clients are ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
@@ -16,6 +16,7 @@ class HeterogeneityProbe(Probe):
     each client's part is in heterogeneity.parquet. It may take longer than the run.
     """
 
+    of_all: ClassVar[bool] = True
     kind: str = "heterogeneity"
 
     def afterwards(self, run: Finished) -> Afterwards | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class StationaryProbe(Probe):
     `exact_x`, the one of those nearest to `final_x`; `optimum_x`, the minimum of the mean loss.
     """
 
+    of_all: ClassVar[bool] = True
     kind: str = "stationary"
 
     def check(self, experiment: Experiment) -> None:

@@ -38,6 +38,7 @@ class SuboptimalityProbe(Probe):
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"every": 3})
+    of_all: ClassVar[bool] = True
     kind: str = "suboptimality"
     every: int = Field(default=1, ge=1)
 

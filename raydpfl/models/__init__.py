@@ -45,23 +45,35 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import member
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.interrupts import limited
 from raydpfl.keys import Purpose, keyed_globals, stream, torch_stream
+from raydpfl.models import split
 from raydpfl.models.base import Model
 from raydpfl.models.module import Module, factory
 from raydpfl.models.norms import group_norm
-from raydpfl.models.split import chosen, flatten, freeze, is_still, load, parameter_count
+from raydpfl.models.split import (
+    Split,
+    chosen,
+    flatten,
+    freeze,
+    is_still,
+    load,
+    parameter_count,
+    set_local,
+    set_trained,
+    trained,
+    unsettled,
+)
 from raydpfl.models.state import changed, kept
 from raydpfl.models.weights import fill
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
-    "FAMILY", "Model", "Module", "activations", "build", "factory", "flatten", "group_norm",
-    "is_still", "load", "parameter_count", "parse",
+    "FAMILY", "Model", "Module", "Split", "activations", "build", "factory", "flatten",
+    "group_norm", "is_still", "load", "parameter_count", "parse", "set_trained", "trained",
 ]  # fmt: skip
 
 FIRST = (
@@ -69,6 +81,7 @@ FIRST = (
     "char_lstm", "transformer",
 )  # fmt: skip
 FAMILY: dict[str, type[Model]] = member.family(__name__, Model, FIRST)
+REMEDY = "raydpfl.models.group_norm converts it, model.frozen or model.local settles its statistics"
 FORWARD = 60.0  # seconds that a module may take for a batch of 2
 
 
@@ -98,8 +111,8 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
 
     The global random state is left as it was. Raises `ConfigError` for a model that is not for such
     samples, and for a module that does not take [batch, *form.shape] to [batch, *form.outputs], has
-    nothing to train, is not float32 throughout, mixes samples by a BatchNorm whose statistics are
-    not frozen, or changes its buffers in training, or what it keeps in Python.
+    nothing to train, is not float32 throughout, or in training changes buffers that are not
+    clients' own (as BatchNorm does), or what it keeps in Python.
     """
     with keyed_globals(seed):
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
@@ -107,28 +120,45 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
         if not isinstance(module, nn.Module):
             raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
         _scores(module.eval(), model, form)  # also gives lazy layers their parameters
-        freeze(module, chosen("model.frozen", model.frozen, module))
+        _divide(module, model)
         _check(module, model, form)
     if model.init is not None:
         fill(module, model.init)
     return module.train()
 
 
+def _divide(module: nn.Module, model: Model) -> None:
+    """Tells a module what of it is frozen, and what each client has of its own."""
+    still = chosen("model.frozen", model.frozen, module)
+    own = chosen("model.local", model.local, module)
+    both = sorted(still & own)
+    if both:
+        accepted = f"patterns of what model.frozen has not; {both[0]} is in both"
+        raise ConfigError("model.local", list(model.local), accepted)
+    freeze(module, still)
+    set_local(module, own)
+    if own and not Split.of(module).own:
+        accepted = "patterns of parameters that are trained, or of buffers"
+        raise ConfigError("model.local", list(model.local), accepted)
+
+
 def _check(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for a module that cannot be trained; see `build`."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and not is_still(layer):
-            remedy = "raydpfl.models.group_norm converts it, model.frozen keeps its statistics"
-            accepted = f"a module without BatchNorm ({name or 'itself'}), which mixes samples"
-            raise _refuse(model, f"{accepted}; {remedy}")
+    mixing = unsettled(module)
+    if mixing:
+        accepted = f"a module without BatchNorm ({mixing[0]}), which mixes samples"
+        raise _refuse(model, f"{accepted}; {REMEDY}")
     _check_forward(module, model, form)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
             raise _refuse(model, f"a float32 module; {name} is {tensor.dtype}")
-    if not parameter_count(module):
-        if model.frozen:
-            raise ConfigError("model.frozen", list(model.frozen), "what leaves something to train")
-        raise _refuse(model, "a module with trainable parameters")
+    if parameter_count(module):
+        return
+    for field, patterns in (("local", model.local), ("frozen", model.frozen)):
+        if patterns:
+            accepted = "patterns that leave parameters to be trained and sent"
+            raise ConfigError(f"model.{field}", list(patterns), accepted)
+    raise _refuse(model, "a module with trainable parameters")
 
 
 def _scores(
@@ -148,6 +178,7 @@ def _scores(
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
     taken = f"{form.dtype} {['batch', *form.shape]}"
+    own = split.joined(split.own_buffers(module))
     _scores(module.train(), model, form)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     state = kept(module)
@@ -158,10 +189,10 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
         accepted = f"a module that returns [{returned}] for {taken}"
         raise _refuse(model, f"{accepted}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
-        if not torch.equal(buffer, before[name]):
-            remedy = "raydpfl.models.group_norm converts BatchNorm"
-            accepted = "a module that changes no buffer in training"
-            raise _refuse(model, f"{accepted}; {name} changes ({remedy})")
+        if not torch.equal(buffer, before[name]) and name not in split.local(module):
+            accepted = "a module that changes no buffer in training but each client's own"
+            raise _refuse(model, f"{accepted}; {name} changes ({REMEDY})")
+    split.fill(split.own_buffers(module), own)
     names = ", ".join(changed(state, kept(module))[:5])
     if names:
         accepted = "a module that keeps nothing from one batch to the next"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -13,6 +13,9 @@ from raydpfl.files import digest
 from raydpfl.member import Member
 from raydpfl.models.weights import place
 from raydpfl.tasks import Form
+
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
 
 Shape = tuple[int, ...]
 
@@ -28,12 +31,14 @@ class Model(Member):
 
     classifies: ClassVar[bool] = False  # whether it is for classes alone
     named: ClassVar[frozenset[str]] = frozenset({"init"})
-    newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen"})
+    newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen", "local"})
 
     # the weights that training starts from: a file of safetensors, a state_dict, or a run directory
     init: str | None = None
     # patterns of parameters and buffers that stay as they are: ["features.*", "*.running_*"]
     frozen: tuple[str, ...] = ()
+    # patterns of what stays with each client, who trains it and never sends it: ["head.*"]
+    local: tuple[str, ...] = ()
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         """A fresh module for float32 inputs of this shape."""
@@ -55,12 +60,38 @@ class Model(Member):
             raise ConfigError("model.kind", self.kind, f"{accepted}: {reason}")
         return self.module(form.shape, form.outputs[0])
 
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for what has no meaning where parts of it are clients' own."""
+        if not self.local:
+            return
+        evaluate = experiment.evaluate
+        if evaluate.test:
+            accepted = "false with model.local: a test row is no client's, and has no model; "
+            accepted += "evaluate.validation=0.1 holds out rows of each client, for its own"
+            raise ConfigError("evaluate.test", True, accepted)
+        if isinstance(evaluate.apart, dict):
+            accepted = "a share of every client's rows with model.local: clients that are held out "
+            raise ConfigError("evaluate.validation", evaluate.apart, f"{accepted}train no part")
+        if experiment.bounding.sample_bound is not None:
+            accepted = "one that bounds what a client sends: by the part that stays (model.local) "
+            accepted += "one sample changes the gradients of all the client's others, without noise"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+        if experiment.selection.asks:
+            accepted = "one that asks for no losses, which under model.local are of clients' own"
+            raise ConfigError("selection.kind", experiment.selection.kind, accepted)
+
     @property
     def exclusions(self) -> tuple[str, ...]:
         """What of it no accountant counts, in words."""
-        if self.init is None:
-            return ()
-        return (f"the weights that training starts from ({self.init}), and the data they are of",)
+        said: tuple[str, ...] = ()
+        if self.init is not None:
+            file = f"the weights that training starts from ({self.init})"
+            said += (f"{file}, and the data they are of",)
+        if self.local:
+            part = f"each client's own part of the model (model.local: {', '.join(self.local)})"
+            unseen = "it is not released, and no epsilon covers it against who sees it there"
+            said += (f"{part}: {unseen}",)
+        return said
 
     def meaning(self) -> dict[str, Any]:
         """See `Member.meaning`: of the file that it starts from what it holds, not where it is."""

@@ -1,30 +1,36 @@
-"""Which numbers of a module travel: those that are trained, but for what is frozen.
+"""Which numbers of a module travel, which stay with each client, and which stay as they are.
 
 Parameters and buffers have the names that torch gives them, and are chosen by patterns of the
 shell:
 
 >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
->>> freeze(net, chosen("model.frozen", ("0.*", "1.running_*"), net))
->>> parameter_count(net), flatten(net)
-(14, tensor([ 1.0000,  1.0000,  1.0000,  0.0000,  0.0000,  0.0000, ...]))
+>>> freeze(net, chosen("model.frozen", ("0.*",), net))
+>>> set_local(net, chosen("model.local", ("1.*",), net))
+>>> flatten(net).shape, parameter_count(net), Split.of(net).own
+(torch.Size([8]), 8, 13)
 
 A layer with a frozen buffer is in evaluation mode for good, so that a BatchNorm with frozen
-statistics treats every sample by itself.
+statistics treats every sample by itself. All else that is trained travels, but for what is local,
+which each client has of its own: here the weight, bias and statistics of the BatchNorm (FedBN; Li
+et al. 2021).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import hints
 from raydpfl.errors import ConfigError
 
 NAMES = 3  # that a message lists
+LOCAL = "_stays_with_clients"  # the attribute of a module
 
 
 def chosen(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
@@ -82,39 +88,154 @@ def _evaluates(layer: nn.Module, inputs: Any) -> None:
     layer.training = False
 
 
+def unsettled(module: nn.Module) -> list[str]:
+    """The BatchNorms, by name, whose statistics are neither frozen nor each client's own."""
+    known = [layer for layer, buffers in _buffers(module) if buffers <= local(module)]
+    return [
+        name or "itself"
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not is_still(layer) and layer not in known
+    ]
+
+
 def is_still(layer: nn.Module) -> bool:
     """Whether a layer has a frozen buffer, and so is never in training mode."""
     return _evaluates in layer._forward_pre_hooks.values()
 
 
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+def set_local(module: nn.Module, names: Set[str]) -> None:
+    """Has parameters and buffers stay with each client. What is frozen is not theirs."""
+    vars(module)[LOCAL] = frozenset(names)
+
+
+def local(module: nn.Module) -> frozenset[str]:
+    """The names of what stays with each client."""
+    return vars(module).get(LOCAL, frozenset())
+
+
+def _trainable(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    """The parameters that are trained, and whether each travels."""
+    kept = local(module)
+    theirs = {
+        id(parameter)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name in kept
+    }
+    every = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [(parameter, id(parameter) not in theirs) for parameter in every]
+
+
+def _shared(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter, travels in _trainable(module) if travels]
+
+
+def own_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The buffers that each client keeps."""
+    kept = local(module)
+    return [buffer for name, buffer in module.named_buffers() if name in kept]
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Trainable parameters, shared ones counted once: the length d of `flatten`."""
-    return sum(parameter.numel() for parameter in _trainable(module))
+    """Parameters that travel, tied ones counted once: the length d of `flatten`."""
+    return sum(parameter.numel() for parameter in _shared(module))
 
 
 def flatten(module: nn.Module) -> torch.Tensor:
-    """A copy of the trainable parameters as float32 [d], each in its logical (row-major) order,
+    """A copy of the parameters that travel as float32 [d], each in its logical (row-major) order,
     whatever its memory layout.
     """
-    return torch.cat([parameter.detach().reshape(-1) for parameter in _trainable(module)])
+    return joined(_shared(module))
+
+
+def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A copy of tensors as one vector, float32."""
+    every = [tensor.detach().reshape(-1).float() for tensor in tensors]
+    return torch.cat(every) if every else torch.empty(0)
 
 
 def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
-    """Copies `flat` [d] into the trainable parameters in place, and returns the module; the inverse
-    of `flatten`.
+    """Copies `flat` [d] into the parameters that travel, and returns the module; the inverse of
+    `flatten`.
 
     Raises ValueError for another length than d.
     """
-    parameters = _trainable(module)
-    if flat.shape != (parameter_count(module),):
-        raise ValueError(f"{list(flat.shape)} numbers for {parameter_count(module)} parameters")
-    with torch.no_grad():
-        for parameter, part in zip(
-            parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True
-        ):
-            parameter.copy_(part.view(parameter.shape))
+    fill(_shared(module), flat)
     return module
+
+
+def trained(module: nn.Module) -> torch.Tensor:
+    """A copy of all that training changes, float32 [D + b]: the D numbers of the parameters that
+    are trained, whether they travel or not, and then those of the buffers that clients keep (counts
+    of batches are exact below 2^24).
+    """
+    every = [parameter for parameter, _ in _trainable(module)]
+    return joined([*every, *own_buffers(module)])
+
+
+def set_trained(module: nn.Module, values: torch.Tensor) -> nn.Module:
+    """The inverse of `trained`. Raises ValueError for another length."""
+    every = [parameter for parameter, _ in _trainable(module)]
+    fill([*every, *own_buffers(module)], values)
+    return module
+
+
+@torch.no_grad()
+def fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """The inverse of `joined`. Raises ValueError for another length."""
+    sizes = [tensor.numel() for tensor in tensors]
+    if flat.shape != (sum(sizes),):
+        raise ValueError(f"{list(flat.shape)} numbers for {sum(sizes)} parameters")
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        whole = not tensor.is_floating_point()  # a count of batches
+        tensor.copy_((part.round() if whole else part).view(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of the D + b numbers of a module that training changes (`trained`): which travel, and which
+    each client keeps.
+    """
+
+    travels: torch.Tensor  # bool [D + b]
+    buffers: int  # b
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Split:
+        """That of a module."""
+        parts = [
+            torch.full((parameter.numel(),), travels) for parameter, travels in _trainable(module)
+        ]
+        buffers = sum(buffer.numel() for buffer in own_buffers(module))
+        kept = torch.zeros(buffers, dtype=torch.bool)
+        return cls(torch.cat([*parts, kept]).to(next(module.parameters()).device), buffers)
+
+    @property
+    def own(self) -> int:
+        """Numbers that each client keeps."""
+        return int((~self.travels).sum())
+
+    @property
+    def parameters(self) -> int:
+        """D."""
+        return len(self.travels) - self.buffers
+
+    def joined(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
+        found = own.new_empty(len(own), len(self.travels))
+        found[:, self.travels] = model
+        found[:, ~self.travels] = own
+        return found
+
+    def shared(self, updates: torch.Tensor) -> torch.Tensor:
+        """Of updates of what is trained, [k, D], what travels, [k, d]."""
+        return updates[:, self.travels[: self.parameters]]
+
+    def kept(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of all numbers, [k, D + b], what stays, [k, own]."""
+        return numbers[:, ~self.travels]
+
+    def spread(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Vectors of what travels, [k, d], as those of what is trained, [k, D]: 0 for the rest."""
+        found = vectors.new_zeros(len(vectors), self.parameters)
+        found[:, self.travels[: self.parameters]] = vectors
+        return found

@@ -59,14 +59,16 @@ def excluded(experiment: Experiment, noise: Noise) -> tuple[str, ...]:
 
 def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanism:
     """See `Noise.outline`."""
-    remembering = experiment.stateful
+    remembering = experiment.stateful.kind if experiment.stateful else ""
+    if experiment.model.local:
+        remembering = remembering or "model.local"
     placement = noise.drawn_by()
     mechanism = Mechanism(
         noise.sampling(cohorts),
         queries(experiment, 1.0),
         experiment.rounds,
         placement=placement,
-        memory=remembering.kind if remembering else "",
+        memory=remembering,
         remembers_noise=experiment.local.remembers and noise.least(1) > 0,
         survey=experiment.evaluate.survey,
     )
