@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -36,6 +36,7 @@ app = typer.Typer(
     "Run no config that you have not read.",
 )
 EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
+SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one under runs/."
 PLACE = "Run directory, or its address (s3://BUCKET/RUN); default: a new one under runs/."
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 CLUSTER = "A running Ray cluster to join; auto finds the local one."
@@ -163,7 +164,7 @@ def export(
 def sweep(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[Path | None, _option("Sweep directory; default: a new one under runs/.")] = None,
+    out: Annotated[str | None, _option(SWEPT)] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the sweep in --out.")
     ] = False,
@@ -176,17 +177,19 @@ def sweep(
     """
     from raydpfl import tune
 
-    folder = Path(config) if os.path.isdir(config) else None
+    with storage.reading(config, "config", CONFIGS.__contains__) as place:
+        folder = place.is_dir()
+        if resume and folder:
+            asked = tune.Sweep.stored(place, overrides or ())
+        else:
+            path = place / "sweep.yaml" if folder else place
+            asked = tune.Sweep.from_yaml(path, overrides or ())
     if resume and out is None:
-        if folder is None:
+        if not folder:
             accepted = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
             raise ConfigError("--resume", config, accepted)
-        out = folder
-    if resume and folder:
-        asked = tune.Sweep.stored(folder, overrides or ())
-    else:
-        asked = tune.Sweep.from_yaml(folder / "sweep.yaml" if folder else config, overrides or ())
-    out = out or _new_folder(config)
+        out = config
+    out = out or str(_new_folder(config))
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     with tune.Display(console, asked) as display, _resumable(out, "sweep"):
         result = tune.run(
@@ -208,7 +211,7 @@ LIST = (
 )
 SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
 SEEDS = "Final runs of every cell. Default: as the study says."
-INTO = "Study directory (of several studies: theirs are in it); default: a new one under runs/."
+INTO = "Study directory, or its address (of several, theirs are in it); default: under runs/."
 Studies = Annotated[
     list[str] | None,
     typer.Argument(help=REPRODUCED, metavar="STUDY", autocompletion=completion.studies),
@@ -220,7 +223,7 @@ SCALES = ("smoke", "small", "paper")
 def reproduce(
     studies: Studies = None,
     scale: Annotated[str | None, _option(f"{SCALED} Default: small.", words=SCALES)] = None,
-    out: Annotated[Path | None, _option(INTO)] = None,
+    out: Annotated[str | None, _option(INTO)] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with the study in --out, or in the directory STUDY."),
@@ -241,21 +244,38 @@ def reproduce(
         return
     if not studies:
         raise ConfigError("study", None, "the name of one; raydpfl reproduce --list shows them")
-    if resume and out is None:
-        if len(studies) > 1 or not os.path.isdir(studies[0]):
-            accepted = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
-            raise ConfigError("--resume", " ".join(studies), accepted)
-        out = Path(studies[0])
-    names = [name for given in studies for name in room.several(given)]
-    asked = [room.Study.named(name, scale, seeds) for name in names]
+    out = out or (_begun_study(studies) if resume else None)
     ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
-    with room.Display(console, asked) as display, _resumable(out, "reproduce"):
+    with ExitStack() as stack:
+        names = [_study_here(name, stack) for given in studies for name in room.several(given)]
+        asked = [room.Study.named(name, scale, seeds) for name in names]
+        display = stack.enter_context(room.Display(console, asked))
+        stack.enter_context(_resumable(out, "reproduce"))
         results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
     for result in results:
         display.report(result)
     problems = [f"{each.study.about.id}: {each.problem}" for each in results if each.problem]
     if problems:
         raise RunError("; ".join(problems))
+
+
+def _begun_study(studies: list[str]) -> str:
+    """The one directory that is named. Raises `ConfigError`."""
+    if len(studies) > 1 or not (os.path.isdir(studies[0]) or storage.elsewhere(studies[0])):
+        accepted = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
+        raise ConfigError("--resume", " ".join(studies), accepted)
+    return studies[0]
+
+
+def _study_here(name: str, stack: ExitStack) -> str:
+    """What names a study here, whose directory may be elsewhere."""
+    if not storage.elsewhere(name):
+        return name
+
+    def wanted(file: str) -> bool:
+        return file == "study.yaml" or file.startswith("published/")
+
+    return str(stack.enter_context(storage.reading(name, "study", wanted)))
 
 
 def _unused(**options: Any) -> None:
@@ -439,7 +459,7 @@ CLAIMED = "Where claims are looked at. Default: the run's own."
 def audit(
     config: Config,
     overrides: Overrides = None,
-    out: Annotated[Path | None, _option(AUDITED)] = None,
+    out: Annotated[str | None, _option(AUDITED)] = None,
     canaries: Annotated[int, _count(CANARIES)] = 2000,
     confidence: Annotated[float, _option("Of each lower bound.")] = 0.95,
     delta: Annotated[float | None, _option(CLAIMED)] = None,
@@ -452,7 +472,7 @@ def audit(
     from raydpfl import audit as auditor
 
     experiment, _ = _read(config, overrides)
-    out = out or _new_folder(config, "-audit")
+    out = out or str(_new_folder(config, "-audit"))
     console = Console(highlight=False, soft_wrap=True)
     with _bar(console, hidden=as_json) as on_round:
         found = auditor.audit(
@@ -470,7 +490,9 @@ def audit(
         console.print(found.text(), markup=False)
         console.print(f"Audit directory: {out}", markup=False)
     if not found.passed:
-        raise RunError(f"the run is not as private as it claims; see {out / 'audit.json'}")
+        raise RunError(
+            f"the run is not as private as it claims; see {storage.within(out, 'audit.json')}"
+        )
 
 
 CHECKED = (

@@ -42,6 +42,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raydpfl import storage
 from raydpfl.audit import checks, steps, views
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
 from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record, on_sums
@@ -198,7 +200,7 @@ def audit(
     Args:
         experiment: is run as often as the canaries need.
         out: a new or empty directory for `audit.json`, `scores.parquet` and `config.yaml`, which
-            `raydpfl report` draws; None: no files are written.
+            `raydpfl report` draws, or its address; None: no files are written.
         canaries: how many; at least 1000 for a useful bound.
         confidence: of each lower bound.
         delta: of the comparison; None: the run's own. Above 1 / (10 canaries) bounds are weak.
@@ -208,25 +210,30 @@ def audit(
         Raises:
             ConfigError: the run claims nothing, or cannot be audited.
     """
-    folder = Path(out) if out is not None else None
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("--out", str(folder), "a new or empty directory")
-    _check(experiment, canaries, confidence, delta)
-    plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
-    # another release than the run's own
-    plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
-    if folder is not None:
-        make_folder(folder)
-    assert plan.mechanism is not None  # else nothing is claimed; see `_check`
-    run = _of_samples if plan.mechanism.by_draws else _of_clients
-    done = run(plan, canaries, delta or plan.terms.delta, confidence, on_round)
-    if folder is not None:
+    with nullcontext() if out is None else storage.at(out) as folder:
+        _check_folder(folder)
+        _check(experiment, canaries, confidence, delta)
+        plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
+        # another release than the run's own
+        plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
+        if folder is not None:
+            make_folder(folder)
+        assert plan.mechanism is not None  # else nothing is claimed; see `_check`
+        run = _of_samples if plan.mechanism.by_draws else _of_clients
+        done = run(plan, canaries, delta or plan.terms.delta, confidence, on_round)
         _write(done, plan, folder)
     return done
 
 
-def _write(done: Audit, plan: Plan, folder: Path) -> None:
-    """Writes the files of an audit."""
+def _check_folder(folder: Path | None) -> None:
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("--out", str(folder), "a new or empty directory")
+
+
+def _write(done: Audit, plan: Plan, folder: Path | None) -> None:
+    """Writes the files of an audit, if it is given a folder."""
+    if folder is None:
+        return
     config = plan.experiment.to_yaml().encode()
     replace_file(folder / "config.yaml", lambda file: file.write(config))
     write_table(folder / "scores.parquet", done.scores())

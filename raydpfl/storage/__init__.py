@@ -23,10 +23,22 @@ from filelock import Timeout
 from raydpfl.errors import ConfigError, FileError, RunError, renamed
 from raydpfl.files import LOCK, cache_root, holding
 from raydpfl.storage import mirror, ticket
-from raydpfl.storage.mirror import push, spent
+from raydpfl.storage.mirror import origin, push, refetch, spent, times
 from raydpfl.storage.store import elsewhere, opened, within
 
-__all__ = ["absolute", "at", "elsewhere", "named", "push", "reading", "spent", "within"]
+__all__ = [
+    "absolute",
+    "at",
+    "elsewhere",
+    "named",
+    "origin",
+    "push",
+    "reading",
+    "refetch",
+    "spent",
+    "times",
+    "within",
+]
 
 log = logging.getLogger("raydpfl")
 WAIT = 1.0  # seconds that a killed process may take to let go of its copy
@@ -48,11 +60,15 @@ def _path(name: str | Path) -> Path:
 
 
 @contextmanager
-def at(name: str | Path) -> Iterator[Path]:
+def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
     """A folder of this machine in which to write the directory `name`, a path or an address.
 
     Of an address it is a copy, with what is there. What has changed in it is put there when this
     is left, however it is, and by `push` and `spent` on the way.
+
+    Args:
+        name: the directory.
+        patience: seconds that another process may take to let go of an address.
 
     Raises:
         ConfigError: the address cannot be reached, or another process writes there.
@@ -65,23 +81,23 @@ def at(name: str | Path) -> Iterator[Path]:
     place = cache_root() / "elsewhere" / _legible(address)
     there = opened(address)
     with ExitStack() as stack:
-        _alone(stack, place, address)
+        _alone(stack, place, address, patience)
         folder = place / "copy"
         stack.callback(_empty, place)
         _empty(place)
         folder.mkdir()
         stack.enter_context(_told(folder, address))
-        stack.enter_context(ticket.held(there, mirror.held(folder)))
+        stack.enter_context(ticket.held(there, mirror.held(folder), patience))
         mirror.begin(address, folder)
         stack.enter_context(_pushed(folder))
         yield folder
 
 
-def _alone(stack: ExitStack, place: Path, address: str) -> None:
+def _alone(stack: ExitStack, place: Path, address: str, patience: float) -> None:
     """Keeps other processes of this machine out. Raises `ConfigError`."""
     try:
         place.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(holding(place, WAIT))
+        stack.enter_context(holding(place, patience))
     except Timeout:
         accepted = "a directory that no other run is writing to"
         raise ConfigError("--out", address, accepted) from None
@@ -133,10 +149,11 @@ def _told(folder: Path, address: str) -> Iterator[None]:
 def reading(
     name: str | Path, field: str = "run", wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Path]:
-    """A folder of this machine that holds the directory `name`, a path or an address, to read.
+    """A folder of this machine that holds the directory `name`, a path or an address, to read; of
+    a YAML file, the file.
 
     Args:
-        name: the directory.
+        name: the directory, or the file.
         field: what a refusal calls it.
         wanted: which files of an address are fetched, by name.
 
@@ -148,6 +165,12 @@ def reading(
         yield _path(name)
         return
     address = str(name)
+    if Path(urlsplit(address).path).suffix in (".yaml", ".yml"):
+        whole, _, file = address.partition("?")[0].rpartition("/")
+        parent = address.replace(f"{whole}/{file}", whole, 1)
+        with reading(parent, field, lambda each: each == file) as folder:
+            yield folder / file
+        return
     with renamed(lambda _: field):
         opened(address)
     with tempfile.TemporaryDirectory(prefix="raydpfl-") as scratch:

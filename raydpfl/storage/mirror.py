@@ -11,6 +11,9 @@ the lines that were added since the ledger was put whole, in a file that says af
 come (`ledger.jsonl.from-BYTE`); `fetch` joins them again.
 
 The store has the truth. Nothing of a copy is used again: another process fetches its own.
+
+A sweep's trials are directories in its own, `APART`: each is written by the process that runs it,
+from a copy of its own, and the sweep's copy only reads what came of it (`refetch`).
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from raydpfl.storage import ticket
-from raydpfl.storage.store import opened
+from raydpfl.storage.store import opened, within
 
 TAIL = 1 << 16  # bytes of a ledger that are put again with every round, at most
+APART = "trials/"
+CHECKPOINT = re.compile(r"(.*/)?checkpoints/round-[^/]*")
 LATER = (r"(.*/)?checkpoints/round-[^/]*", r"(.*/)?summary\.json")  # than all else
 
 
@@ -39,11 +45,54 @@ def fetch(address: str, folder: Path, wanted: Callable[[str], bool] = lambda nam
 def _fetched(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
     """As `fetch`; the names of what is there."""
     there = opened(address)
-    names = [name for name in there.times() if _shown(name) and wanted(name)]
-    there.fetch(names, folder)
-    for name in names:
+    names = [name for name in there.times() if _shown(name)]
+    fetched = [name for name in names if wanted(name)]
+    there.fetch(fetched, folder)
+    for name in fetched:
         _join(folder / name)
     return names
+
+
+def _checkpoint_apart(name: str) -> bool:
+    return name.startswith(APART) and CHECKPOINT.fullmatch(name) is not None
+
+
+def _stand(path: Path) -> None:
+    """An empty file says that there is such a checkpoint, which nobody reads here."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def origin(folder: Path) -> str | None:
+    """The address of a folder that lies in a copy; None: it lies in none."""
+    for copy in (folder, *folder.parents):
+        known = _known(copy)
+        if known:
+            return within(known["address"], *folder.relative_to(copy).parts)
+    return None
+
+
+def refetch(folder: Path) -> None:
+    """Fetches anew what is read of a directory `APART`; does nothing with any folder that lies in
+    no copy. Raises `FileError`.
+    """
+    address = origin(folder)
+    if address is None:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    names = _fetched(address, folder, lambda name: not CHECKPOINT.fullmatch(name))
+    for name in filter(CHECKPOINT.fullmatch, names):
+        _stand(folder / name)
+
+
+def times(folder: Path) -> tuple[int, ...] | None:
+    """When the files of a folder that lies in a copy were written, by its store; None: it lies in
+    none. Raises OSError.
+    """
+    address = origin(folder)
+    if address is None:
+        return None
+    return tuple(at or 0 for name, at in sorted(opened(address).times().items()) if _shown(name))
 
 
 def _join(path: Path) -> None:
@@ -61,7 +110,10 @@ def _join(path: Path) -> None:
 
 def begin(address: str, folder: Path) -> None:
     """Makes an empty folder the copy of what is at `address`. Raises `FileError`."""
-    names = _fetched(address, folder, lambda name: True)
+    names = _fetched(address, folder, lambda name: not _checkpoint_apart(name))
+    for name in filter(_checkpoint_apart, names):
+        _stand(folder / name)
+    names = [name for name in names if not name.startswith(APART)]
     here = _files(folder)
     # joined, or otherwise not what is there
     apart = {name.rpartition(".from-")[0] for name in names if ".from-" in name}
@@ -80,7 +132,7 @@ def push(folder: Path) -> None:
         return
     ticket.check(held(folder))
     there = opened(known["address"])
-    here = _files(folder)
+    here = {name: facts for name, facts in _files(folder).items() if not name.startswith(APART)}
     put = known["put"]
     for name in sorted((name for name in here if here[name] != put.get(name)), key=_order):
         there.put(name, _content(folder / name))
@@ -141,12 +193,12 @@ def _order(name: str) -> tuple[int, str]:
 
 def held(folder: Path) -> Path:
     """The file beside a copy that says when the ticket for it was renewed last."""
-    return folder.with_name(f"{folder.name}.held")
+    return Path(f"{folder}.held")
 
 
 def _mark(folder: Path) -> Path:
     """The file beside a copy that has its address, and what was put there."""
-    return folder.with_name(f"{folder.name}.elsewhere")
+    return Path(f"{folder}.elsewhere.json")
 
 
 def _known(folder: Path) -> dict[str, Any] | None:
@@ -157,6 +209,6 @@ def _known(folder: Path) -> dict[str, Any] | None:
 
 
 def _keep(folder: Path, known: dict[str, Any]) -> None:
-    part = folder.with_name(f"{folder.name}.part")
+    part = Path(f"{folder}.part")
     part.write_text(json.dumps(known))
     os.replace(part, _mark(folder))

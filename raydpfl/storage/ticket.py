@@ -43,12 +43,13 @@ def now() -> float:
 
 
 @contextmanager
-def held(store: Store, beat: Path) -> Iterator[None]:
+def held(store: Store, beat: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds the folder of the store against other processes, on this machine and elsewhere.
 
     Args:
         store: the folder.
         beat: a file of this machine that says when the ticket was renewed last, for `check`.
+        patience: seconds that a living process may take to let go of it.
 
     Raises:
         ConfigError: another process holds it; one that may be dead is waited for, up to `LAPSE`.
@@ -59,7 +60,7 @@ def held(store: Store, beat: Path) -> Iterator[None]:
     try:
         ticket.put()
         thread.start()
-        ticket.enter()
+        ticket.enter(patience)
         yield
     finally:
         ticket.over.set()
@@ -113,17 +114,32 @@ class _Ticket:
             except (FileError, OSError):  # it lapses here, too, if that goes on
                 continue
 
-    def enter(self) -> None:
+    def enter(self, patience: float) -> None:
         """Takes away the tickets of the dead. Raises `ConfigError` where another is alive."""
-        first = self._all()
-        for name in first.keys() - {self.name}:
-            owner = self._owner(name)
-            if owner and not self._dead(name, owner, first):
+        until = now() + patience
+        while True:
+            others = self._living()
+            if not others:
+                return
+            if now() > until:
+                owner = others[0]
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.get("since", 0)))
                 who = f"process {owner.get('pid')} on {owner.get('host')}, since {since}"
                 accepted = f"a directory that no other run is writing to; this one is held by {who}"
                 raise ConfigError("--out", self.store.address, accepted)
-            self.store.remove([name])
+            time.sleep(TICK * 10)
+
+    def _living(self) -> list[dict[str, Any]]:
+        """The other processes that have tickets here; of the dead they are taken away."""
+        times = self._all()
+        found = []
+        for name in sorted(times.keys() - {self.name}):
+            owner = self._owner(name)
+            if owner and not self._dead(name, owner, times):
+                found.append(owner)
+            else:
+                self.store.remove([name])
+        return found
 
     def _all(self) -> dict[str, int | None]:
         """All tickets, and when they were renewed."""

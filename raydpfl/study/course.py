@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl import data, interrupts, report
+from raydpfl import data, interrupts, report, storage
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.study import summary, tables
@@ -45,7 +45,7 @@ class Result:
     """
 
     study: Study
-    out: Path
+    out: Path | str
     results: pa.Table
     tuning: pa.Table
     summary: dict[str, Any]
@@ -137,6 +137,7 @@ class Course(Source):
             table = getattr(result, name)
             replace_file(self.folder / f"{name}.parquet", partial(pq.write_table, table))
         write_json(self.folder / "summary.json", result.summary)
+        storage.push(self.folder)
 
     def leave(self, processes: int) -> Result:
         """The result, written."""
@@ -227,23 +228,26 @@ def reproduce(
     address: str | None = None,
     on_change: Callable[[Course], object] = lambda course: None,
 ) -> list[Result]:
-    """Runs studies, each into a directory of its own: `out` for one, below `out` by their ids for
-    several (default: a new one under `runs/`).
+    """Runs studies, each into a directory of its own: `out`, a path or an address, for one, below
+    `out` by their ids for several (default: a new one under `runs/`).
 
     `resume` goes on with what is there: finished trials are not run again, the others go on from
     their checkpoints; a study that has changed since runs what is new in it. `data_root` is where
     data sets lie (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose
-    nodes must all see `out`. `on_change` is called, now and then, with each study's course. Last of
-    all, each study's report is written into its directory (`raydpfl.report`).
+    nodes must all see `out`, unless that is an address. `on_change` is called, now and then, with
+    each study's course. Last of all, each study's report is written into its directory
+    (`raydpfl.report`).
 
     A result's `problem` says what went wrong: runs that failed, an identity that is broken. Raises
     `ConfigError` before anything is started or written when a study cannot be run, `RunError` when
     all was cut off. A Ray that this process had started is used, and left running.
     """
     root = Path(data_root).absolute() if data_root else None
-    places = _places(studies, out)
-    _check_places(studies, places, resume)
-    with interrupts.handled(), Room(None, root, address) as room, ExitStack() as stack:
+    with interrupts.handled(), ExitStack() as stack:
+        folders = [stack.enter_context(storage.at(place)) for place in _places(studies, out)]
+        places = [Directory(folder.absolute(), "study", OUTPUTS) for folder in folders]
+        _check_places(studies, places, resume)
+        room = stack.enter_context(Room(None, root, address))
         _check(studies, room, root)
         courses = []
         for study, place in zip(studies, places, strict=True):
@@ -254,33 +258,32 @@ def reproduce(
         if len(courses) > 1:
             source = Together(courses, places[0].folder)
         processes = drive(source, proposed(source, room), room)
-        results = [course.leave(processes) for course in courses]
-    return [_reported(result) for result in results]
+        return [_reported(course.leave(processes)) for course in courses]
 
 
 def _reported(result: Result) -> Result:
     """The result, once its page, figures and tables are written into `report` in its directory."""
+    elsewhere = storage.origin(Path(result.out))
     try:
         report.write([result.out])
-        return result
+        return dataclasses.replace(result, out=elsewhere or result.out)
     except (ConfigError, FileError, OSError) as error:
         why = str(error) if isinstance(error, ConfigError) else said(error)
         problem = f"the report could not be written ({why}); write it with raydpfl report"
         problem = f"{result.problem}; {problem}" if result.problem else problem
-        return dataclasses.replace(result, problem=problem)
+        return dataclasses.replace(result, out=elsewhere or result.out, problem=problem)
 
 
-def _places(studies: Sequence[Study], out: str | Path | None) -> list[Directory]:
+def _places(studies: Sequence[Study], out: str | Path | None) -> list[str | Path]:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     if len(studies) == 1:
         name = studies[0].about.id.replace("/", "-")
-        folder = Path(out) if out is not None else Path("runs") / f"{name}-{stamp}"
-        return [Directory(folder.absolute(), "study", OUTPUTS)]
+        return [out if out is not None else Path("runs") / f"{name}-{stamp}"]
     ids = [study.about.id for study in studies]
     if len(set(ids)) < len(ids) or not ids:
         raise ConfigError("study", ids, "studies with ids that differ")
-    folder = Path(out) if out is not None else Path("runs") / f"studies-{stamp}"
-    return [Directory((folder / name).absolute(), "study", OUTPUTS) for name in ids]
+    folder = out if out is not None else Path("runs") / f"studies-{stamp}"
+    return [storage.within(folder, *name.split("/")) for name in ids]
 
 
 def _check_places(studies: Sequence[Study], places: Sequence[Directory], resume: bool) -> None:

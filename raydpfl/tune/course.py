@@ -21,7 +21,7 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
-from raydpfl import interrupts
+from raydpfl import interrupts, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.plan import Plan
 from raydpfl.scores import set_of
@@ -47,37 +47,46 @@ def run(
     address: str | None = None,
     on_change: Callable[[Sequence[Setting]], None] = lambda settings: None,
 ) -> Result:
-    """Runs all trials of `sweep` into the directory `out` (default: a new one under `runs/`).
+    """Runs all trials of `sweep` into the directory `out`, a path or an address (default: a new one
+    under `runs/`).
 
     `resume` goes on with the sweep in `out`, from nothing if it had not begun: finished trials are
     not run again, the others go on from their checkpoints. `data_root` is where data sets lie
     (default: the variable RAYDPFL_DATA). `address` joins a running Ray cluster, whose nodes must
-    all see `out`. `on_change` is called, now and then, with all settings so far.
+    all see `out`, unless that is an address. `on_change` is called, now and then, with all
+    settings so far.
 
     The result's `problem` says what went wrong, such as trials that failed; such a sweep goes on
     with `resume`. Raises `ConfigError` before anything is started or written when the sweep cannot
     be run, `RunError` when it was cut off. A Ray that this process had started is used, and left.
     """
-    folder = Path(out) if out is not None else Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
-    directory = Directory(folder.absolute(), "sweep", OUTPUTS)
+    place = out if out is not None else Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
     root = Path(data_root).absolute() if data_root else None
-    cpus = sweep.search.cpus
+    with interrupts.handled(), storage.at(place) as folder:
+        directory = _directory(folder, sweep, resume)
+        if sweep.search.search == "optuna":
+            optuna()
+        with Room(sweep.search.cpus, root, address) as room, ExitStack() as stack:
+            for experiment in sweep.probes:
+                room.check(experiment)
+            _check(sweep, root)
+            make_folder(directory.folder)
+            course = Course(sweep, directory, on_change)
+            with directory.writable():
+                stack.enter_context(directory.held())
+                proposals = course.prepare(room)
+            result = course.carry_out(proposals, room)
+        return dataclasses.replace(result, out=storage.origin(directory.folder) or result.out)
+
+
+def _directory(folder: Path, sweep: Sweep, resume: bool) -> Directory:
+    """The directory of a sweep. Raises `ConfigError` where it cannot be that of this one."""
+    directory = Directory(folder.absolute(), "sweep", OUTPUTS)
     with directory.writable():
         directory.check(resume)
         if resume:
             _same_sweep(sweep, directory)
-    if sweep.search.search == "optuna":
-        optuna()
-    with interrupts.handled(), Room(cpus, root, address) as room, ExitStack() as stack:
-        for experiment in sweep.probes:
-            room.check(experiment)
-        _check(sweep, root)
-        make_folder(directory.folder)
-        course = Course(sweep, directory, on_change)
-        with directory.writable():
-            stack.enter_context(directory.held())
-            proposals = course.prepare(room)
-        return course.carry_out(proposals, room)
+    return directory
 
 
 class Course(Source):
@@ -110,6 +119,7 @@ class Course(Source):
             else [self._add(values) for values in sweep.listed()]
         )
         replace_file(self.folder / self.mark, lambda file: file.write(sweep.to_yaml().encode()))
+        storage.push(self.folder)
         proposals = proposed(self, room)
         if proposals.waiting():  # what an earlier result says holds no more
             write(self.gather(False), sweep)

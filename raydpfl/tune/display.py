@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from raydpfl import storage
 from raydpfl.privacy import RIGOROUS
 from raydpfl.scores import named, words
 from raydpfl.tune.results import Result, epsilons, failures, score
@@ -68,7 +69,7 @@ class Display:
         if failed:
             self._say(f"Failed: {len(failed)} of {total} trials")
         for trial in failed:
-            place = trial.folder.relative_to(result.out)
+            place = f"trials/{trial.folder.name}"
             self._say(f"  {trial.named()}  {place}: {trial.failure()}")
         self._console.print(table(result.all, self._sweep, rows=20))
         metric = self._sweep.search.metric
@@ -76,7 +77,8 @@ class Display:
         if best:
             self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
         self._say(result.summary["choice"])
-        best_run = f"; the best setting: raydpfl run {result.out / 'best.yaml'}" if best else ""
+        found = storage.within(result.out, "best.yaml")
+        best_run = f"; the best setting: raydpfl run {found}" if best else ""
         self._say(f"Sweep directory: {result.out}{best_run}")
 
     def _say(self, text: str) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import ray
 from ray import tune
 
+from raydpfl import storage
 from raydpfl.errors import FileError
 from raydpfl.tune.directory import said
 from raydpfl.tune.limits import Limits
@@ -74,7 +75,9 @@ def _settle(trials: Sequence[Trial], cut_off: str | None) -> None:
     One that has not, as its node died while it was being stopped or as all was `cut_off`, failed.
     """
     for trial in trials:
-        if trial.status != "failed":
+        if trial.status == "failed":
+            storage.refetch(trial.folder)
+        else:
             trial.look()
         if not trial.done:
             trial.status = "failed"

@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from raydpfl import storage
 from raydpfl.config import Experiment
+from raydpfl.errors import FileError
 from raydpfl.tune.folder import meaning
 
 MULTIPLE = 10.0
@@ -116,6 +119,10 @@ class Limits(Generic[Key]):
 
 def _sign(folder: Path) -> tuple[int, ...]:
     """Times of change, in ns, of which one moves with every round or checkpoint."""
+    with suppress(OSError, FileError):  # nothing is known of it just now
+        there = storage.times(folder)
+        if there is not None:
+            return there
     times = []
     for path in (folder, folder / "checkpoints", folder / "ledger.jsonl"):
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydpfl import storage
 from raydpfl.privacy import column
 from raydpfl.scores import CLIENT, TEST, VALIDATION, named, number, set_of
 from raydpfl.tracking import clear, replace_file, write_json
@@ -39,7 +40,7 @@ class Result:
     end, and is None if it did.
     """
 
-    out: Path
+    out: Path | str
     trials: pa.Table
     settings: pa.Table
     best: Setting | None
@@ -197,7 +198,7 @@ def write(result: Result, sweep: Sweep) -> None:
 
     Raises OSError, `FileError`.
     """
-    folder = result.out
+    folder = Path(result.out)
     best = result.best
     over = result.summary["status"] == "completed"
     if not (over and best):  # none may be left from before a resume
@@ -213,6 +214,7 @@ def write(result: Result, sweep: Sweep) -> None:
         text = "".join(f"# {line}\n" for line in head) + best.experiment.to_yaml()
         replace_file(folder / "best.yaml", lambda part: part.write(text.encode()))
     write_json(folder / "summary.json", result.summary)
+    storage.push(folder)
 
 
 def remove(path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
+from raydpfl import storage
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.tune.folder import check, summary_of
@@ -57,7 +58,7 @@ class Trial:
         """
         trial = cls(label, experiment, folder)
         check(folder, experiment, searched, trial.named())
-        trial.look()
+        trial.read()
         trial.before = trial.finished
         if not trial.before:  # it goes on, or is tried again
             trial.status = "waiting"
@@ -70,7 +71,14 @@ class Trial:
         return self.experiment.seed
 
     def look(self) -> None:
-        """Takes up what the directory says."""
+        """Takes up what the directory says. Raises `FileError` where it is elsewhere, and cannot be
+        fetched.
+        """
+        storage.refetch(self.folder)
+        self.read()
+
+    def read(self) -> None:
+        """Takes up what is here of the directory."""
         summary = summary_of(self.folder)
         if summary:
             self.summary = summary

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import tune
 
-from raydpfl import runner, scores
+from raydpfl import runner, scores, storage
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError, told
@@ -38,12 +38,13 @@ def work(
     trial: Trial, source: Source, bundles: list[dict[str, float]], data_root: Path | None
 ) -> dict[str, Any]:
     """What `TrialActor` is told of a trial of `source`."""
+    elsewhere = storage.origin(trial.folder)
     return {
         "experiment": trial.experiment.to_dict(),
-        "folder": str(trial.folder),
+        "folder": elsewhere or str(trial.folder),
         "status": trial.status,
         "bundles": bundles,
-        "mark": str(trial.folder.parent.parent / source.mark),
+        "mark": None if elsewhere else str(trial.folder.parent.parent / source.mark),
         "metric": source.metric,
         "data_root": str(data_root) if data_root else None,
         "pause": source.pauses,
@@ -102,7 +103,8 @@ class TrialActor(tune.Trainable):
         end: dict[str, Any] = {"done": True, "over": True}
         try:
             self._arrive()
-            self._carry_out(Path(self._work["folder"]))
+            with storage.at(self._work["folder"], PATIENCE) as folder:
+                self._carry_out(folder)
         except ConfigError as error:
             accepted = error.accepted
             if self._away() and "on node" not in accepted:
@@ -122,24 +124,21 @@ class TrialActor(tune.Trainable):
 
     def _arrive(self) -> None:
         """Takes up the place that the driver was started from. Raises `ConfigError` naming a node
-        that has no such place.
+        that has no such place, unless the sweep is elsewhere: then none needs to have it.
         """
         home = self._work["home"]
-        mark = Path(self._work["mark"])
+        mark = self._work["mark"]
         every = "a directory that all nodes of the cluster see; on node"
         try:
             os.chdir(home)
         except OSError as error:
-            raise ConfigError(
-                "working directory", home, f"{every} {place()}: {error.strerror}"
-            ) from None
+            if mark:
+                accepted = f"{every} {place()}: {error.strerror}"
+                raise ConfigError("working directory", home, accepted) from None
         sys.path.extend(entry for entry in self._work["path"] if entry not in sys.path)
-        if not mark.exists():
-            raise ConfigError(
-                "--out",
-                str(mark.parent),
-                f"{every} {place()} it is not what it is where it was started from",
-            )
+        if mark and not os.path.exists(mark):
+            accepted = f"{every} {place()} it is not what it is where it was started from"
+            raise ConfigError("--out", os.path.dirname(mark), accepted)
 
     def _carry_out(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
