@@ -34,7 +34,7 @@ from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
 from raydpfl.keys import clients_normals, normals
-from raydpfl.local import engine
+from raydpfl.local import way
 from raydpfl.noise import base as noises
 from raydpfl.noise import drawn_by
 from raydpfl.noise.drawn import client_noise, server_noise
@@ -522,6 +522,12 @@ def stepping(**changes):
         {"local": {**STEPS["local"], "batch": 40, "sampling": "epochs"}},
         {"local": {**STEPS["local"], "kind": "scaffold"}, "weights": {"kind": "uniform"}},
         {"model": {"kind": "mlp", "hidden": 30}},
+        {  # noised in the span of the rows
+            "data": {**STEPS["data"], "clients": 12, "samples": 20, "features": 60},
+            "local": {**STEPS["local"], "steps": 8, "batch": 20, "momentum": 0.5},
+            "selection": {"kind": "full"},
+            "client": {"way": "compiled"},
+        },
         {
             "data": {"kind": "quadratics", "clients": 12, "dimension": 100, "rank": 40},
             "model": {"kind": "linear"},
@@ -597,9 +603,9 @@ def one_key_for_all_steps(patch):
         clients_normals = staticmethod(
             lambda *where, **name: clients_normals(*where, **{**name, "step": 0})
         )
-        keyed_globals = staticmethod(engine.keys.keyed_globals)
+        normals = staticmethod(way.keys.normals)
 
-    patch.setattr(engine, "keys", Keys)
+    patch.setattr(way, "keys", Keys)
 
 
 @pytest.mark.slow

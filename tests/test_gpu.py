@@ -21,7 +21,7 @@ from pretended import pretended
 from test_same_bits import METHODS
 from torch import nn
 
-from raydpfl import client, device, keys, launch, run
+from raydpfl import client, device, launch, run
 from raydpfl.actors import Actors
 from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import carried_out
@@ -31,7 +31,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
-from raydpfl.local import engine, linear, products
+from raydpfl.local import engine, linear, products, way
 from raydpfl.origin import check_node, differences, of, of_capability, of_device
 from raydpfl.plan import Plan
 from raydpfl.process import Started
@@ -153,12 +153,7 @@ def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, 
 
 @needs_none
 def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
-    def left(self, d, draw, stds, slots, step):
-        who = {"clients": draw.clients[slots], "draws": draw.draws[slots], "stds": stds[slots]}
-        seed = self.noise_seed
-        return keys.clients_normals(seed, keys.Purpose.STEP_NOISE, d, t=draw.t, step=step, **who)
-
-    monkeypatch.setattr(engine.Trainer, "_noise", left)
+    monkeypatch.setattr(way, "sent", lambda drawn, device: drawn)
     with pytest.raises(ClientError, match=r"pretended.Mixed: Expected all tensors"):
         check_path("DPNFL", tmp_path, monkeypatch)
 

@@ -140,7 +140,8 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
         done.append(way)
     closed = of.task.closed() is not None
     clipping = ["layerwise"] if clip else []
-    stacked = (["fused"] if clip else ["compiled", "sample_space", "fused"]) if closed else []
+    ways = ["compiled", "fused"] if clip else ["compiled", "sample_space", "fused"]
+    stacked = ways if closed else []
     assert done == [*stacked, *clipping, "vmap", "loop"]
 
 
@@ -341,5 +342,6 @@ def test_a_loss_without_a_closed_form_is_trained_by_ways_that_differentiate_it(c
         assert (way in ("compiled", "sample_space", "fused")) == closed and (
             closed or way == "vmap"
         )
-        assert resolve(made(name), LOCAL, 5, of, clip=1.0) == ("fused" if closed else "layerwise")
+        clipping = resolve(made(name), LOCAL, 5, of, clip=1.0)
+        assert clipping in (("compiled", "fused") if closed else ("layerwise",))
     assert not caplog.messages

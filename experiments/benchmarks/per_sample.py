@@ -7,7 +7,8 @@ it is installed (`pip install opacus`). All sides train the same clients on the 
 in one single-thread process per core with its share of the cohort, by turns a few rounds each; the
 medians of the rounds' seconds are compared. The first rounds warm up and have noise of std 0: in
 them, `apart` is the largest relative distance between the sums of updates of the engine and of a
-reference (a ReLU or a maximum that rounds to the other side can give 1e-2). Rows are random.
+reference (a ReLU or a maximum that rounds to the other side can give 1e-2). The engine takes a turn
+without noise as well, and `noise` is the share of its round that noise takes. Rows are random.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from raydpfl.parts import lane_width
 
 WORK = {
     "softmax": Work("softmax", 10, 600, Sgd(steps=50, batch=10, lr=0.1)),
+    "few_rows": Work("softmax", 150, 20, Sgd(steps=20, batch=10, lr=0.1)),
     "cnn": Work("cnn", 10, 600, Sgd(steps=10, batch=128, lr=0.1)),
 }
 CLIP = 1.0
@@ -42,6 +44,8 @@ def std(t: int) -> float:
 
 
 class Engine(Worker):
+    noised = True
+
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
@@ -59,11 +63,15 @@ class Engine(Worker):
                 t=t,
                 clients=clients,
                 draws=self.draws,
-                stds=np.full(self.width, std(t)),
+                stds=np.full(self.width, std(t)) if self.noised else None,
             )
             for block in lane:
                 total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
         return total
+
+
+class Quiet(Engine):
+    noised = False
 
 
 class Reference(Worker):
@@ -155,7 +163,7 @@ class Opacus(Reference):
 
 
 def compare(name: str, rounds: int, width: int, processes: int) -> None:
-    seconds: dict[type[Worker], list[float]] = {Engine: [], Vmap: []}
+    seconds: dict[type[Worker], list[float]] = {Engine: [], Quiet: [], Vmap: []}
     if name == "cnn" and importlib.util.find_spec("opacus"):
         seconds[Opacus] = []
     apart: dict[type[Worker], float] = {}
@@ -169,7 +177,8 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
                 else:  # without noise
                     apart[side] = distance(sums[Engine], sums[side])
     engine = median(seconds.pop(Engine))
-    print(f"{name:8} engine {engine * 1e3:8.1f} ms")
+    noise = 1 - median(seconds.pop(Quiet)) / engine
+    print(f"{name:8} engine {engine * 1e3:8.1f} ms   noise {noise:.0%}")
     for side, all_seconds in seconds.items():
         reference = median(all_seconds)
         times = f"{side.__name__.lower():6} {reference * 1e3:8.1f} ms"
@@ -178,7 +187,7 @@ def compare(name: str, rounds: int, width: int, processes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=WORK, help="one of the two workloads")
+    parser.add_argument("--only", choices=WORK, help="one of the three workloads")
     parser.add_argument(
         "--rounds", type=int, default=9, help="of each side, counted in blocks of 3"
     )

@@ -35,8 +35,9 @@ from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, normals, stream
-from raydpfl.local.batches import batches
+from raydpfl.keys import Purpose, stream
+from raydpfl.local import Trainer
+from raydpfl.local.batches import batches, picked
 from raydpfl.local.way import Block
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
@@ -250,6 +251,12 @@ class StepRecord:
             accepted = "a rule that is linear (raydpfl.local.Local.linear), to audit local steps"
             raise ConfigError("local.kind", e.local.kind, accepted)
         self.linear = linear
+        way = e.client.way
+        bound = _sample_bound(self.plan)
+        self.trainer = Trainer(
+            module, e.local, way=way, seed=e.seed, clip=bound, own=True, task=e.data.task
+        )
+        self.trainer.noise_seed = self.plan.noise_seed
 
     def _weights(self, rows: int) -> np.ndarray:
         """How often the gradient of each step of a client with so many rows is in the sum of all
@@ -323,6 +330,7 @@ class StepRecord:
         model = start.clone()
         velocity = torch.zeros_like(start)
         total = torch.zeros_like(start)
+        noises = self._noises(sent, std, samples, index, sizes)
         for step in range(index.shape[1]):
             rows = torch.from_numpy(index[0, step, : sizes[0]])
             gradient = torch.zeros_like(start)
@@ -332,7 +340,7 @@ class StepRecord:
                 )
             gradient /= len(rows)
             gradient += (
-                std * self._noise(sent, step)
+                noises[step]
                 + self.linear.decay * model
                 + self.linear.proximal * (model - start)
                 + sent.correction
@@ -342,17 +350,15 @@ class StepRecord:
             model -= lr * velocity
         return total
 
-    def _noise(self, sent: Sent, step: int) -> torch.Tensor:
-        """The standard normals of one local step, float64 [d]."""
-        return normals(
-            self.plan.noise_seed,
-            Purpose.STEP_NOISE,
-            self.plan.d,
-            t=sent.t,
-            client=sent.client,
-            draw=sent.draw,
-            step=step,
-        ).double()
+    def _noises(
+        self, sent: Sent, std: float, samples: np.ndarray, index: np.ndarray, sizes: np.ndarray
+    ) -> torch.Tensor:
+        """The noise of each local step, float64 [Q, d]."""
+        taken, _ = picked(index, sizes, np.array([len(samples)]), self.plan.experiment.local)
+        x = samples if taken[0] is None else samples[taken[0]]
+        who = {"t": sent.t, "client": sent.client, "draw": sent.draw}
+        noises = self.trainer.noises(x, d=self.plan.d, std=std, steps=index.shape[1], **who)
+        return torch.from_numpy(noises)
 
     def view(self, delta: float, confidence: float) -> views.View:
         """The finding. The claim is that of the canary client that may have spent most, by the

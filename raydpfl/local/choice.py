@@ -6,9 +6,10 @@ is a C compiler, else by torch. Convolutions with linear layers after them are t
 other module with convolutions or recurrent layers by the loop; any other by vmap. Of these only the
 last three train parts of the model that are clients' own. On a GPU all convolutions are trained by
 vmap, as one client after another keeps it waiting for the host. With a bound on every sample's
-gradient: a stack of linear layers fused, any other module layerwise, or else by vmap, with
-recurrent layers by the loop. The way's first steps are compared with the loop's on made-up rows.
-Where they fail or differ the next way is taken, in the end the loop, and the log says why.
+gradient: a stack of linear layers by compiled code, where sample space would take fewer operations,
+or else fused, any other module layerwise, or else by vmap, with recurrent layers by the loop. The
+way's first steps are compared with the loop's on made-up rows. Where they fail or differ the next
+way is taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -152,11 +153,11 @@ def _suited(
         return ["convolutional" if _by_hand(module) else "loop"]
     if form.task.closed() is None:
         return ["vmap"] if clip is None else ["layerwise", "vmap"]
-    if clip is not None:
-        return ["fused", "layerwise", "vmap"]
-    spanned = ["sample_space"] if SampleSpace.pays(layers, rows, local) else []
+    spanned = SampleSpace.pays(layers, rows, local)
     compiled = _compiled(layers) if spanned and not gpu else []
-    return [*compiled, *spanned, "fused", "vmap"]
+    if clip is not None:
+        return [*compiled, "fused", "layerwise", "vmap"]
+    return [*compiled, *["sample_space"] * spanned, "fused", "vmap"]
 
 
 def _compiled(layers: tuple[Layer, ...]) -> list[str]:

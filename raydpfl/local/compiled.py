@@ -4,7 +4,8 @@ The mathematics is that of `raydpfl.local.linear`, sample space: the first layer
 within the span of the client's rows, so that a step takes its outputs on these rows and the
 products of the rows with one another; the later layers have their weights. The code is
 `raydpfl/native/kernels.c`. It needs no array of a whole lane, so that all of a client's stay in the
-cache, and what a client gets depends on its own rows and batches alone.
+cache, and what a client gets depends on its own rows and batches alone. Where each sample's
+gradient is clipped, noise on the steps is drawn in that span too (`raydpfl.local.spanned`).
 
 >>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.Tanh(), nn.Linear(200, 10))))
 'tanh is not compiled'
@@ -20,10 +21,12 @@ import torch
 from torch import nn
 
 from raydpfl import native
+from raydpfl.keys import Purpose
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.linear import responses, step_factors
+from raydpfl.local.spanned import step_noises
 from raydpfl.local.stack import RELU, Layer, NoStack, stack
-from raydpfl.local.way import Block, LaneData, Way
+from raydpfl.local.way import Block, LaneData, StepNoise, Way
 from raydpfl.tasks import Task
 
 LANES = 16  # numbers of a vector
@@ -37,9 +40,10 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n", "p", "steps", "batch", "d", "layers")),
         *((name, ctypes.c_void_p) for name in ("inputs", "outputs", "weights", "biases", "relu")),
         *((name, ctypes.c_void_p) for name in ("model", "columns", "responses")),
-        ("squares", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("squares", "noised")),
+        *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
         *((name, ctypes.c_float) for name in ("keep", "step", "decay", "proximal")),
-        *((name, ctypes.c_float) for name in ("momentum", "lr")),
+        *((name, ctypes.c_float) for name in ("momentum", "lr", "clip")),
     )
 
 
@@ -48,7 +52,6 @@ class Compiled(Way):
     between them, and where nothing can be compiled.
     """
 
-    private = False
     linear = True
     corrects = False
     padded = False
@@ -79,7 +82,8 @@ class Compiled(Way):
         shrinks, answers = responses(linear, lane.lr, lane.index.shape[1])
         gammas = np.array(shrinks, np.float32)[lane.steps]
         given = (lane.x, lane.y, lane.sizes, lane.index, lane.batch_sizes, lane.steps, gammas)
-        arrays = [_plain(each) for each in given]
+        arrays = [_plain(each) for each in (*given, *_drawn_by(lane.noise))]
+        clipped = lane.clipped if lane.clip is not None else None
         job, kept = self._job(parameters, lane, linear, columns, np.array(answers, np.float32))
         d = parameters.numel()
         _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
@@ -89,7 +93,7 @@ class Compiled(Way):
             failed = compiled.raydpfl_train(
                 ctypes.byref(job),
                 ctypes.c_int64(len(slots)),
-                *map(_at, (slots, *arrays, updates.numpy(), losses)),
+                *map(_at, (slots, *arrays, updates.numpy(), losses, clipped)),
             )
             if failed:
                 raise MemoryError("no memory for the outputs of a client's rows")
@@ -107,15 +111,24 @@ class Compiled(Way):
         """The job, and what it points to."""
         steps, batch = lane.index.shape[1:]
         model = parameters.contiguous().numpy()
+        noise = lane.noise
+        key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
         job = _Job(
             *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
             *(_at(row).value for row in self._facts),
             *(_at(array).value for array in (model, columns, answers)),
-            int(self.task.closed() == "squares"),
+            *(int(self.task.closed() == "squares"), int(noise is not None), *key),
             *step_factors(linear, lane.lr),
-            *(linear.decay, linear.proximal, linear.momentum, lane.lr),
+            *(linear.decay, linear.proximal, linear.momentum, lane.lr, lane.clip or 0),
         )
         return job, (model, columns, answers)
+
+    def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
+        """See `raydpfl.local.way.Way`."""
+        linear = self.local.linear()
+        assert linear is not None  # as the way says
+        answers = responses(linear, lr, steps)[1]
+        return step_noises(noise, self.layers, x.reshape(len(x), -1), answers)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`. Wherever a client's rows lie, it has the same bits."""
@@ -161,5 +174,14 @@ def _plain(array: torch.Tensor | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array.numpy() if isinstance(array, torch.Tensor) else array)
 
 
-def _at(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def _drawn_by(noise: StepNoise | None) -> tuple[np.ndarray, ...]:
+    """Each client's std and key, or numbers that are not looked at."""
+    if noise is None:
+        return (np.zeros(0),) * 3
+    stds = noise.stds.astype(np.float32)
+    # empty slots have the client -1
+    return stds, noise.clients.astype(np.uint64), noise.draws.astype(np.uint64)
+
+
+def _at(array: np.ndarray | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,13 +20,12 @@ import torch
 from torch import nn
 
 from raydpfl import keys
-from raydpfl.device import sent
 from raydpfl.hardware import Precision
 from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
 from raydpfl.local.batches import Integers, batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.local.way import BEGINS, Block, LaneData, Starts, spans
+from raydpfl.local.way import BEGINS, Block, LaneData, Starts, StepNoise, spans
 from raydpfl.local.ways import WAYS, check_way
 from raydpfl.models.split import Split
 from raydpfl.tasks import Classification, Task
@@ -140,7 +139,8 @@ class Trainer:
             added = torch.as_tensor(corrections, dtype=torch.float32, device=self.device)
             lane = replace(lane, corrections=added)
         if stds is not None:
-            noise = partial(self._noise, len(parameters), draw, np.asarray(stds))
+            drawn_by = (self.noise_seed, t, draw.clients, draw.draws, np.asarray(stds))
+            noise = StepNoise(*drawn_by, len(parameters), self.device)
             lane = replace(lane, noise=noise)
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
@@ -191,25 +191,20 @@ class Trainer:
         if corrections is not None and not self._way.corrects:
             raise ValueError("this way adds no corrections")
 
-    def _noise(
-        self, d: int, draw: _Draw, stds: np.ndarray, slots: Sequence[int], step: int
-    ) -> torch.Tensor:
-        """See `LaneData.noise`."""
-        drawn = keys.clients_normals(
-            self.noise_seed,
-            Purpose.STEP_NOISE,
-            d,
-            t=draw.t,
-            step=step,
-            clients=draw.clients[slots],
-            draws=draw.draws[slots],
-            stds=stds[slots],
-        )
-        return sent(drawn, self.device)
-
     def _generator(self, draw: _Draw, slot: int) -> torch.Generator:
         """See `LaneData.generator`."""
         return torch_stream(self.seed, Purpose.MODULE, **draw.key(slot))
+
+    def noises(
+        self, x: np.ndarray, *, d: int, t: int, client: int, draw: int, std: float, steps: int
+    ) -> np.ndarray:
+        """Noises of the steps of one client in round t, float64 [steps, d], with which a plain loop
+        comes to its update; `x` [n, *shape] are the rows that its batches take, in their order
+        (`raydpfl.local.batches.picked`), and the rest is as for `lane`.
+        """
+        whose = np.array([client]), np.array([draw]), np.array([std])
+        noise = StepNoise(self.noise_seed, t, *whose, d, torch.device("cpu"))
+        return self._way.noises(noise, x, steps, self.local.learning_rate(t))
 
     def _trained(self, parameters: torch.Tensor, lane: LaneData, draw: _Draw) -> Iterator[Block]:
         """What the way gives. What the user's own code draws in it is keyed: by the client, or by

@@ -18,7 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from raydpfl import keys
+from raydpfl.device import sent
 from raydpfl.hardware import Precision
+from raydpfl.keys import Purpose
 from raydpfl.local.base import Local, Step
 from raydpfl.rates import Schedule
 from raydpfl.tasks import Task
@@ -87,6 +90,40 @@ class Starts:
 
 
 @dataclass(frozen=True)
+class StepNoise:
+    """What the noise on the steps of a lane's clients is drawn by. Called with some slots and a
+    step, it gives that of all parameters, float32 [slots, d].
+    """
+
+    seed: int
+    t: int
+    clients: np.ndarray  # int64 [C]
+    draws: np.ndarray  # int64 [C]
+    stds: np.ndarray  # float64 [C], of the noise on the mean gradient
+    d: int
+    device: torch.device
+
+    def __call__(self, slots: Sequence[int], step: int) -> torch.Tensor:
+        drawn = keys.clients_normals(
+            self.seed,
+            Purpose.STEP_NOISE,
+            self.d,
+            t=self.t,
+            step=step,
+            clients=self.clients[slots],
+            draws=self.draws[slots],
+            stds=self.stds[slots],
+        )
+        return sent(drawn, self.device)
+
+    def of_one(self, step: int, count: int) -> np.ndarray:
+        """So many numbers of the one client that there is, at a step: float64 [count]."""
+        key = {"client": int(self.clients[0]), "draw": int(self.draws[0]), "step": step}
+        drawn = keys.normals(self.seed, Purpose.STEP_NOISE, count, t=self.t, **key)
+        return drawn.double().numpy() * float(self.stds[0])
+
+
+@dataclass(frozen=True)
 class LaneData:
     """What the clients of a lane train on, on the way's device."""
 
@@ -104,8 +141,7 @@ class LaneData:
     clip: float | None = None
     # float32 [C, d]: what is added to every gradient of the client
     corrections: torch.Tensor | None = None
-    # on the mean gradients of some slots at a step, float32 [slots, d]
-    noise: Callable[[Sequence[int], int], torch.Tensor] | None = None
+    noise: StepNoise | None = None  # on the mean gradients of the steps
     # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip
     # factor below 1
     clipped: np.ndarray | None = None
@@ -368,6 +404,18 @@ class Way:
             other bits.
         """
         return None
+
+    def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
+        """Noises of a client's steps, float64 [steps, d], with which a plain loop comes to the
+        client's update.
+
+        Args:
+            noise: of this client alone.
+            x: float32 [n, *shape], the rows that its batches take.
+            steps: how many it makes.
+            lr: the learning rate of the round.
+        """
+        return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one

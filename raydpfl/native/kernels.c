@@ -44,6 +44,12 @@ typedef struct {
     part p[PARTS];
 } v16;
 
+#define NUMBERS (WIDE / 2) /* doubles of the processor's vector */
+
+typedef double doubles __attribute__((vector_size(4 * WIDE)));
+typedef double doubles_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
+typedef float floats_anywhere __attribute__((vector_size(2 * WIDE), aligned(4), may_alias));
+
 /* a b + c, rounded once. Nothing else is: the code is compiled without contraction, as compilers
 contract what has two products now this way and now that. */
 INLINE part fused(part a, part b, part c) {
@@ -56,6 +62,27 @@ INLINE part fused(part a, part b, part c) {
 #else
     for (int i = 0; i < WIDE; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
+#endif
+}
+
+/* The same of doubles, whose product a b is exact. */
+INLINE doubles fused_doubles(doubles a, doubles b, doubles c) {
+#if WIDE == 16
+    return (doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif WIDE == 8 && defined(__FMA__)
+    return (doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE doubles widened(const float *at) {
+#if WIDE == 16
+    return (doubles)_mm512_cvtps_pd(_mm256_loadu_ps(at));
+#elif WIDE == 8
+    return (doubles)_mm256_cvtps_pd(_mm_loadu_ps(at));
+#else
+    return __builtin_convertvector(*(const floats_anywhere *)at, doubles);
 #endif
 }
 
@@ -287,13 +314,27 @@ typedef struct {
     const float *columns;
     const float *responses;          /* [steps]: c_t of a client that makes all steps */
     int64_t squares; /* 1: half the mean squared error; 0: cross-entropy */
+    int64_t noised;  /* 1: steps are noised, by normals of this key and round */
+    uint64_t seed, purpose, round;
     float keep, step, decay, proximal, momentum, lr; /* raydpfl.local.linear */
+    float clip; /* the bound on a sample's gradient; 0: none */
 } Job;
+
+/* What a client has of its own. */
+typedef struct {
+    const float *x;       /* [n][p] */
+    const void *y;        /* [n], or [n][outputs] for squares */
+    const int64_t *index; /* [steps][batch] */
+    int64_t n, b, steps;
+    float gamma, std; /* of the noise on a step; 0: none */
+    uint64_t id, draw;
+} Client;
 
 typedef struct {
     float *weight, *bias;     /* [outputs][padded inputs], [padded outputs] */
     float *w_speed, *b_speed; /* the velocity, likewise */
     float *a, *g;             /* [batch][padded outputs]: outputs and their gradient */
+    const float *w_noise, *b_noise; /* of a step, within what is drawn; NULL: none */
 } Layer;
 
 typedef struct {
@@ -301,7 +342,14 @@ typedef struct {
     float *z, *z_first, *z_speed, *coef; /* [n][padded outputs of the first layer] */
     float *kernel, *some;                /* [n][padded n], and these rows of a batch */
     float *scratch;                      /* a row of weights, padded */
+    float *drawn;                        /* normals, of a step or of the end */
+    float *noise; /* the first layer's: what is added to its update in the end */
+    float *field;                        /* [outputs][padded p]: noise on the first weights */
+    float *seen, *along, *sums; /* [n][padded outputs]: a step's on the outputs, and along L */
+    float *lower;                        /* [n][padded n]: L */
+    double *exact, *solved;              /* [n][n], [n][padded outputs] */
     Layer *layer;                        /* [layers] */
+    int noised, spanned;                 /* of the client in training */
 } Room;
 
 enum { MOST = 64 };
@@ -324,6 +372,11 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
         if (memory) (place) = memory + used;                                                    \
         used += size;                                                                           \
     }
+#define DOUBLES(place, count)                                                                   \
+    {                                                                                           \
+        if (memory) (place) = (double *)(memory + used);                                        \
+        used += padded(2 * (count));                                                            \
+    }
     PART(room->rows, job->p % LANES ? n * padded(job->p) : 0);
     PART(room->z, n * o);
     PART(room->z_first, job->proximal != 0 ? n * o : 0);
@@ -332,6 +385,17 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     PART(room->kernel, n * padded(n));
     PART(room->some, job->batch * padded(n));
     PART(room->scratch, widest(job));
+    if (job->noised) {
+        PART(room->drawn, job->d + 1);
+        PART(room->noise, job->d + 1);
+        PART(room->field, job->outputs[0] * padded(job->p));
+        PART(room->seen, n * o);
+        PART(room->along, n * o);
+        PART(room->sums, n * o);
+        PART(room->lower, n * padded(n));
+        DOUBLES(room->exact, n * n);
+        DOUBLES(room->solved, n * o);
+    }
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         int64_t out = padded(job->outputs[l]);
@@ -481,13 +545,14 @@ static void forward(const Job *job, Room *room, const int64_t *rows, int64_t b) 
     }
 }
 
-/* The batch's loss; the gradients by the outputs of all layers. */
+/* The batch's loss; the gradients by the outputs of all layers, of each sample's own loss if it is
+to be clipped, else of the mean. */
 static double backward(const Job *job, Room *room, const int64_t *rows, int64_t b,
                        const void *y) {
     int64_t last = job->layers - 1;
     Layer *top = &room->layer[last];
     int64_t o = padded(job->outputs[last]);
-    float share = 1.0f / b;
+    float share = job->clip > 0 ? 1 : 1.0f / b;
     double loss = 0;
     if (job->squares)
         for (int64_t j = 0; j < b; j++)
@@ -511,7 +576,263 @@ static double backward(const Job *job, Room *room, const int64_t *rows, int64_t 
             store(layer->g + i, passed(load(layer->a + i), load(layer->g + i)));
         }
     }
-    return loss;
+    return job->clip > 0 ? loss / b : loss;
+}
+
+INLINE float squares_of(const float *a, int64_t width) {
+    v16 total = all(0);
+    for (int64_t c = 0; c < width; c += LANES) {
+        v16 v = load(a + c);
+        total = fma16(v, v, total);
+    }
+    return sum_of(total);
+}
+
+/* Scales the gradients of each sample to the bound, and by its share of the mean; how many were
+longer. The squared norm of a sample's is the sum over the layers of (|a|^2 + 1) |g|^2. */
+static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int64_t b) {
+    int64_t wide = padded(job->n);
+    int64_t longer = 0;
+    for (int64_t j = 0; j < b; j++) {
+        float square = 0;
+        for (int64_t l = 0; l < job->layers; l++) {
+            int64_t o = padded(job->outputs[l]);
+            float inputs = room->kernel[rows[j] * wide + rows[j]];
+            if (l) {
+                int64_t width = padded(job->inputs[l]);
+                inputs = squares_of(room->layer[l - 1].a + j * width, width);
+                inputs += job->biases[l] < 0 ? 0 : 1;
+            }
+            square += inputs * squares_of(room->layer[l].g + j * o, o);
+        }
+        float norm = sqrtf(square);
+        float factor = job->clip / norm;
+        factor = (factor > 1 ? 1 : factor) + norm * 0; /* NaN for a norm that is not finite */
+        longer += factor < 1;
+        factor *= 1.0f / b;
+        for (int64_t l = 0; l < job->layers; l++) {
+            int64_t o = padded(job->outputs[l]);
+            float *g = room->layer[l].g + j * o;
+            for (int64_t c = 0; c < o; c += LANES) store(g + c, times(load(g + c), factor));
+        }
+    }
+    return longer;
+}
+
+/* --- noise on steps; raydpfl/local/spanned.py says what is drawn, and why --- */
+
+enum { NORMAL = 100, EXACT = 8 }; /* products that take as long as a normal, or one in double */
+static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
+
+void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, uint64_t t,
+                     const uint64_t *steps, const uint64_t *clients, const float *stds,
+                     float *out);
+
+static void draw(const Job *job, const Client *client, int64_t step, int64_t count, float std,
+                 float *out) {
+    uint64_t word = client->draw << 32 | (uint64_t)step;
+    raydpfl_normals(1, (count + 1) / 2, job->seed, job->purpose, job->round, &word, &client->id,
+                    &std, out);
+}
+
+/* to [count] += scale what. */
+static void add_scaled(float *to, int64_t count, const float *what, float scale) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store(to + i, fma16(load(what + i), all(scale), load(to + i)));
+    for (; i < count; i++) to[i] = fmaf(what[i], scale, to[i]);
+}
+
+INLINE int64_t first_numbers(const Job *job) {
+    return job->outputs[0] * (job->p + (job->biases[0] < 0 ? 0 : 1));
+}
+
+/* Whether noise in the span of a client's rows takes less time than noise on all weights. */
+static int span_pays(const Job *job, int64_t n, int64_t steps) {
+    int64_t o = job->outputs[0];
+    int64_t numbers = first_numbers(job);
+    int64_t plain = steps * numbers * (NORMAL + n);
+    int64_t spanned = steps * n * o * (NORMAL + n) + numbers * (NORMAL + n);
+    return spanned + EXACT * n * n * (numbers / o / 2 + o) < plain;
+}
+
+/* Dots of R rows with S rows, each as 16 sums of every 16th product, which are added by halves. A
+product of floats is exact in double, so that it may be fused with a sum. */
+INLINE void exact_dots(const float *a, const float *b, int64_t width, double *out, int64_t down,
+                       int R, int S) {
+    enum { EACH_ROW = LANES / NUMBERS };
+    doubles acc[8 * EACH_ROW];
+    UNROLL for (int i = 0; i < R * S * EACH_ROW; i++) acc[i] = (doubles){};
+    for (int64_t j = 0; j < width; j += LANES)
+        UNROLL for (int i = 0; i < EACH_ROW; i++) {
+            doubles right[2];
+            UNROLL for (int s = 0; s < S; s++) right[s] = widened(b + s * width + j + i * NUMBERS);
+            UNROLL for (int r = 0; r < R; r++) {
+                doubles left = widened(a + r * width + j + i * NUMBERS);
+                UNROLL for (int s = 0; s < S; s++)
+                    acc[(i * R + r) * S + s] =
+                        fused_doubles(left, right[s], acc[(i * R + r) * S + s]);
+            }
+        }
+    UNROLL for (int at = 0; at < R * S; at++) {
+        double sums[LANES];
+        UNROLL for (int i = 0; i < EACH_ROW; i++)
+            *(doubles_anywhere *)(sums + i * NUMBERS) = acc[i * R * S + at];
+        UNROLL for (int half = LANES / 2; half; half /= 2)
+            UNROLL for (int l = 0; l < half; l++) sums[l] += sums[l + half];
+        out[at / S * down + at % S] = sums[0];
+    }
+}
+
+/* K = X X^T (+ 1) on and below the diagonal: products are exact, sums in double. */
+static void exact_kernel(const Job *job, Room *room, const float *x, int64_t n) {
+    int64_t width = padded(job->p);
+    int64_t r = 0;
+    double *k = room->exact;
+#define EXACT_DOTS(R, S) exact_dots(x + r * width, x + s * width, width, k + r * n + s, n, R, S)
+    for (; r + 4 <= n; r += 4)
+        for (int64_t s = 0; s < r + 4; s += 2) EXACT_DOTS(4, 2);
+    for (; r < n; r++) {
+        int64_t s = 0;
+        for (; s + 2 <= r + 1; s += 2) EXACT_DOTS(1, 2);
+        for (; s <= r; s++) EXACT_DOTS(1, 1);
+    }
+    for (int64_t i = 0; i < n * n && job->biases[0] >= 0; i++) k[i] += 1;
+}
+
+static int has_twin(const float *x, int64_t width, int64_t row) {
+    for (int64_t r = 0; r < row; r++)
+        if (!memcmp(x + r * width, x + row * width, width * sizeof(float))) return 1;
+    return 0;
+}
+
+/* L of K = L L^T, whose columns are 0 for rows equal to an earlier one. 0: some row is so near to
+the span of those before that L would not be exact. */
+static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
+    int64_t wide = padded(job->n);
+    double *k = room->exact;
+    exact_kernel(job, room, x, n);
+    memset(room->lower, 0, n * wide * sizeof(float));
+    for (int64_t r = 0; r < n; r++) {
+        double *row = k + r * n;
+        double left = row[r];
+        for (int64_t s = 0; s < r; s++) {
+            const double *other = k + s * n;
+            double value = row[s];
+            for (int64_t m = 0; m < s; m++) value -= row[m] * other[m];
+            row[s] = other[s] == 0 ? 0 : value / other[s];
+            left -= row[s] * row[s];
+        }
+        if (!(left >= NEAR * row[r])) {
+            if (!has_twin(x, padded(job->p), r)) return 0;
+            left = 0;
+        }
+        row[r] = sqrt(left);
+        for (int64_t s = 0; s <= r; s++) room->lower[r * wide + s] = row[s];
+    }
+    return 1;
+}
+
+/* Which noise the client draws, and where a step's is found for the layers after the first. */
+static void begin_noise(const Job *job, Room *room, const Client *client, const float *x) {
+    int64_t n = client->n;
+    room->noised = job->noised && client->std > 0;
+    room->spanned = room->noised && span_pays(job, n, client->steps) && triangle(job, room, x, n);
+    const float *at = room->drawn + n * job->outputs[0];
+    for (int64_t l = 0; l < job->layers; l++) {
+        Layer *layer = &room->layer[l];
+        layer->w_noise = layer->b_noise = NULL;
+        if (!room->noised || l == 0) continue;
+        layer->w_noise = room->spanned ? at : room->drawn + job->weights[l];
+        at += job->outputs[l] * job->inputs[l];
+        if (job->biases[l] < 0) continue;
+        layer->b_noise = room->spanned ? at : room->drawn + job->biases[l];
+        at += job->outputs[l];
+    }
+    if (!room->noised) return;
+    memset(room->sums, 0, n * padded(job->outputs[0]) * sizeof(float));
+    memset(room->noise, 0, first_numbers(job) * sizeof(float));
+}
+
+/* What noise on the first layer's weights and biases does to its outputs on the rows: `seen`. */
+static void see(const Job *job, Room *room, const float *x, int64_t n, const float *weights,
+                const float *biases) {
+    int64_t o = padded(job->outputs[0]);
+    int64_t width = padded(job->p);
+    copy_rows(weights, job->outputs[0], job->p, room->field);
+    memset(room->seen, 0, n * o * sizeof(float));
+    multiply_rows(x, width, room->field, width, n, job->outputs[0], width, room->seen, o, 0);
+    for (int64_t r = 0; r < n && job->biases[0] >= 0; r++)
+        add_scaled(room->seen + r * o, job->outputs[0], biases, 1);
+}
+
+/* Draws step k's noise, whose part in the update is `response` times it. */
+static void noise_step(const Job *job, Room *room, const Client *client, const float *x, int64_t k,
+                       float response) {
+    int64_t outputs = job->outputs[0];
+    int64_t o = padded(outputs);
+    int64_t n = client->n;
+    if (room->spanned) {
+        int64_t later = job->d - first_numbers(job);
+        int64_t wide = padded(job->n);
+        draw(job, client, k, n * outputs + later, client->std, room->drawn);
+        copy_rows(room->drawn, n, outputs, room->along);
+        multiply(room->lower, wide, 1, room->along, o, n, n, o, 0, 1, room->seen, o);
+        scale_add(room->sums, n * o, 1, room->along, response);
+        return;
+    }
+    draw(job, client, k, job->d, client->std, room->drawn);
+    const float *weights = room->drawn + job->weights[0];
+    const float *biases = room->drawn + job->biases[0];
+    see(job, room, x, n, weights, biases);
+    add_scaled(room->noise, outputs * job->p, weights, response);
+    if (job->biases[0] >= 0) add_scaled(room->noise + outputs * job->p, outputs, biases, response);
+}
+
+/* to [o] -= factor what, o a multiple of 16. */
+static void subtract(double *to, int64_t o, double factor, const double *what) {
+    for (int64_t c = 0; c < o; c += NUMBERS) {
+        doubles product = *(const doubles_anywhere *)(what + c) * factor;
+        *(doubles_anywhere *)(to + c) -= product;
+    }
+}
+
+static void divide(double *to, int64_t o, double by) {
+    for (int64_t c = 0; c < o; c++) to[c] = by == 0 ? 0 : to[c] / by;
+}
+
+/* Draws B, the noise of all steps where the rows do not reach, and puts into the coefficients what
+makes it that of the steps where they do: L^-T (S - L^-1 X B). */
+static void end_noise(const Job *job, Room *room, const Client *client, const float *x,
+                      const float *responses) {
+    int64_t n = client->n;
+    int64_t o = padded(job->outputs[0]);
+    const double *l = room->exact;
+    double *solved = room->solved;
+    double squares = 0;
+    for (int64_t k = 0; k < client->steps; k++) squares += (double)responses[k] * responses[k];
+    draw(job, client, client->steps, first_numbers(job), client->std * sqrt(squares), room->noise);
+    see(job, room, x, n, room->noise, room->noise + job->outputs[0] * job->p);
+    for (int64_t r = 0; r < n; r++) {
+        for (int64_t c = 0; c < o; c++) solved[r * o + c] = room->seen[r * o + c];
+        for (int64_t m = 0; m < r; m++)
+            subtract(solved + r * o, o, l[r * n + m], solved + m * o);
+        divide(solved + r * o, o, l[r * n + r]);
+    }
+    for (int64_t i = 0; i < n * o; i++) solved[i] = room->sums[i] - solved[i];
+    for (int64_t r = n - 1; r >= 0; r--) {
+        for (int64_t m = r + 1; m < n; m++)
+            subtract(solved + r * o, o, l[m * n + r], solved + m * o);
+        divide(solved + r * o, o, l[r * n + r]);
+        for (int64_t c = 0; c < o; c++) room->coef[r * o + c] += (float)solved[r * o + c];
+    }
+}
+
+static void add_noise(const Job *job, Room *room, float *update) {
+    int64_t weights = job->outputs[0] * job->p;
+    add_scaled(update + job->weights[0], weights, room->noise, 1);
+    if (job->biases[0] >= 0)
+        add_scaled(update + job->biases[0], job->outputs[0], room->noise + weights, 1);
 }
 
 static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b, int64_t n,
@@ -523,6 +844,7 @@ static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b
     for (int64_t j = 0; j < b; j++)
         copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
     multiply(room->some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
+    if (room->noised) scale_add(moved, n * o, 1, room->seen, job->step);
     finish_step(job, room->z, room->z_speed, room->z_first, n * o);
     for (int64_t j = 0; j < b; j++)
         scale_add(room->coef + rows[j] * o, o, 1, g + j * o, response);
@@ -542,6 +864,9 @@ static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
             copy_rows(first, 1, job->inputs[l], room->scratch);
             first = room->scratch;
         }
+        if (layer->w_noise)
+            add_scaled(moved + c * width, job->inputs[l], layer->w_noise + c * job->inputs[l],
+                       job->step);
         finish_step(job, layer->weight + c * width, layer->w_speed + c * width, first, width);
     }
     if (job->biases[l] < 0) return;
@@ -549,6 +874,7 @@ static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
     memset(room->scratch, 0, o * sizeof(float));
     for (int64_t j = 0; j < b; j++) scale_add(room->scratch, o, 1, layer->g + j * o, 1);
     scale_add(bias, o, job->keep, room->scratch, job->step);
+    if (layer->b_noise) add_scaled(bias, out, layer->b_noise, job->step);
     if (job->proximal != 0) copy_rows(job->model + job->biases[l], 1, out, room->scratch);
     finish_step(job, layer->bias, layer->b_speed, room->scratch, o);
 }
@@ -601,43 +927,45 @@ static void write_update(const Job *job, Room *room, const float *x, int64_t n, 
     }
 }
 
-/* What a client has of its own. */
-typedef struct {
-    const float *x;       /* [n][p] */
-    const void *y;        /* [n], or [n][outputs] for squares */
-    const int64_t *index; /* [steps][batch] */
-    int64_t n, b, steps;
-    float gamma;
-} Client;
-
-/* The mean over the steps of the batches' losses. */
-static double train_one(const Job *job, Room *room, const Client *client, float *update) {
+/* The mean over the steps of the batches' losses; to `clipped` the share of its (sample, step) pairs
+whose gradient was longer than the bound. */
+static double train_one(const Job *job, Room *room, const Client *client, float *update,
+                        double *clipped) {
     const float *x = client->x;
     if (job->p % LANES) {
         copy_rows(x, client->n, job->p, room->rows);
         x = room->rows;
     }
     begin(job, room, x, client->n);
+    begin_noise(job, room, client, x);
     const float *responses = job->responses + job->steps - client->steps;
     double loss = 0;
+    int64_t longer = 0;
     for (int64_t k = 0; k < client->steps; k++) {
         const int64_t *rows = client->index + k * job->batch;
         forward(job, room, rows, client->b);
         loss += backward(job, room, rows, client->b, client->y);
+        if (job->clip > 0) longer += clip_samples(job, room, rows, client->b);
+        if (room->noised) noise_step(job, room, client, x, k, responses[k]);
         for (int64_t l = job->layers - 1; l > 0; l--) step_layer(job, room, l, client->b);
         step_span(job, room, rows, client->b, client->n, responses[k]);
     }
+    if (room->spanned) end_noise(job, room, client, x, responses);
     write_update(job, room, x, client->n, client->gamma, update);
+    if (room->noised) add_noise(job, room, update);
+    if (clipped) *clipped = (double)longer / (client->steps * client->b);
     return loss / client->steps;
 }
 
 /* Trains `count` clients of a lane: those at `slots`, [count]. `x` [C, n, p], `y` [C, n], int64, or
 float32 [C, n, outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches` [C], `steps`
-and `gammas` [C]; gives `updates` [count, d] and `losses` [count]. 0: done; 1: no memory. */
+and `gammas` [C]; of noise `stds`, `clients` and `draws` [C]. Gives `updates` [count, d], `losses`
+[count] and, unless it is NULL, `clipped` [C]. 0: done; 1: no memory. */
 int raydpfl_train(const Job *job, int64_t count, const int64_t *slots, const float *x,
                   const char *y, const int64_t *sizes, const int64_t *index,
                   const int64_t *batches, const int64_t *steps, const float *gammas,
-                  float *updates, double *losses) {
+                  const float *stds, const uint64_t *clients, const uint64_t *draws,
+                  float *updates, double *losses, double *clipped) {
     Layer layers[MOST];
     Room room = {.layer = layers};
     if (job->layers > MOST) return 1;
@@ -658,7 +986,13 @@ int raydpfl_train(const Job *job, int64_t count, const int64_t *slots, const flo
             .steps = steps[slot],
             .gamma = gammas[slot],
         };
-        losses[i] = train_one(job, &room, &client, updates + i * job->d);
+        if (job->noised) {
+            client.std = stds[slot];
+            client.id = clients[slot];
+            client.draw = draws[slot];
+        }
+        losses[i] = train_one(job, &room, &client, updates + i * job->d,
+                              clipped ? clipped + slot : NULL);
     }
     free(memory);
     return 0;
@@ -666,12 +1000,7 @@ int raydpfl_train(const Job *job, int64_t count, const int64_t *slots, const flo
 
 /* --- sums of updates --- */
 
-#define NUMBERS (WIDE / 2) /* doubles of the processor's vector */
 #define SUMS (64 / NUMBERS)
-
-typedef double doubles __attribute__((vector_size(4 * WIDE)));
-typedef double doubles_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
-typedef float floats_anywhere __attribute__((vector_size(2 * WIDE), aligned(4), may_alias));
 
 /* The L2 norms of rows [k, d]: 64 partial sums of squares, which are added up by halves. */
 #define NORMS(name, number, some)                                                               \

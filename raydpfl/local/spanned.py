@@ -1,0 +1,146 @@
+"""Noise on local steps, drawn in the span of a client's rows.
+
+Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of it, a row for each
+output, is drawn so by way `compiled` (`raydpfl/native/kernels.c`). Steps touch these weights
+through the outputs on the client's own rows X [n, p] alone (with a column of ones for the bias),
+and whoever sees the update sees but sum_t c_t z_t, where the learning rate, momentum, decay and the
+proximal term give the numbers c_t (`raydpfl.local.linear.responses`). With K = X X^T = L L^T, the
+rows of M = L^-1 X are an orthonormal basis of the span of the rows, and
+
+    z_t = M^T a_t + (I - M^T M) b_t,    a_t [n, out] and b_t [p, out] ~ N(0, s^2 I),
+
+has the law of any other z_t. The steps need X z_t = L a_t only. The b_t are needed in the update
+only, where sum_t c_t b_t = B ~ N(0, s^2 sum_t c_t^2 I): one draw in the place of Q. The update has
+
+    sum_t c_t z_t = B + X^T L^-T (S - L^-1 X B),    S = sum_t c_t a_t,
+
+n coefficients an output beside B, as the gradients have. So n Q + p normals an output take the
+place of p Q.
+
+What this means for privacy. The steps' noises, the outputs on the client's rows at every step and
+the update have together the very law that they have where z_t is drawn in full. Whatever is
+computed from them (the update, its norm, the loss, the share of clipped gradients) has the law that
+it had, and the composition over the steps, in which an observer is granted every step's noised
+gradient, is proven for that law. That K, and by it the form of the drawing, depends on the
+client's data tells nobody anything, as no law depends on it. A rule whose update is not linear in
+the gradients with numbers known beforehand (Adam, SAM, a schedule within a round), and corrections
+that are added to every gradient (SCAFFOLD), are for the ways that form z_t; and so is a method that
+would look at the weights between the steps. What a client keeps of its update it may keep here.
+
+Exactness. K is summed in double from exact products, so that M M^T = I to 1e-14 over the smallest
+squared share of a row that lies outside of the span of those before it. A row equal to an earlier
+one is in its span altogether, and has its noise. Where for any other row this squared share is
+below 1e-6, the client draws z_t in full, as it does where that takes less time. What is left to
+rounding, 1e-8 of the variance, is below that of the std in float32.
+
+>>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20)
+True
+>>> spanned_pays(n=600, p=784, outputs=10, bias=True, steps=50)
+False
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from raydpfl.local.stack import Layer
+from raydpfl.local.way import StepNoise
+
+NORMAL = 100  # products that take as long as a normal
+EXACT = 8  # and as one of two floats in double
+NEAR = 1e-6  # squared share of a row outside of the span of the others
+
+
+def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int) -> bool:
+    """Whether so much noise takes less time where it is drawn in the span of n rows of p numbers;
+    `span_pays` of kernels.c.
+    """
+    numbers = outputs * (p + bias)
+    plain = steps * numbers * (NORMAL + n)
+    spanned = steps * n * outputs * (NORMAL + n) + numbers * (NORMAL + n)
+    return spanned + EXACT * n * n * (numbers // outputs // 2 + outputs) < plain
+
+
+def triangle(x: np.ndarray) -> np.ndarray | None:
+    """L of K = X X^T, float64 [n, n], for rows `x`, float64 [n, p]; its columns are 0 for rows that
+    equal an earlier one. None where another row is nearly in the span of those before it.
+    """
+    left = x @ x.T
+    lower = np.zeros_like(left)
+    for r in range(len(x)):
+        for s in range(r):
+            top = lower[s, s]
+            lower[r, s] = (left[r, s] - lower[r, :s] @ lower[s, :s]) / top if top else 0.0
+        outside = left[r, r] - lower[r, :r] @ lower[r, :r]
+        if not outside >= NEAR * left[r, r]:
+            if not (x[:r] == x[r]).all(1).any():
+                return None
+            outside = 0.0
+        lower[r, r] = math.sqrt(outside)
+    return lower
+
+
+def step_noises(
+    noise: StepNoise, layers: Sequence[Layer], x: np.ndarray, responses: Sequence[float]
+) -> np.ndarray:
+    """Noises of all steps that would lead the plain loop to the update of way `compiled`, of which
+    this is the plain reference.
+
+    They are those that it draws, and every b_t is the part c_t B / sum c_t^2 of B.
+
+    Args:
+        noise: of one client.
+        layers: the model's.
+        x: float32 [n, p], the rows that the client's batches take.
+        responses: c_t of its steps, [Q].
+
+    Returns:
+        float64 [Q, d].
+    """
+    first = layers[0]
+    steps = len(responses)
+    bias = first.bias is not None
+    rows = np.concatenate([x, np.ones((len(x), 1))], 1) if bias else x.astype(np.float64)
+    pays = spanned_pays(len(x), first.inputs, first.outputs, bias, steps)
+    lower = triangle(rows) if pays else None
+    if lower is None:
+        return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
+    alive = np.flatnonzero(lower.diagonal())
+    basis = np.linalg.solve(lower[np.ix_(alive, alive)], rows[alive])
+    c = np.array(responses)
+    count = len(x) * first.outputs
+    numbers = first.outputs * rows.shape[1]
+    rest = _columns(first, np.linalg.norm(c) * noise.of_one(steps, numbers))
+    rest -= basis.T @ (basis @ rest)
+    found = np.empty((steps, noise.d))
+    for k, flat in enumerate(found):
+        drawn = noise.of_one(k, count + noise.d - numbers)
+        along = drawn[:count].reshape(len(x), -1)[alive]
+        _place(flat, first, basis.T @ along + c[k] / (c @ c) * rest)
+        _spread(flat, layers[1:], drawn[count:])
+    return found
+
+
+def _columns(layer: Layer, drawn: np.ndarray) -> np.ndarray:
+    """What is drawn for the layer's weights, and then its biases, as [p (+ 1), out]."""
+    weights, biases = np.split(drawn, [layer.outputs * layer.inputs])
+    return np.concatenate([weights.reshape(layer.outputs, -1).T, biases.reshape(-1, layer.outputs)])
+
+
+def _place(flat: np.ndarray, layer: Layer, values: np.ndarray) -> None:
+    """Writes [p (+ 1), out] into the layer's places."""
+    weight, *bias = layer.views(torch.from_numpy(flat))
+    weight.copy_(torch.from_numpy(values[: layer.inputs].T))
+    for part in bias:
+        part.copy_(torch.from_numpy(values[layer.inputs :]))
+
+
+def _spread(flat: np.ndarray, layers: Sequence[Layer], drawn: np.ndarray) -> None:
+    """Writes what is drawn for these layers, one after another, into their places."""
+    for part in (each for layer in layers for each in layer.views(torch.from_numpy(flat))):
+        part.copy_(torch.from_numpy(drawn[: part.numel()]).view_as(part))
+        drawn = drawn[part.numel() :]
