@@ -367,13 +367,15 @@ class Actors:
         self._actors[actor] = self._class.remote()
         self._tell(actor)
 
-    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[evaluator.Scored]:
+    def evaluate(
+        self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]
+    ) -> list[evaluator.Scored]:
         """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
         reference = ray.put(model)
         count = len(self._batches)
         edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
         some = [range(*edge) for edge in itertools.pairwise(edges)]
-        calls = [(reference, each, self._of_clients(own, each)) for each in some]
+        calls = [(reference, t, each, self._of_clients(own, each)) for each in some]
         found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
         return [each for index in range(len(some)) for each in found[index]]
 

@@ -242,12 +242,12 @@ class ClientActor(Process):
 
     @contained()
     def evaluate(
-        self, model: np.ndarray, which: Sequence[int], own: Mapping[int, np.ndarray]
+        self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
     ) -> list[Scored]:
         """See `Evaluator.evaluate`."""
         self.progress.at(-1)
         with device.blamed(self.device):
-            return self.evaluator.evaluate(model, which, own)
+            return self.evaluator.evaluate(model, t, which, own)
 
     # --- the sum of a lane ---
 

@@ -201,6 +201,13 @@ class Stop(Section):
         return 1 if self.mode == "max" else -1
 
 
+def _rule(section: str, value: Any) -> Any:
+    """A local rule for personal models, by default of kind sgd; None: there is none."""
+    if isinstance(value, Mapping):
+        value = {"kind": "sgd", **value}
+    return None if value is None else choose(section, value, local.FAMILY, local.Local)
+
+
 class HeldOut(Section):
     """Clients that are held out of training."""
 
@@ -226,7 +233,15 @@ class Evaluate(Section):
     per_client: SerializeAsAny[Metric] | None = None
     # per_client as counts over bins with noise, which guarantees account for
     histogram: Histogram | None = None
+    # per_client of a model that each client trains further, alone, by this local rule, on the rows
+    # that it trains on, and that it then forgets
+    fine_tune: SerializeAsAny[local.Local] | None = None
     stop: Stop | None = None  # when the run ends early
+
+    @field_validator("fine_tune", mode="before")
+    @classmethod
+    def _fine_tune(cls, value: Any) -> Any:
+        return _rule("evaluate.fine_tune", value)
 
     @field_validator("per_client", mode="before")
     @classmethod
@@ -256,6 +271,13 @@ class Evaluate(Section):
         """Raises `ConfigError` for what an evaluation cannot give."""
         if self.stop:
             self.stop.check(experiment)
+        share = self.validation if isinstance(self.validation, float) else 0.0
+        if self.fine_tune and not (self.per_client and share):
+            accepted = (
+                "none without evaluate.per_client, the metric that a client is scored by, and"
+            )
+            reason = f"{accepted} evaluate.validation, a share of its rows that it is scored on"
+            raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, reason)
         if self.histogram is None:
             return
         noise = experiment.noise
@@ -347,6 +369,7 @@ KINDS: dict[str, dict] = {  # of every section that is a choice, those within ot
     "data.task": tasks.FAMILY,
     "selection.response": selection.RESPONSES,
     "noise.epsilon": budgets.FAMILY,
+    "evaluate.fine_tune": local.FAMILY,
 }
 
 

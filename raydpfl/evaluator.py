@@ -8,7 +8,7 @@ what.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from raydpfl.data import Shards
 from raydpfl.device import memory, sent
 from raydpfl.keys import keyed_globals
 from raydpfl.metrics import Metric, Total
+from raydpfl.personal import FineTuning
 from raydpfl.process import own_code
 from raydpfl.resident import check
 
@@ -119,12 +120,22 @@ def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]
     return [tuple(next(parts) for _ in sums) for sums in batches]
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What is evaluated; see `Evaluator.evaluate`."""
+
+    model: torch.Tensor
+    t: int
+    own: Mapping[int, np.ndarray]
+
+
 class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
     `module`: the experiment's, on `device`; its parameters are overwritten. Where parts of the
     model are clients' own, each client's rows are for its own model, and those of a client that has
-    none yet are left out.
+    none yet are left out. Where models are fine-tuned, each client's rows are for what it has
+    trained of the model and its own.
     """
 
     def __init__(
@@ -140,6 +151,8 @@ class Evaluator:
         self.split = models.Split.of(module)
         self.device = device
         self.batches = batches(experiment, shards)
+        rule = experiment.evaluate.fine_tune
+        self._tuning = FineTuning(experiment, rule, shards, module, str(device)) if rule else None
         # the sets that a batch of clients is scored for, and by what
         held_out = experiment.evaluate.validation and self.split.own
         self._by_client = [(scores.VALIDATION, self.metrics)] if held_out else []
@@ -147,19 +160,20 @@ class Evaluator:
         self._left = memory(experiment.client.num_gpus) // SHARE  # bytes that it has for more
 
     def evaluate(
-        self, model: np.ndarray, which: Sequence[int], own: Mapping[int, np.ndarray]
+        self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
     ) -> list[Scored]:
         """What the model, float32 [d], does on some of the batches, each by itself.
 
         Args:
             model: float32 [d].
+            t: the rounds that it has been trained for.
             which: the batches.
             own: by client, what it has of its own, float32 [own].
         """
-        shared = torch.tensor(model, device=self.device)
-        models.load(self.module, shared)
+        given = _Given(torch.tensor(model, device=self.device), t, own)
+        models.load(self.module, given.model)
         with torch.inference_mode():
-            found = [each for index in which for each in self._scored(index, shared, own)]
+            found = [each for index in which for each in self._scored(index, given)]
             sums = fetched([sums for _, sums in found])
         sets = [rows for rows, _ in found]
         return [Scored(*each) for each in zip(sets, sums, strict=True)]
@@ -180,9 +194,7 @@ class Evaluator:
             self._there[index] = given
         return given
 
-    def _scored(
-        self, index: int, model: torch.Tensor, own: Mapping[int, np.ndarray]
-    ) -> list[tuple[str, list[torch.Tensor]]]:
+    def _scored(self, index: int, given: _Given) -> list[tuple[str, list[torch.Tensor]]]:
         """By set, what the batch comes to by each metric, or each of its clients, [k] each."""
         batch = self.batches[index]
         x, y = self._batch(index)
@@ -190,8 +202,8 @@ class Evaluator:
             outputs = self._outputs(x)
             return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
         rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
-        if self.split.own:
-            outputs, y, rows = self._of_own(batch.clients, rows, x, y, model, own)
+        if self.split.own or self._tuning:
+            outputs, y, rows = self._of_own(batch.clients, rows, x, y, given)
         else:
             outputs = self._outputs(x)
         found = [
@@ -214,22 +226,31 @@ class Evaluator:
         rows: Sequence[int],
         x: torch.Tensor,
         y: torch.Tensor,
-        model: torch.Tensor,
-        own: Mapping[int, np.ndarray],
+        given: _Given,
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """What the clients' own models give for their rows, the targets, and how many rows are
-        each client's: none of one that has nothing of its own.
+        each client's: none of one that has no model of its own.
         """
         outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
-        targets = [y[:0]]
-        for client, some, labels in zip(clients, x.split(rows), y.split(rows), strict=True):
-            scored = client in own and len(labels)
-            targets.append(labels if scored else labels[:0])
-            if scored:
-                part = torch.tensor(own[client], device=self.device)
-                models.set_trained(self.module, self.split.joined(model, part[None])[0])
-                outputs.append(self._outputs(some))
-        return torch.cat(outputs), torch.cat(targets), [len(each) for each in targets[1:]]
+        targets = {client: y[:0] for client in clients}
+        held = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))
+        known = [client for client in clients if len(held[client][1])]
+        for client, numbers in self._models(known, given):
+            some, targets[client] = held[client]
+            models.set_trained(self.module, numbers)
+            outputs.append(self._outputs(some))
+        every = list(targets.values())
+        return torch.cat(outputs), torch.cat(every), [len(each) for each in every]
+
+    def _models(self, clients: Sequence[int], given: _Given) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each of these clients that has a model of its own, and its numbers, float32 [D + b]."""
+        if self._tuning:
+            yield from self._tuning.models(clients, given.model, given.own, given.t)
+            return
+        for client in clients:
+            if client in given.own:
+                part = torch.tensor(given.own[client], device=self.device)
+                yield client, self.split.joined(given.model, part[None])[0]
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:

@@ -1,4 +1,4 @@
-"""Personal models, where clients train: what of a model is a client's own.
+"""Personal models, where clients train: what of a model is a client's own, and fine-tuning.
 
 >>> from torch import nn
 >>> net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
@@ -13,14 +13,22 @@ tensor([0., 0., 0., 0., 1.])
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from raydpfl import models
+from raydpfl.config import Experiment
+from raydpfl.data import Shards
+from raydpfl.local import Local, Trainer
 from raydpfl.local.way import Block, Starts
+from raydpfl.local.ways import REFERENCE, lacking
+from raydpfl.process import own_code
 from raydpfl.rounds import OWN, Lane
+
+TUNED = 1 << 31  # the draw of fine-tuning, which no cohort has
 
 
 class Personal:
@@ -66,3 +74,62 @@ class Personal:
         own = self.split.kept(starts.ended[block.slots])
         updates[~own.isfinite().all(1)] = math.nan
         return Block(block.slots, updates, block.losses, own)
+
+
+class FineTuning:
+    """Trains the model further for each client alone, on the rows that it trains on, as
+    `evaluate.fine_tune` says. Nothing of it lasts.
+    """
+
+    def __init__(
+        self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module, there: str
+    ):
+        client = experiment.client
+        self.personal = Personal(module)
+        self.shards = shards
+        width = client.lane
+        assert isinstance(width, int)  # the plan has settled "auto"
+        self.width = width
+        unable = lacking(client.way, rule, None, client.precision, self.personal.split)
+        self.trainer = Trainer(
+            module,
+            rule,
+            way=REFERENCE if unable else client.way,
+            seed=experiment.seed,
+            device=there,
+            own=own_code(experiment),
+            task=experiment.data.task,
+            precision=client.precision,
+        )
+
+    def models(
+        self, clients: Sequence[int], model: torch.Tensor, own: Mapping[int, np.ndarray], t: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each client and the numbers of its model, float32 [D + b] (`raydpfl.models.trained`).
+
+        Args:
+            clients: some of them.
+            model: after t rounds, float32 [d].
+            own: by client, what it has of its own, float32 [own]; absent: its initial values.
+            t: by which batches are keyed.
+        """
+        for first in range(0, len(clients), self.width):
+            some = np.array(clients[first : first + self.width], np.int64)
+            yield from zip(some.tolist(), self._lane(some, model, own, t), strict=True)
+
+    def _lane(
+        self, clients: np.ndarray, model: torch.Tensor, own: Mapping[int, np.ndarray], t: int
+    ) -> torch.Tensor:
+        """As `models`, of clients that are trained at once: float32 [k, D + b]."""
+        held = {slot: own[client] for slot, client in enumerate(clients.tolist()) if client in own}
+        draws = np.full(len(clients), TUNED)
+        rows = max(1, int(self.shards.sizes[clients].max()))
+        lane = Lane(clients, draws, np.ones(len(clients)), rows, memory={OWN: held})
+        x, y, sizes = self.shards.lane(clients, rows)
+        with torch.inference_mode(False):
+            every, starts = self.personal.begun(model, lane)
+            trained = self.trainer.lane(
+                every, x, y, sizes, t=t, clients=clients, draws=draws, starts=starts
+            )
+            moved = torch.cat([block.updates for block in trained])
+            return every + moved if starts is None else starts.ended

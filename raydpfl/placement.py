@@ -51,9 +51,9 @@ class Pool(Protocol):
         float64 [k].
         """
 
-    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
-        """What a model, float32 [d], does on each batch that it is evaluated on, in order. `own`:
-        by client, what it has of its own of the model, float32 [own].
+    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
+        """What a model, float32 [d], does after t rounds on each batch that it is evaluated on, in
+        order. `own`: by client, what it has of its own of the model, float32 [own].
         """
 
     def close(self) -> None:
@@ -108,10 +108,10 @@ class Inline:
         with self._limited("answering with its loss"):
             return np.array(self.client.losses(model, t, clients.tolist(), noise_seed))
 
-    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
+    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
         every = range(len(self.client.evaluator.batches))
         with self._limited("the evaluation of the model"):
-            return self.client.evaluate(model, every, own)
+            return self.client.evaluate(model, t, every, own)
 
     def close(self) -> None:
         pass
@@ -176,8 +176,8 @@ class Moving:
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         return self._now().losses(model, t, clients, noise_seed)
 
-    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
-        return self._now().evaluate(model, own)
+    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
+        return self._now().evaluate(model, t, own)
 
     def close(self) -> None:
         self._pool.close()

@@ -162,4 +162,6 @@ def heard() -> Iterator[list[str]]:
 
 def own_code(experiment: Experiment) -> bool:
     """Whether code of the user's own takes part in what a client does."""
-    return any(each.is_own for each in (experiment.local, experiment.bounding, experiment.model))
+    e = experiment
+    every = (e.local, e.bounding, e.model, e.evaluate.fine_tune)
+    return any(each is not None and each.is_own for each in every)

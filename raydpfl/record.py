@@ -150,7 +150,7 @@ class Record:
 
     def _evaluate(self, row: dict[str, Any], at: Position) -> None:
         e = self.plan.experiment
-        batches = self.pool.evaluate(at.model, at.memory.own)
+        batches = self.pool.evaluate(at.model, at.t, at.memory.own)
         totals = evaluator.totals(batches, e.metrics)
         found = evaluator.scored(totals)
         metric = e.evaluate.per_client

@@ -58,7 +58,7 @@ model = np.zeros(d, np.float32)
 lane = Lane(np.arange(8), np.zeros(8, int), np.ones(8), int(client.shards.sizes.max()))
 result = client.train(Broadcast(model), Work(0, 0, 1, 1.0, 0.5, 2.0**-40), [lane])
 assert len(result.columns["norm"]) == 8
-assert client.evaluate(model, [0], {})[0].rows == "test"
+assert client.evaluate(model, 0, [0], {})[0].rows == "test"
 print(json.dumps(sorted(sys.modules)))
 """
 

@@ -238,6 +238,58 @@ def test_the_guarantee_says_what_stays_with_clients():
     assert hidden.kind == "unproven" and {each.kind for each in known} == {"rigorous"}
 
 
+# --- fine-tuning before evaluation ---
+
+TUNE = {"kind": "sgd", "steps": 4, "batch": "full", "lr": 0.2}
+TUNED = {**SCORED, "test": True, "per_client": "accuracy", "fine_tune": TUNE}
+
+
+def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
+    """The net trained on all rows of a client."""
+    shards = Shards.open(plan.shards)
+    rule = plan.experiment.evaluate.fine_tune
+    net = copy.deepcopy(net).train()
+    x, y, _ = shards.lane([client], int(shards.sizes[client]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=rule.lr)
+    for _ in range(rule.steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(torch.tensor(x[0])), torch.tensor(y[0])).backward()
+        optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"client": {"way": "compiled"}},  # which the tuning of a softmax takes too
+        {"model": {**NET, "local": ["2.*"]}, "evaluate": {**TUNED, "test": False}},
+    ],
+)
+def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, sections):
+    e = experiment(**{**PLAIN, "evaluate": TUNED, "rounds": 2, **sections})
+    plan = Plan.make(e)
+    run = carried_out(plan, tmp_path)
+    nets = []
+    start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
+    for client in range(5):
+        models.load(start, torch.from_numpy(run.at.model))
+        if client in run.at.memory.own:
+            own = torch.from_numpy(run.at.memory.own[client])[None]
+            every = models.Split.of(start).joined(torch.from_numpy(run.at.model), own)
+            models.set_trained(start, every[0])
+        nets.append(tuned_by_hand(plan, start, client))
+    row = run.record.rounds.arrow().to_pylist()[-1]
+    # clients hold out as many rows each
+    assert row["client_accuracy_mean"] == pytest.approx(accuracy(plan, nets))
+    if "model" in sections:
+        assert row["validation_accuracy"] == pytest.approx(accuracy(plan, nets))
+    else:  # of the model itself, which nobody has trained further
+        assert row["validation_accuracy"] < row["client_accuracy_mean"] - 0.05
+        plain = Plan.make(experiment(**{**PLAIN, **sections, "rounds": 2}))
+        plain = carried_out(plain, tmp_path / "plain")
+        assert np.array_equal(run.at.model, plain.at.model)
+
+
 OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": SCORED}
 
 
@@ -278,6 +330,22 @@ OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate
         ),
         ({"measure": [{"kind": "heterogeneity"}]}, "measure = 'heterogeneity': without what is of"),
         ({"client": {"way": "fused"}}, "client.way = 'fused': auto or one of"),
+        (
+            {"evaluate": {**SCORED, "fine_tune": TUNE}},
+            "evaluate.fine_tune = 'sgd': none without evaluate.per_client, the metric",
+        ),
+        (
+            {"evaluate": {**TUNED, "test": False, "validation": 0.0}},
+            "evaluate.fine_tune = 'sgd': none without evaluate.per_client, the metric",
+        ),
+        (
+            {"evaluate": {**TUNED, "test": False, "fine_tune": {"kind": "scaffold"}}},
+            "evaluate.fine_tune.kind = 'scaffold': a rule without variates",
+        ),
+        (
+            {"evaluate": {**TUNED, "test": False, "fine_tune": {"stepz": 3}}},
+            "evaluate.fine_tune.stepz = 3: no such key",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused_in_one_line(sections, message):

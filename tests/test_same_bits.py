@@ -223,6 +223,11 @@ METHODS["FedBN, scaffold"] = {
     "selection": {"kind": "uniform", "cohort": 9},
     "noise": {"kind": "none"},
 }
+TUNE = {"kind": "adam", "epochs": 1, "batch": 8, "lr": 0.01}
+METHODS["fine-tuned before evaluation"] = {
+    "evaluate": {"every": 2, "validation": 0.2, "per_client": "accuracy", "fine_tune": TUNE},
+    "rounds": 2,
+}
 METHODS["an own bound with a state"] = {
     "bounding": {"kind": f"{__name__}:Patient", "bound": 0.1},
     "noise": {"kind": "gaussian", "multiplier": 0.3},

@@ -59,13 +59,13 @@ class Dealt(Inline):
         found = [actor.losses(model, t, part.tolist(), noise_seed) for actor, part in asked]
         return np.concatenate(found)
 
-    def evaluate(self, model: np.ndarray, own: Mapping[int, np.ndarray]) -> list[Scored]:
+    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
         """See `Inline.evaluate`."""
         batches = len(self.client.evaluator.batches)
         found: dict[int, list[Scored]] = {}
         for index in reversed(range(batches)):
             actor = self.clients[index % len(self.clients)]
-            scored = actor.evaluate(model, [index], own)
+            scored = actor.evaluate(model, t, [index], own)
             found[index] = pickle.loads(pickle.dumps(scored))
         return [scored for index in range(batches) for scored in found[index]]
 

@@ -306,10 +306,14 @@ class Local(Schedule, Member):
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` where gradients of single samples are clipped and it has another use
-        for gradients, and for what a `train` of one's own leaves unread.
+        for gradients, and for what a `train` of one's own leaves unread. A rule of personal models
+        clips none.
         """
         if self.trains:
             _check_train(self)
+        if self is not experiment.local:
+            _check_personal(self)
+            return
         _check_precision(self, experiment)
         clips = experiment.bounding.sample_bound is not None
         if clips and (self.perturbs or self.trains):
@@ -369,6 +373,13 @@ def _check_precision(local: Local, experiment: Experiment) -> None:
         accepted = "float32 where every sample's gradient is clipped, as its norm must be exact"
         reason = f"{accepted} (bounding.kind {experiment.bounding.kind})"
         raise ConfigError("client.precision", precision, reason)
+
+
+def _check_personal(local: Local) -> None:
+    """Raises `ConfigError` for a rule of variates, which no personal model has."""
+    if local.remembers or local.corrects:
+        accepted = "a rule without variates, as it is for one client's own model"
+        raise ConfigError("evaluate.fine_tune.kind", local.kind, accepted)
 
 
 def _check_train(local: Local) -> None:
