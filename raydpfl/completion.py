@@ -26,7 +26,7 @@ CHOICE = re.compile(r"[\w.-]+")  # a literal, as types are worded
 TYPES = ("number", "text", "mapping")
 CONFIG_NAMES = ("config.yaml", "sweep.yaml")
 # families whose members no section of a config is one of
-UNSECTIONED = ("measure", "evaluate.metrics", "privacy.accountants", "selection.sampling")
+UNSECTIONED = ("measure", "track", "evaluate.metrics", "privacy.accountants", "selection.sampling")
 
 
 def kinds(incomplete: str) -> list[str]:

@@ -50,6 +50,7 @@ from raydpfl import (
     weights,
 )
 from raydpfl import measure as measures
+from raydpfl import track as trackers
 from raydpfl.errors import RAISED, ConfigError, renamed
 from raydpfl.files import read_text
 from raydpfl.hardware import Precision
@@ -392,7 +393,8 @@ class Experiment(Section):
     privacy: Privacy = Privacy()
     client: Client = Client()
     evaluate: Evaluate = Evaluate()
-    measure: tuple[SerializeAsAny[measures.Probe], ...] = measures.parse(measures.DEFAULT)
+    measure: tuple[SerializeAsAny[measures.Probe], ...] = ()
+    track: tuple[SerializeAsAny[trackers.Tracker], ...] = trackers.parse(trackers.DEFAULT)
 
     @classmethod
     def from_dict(
@@ -419,9 +421,10 @@ class Experiment(Section):
                 built[name] = choose(name, tree[name], family, base)
             for name, cls_of_section in SECTIONS.items():
                 built[name] = validate(cls_of_section, name, tree.get(name, {}))
-            built["measure"] = measures.parse(tree.get("measure", measures.DEFAULT))
+            built["measure"] = measures.parse(tree.get("measure", ()))
+            built["track"] = trackers.parse(tree.get("track", trackers.DEFAULT))
             experiment = validate(cls, "", built)
-        if experiment.unread.keys() - {"model", "server", "evaluate"}:
+        if experiment.unread.keys() - {"model", "server", "evaluate", "track"}:
             return experiment
         placed = experiment.noise.placed(experiment)
         experiment = experiment.model_copy(update={"noise": placed})
@@ -647,6 +650,21 @@ def _check_size(values: Any, most: int) -> None:
 def dump(values: Any) -> str:
     """YAML that `parse_yaml` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The leaves of a tree of sections, by dotted key.
+
+    >>> flat({"seed": 1, "local": {"lr": 0.1}})
+    {'seed': 1, 'local.lr': 0.1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found
 
 
 def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raydpfl import config, measure, metrics
+from raydpfl import config, measure, metrics, track
 from raydpfl.errors import ConfigError
 from raydpfl.hints import said
 from raydpfl.member import fields_of
@@ -137,6 +137,7 @@ def _every() -> list[Kind]:
     families: dict[str, dict] = {
         **config.KINDS,
         "measure": measure.FAMILY,
+        "track": track.FAMILY,
         metrics.SECTION: metrics.FAMILY,
     }
     for family, members in families.items():

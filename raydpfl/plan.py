@@ -35,6 +35,7 @@ log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
 # computes.
 FREE = {"client": {"actors", "num_cpus", "timeout"}}
+SHOWS = ("track",)  # sections that say where a run is shown, and nothing of what it is
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Plan:
                 outline = replace(outline, survey=answering)
             mechanism = noised(parts, outline)
         on_sums = noise_on_sums(parts, mechanism)
+        unseen = parts.experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
         plan = cls(
             experiment=parts.experiment,
             shards=parts.shards,
@@ -88,7 +90,7 @@ class Plan:
             survivors=parts.survivors,
             mechanism=mechanism,
             exposures=parts.exposures,
-            platform=origin.of(parts.experiment),
+            platform=origin.of(unseen),
         )
         plan.check_budget()
         return plan

@@ -23,19 +23,21 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import device, interrupts, measure, models, noise, saved, scores, storage
-from raydpfl.config import Experiment, read
+from raydpfl import device, interrupts, models, noise, saved, scores, storage, track
+from raydpfl.config import Experiment, flat, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.files import LOCK, holding
 from raydpfl.launch import Call, Places, forkable
-from raydpfl.measure import Board
 from raydpfl.member import choose
 from raydpfl.origin import versions
-from raydpfl.plan import FREE, Plan
+from raydpfl.plan import FREE, SHOWS, Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.process import peak_rss_mb
+from raydpfl.tables import read_log
 from raydpfl.tasks import Form
+from raydpfl.track import Tracked
+from raydpfl.track.sender import FILE, PATIENCE, Sender, senders
 from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
@@ -43,6 +45,7 @@ log = logging.getLogger("raydpfl")
 PREPARING = "preparing data and noise"
 STARTING = "starting Ray"
 FIRST = "first round"
+RUSHED = 5.0  # seconds that a tracker may take to end once the run is to stop
 MISSING = "interrupted before its measures ({}) were computed; --resume computes them"
 
 
@@ -84,7 +87,7 @@ def run(
         data_root: the folder of data sets; None: RAYDPFL_DATA.
         address: of a Ray cluster to join. A Ray that this process had started is left running.
         on_stage, on_start: are told what is done before the first round, in words; the plan.
-        on_rows: is given the rows that each round completed; if it returns True the run ends.
+        on_rows: is given the rows that each round completed, one or more; True ends the run.
         on_measure: is told the steps done, of how many, of measures after the last round.
 
     Raises `ConfigError` with nothing started or written, `RunError` for a run that failed, and
@@ -175,6 +178,7 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (
                 "config.yaml",
+                FILE,
                 "trajectory.bin",
                 "optimum.bin",
                 "rounds.parquet",
@@ -236,13 +240,14 @@ class _Drive:
         self.on_start = on_start
         self.on_rows = on_rows
         self.on_measure = on_measure
-        self.boards: list[Board] = []
+        self.senders: list[Sender] = []
         self.early: str | None = None  # why it ends before its last round
 
     def begin(
         self, places: Places, resume: bool, fresh_noise: bool
     ) -> tuple[dict[str, Any], np.ndarray]:
         """Takes the directory and starts what the run needs; then as `carry_out`."""
+        track.installed(self.plan.experiment.track)
         if places.waits:
             self.on_stage(STARTING)
         self.plan = plan = places.located(self.plan)
@@ -257,6 +262,7 @@ class _Drive:
             replace_file(folder / "config.yaml", lambda file: file.write(config))
             self.on_start(plan)
             self.began = time.monotonic()
+            self.anew = fresh_noise
             self.call = places.coordinator(plan, str(folder), resume, fresh_noise)
             self.on_stage(FIRST)
             return self.carry_out()
@@ -268,15 +274,15 @@ class _Drive:
             KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
         """
         done = self.call("position")
-        self.boards = _boards(self.plan, self.folder, done)
+        self.senders = _senders(self.plan, self.folder, done, self.anew)
+        summary: dict[str, Any] = {}
         try:
             with interrupts.deferred():
                 status, failure, whole = self._rounds(done)
                 summary, model = self._summary(status, failure, whole)
         finally:
-            for board in self.boards:
-                with suppress(Exception):
-                    board.close()
+            for sender in self.senders:
+                sender.close(summary, RUSHED if interrupts.asked() else PATIENCE)
         left = self._left(status)
         if left:
             found = _measured_after(self.call, self.folder, left, self.on_measure)
@@ -300,8 +306,8 @@ class _Drive:
                 with contained():
                     row = self.call("round")
                 done += 1
-                for board in self.boards:
-                    board.write([row])
+                for sender in self.senders:
+                    sender.put(row)
                 enough = self.on_rows([row]) is True
                 self.early = self.call("over") if scores.evaluated(row) else None
                 if not (enough or self.early):
@@ -341,8 +347,6 @@ class _Drive:
             if left:  # it may take longer than the run, which is whole without it
                 summary |= {kind: None for kind in left}
                 summary["reason"] = MISSING.format(", ".join(left))
-            for board in self.boards:
-                board.close()
             saved.keep(self.folder, *_module(self.plan, model), summary)
             write_json(self.folder / "summary.json", summary)
         except RunError:
@@ -352,10 +356,21 @@ class _Drive:
         return summary, model
 
 
-def _boards(plan: Plan, folder: Path, t: int) -> list[Board]:
-    """What shows the rows of a run of which t rounds are done."""
-    given = [probe.board(folder, t) for probe in plan.experiment.measure]
-    return [board for board in given if board is not None]
+def _senders(plan: Plan, folder: Path, done: int, anew: bool) -> list[Sender]:
+    """What hands the rows of a run, of which so many rounds are done, to its trackers; see
+    `raydpfl.track.sender.senders`.
+    """
+    trackers = plan.experiment.track
+    if not trackers:
+        return []
+    table = read_log(folder, "rounds") if done else None
+    rows = [] if table is None else table.slice(0, done).to_pylist()
+    place = storage.origin(folder) or str(folder.resolve())
+    parts = place.rstrip("/").split("/")
+    group = parts[-3] if parts[-2:-1] == ["trials"] else ""
+    name = f"{group}/{parts[-1]}".strip("/")
+    config = flat(plan.experiment.to_dict())
+    return senders(trackers, Tracked(folder, place, name, group, config), done, rows, anew)
 
 
 def _measured_after(
@@ -414,7 +429,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
                         value.get(key),
                         f"{before.get(key)!r}, as in the run to be resumed",
                     )
-        elif measure.settled(value) != measure.settled(before):
+        elif section not in SHOWS and value != before:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 

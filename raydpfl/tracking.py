@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints, TensorBoard events and other files that grow.
+"""What a run leaves behind: checkpoints and other files that grow.
 
 A checkpoint is one `.npz` of arrays and a JSON text. It is read without pickle and put in place by
 a rename, so a kill at any instant leaves the last complete one. The rows of the tables are in logs
@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import socket
 import time
 import zipfile
 import zlib
@@ -33,7 +32,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl import events
 from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.rounds import State
 
@@ -387,48 +385,6 @@ class Pace:
     def took(self, seconds: float) -> None:
         self._ended = time.monotonic()
         self._cost = seconds
-
-
-class TensorBoard:
-    """The numbers of every row as scalars, in a TensorBoard event file.
-
-    Events of rounds from `first` on in other files of `folder` are made void. Raises `FileError` if
-    the file cannot be written.
-    """
-
-    def __init__(self, folder: Path, first: int):
-        self.folder = folder
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        with writing(folder):
-            clear(folder, folder=True)
-            folder.mkdir(exist_ok=True)
-            while (folder / name).exists():  # by a run of this process within the same second
-                name += ".1"
-            self._file = open(folder / name, "wb")  # noqa: SIM115
-        with writing(folder):
-            self._write(version="brain.Event:2")
-            if first:
-                self._write(step=first, started=True)
-            self._file.flush()
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes one event per row."""
-        with writing(self.folder):
-            for row in rows:
-                scalars = {
-                    name: value
-                    for name, value in row.items()
-                    if name != "round" and isinstance(value, (int, float))
-                }
-                self._write(step=row["round"], scalars=scalars)
-            self._file.flush()
-
-    def _write(self, **what: Any) -> None:
-        self._file.write(events.record(events.event(time.time(), **what)))
-
-    def close(self) -> None:
-        with writing(self.folder):
-            self._file.close()
 
 
 def write_json(path: Path, value: Any) -> None:

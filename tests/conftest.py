@@ -43,6 +43,7 @@ SMALL = {
     "client": {"actors": 0, "num_cpus": 0.01, "lane": 8},
     "evaluate": {"every": 2},
     "measure": [],
+    "track": [],
 }
 
 

@@ -23,11 +23,11 @@ ORDER = [
     "memory", "placement", "actors", "dealing", "slots", "client", "evaluator", "personal",
     "resident", "process", "cluster",
     # no Ray from here on
-    "plan", "parts", "origin", "saved", "defaults", "config", "measure", "scores", "histogram",
-    "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding", "noise",
-    "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member", "own",
-    "rounds", "rates", "events", "arrow", "keys", "native", "storage", "files", "device", "hints",
-    "errors", "interrupts", "hardware", "reaper",
+    "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
+    "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local",
+    "bounding", "noise", "weights", "server", "sums", "privacy", "models", "data", "metrics",
+    "tasks", "member", "own", "rounds", "rates", "events", "arrow", "keys", "native",
+    "storage", "files", "device", "hints", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -141,6 +141,7 @@ SECTIONS = {
     "Tanh": {"bounding": {"kind": "mine:Tanh", "bound": 1.0}},
     "Smoothed": {"local": {"kind": "mine:Smoothed", "lr": 0.05}},
     "net": {"model": {"kind": "net:net"}},
+    "Lines": {"track": ["mine:Lines"]},
 }
 
 

@@ -33,7 +33,8 @@ print(json.dumps(sorted(sys.modules)))
 
 def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_path):
     config = tmp_path / "small.yaml"
-    asked = {"client": {**SMALL["client"], "actors": 0}, "measure": ["tensorboard", "clients"]}
+    asked = {"client": {**SMALL["client"], "actors": 0}, "measure": ["clients"]}
+    asked["track"] = ["tensorboard", "ray"]
     noise = {"kind": "gaussian", "epsilon": 8.0, "delta": 1e-5}
     asked |= {"noise": noise, "privacy": {"accountants": ["pld", "rdp", "paper"]}}
     config.write_text(yaml.safe_dump(SMALL | asked))

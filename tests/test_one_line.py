@@ -12,7 +12,7 @@ import yaml
 from conftest import SMALL, experiment
 from test_bad_input import complain
 
-from raydpfl import cli, events, run
+from raydpfl import cli, run
 from raydpfl.config import parse_yaml
 from raydpfl.errors import ConfigError
 
@@ -251,28 +251,6 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
     cli.main()
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert found["model_sha256"] == whole.summary["model_sha256"]
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_full_disk_under_tensorboard(early, small, tmp_path, monkeypatch, capsys):
-    record = events.record
-
-    def full(data):
-        if early or b"train_loss" in data:
-            raise OSError(28, "No space left on device")
-        return record(data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(events, "record", full)
-        said = complain(
-            ["run", small, "measure=[tensorboard]", "--out", tmp_path / "out"], patch, capsys, 1
-        )
-    assert said.startswith(
-        f"{tmp_path}/out/tensorboard cannot be written (No space left on device)"
-    )
-    assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
-    again = run(experiment(rounds=2), tmp_path / "out", resume=(tmp_path / "out").exists())
-    assert again.summary["status"] == "completed"
 
 
 def test_a_value_that_cannot_be_shown_is_named_all_the_same():

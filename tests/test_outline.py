@@ -140,16 +140,16 @@ def marked(text):
 
 
 def test_every_key_that_is_at_its_default_is_marked_and_the_marks_are_in_one_column(shown):
-    text = shown({**SMALL, "measure": [], "local": {"kind": "sgd", "lr": 0.1, "momentum": 0.5}})
+    text = shown({**SMALL, "local": {"kind": "sgd", "lr": 0.1, "momentum": 0.5}})
     found = marked(text)
     assert found >= {"local.kind", "local.lr", "local.steps", "weights.kind", "noise.placement"}
-    assert not found & {"seed", "local.momentum", "bounding.kind", "noise.multiplier", "measure"}
+    assert not found & {"seed", "local.momentum", "bounding.kind", "noise.multiplier", "track"}
     assert len({line.index("# default") for line in text.splitlines() if "# default" in line}) == 1
     assert max(map(len, text.splitlines())) <= 80
     assert Experiment.from_dict(yaml.safe_load(text)).local.momentum == 0.5
     bare = "".join(f"{line.partition('  # default')[0].rstrip()}\n" for line in text.splitlines())
     assert bare == experiment(local={"kind": "sgd", "lr": 0.1, "momentum": 0.5}).to_yaml()
-    assert "measure" in marked(shown({key: SMALL[key] for key in SMALL if key != "measure"}))
+    assert "track" in marked(shown({key: SMALL[key] for key in SMALL if key != "track"}))
 
 
 def test_what_a_sweep_searches_is_not_at_its_default_and_the_rest_is(shown):

@@ -53,7 +53,7 @@ GUARANTEE = {
 
 
 def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
-    result = run(experiment(measure=["tensorboard", "clients"]), tmp_path / "out")
+    result = run(experiment(measure=["clients"], track=["tensorboard"]), tmp_path / "out")
     names = {path.name for path in result.out.iterdir()}
     assert names == {
         "config.yaml",
@@ -64,6 +64,7 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
         "model.safetensors",
         "checkpoints",
         "tensorboard",
+        "trackers.json",
     }
     summary = json.loads((result.out / "summary.json").read_text())
     assert summary.keys() >= SUMMARY and summary["status"] == "completed"
@@ -92,7 +93,7 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
 def test_tensorboard_shows_every_number_of_every_row(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    result = run(experiment(measure=["tensorboard"]), tmp_path / "out")
+    result = run(experiment(track=["tensorboard"]), tmp_path / "out")
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     events.Reload()
     for name in ("train_loss", "test_accuracy", "epsilon_rdp", "cohort"):

@@ -294,7 +294,7 @@ def test_what_the_coordinator_passes_over_is_heard_of_in_the_driver(tmp_path, sh
 
 
 def test_tensorboard_goes_on_where_a_file_was_in_its_way(tmp_path):
-    shown = experiment(measure=["tensorboard"])
+    shown = experiment(track=["tensorboard"])
     halfway(tmp_path / "out", shown, 2)
     shutil.rmtree(tmp_path / "out" / "tensorboard")
     (tmp_path / "out" / "tensorboard").write_text("")
@@ -322,7 +322,7 @@ def test_a_run_that_is_broken_off_while_it_starts_leaves_nothing_behind(
             (tmp_path / "out").mkdir()
         with pytest.raises(how):
             run(
-                experiment(rounds=1, measure=["trajectory", "tensorboard"]),
+                experiment(rounds=1, measure=["trajectory"], track=["tensorboard"]),
                 tmp_path / "out",
             )
     assert (tmp_path / "out").exists() != made and not list(tmp_path.glob("out/*"))

@@ -366,7 +366,7 @@ def swept(shared_ray, tmp_path_factory):
             local={"lr": {"grid": [0.05, 0.1, 1.0e30]}},
             bounding={"kind": "none"},
             noise={"kind": "none"},
-            measure=["tensorboard"],
+            track=["tensorboard"],
             client={"actors": "auto"},
             sweep={"repeats": 2, "concurrent": 1, "on_error": "choose"},
         )

@@ -40,6 +40,7 @@ from raydpfl.check import (
     selection,
     server,
     tasks,
+    track,
     weights,
 )
 from raydpfl.check.cases import AROUND, AROUNDS, SECTIONS, Case, examples_of
@@ -65,7 +66,9 @@ PROMISES: dict[str, tuple[Look, ...]] = {
     "selection": selection.PROMISES,
     "measure": measure.PROMISES,
     "task": tasks.PROMISES,
+    "track": track.PROMISES,
 }
+APART = ("track",)  # families that have no part in a round
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: family for section, (family, _) in SECTIONS.items()},
     "law": {name: type(each) for name, each in LAWS.items()},
@@ -195,7 +198,8 @@ def _of_members(
         cases.append(case)
     for case in cases:
         shown = _shown({name: value for name, value in case.values.items() if name != "kind"})
-        promises = (*members.PROMISES, *PROMISES[section], *rounds.PROMISES)
+        promises = (*members.PROMISES, *PROMISES[section])
+        promises += () if section in APART else rounds.PROMISES
         yield from ((promise, case, shown) for promise in promises)
 
 

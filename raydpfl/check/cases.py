@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import measure, tasks
+from raydpfl import measure, tasks, track
 from raydpfl.check.promise import Untaken, Untried
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config import FAMILIES, Experiment, overridden
@@ -45,6 +45,7 @@ AROUND: dict[str, Any] = {
     "client": {"actors": 0, "num_cpus": 0.01, "lane": 4},
     "evaluate": {"every": 100},
     "measure": [],
+    "track": [],
 }
 SAMPLES = {"kind": "per_sample_clip", "bound": 0.5}
 BUDGETS = {"kind": "gaussian", "placement": "step", "epsilon": 3.0, "delta": 1e-3}
@@ -76,6 +77,7 @@ AROUNDS: tuple[dict[str, Any], ...] = (
 SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
     **FAMILIES,
     "measure": (measure.FAMILY, measure.Probe),
+    "track": (track.FAMILY, track.Tracker),
     "task": (tasks.FAMILY, tasks.Task),
 }
 
@@ -107,7 +109,7 @@ class Case:
         if self.section == "task":
             data = {"kind": "raydpfl.check.tasks:Made", "clients": CLIENTS, "task": self.values}
             return {**tree, "data": data, "model": {"kind": "raydpfl.check.tasks:Net"}}
-        mine = [self.values] if self.section == "measure" else self.values
+        mine = [self.values] if self.section in ("measure", "track") else self.values
         return {**tree, self.section: mine}
 
     def part_of(self, experiment: Experiment) -> Any:

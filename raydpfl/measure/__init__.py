@@ -1,7 +1,7 @@
-"""What a run records beyond its rounds: `measure: [tensorboard, clients, ...]`, a file a member.
+"""What a run records beyond its rounds: `measure: [clients, bounding, ...]`, a file a member.
 
-Without a word about it a run has its TensorBoard events and nothing else, as each of the others
-costs more than 2 % of some round. A member with fields is given as a mapping:
+Without a word about it a run has none, as each costs more than 2 % of some round. A member with
+fields is given as a mapping:
 
 >>> [probe.kind for probe in parse(["clients", {"kind": "bounding", "repeats": 3}])]
 ['clients', 'bounding']
@@ -12,19 +12,17 @@ raydpfl.errors.ConfigError: measure = ['clients', 'clients']: a list that has ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.measure.base import Afterwards, Board, Finished, Probe, Problem, Round, Sent
+from raydpfl.measure.base import Afterwards, Finished, Probe, Problem, Round, Sent
 from raydpfl.member import choose, family
 
 __all__ = [
-    "DEFAULT", "FAMILY", "Afterwards", "Board", "Finished", "Probe", "Problem", "Round", "Sent",
+    "FAMILY", "Afterwards", "Finished", "Probe", "Problem", "Round", "Sent",
 ]  # fmt: skip
 
 FAMILY: dict[str, type[Probe]] = family(__name__, Probe)
-DEFAULT = ("tensorboard",)
 
 
 def parse(values: Any) -> tuple[Probe, ...]:
@@ -36,13 +34,3 @@ def parse(values: Any) -> tuple[Probe, ...]:
     if len({probe.kind for probe in found}) < len(found):
         raise ConfigError("measure", values, "a list that has each kind once")
     return found
-
-
-def settled(values: Any) -> Any:
-    """Of the section as a config has it, what a run cannot be gone on without."""
-    shown = {kind for kind, cls in FAMILY.items() if cls().shows_only}
-    if not isinstance(values, (list, tuple)):
-        return values
-    return [
-        each for each in values if not (isinstance(each, Mapping) and each.get("kind") in shown)
-    ]

@@ -110,16 +110,6 @@ class Done:
         return self.found
 
 
-class Board(Protocol):
-    """Where the rows of a run are shown while it goes on."""
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Shows rows of the rounds table that are complete."""
-
-    def close(self) -> None:
-        """The run has ended."""
-
-
 # the round, counted from 0, and the model after it, float32 [d] -> columns of the rounds table
 Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
@@ -136,11 +126,6 @@ class Probe(Member):
         if self.of_all and experiment.model.local:
             accepted = "without what is of one model for all clients, as model.local gives none"
             raise ConfigError("measure", self.kind, accepted)
-
-    @property
-    def shows_only(self) -> bool:
-        """Whether a run may be gone on with or without it."""
-        return False
 
     # whether it looks at clients' losses under one model of all
     of_all: ClassVar[bool] = False
@@ -200,10 +185,6 @@ class Probe(Member):
 
     def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
         """What is given the model (float32 [d]) after t rounds, and after each that follows."""
-        return None
-
-    def board(self, out: Path, t: int) -> Board | None:
-        """What shows the rows of a run of which t rounds are done."""
         return None
 
     def afterwards(self, run: Finished) -> Afterwards | None:

@@ -25,6 +25,7 @@ from raydpfl import interrupts, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.plan import Plan
 from raydpfl.scores import set_of
+from raydpfl.track import installed
 from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.directory import Directory, said
 from raydpfl.tune.driver import drive, proposed
@@ -185,8 +186,10 @@ class Course(Source):
 
 def _check(sweep: Sweep, root: Path | None) -> None:
     """Raises `ConfigError` for data of some trial whose files are not there, for what the first
-    trial's data or accountants cannot give, and for a metric that these data do not have.
+    trial's data or accountants cannot give, for a tracker that is not installed, and for a metric
+    that these data do not have.
     """
+    installed(sweep.probes[0].track)
     searched = any(key.partition(".")[0] == "data" for key in sweep.spaces)
     probes = sweep.probes if searched else sweep.probes[:1]
     for described in {each.data.model_dump_json(): each.data for each in probes}.values():

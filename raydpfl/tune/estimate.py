@@ -149,6 +149,7 @@ def _timed(experiment: Experiment, root: Path | None) -> tuple[float, float]:
         rows.extend(more)
         return len(rows) >= TIMED
 
+    experiment = experiment.model_copy(update={"track": ()})
     Plan.make(experiment, root)  # data and noise are prepared once for all runs that share them
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="raydpfl-timed-") as folder:

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
-from raydpfl import measure, scores
-from raydpfl.config import Experiment, read
+from raydpfl import scores
+from raydpfl.config import Experiment, flat, read
 from raydpfl.errors import ConfigError
 from raydpfl.files import read_text
-from raydpfl.runner import FREE
+from raydpfl.plan import FREE, SHOWS
 from raydpfl.tune.spaces import put
 
 FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE.items() for key in keys)
@@ -53,31 +53,15 @@ class _Summary(BaseModel):
     reason: str | None = None
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The leaves of a tree of sections, by dotted key.
-
-    >>> flat({"seed": 1, "local": {"lr": 0.1}})
-    {'seed': 1, 'local.lr': 0.1}
-    """
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{path}{key}.")
-        else:
-            found[f"{path}{key}"] = value
-    return found
-
-
 def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
     """All that tells a trial from another, by dotted key: the complete config.
 
-    What a resumed run may change is left out, unless the sweep has `searched` it.
+    What a resumed run may change, and what only shows it, is left out, unless the sweep has
+    `searched` it.
     """
     kept = tuple(f"{each}." for each in searched)
-    free = {key for key in FREE_KEYS if not f"{key}.".startswith(kept)}
+    free = {key for key in (*FREE_KEYS, *SHOWS) if not f"{key}.".startswith(kept)}
     leaves = flat(experiment.to_dict())
-    if not "measure.".startswith(kept):
-        leaves["measure"] = measure.settled(leaves["measure"])
     return {key: value for key, value in leaves.items() if key not in free}
 
 

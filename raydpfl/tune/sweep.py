@@ -24,13 +24,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from raydpfl.config import Experiment, dump, overridden, read
+from raydpfl.config import Experiment, dump, flat, overridden, read
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Section, validate
 from raydpfl.scores import TEST, VALIDATION, set_of, sign
 from raydpfl.tune.directory import difference, stored
-from raydpfl.tune.folder import FREE_KEYS, flat, identity, meaning, name_of
+from raydpfl.tune.folder import FREE_KEYS, identity, meaning, name_of
 from raydpfl.tune.source import Trial
 from raydpfl.tune.spaces import Space, at, find, put
 

@@ -1,0 +1,78 @@
+"""What a tracker promises: see `raydpfl.track`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, Untried, hold
+from raydpfl.config import flat
+from raydpfl.errors import ConfigError
+from raydpfl.track import Tracked, installed
+from raydpfl.track.sender import Book, Sender
+
+NAMES = ("cohort", "train_loss", "test_accuracy", "epsilon_pld", "seconds")
+SUMMARY = {"status": "completed", "rounds": 6, "best_test_accuracy": 0.5, "holds": []}
+
+
+class Heard(logging.Handler):
+    """What is warned of while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logging.getLogger("raydpfl").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("raydpfl").removeHandler(self)
+
+
+def every_round(case: Case) -> str:
+    """It takes every round of a run, one without an evaluation too, and how it ended."""
+    folder = case.folder / "rounds"
+    name, rounds = _shown(case, folder, 0, 3)
+    hold(rounds == 3, f"it was told of {rounds} of 3 rounds")
+    return f"3 rounds, of a run that it calls {name or 'nothing'}"
+
+
+def gone_on_with(case: Case) -> str:
+    """It goes on with a run that is resumed, and does not begin another one."""
+    folder = case.folder / "again"
+    name, _ = _shown(case, folder, 0, 3)
+    again, rounds = _shown(case, folder, 3, 6)
+    hold(again == name, f"the run that it called {name} it then called {again}")
+    hold(rounds == 6, f"it was told of {rounds} of 6 rounds")
+    return "6 rounds of one run, told in two parts"
+
+
+def _shown(case: Case, folder: Path, first: int, last: int) -> tuple[str, int]:
+    """What the tracker calls a run that it was shown some rounds of, and of how many it knows.
+    Raises `Untried` where its library is not installed.
+    """
+    tracker = case.member
+    try:
+        installed([tracker])
+    except ConfigError as error:
+        raise Untried(error.accepted) from None
+    folder.mkdir(exist_ok=True)
+    book = Book(folder)
+    name, known = book.entry(tracker.kind)
+    run = Tracked(folder, str(folder), "checked", "", flat(case.tree()), name, known)
+    with Heard() as heard:
+        sender = Sender(tracker.kept_in(folder), run, book)
+        for t in range(first, last):
+            values = {name: 0.1 * t for name in NAMES}
+            sender.put({"round": t, **values, "test_loss": None if t % 2 else 0.5})
+        sender.close(SUMMARY)
+    hold(not heard.said, "; ".join(heard.said))
+    return Book(folder).entry(tracker.kind)
+
+
+PROMISES: tuple[Look, ...] = (every_round, gone_on_with)
