@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from raydpfl.client import ClientActor
 from raydpfl.config import Client, Experiment
 from raydpfl.data import Shards
 from raydpfl.dealing import Costs, rows, shares, singles
+from raydpfl.delivery import RATE
 from raydpfl.errors import ConfigError, DeviceLost, RunError
 from raydpfl.origin import differences
 from raydpfl.process import Started
@@ -128,6 +130,7 @@ class Actors:
         self._costs = Costs()
         self._patience = {name: Patience(client.timeout) for name in SAID}
         self._given: tuple | None = None  # what `ready` of each is told
+        self._sending = 0.0  # seconds that the data may take to other nodes
         self._actors: dict[int, Any] = {}
         self._facts: dict[int, Started] = {}
         # call -> actor, of those that have been told and have not answered yet
@@ -156,7 +159,10 @@ class Actors:
         self._kind = experiment.model.kind
         self._batches = [each.clients for each in evaluator.batches(experiment, opened)]
         path = tuple(os.path.abspath(entry) for entry in sys.path)
-        self._given = (pickle.dumps(experiment), shards, path, capability)
+        here = ray.get_runtime_context().get_node_id()
+        self._given = (pickle.dumps(experiment), shards, path, capability, here)
+        if len(ray.nodes()) > 1:  # others may have to be sent them
+            self._sending = sum(each.stat().st_size for each in Path(shards).iterdir()) / RATE
         for index in self._actors:
             self._tell(index)
 
@@ -178,7 +184,7 @@ class Actors:
         """Waits until so many actors can work. Raises what stands in the way, and what `check`
         raises, which is called several times a second.
         """
-        timeout = START_SECONDS + 2.0 * self._count
+        timeout = START_SECONDS + 2.0 * self._count + self._sending
         until = time.monotonic() + timeout
         deaths: Counter[Any] = Counter()
         while self.healthy < least:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raydpfl import device, origin
+from raydpfl import delivery, device, origin
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
@@ -105,6 +105,7 @@ class Process:
         shards: str,
         path: Sequence[str],
         capability: Mapping[str, str] | None = None,
+        source: str = "",
     ) -> Started:
         """Where it runs, once it can work.
 
@@ -114,18 +115,18 @@ class Process:
             path: where the process that started the run has found modules of the user's own.
             capability: of the run (`raydpfl.origin.capability`), what its node has to compute like,
                 and its GPU (`raydpfl.device.facts`), where the run knows that.
+            source: Ray's id of the node that has the data, which sends them where they are not
+                (`raydpfl.delivery`); empty: they are here.
 
         Raises:
             ConfigError: naming the host, what it lacks, and what to set; and what `check` raises.
         """
         sys.path.extend(entry for entry in path if entry not in sys.path)
         host = place()
+        if source:
+            shards = str(delivery.prepared(shards, source))
         _check_data(shards, host)
-        try:
-            experiment = pickle.loads(pickled)
-        except (ImportError, AttributeError) as error:
-            accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
-            raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
+        experiment = _experiment(pickled, path, host, source)
         gpus = experiment.client.num_gpus
         device.chosen(gpus, f"node {host}")
         self._make_here(experiment, shards, host)
@@ -136,6 +137,23 @@ class Process:
 
         node = ray.get_runtime_context().get_node_id()
         return Started(os.getpid(), host, node, self.progress.path, gpu)
+
+
+def _experiment(pickled: bytes, path: Sequence[str], host: str, source: str) -> Experiment:
+    """What is unpickled, with the weights that it starts from where this node has them. Raises
+    `ConfigError` for modules that the node `host` has not.
+    """
+    try:
+        experiment = pickle.loads(pickled)
+    except (ImportError, AttributeError) as error:
+        accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
+        raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
+    init = experiment.model.init
+    if not (source and init):
+        return experiment
+    # a whole path: the plan has seen to that
+    model = experiment.model.model_copy(update={"init": str(delivery.file(init, source))})
+    return experiment.model_copy(update={"model": model})
 
 
 def _check_data(shards: str, host: str) -> None:

@@ -1,8 +1,9 @@
 """A run on a cluster elsewhere, through Ray's job server: `raydpfl submit`.
 
-The cluster must have a job server with an HTTP address, a `python` with raydpfl's dependencies on
-the head's PATH, and RAYDPFL_CACHE on storage that its nodes share. This package, the config, your
-own modules and the files that the config names are sent along (see `raydpfl.staging`). The job is
+The cluster must have a job server with an HTTP address, and a `python` with raydpfl's dependencies
+on the head's PATH; a sweep's nodes also share the storage that RAYDPFL_CACHE is on. This package,
+the config, your own modules and the files that the config names are sent along (see
+`raydpfl.staging`). The job is
 an ordinary `raydpfl run` or `raydpfl sweep` on the head. It writes to its own folder under
 RAYDPFL_CACHE/runs and needs nobody to watch it: you may leave and come back.
 

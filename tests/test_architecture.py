@@ -21,7 +21,7 @@ ORDER = [
     "staging", "archive", "study", "tune", "report", "shown", "observers", "runner", "launch",
     "hosted", "coordinator", "record", "witnessing", "adapting", "surveying", "position", "account",
     "memory", "placement", "actors", "dealing", "slots", "client", "evaluator", "personal",
-    "resident", "process", "cluster",
+    "resident", "process", "delivery", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local",
@@ -34,6 +34,7 @@ KNOW_RAY = {
     "actors",
     "launch",
     "process",
+    "delivery",
     "cluster",
     "tune",
     "submit",

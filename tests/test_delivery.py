@@ -1,0 +1,161 @@
+"""A cluster whose nodes share no disk: what a node lacks is sent to it once, and the bits are those
+of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import experiment
+from test_cluster import until
+from test_submit import end, token_environment
+
+from raydpfl import delivery, run
+from raydpfl.errors import ConfigError, FileError
+from raydpfl.files import SEAL, put, whole
+from raydpfl.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+# A head of one CPU, and a node of one whose processes do not see the folder HIDDEN and have a cache
+# of their own.
+HOST = """
+import os, sys
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 1, "object_store_memory": 80_000_000}
+head = {**node, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
+apart = {"RAYDPFL_CACHE": sys.argv[1], "HIDDEN": sys.argv[2], "PYTHONPATH": sys.argv[3]}
+cluster.add_node(**node, env_vars=apart)
+cluster.wait_for_nodes()
+print("address", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+BLIND = """
+import os, sys
+
+hidden = os.environ["HIDDEN"]
+
+def gone(path):
+    return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(hidden)
+
+def hide(event, arguments):
+    if event == "open" and gone(arguments[0]):
+        raise FileNotFoundError(2, "it is another machine's", os.fspath(arguments[0]))
+
+def blind(call):
+    def guarded(path, *more, **options):
+        if gone(path):
+            raise FileNotFoundError(2, "it is another machine's", os.fspath(path))
+        return call(path, *more, **options)
+    return guarded
+
+sys.addaudithook(hide)
+os.stat = blind(os.stat)
+os.lstat = blind(os.lstat)
+"""
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """The environment to join such a cluster with, and its second node's cache."""
+    folder = Path(tempfile.mkdtemp(prefix="rd", dir="/tmp"))  # short: socket paths have 107 bytes
+    blind = tmp_path / "blind"
+    blind.mkdir()
+    (blind / "sitecustomize.py").write_text(BLIND)
+    environment = token_environment(folder)
+    theirs = tmp_path / "theirs"
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    path = f"{blind}:{environment.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-c", HOST, str(theirs), str(hidden), path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stderr=log, start_new_session=True, **pipes
+        )
+    address = until(process, "address", folder / "log").split()[1]
+    mine = {"RAY_ADDRESS": address, "RAYDPFL_CACHE": str(hidden / "cache")}
+    yield {**environment, **mine}, hidden, theirs
+    end(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, tmp_path):
+    environment, hidden, theirs = apart
+    first = run(experiment(client={"actors": 0, "way": "fused"}), tmp_path / "first")
+    weights = hidden / "start.safetensors"
+    shutil.copy(Path(first.out) / "model.safetensors", weights)
+    told = {"model": {"kind": "softmax", "init": str(weights)}}
+    alone = run(experiment(**told, client={"actors": 0, "way": "fused"}), tmp_path / "alone")
+    config = hidden / "config.yaml"
+    client = {"actors": 2, "num_cpus": 1, "way": "fused"}
+    config.write_text(experiment(**told, client=client).to_yaml())
+    command = [sys.executable, "-m", "raydpfl", "run", str(config), "--address", "auto"]
+    command += ["--out", str(hidden / "out")]
+    done = subprocess.run(
+        command, timeout=240, capture_output=True, text=True, env=environment, cwd=hidden
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((hidden / "out" / "summary.json").read_text())
+    assert summary["model_sha256"] == alone.summary["model_sha256"]
+    assert summary["ray"]["actors"] == 2
+    (folder,) = (theirs / "data").iterdir()
+    assert whole(folder)
+    assert (theirs / "data" / folder.name / "train.arrow").exists()
+    assert [path.name for path in theirs.glob("sent/*/*.safetensors")] == ["start.safetensors"]
+
+
+@pytest.fixture
+def node(shared_ray, monkeypatch):
+    monkeypatch.setattr(delivery, "PIECE", 10_000)
+    return shared_ray.get_runtime_context().get_node_id()
+
+
+def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_path, monkeypatch):
+    folder = Plan.make(experiment()).shards
+    sent = []
+    pieces = delivery._pieces
+    monkeypatch.setattr(delivery, "_pieces", lambda *given: sent.append(given[0]) or pieces(*given))
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+    place = tmp_path / "data" / folder.name
+    with ThreadPoolExecutor(3) as pool:
+        about = lambda: delivery._sealed(node, str(folder))  # noqa: E731
+        asked = [pool.submit(delivery._kept, place, node, about, folder) for _ in range(3)]
+        assert {each.result() for each in asked} == {place}
+    assert whole(place)
+    names = {path.name for path in folder.iterdir()}
+    assert {path.name for path in place.iterdir()} == names
+    for name in names - {SEAL}:
+        assert (place / name).read_bytes() == (folder / name).read_bytes()
+    assert len(sent) == len(set(sent)) == len(names) - 1
+
+
+def test_what_is_here_is_not_sent(tmp_path):
+    put(tmp_path / "here", lambda scratch: (scratch / "a").write_text("1"))
+    assert delivery.prepared(str(tmp_path / "here"), "no node") == tmp_path / "here"
+    assert delivery.file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
+
+
+def test_what_arrives_otherwise_or_finds_no_room_is_refused(node, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a").write_bytes(bytes(25_000))
+    files = {"a": (25_000, "another digest")}
+    with pytest.raises(FileError, match="did not arrive as it is"):
+        delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
+    files = {"a": (1 << 60, "")}
+    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*GB free"):
+        delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
+    files = {"gone": (10, "")}
+    with pytest.raises(FileError, match=r"did not arrive.*No such file"):
+        delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
+    assert not (tmp_path / "cache" / "b").exists()
