@@ -678,17 +678,23 @@ def test_optuna_goes_on_without_the_settings_that_fail():
 
 
 def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_path):
-    pytest.importorskip("optuna")
+    optuna = pytest.importorskip("optuna")
     spaces = dict(
         local={"lr": {"loguniform": [1e-3, 1]}}, bounding={"bound": {"powers_of_two": [-1, 1]}}
     )
-    sweep = Sweep.from_dict(
-        tree(**spaces, sweep={"search": "optuna", "samples": 6, "ahead": 2, "concurrent": 1})
-    )
+    search = {"search": "optuna", "samples": 6, "ahead": 2, "concurrent": 1}
+    search["storage"] = f"sqlite:///{tmp_path / 'optuna.db'}"
+    sweep = Sweep.from_dict(tree(**spaces, sweep=search))
     whole = run(sweep, tmp_path / "out")
     assert whole.trials["status"].to_pylist() == ["completed"] * 6
     again = run(sweep, tmp_path / "out", resume=True)
     assert again.trials.equals(whole.trials) and again.summary["processes"] == 0
+    study = optuna.load_study(study_name="out", storage=search["storage"])
+    shown = {trial.params["local.lr"]: trial.value for trial in study.trials}
+    pairs = (whole.trials[name].to_pylist() for name in ("local.lr", "test_accuracy"))
+    assert len(study.trials) == 6 and shown == dict(zip(*pairs, strict=True))
+    assert study.trials[0].user_attrs["directories"][0].startswith("trials/")
+    assert [*study.trials[0].intermediate_values] == [2, 4]
 
 
 # --- however it ends ---

@@ -30,6 +30,7 @@ from raydpfl.tracking import make_folder, replace_file
 from raydpfl.tune.directory import Directory, said
 from raydpfl.tune.driver import drive, proposed
 from raydpfl.tune.guided import guided, optuna
+from raydpfl.tune.mirror import Mirror
 from raydpfl.tune.proposals import Proposals
 from raydpfl.tune.results import Result, gather, remove, write
 from raydpfl.tune.room import Room
@@ -71,8 +72,8 @@ def run(
             for experiment in sweep.probes:
                 room.check(experiment)
             _check(sweep, root)
-            make_folder(directory.folder)
             course = Course(sweep, directory, on_change)
+            make_folder(directory.folder)
             with directory.writable():
                 stack.enter_context(directory.held())
                 proposals = course.prepare(room)
@@ -105,6 +106,7 @@ class Course(Source):
         self.timeout = sweep.search.timeout
         self.pauses = sweep.search.scheduler != "none"
         self.settings: list[Setting] = []
+        self.mirror = _mirror(sweep, directory.folder)
         self.began = time.monotonic()
 
     def prepare(self, room: Room) -> Proposals:
@@ -130,6 +132,8 @@ class Course(Source):
         """All trials, and what they leave behind. Raises `ConfigError`, `RunError`."""
         processes = drive(self, proposals, room)
         seconds = time.monotonic() - self.began
+        if self.mirror:
+            self.mirror.show(self.settings, over=True)
         return self._leave(self.gather(True, seconds=seconds, processes=processes))
 
     @property
@@ -159,6 +163,8 @@ class Course(Source):
     def save(self) -> None:
         with suppress(OSError, FileError):  # the last writing says so, if it fails too
             write(self.gather(False), self.sweep)
+        if self.mirror:
+            self.mirror.show(self.settings)
 
     def gather(self, over: bool, **more: Any) -> Result:
         return gather(self.folder, self.settings, self.sweep, over, more)
@@ -182,6 +188,14 @@ class Course(Source):
                     remove(self.folder / name)
                 self.directory.tidy()
         return result
+
+
+def _mirror(sweep: Sweep, folder: Path) -> Mirror | None:
+    """What shows the sweep in an Optuna storage, if one is named. Raises `ConfigError`."""
+    if sweep.search.storage is None:
+        return None
+    place = storage.origin(folder) or str(folder)
+    return Mirror(sweep, place.rstrip("/").rpartition("/")[2])
 
 
 def _check(sweep: Sweep, root: Path | None) -> None:

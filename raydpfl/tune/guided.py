@@ -21,14 +21,23 @@ from raydpfl.tune.spaces import Interval, Space
 from raydpfl.tune.sweep import Setting, Sweep
 
 
-def optuna() -> Any:
-    """The library, which is not installed with the package. Raises `ConfigError` without it."""
+def optuna(
+    field: str = "sweep.search", value: Any = "optuna", other: str = "grid or random"
+) -> Any:
+    """The library, which is not installed with the package.
+
+    Args:
+        field, value: what asks for it.
+        other: what there is without it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return importlib.import_module("optuna")
     except ImportError:
-        raise ConfigError(
-            "sweep.search", "optuna", "grid or random; optuna needs pip install raydpfl[optuna]"
-        ) from None
+        accepted = f"{other}; optuna needs pip install raydpfl[optuna]"
+        raise ConfigError(field, value, accepted) from None
 
 
 def guided(sweep: Sweep, add: Callable[[dict[str, Any]], Setting]) -> Iterator[Setting | None]:

@@ -35,7 +35,7 @@ from raydpfl.tune.source import Trial
 from raydpfl.tune.spaces import Space, at, find, put
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
-_EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error")
+_EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")
 CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
 MOST = 100_000  # trials, each of which has a directory and is looked at before the first begins
 # Fields that mean something only with some values of another.
@@ -66,6 +66,8 @@ class Search(Section):
     cpus: float | None = Field(default=None, ge=0)
     timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `limits`
     on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
+    # URL of an Optuna storage (sqlite:///sweeps.db) that shows the sweep as a study too
+    storage: str | None = None
 
     def complete(self) -> dict[str, Any]:
         """With all defaults, but for fields that mean nothing here."""

@@ -1,0 +1,105 @@
+"""A sweep in a storage of Optuna: it shows what the sweep's directory has, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from test_sweep import tree
+
+from raydpfl.errors import ConfigError
+from raydpfl.tune import Sweep
+from raydpfl.tune.mirror import Mirror
+
+optuna = pytest.importorskip("optuna")
+RATES = (0.1, 0.2, 0.4)
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path / 'optuna.db'}"
+
+
+def swept(url, accuracies, rates=RATES, **more):
+    """A sweep over learning rates and two kinds of bounding, and its settings; of those without an
+    accuracy no trial has ended.
+    """
+    spaces = {"local": {"lr": {"grid": [*rates]}}, "bounding": {"bound": {"grid": [1.0, 2.0]}}}
+    sweep = Sweep.from_dict(tree(**spaces, sweep={"storage": url, **more}))
+    settings = [sweep.setting(values) for values in sweep.listed()]
+    for setting, accuracy in zip(settings, accuracies, strict=False):
+        sweep.add_trials(setting, sweep_folder(url))
+        for trial in setting.trials:
+            trial.status = "completed"
+            spent = [{"accountant": "pld", "epsilon": 3.0}, {"accountant": "rdp", "epsilon": "inf"}]
+            trial.summary = {"test_accuracy": accuracy, "guarantees": spent}
+    for setting in settings[len(accuracies) :]:
+        sweep.add_trials(setting, sweep_folder(url))
+    return sweep, settings
+
+
+def sweep_folder(url):
+    from pathlib import Path
+
+    return Path(url.removeprefix("sqlite:///")).parent / "out"
+
+
+def study(url):
+    return optuna.load_study(study_name="out", storage=url)
+
+
+def test_settings_that_are_done_are_trials_and_a_resumed_sweep_adds_what_is_missing(url, caplog):
+    sweep, settings = swept(url, [0.5, 0.75])
+    settings[1].trials[0].status = "failed"
+    Mirror(sweep, "out").show(settings)
+    found = study(url)
+    assert [(each.state.name, each.value) for each in found.trials] == [
+        ("COMPLETE", 0.5),
+        ("FAIL", None),
+    ]
+    assert found.direction.name == "MAXIMIZE" and found.metric_names == ["test_accuracy"]
+    assert found.trials[0].params == {"local.lr": 0.1, "bounding.bound": 1.0}
+    facts = found.trials[0].user_attrs
+    assert facts["epsilon_pld"] == 3.0 and "epsilon_rdp" not in facts and facts["seeds"] == [3]
+    sweep, settings = swept(url, [0.5, 0.75, 0.6])
+    settings[1].trials[0].status = "failed"
+    again = Mirror(sweep, "out")
+    again.show(settings)
+    again.show(settings, over=True)
+    assert [each.value for each in study(url).trials] == [0.5, None, 0.6]
+    assert not caplog.records
+
+
+def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
+    for accuracies, rates, warnings in (
+        ([0.5, 0.75], RATES, 0),
+        ([0.5, 0.8], RATES, 1),  # another result
+        ([0.5, 0.8], (0.1, 0.4), 0),  # other values that are not tried yet
+        ([0.9], (0.3,), 1),  # no setting in common
+    ):
+        caplog.clear()
+        sweep, settings = swept(url, accuracies, rates)
+        Mirror(sweep, "out").show(settings, over=True)
+        assert [each.value for each in study(url).trials] == accuracies
+        assert len(caplog.records) == warnings
+
+
+def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refused(url, tmp_path):
+    optuna.create_study(study_name="out", storage=url)
+    sweep, _ = swept(url, [])
+    with pytest.raises(ConfigError, match="without another study named out"):
+        Mirror(sweep, "out")
+    for wrong in (f"sqlite:///{tmp_path}/no/such.db", "nonsense", "postgresql+none://x"):
+        sweep, _ = swept(wrong, [])
+        with pytest.raises(ConfigError, match=r"sweep.storage = .* that Optuna can open \("):
+            Mirror(sweep, "out")
+
+
+def test_a_storage_that_fails_on_the_way_is_one_warning(url, caplog, monkeypatch):
+    sweep, settings = swept(url, [0.5])
+    mirror = Mirror(sweep, "out")
+    monkeypatch.setattr(mirror._study, "add_trial", lambda trial: 1 / 0)
+    mirror.show(settings)
+    mirror.show(settings)
+    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(said) == 1 and "ZeroDivisionError" in said[0] and "goes on without it" in said[0]
