@@ -19,10 +19,10 @@ tensor([-1.2855,  0.5160, -1.0663])
 The generator is for simulation: reproducible and statistically sound, not cryptographic.
 
 Design note. numpy's ziggurat takes 11 ns per normal and torch's generator 3, but the latter stops
-at 5.77 standard deviations and its seed at 32 bits. Box-Muller takes 2.3 in compiled code
-(`raydpfl/native/kernels.c`), most of it for Philox, and twice that in numpy where there is none; a
-test of both holds that the bits are the same. Filling the state of SFC64 from Philox instead would
-save half a nanosecond, but two names could then share a block.
+at 5.77 standard deviations and its seed at 32 bits. Box-Muller takes 1.5 in compiled code
+(`raydpfl/native/kernels.c`), two thirds of it for Philox, and three times that in numpy where there
+is none; a test of both holds that the bits are the same. Filling the state of SFC64 from Philox
+instead would save half a nanosecond, but two names could then share a block.
 """
 
 from __future__ import annotations

@@ -927,8 +927,8 @@ static void write_update(const Job *job, Room *room, const float *x, int64_t n, 
     }
 }
 
-/* The mean over the steps of the batches' losses; to `clipped` the share of its (sample, step) pairs
-whose gradient was longer than the bound. */
+/* The mean over the steps of the batches' losses; to `clipped` the share of its samples and steps
+with a gradient longer than the bound. */
 static double train_one(const Job *job, Room *room, const Client *client, float *update,
                         double *clipped) {
     const float *x = client->x;
@@ -1054,34 +1054,41 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
 
 typedef __uint128_t wide;
 
-/* Philox 4x64-10 (Salmon et al. 2011) of FOUR counters, whose first word goes up by one. */
-enum { FOUR = 4, WORDS = 64 };
+enum { WORDS = 64 };
 
-INLINE void philox(uint64_t first, const uint64_t given[4], uint64_t key0, uint64_t key1,
-                   uint32_t *low, uint32_t *high) {
-    uint64_t c[FOUR][4];
-    UNROLL for (int i = 0; i < FOUR; i++) {
-        c[i][0] = first + i;
-        c[i][1] = given[1];
-        c[i][2] = given[2];
-        c[i][3] = given[3];
-    }
+/* Philox 4x64-10 (Salmon et al. 2011) of one counter. The processor has several in hand at once. */
+INLINE void philox(uint64_t first, const uint64_t counter[4], uint64_t key0, uint64_t key1,
+                   uint64_t words[4]) {
+    uint64_t c[4] = {first, counter[1], counter[2], counter[3]};
     UNROLL for (int turn = 0; turn < 10; turn++) {
-        UNROLL for (int i = 0; i < FOUR; i++) {
-            wide a = (wide)0xD2E7470EE14C6C93u * c[i][0];
-            wide b = (wide)0xCA5A826395121157u * c[i][2];
-            c[i][0] = (uint64_t)(b >> 64) ^ c[i][1] ^ key0;
-            c[i][2] = (uint64_t)(a >> 64) ^ c[i][3] ^ key1;
-            c[i][1] = (uint64_t)b;
-            c[i][3] = (uint64_t)a;
-        }
+        wide a = (wide)0xD2E7470EE14C6C93u * c[0];
+        wide b = (wide)0xCA5A826395121157u * c[2];
+        c[0] = (uint64_t)(b >> 64) ^ c[1] ^ key0;
+        c[2] = (uint64_t)(a >> 64) ^ c[3] ^ key1;
+        c[1] = (uint64_t)b;
+        c[3] = (uint64_t)a;
         key0 += 0x9E3779B97F4A7C15u;
         key1 += 0xBB67AE8584CAA73Bu;
     }
-    UNROLL for (int i = 0; i < 4 * FOUR; i++) {
-        low[i] = (uint32_t)c[i / 4][i % 4];
-        high[i] = (uint32_t)(c[i / 4][i % 4] >> 32);
+    UNROLL for (int i = 0; i < 4; i++) words[i] = c[i]; /* one by one takes least */
+}
+
+/* The lower and the upper halves of WIDE words. */
+INLINE void halves(const uint64_t *words, bits *low, bits *high) {
+#if WIDE == 16
+    int32_t even[WIDE];
+    for (int i = 0; i < WIDE; i++) even[i] = 2 * i;
+    __m512i places = _mm512_loadu_si512(even);
+    __m512i a = _mm512_loadu_si512(words);
+    __m512i b = _mm512_loadu_si512(words + 8);
+    *low = (bits)_mm512_permutex2var_epi32(a, places, b);
+    *high = (bits)_mm512_permutex2var_epi32(a, places + 0x100000001, b);
+#else
+    for (int i = 0; i < WIDE; i++) {
+        (*low)[i] = (int32_t)words[i];
+        (*high)[i] = (int32_t)(words[i] >> 32);
     }
+#endif
 }
 
 INLINE part root(part v) {
@@ -1143,6 +1150,19 @@ INLINE void box_muller(bits low, bits high, float std, float *cosine, float *sin
     *(part_anywhere *)sine = (part)((bits)pick(odd, c, s) ^ minus_sine) * radius;
 }
 
+/* `count` of WORDS cosines and sines, from the block of counters that begins at `first`. */
+INLINE void some_normals(uint64_t first, const uint64_t counter[4], uint64_t seed,
+                         uint64_t purpose, float std, int64_t count, float *cosines,
+                         float *sines) {
+    uint64_t words[WORDS];
+    for (int w = 0; w < count; w += 4) philox(first + w / 4, counter, seed, purpose, words + w);
+    for (int w = 0; w < count; w += WIDE) {
+        bits low, high;
+        halves(words + w, &low, &high);
+        box_muller(low, high, std, cosines + w, sines + w);
+    }
+}
+
 /* Normals of k streams times `stds` [k]: `out` [k][2 half]. `steps` [k] are the second words of the
 counters, `clients` [k] the third. */
 void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, uint64_t t,
@@ -1151,20 +1171,15 @@ void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, u
     for (int64_t i = 0; i < k; i++) {
         const uint64_t counter[4] = {0, steps[i], clients[i], t};
         float *cosines = out + i * 2 * half;
-        for (int64_t j = 0; j < half; j += WORDS) {
-            uint32_t low[WORDS], high[WORDS];
-            for (int w = 0; w < WORDS; w += 4 * FOUR)
-                philox(1 + (j + w) / 4, counter, seed, purpose, low + w, high + w);
-            float found[2][WORDS];
-            for (int w = 0; w < WORDS; w += WIDE) {
-                bits l, h;
-                memcpy(&l, low + w, sizeof l);
-                memcpy(&h, high + w, sizeof h);
-                box_muller(l, h, stds[i], found[0] + w, found[1] + w);
-            }
-            int64_t count = half - j < WORDS ? half - j : WORDS;
-            memcpy(cosines + j, found[0], count * sizeof(float));
-            memcpy(cosines + half + j, found[1], count * sizeof(float));
-        }
+        float *sines = cosines + half;
+        int64_t j = 0;
+        for (; j + WORDS <= half; j += WORDS)
+            some_normals(1 + j / 4, counter, seed, purpose, stds[i], WORDS, cosines + j, sines + j);
+        if (j == half) continue;
+        float last[2][WORDS];
+        some_normals(1 + j / 4, counter, seed, purpose, stds[i], padded(half - j), last[0],
+                     last[1]);
+        memcpy(cosines + j, last[0], (half - j) * sizeof(float));
+        memcpy(sines + j, last[1], (half - j) * sizeof(float));
     }
 }
