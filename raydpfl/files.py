@@ -44,11 +44,19 @@ log = logging.getLogger("raydpfl")
 
 
 def cache_root() -> Path:
-    """RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME, or ~/.cache/raydpfl."""
+    """RAYDPFL_CACHE, or, where that is none or an address, raydpfl under XDG_CACHE_HOME, or
+    ~/.cache/raydpfl.
+    """
     named = os.environ.get("RAYDPFL_CACHE")
-    if named:
+    if named and not cache_address():
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+
+
+def cache_address() -> str | None:
+    """RAYDPFL_CACHE, where that is an address (see `raydpfl.storage.cache`)."""
+    named = os.environ.get("RAYDPFL_CACHE", "")
+    return named if "://" in named else None
 
 
 def data_root(root: Path | None) -> Path:
@@ -212,7 +220,7 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
         room = f"a folder that can be written, with room ({error.strerror})"
         raise ConfigError("RAYDPFL_CACHE", str(cache_root()), room) from None
     finally:
-        _remove(scratch)
+        remove(scratch)
 
 
 def _flaw(folder: Path) -> str | None:
@@ -244,12 +252,13 @@ def _swap(scratch: Path, folder: Path) -> None:
         aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
         folder.rename(aside)
         scratch.rename(folder)
-        _remove(aside)
+        remove(aside)
     else:
         scratch.rename(folder)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):

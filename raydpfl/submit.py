@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 
 ADDRESS = "http://127.0.0.1:8265"
 # of the head: cache_root of raydpfl.files, said in shell
-RUNS = '"${RAYDPFL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl}"/runs'
+OWN = "${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl"
+CHOSEN = f'in *://*) echo "{OWN}";; *) echo "$RAYDPFL_CACHE";;'
+RUNS = f'"$(case "${{RAYDPFL_CACHE:-://}}" {CHOSEN} esac)"/runs'
 NOTE = "job.json"  # in the run directory here: whose it is
 # seconds without output after which the connection is made anew, and without an answer after which
 # it is given up

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from raydpfl import Experiment, load, run, saved, storage
 from raydpfl.cli import app
 from raydpfl.coordinator import Coordinator
+from raydpfl.data import prepare, shards
 from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.files import whole as sound
 from raydpfl.privacy import Ledger
 from raydpfl.report import write
 from raydpfl.storage import mirror, ticket
@@ -337,3 +339,70 @@ def test_what_is_said_of_a_directory_names_its_address(place):
         run(described(), place, resume=True)
     with pytest.raises(RunError, match=f"of {place}"), storage.at(place) as folder:
         raise RunError(f"of {folder}")
+
+
+# --- caches ---
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """The address that caches share, and what makes this another machine."""
+    address = f"local://{tmp_path}/shared"
+    monkeypatch.setenv("RAYDPFL_CACHE", address)
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+
+    move("first")
+    return address, move
+
+
+def prepared() -> Path:
+    e = described()
+    return prepare(e.data, e.seed)
+
+
+def never(*_):
+    raise AssertionError("it is prepared again")
+
+
+def test_what_one_machine_has_prepared_another_fetches(shared, tmp_path, monkeypatch):
+    address, move = shared
+    mine = prepared()
+    assert mine.is_relative_to(tmp_path / "first")
+    content = {f"data/{mine.name}/{path.name}": path.read_bytes() for path in mine.iterdir()}
+    assert files(address) == content
+    move("second")
+    monkeypatch.setattr(shards, "_split", never)
+    theirs = prepared()
+    assert theirs.is_relative_to(tmp_path / "second") and theirs.name == mine.name
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {
+        path.name: path.read_bytes() for path in mine.iterdir()
+    }
+    monkeypatch.setattr(Store, "times", never)
+    assert prepared() == theirs, "what is here is not looked for"
+
+
+@pytest.mark.parametrize("name, content", [("digests.json", None), ("test.arrow", b"cut")])
+def test_what_is_not_whole_at_the_address_is_prepared_again(shared, name, content, caplog):
+    address, move = shared
+    mine = prepared()
+    store = Store(address)
+    if content is None:  # a machine was cut off while it put it there
+        store.remove([f"data/{mine.name}/{name}"])
+    else:
+        store.put(f"data/{mine.name}/{name}", content)
+    move("second")
+    assert sound(prepared())
+    assert ("not whole there" in caplog.text) == (content is not None)
+    move("third")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "_split", never)
+        assert sound(prepared()), "it has been mended"
+
+
+def test_a_cache_that_cannot_be_reached_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAYDPFL_CACHE", "nonsense://somewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = 'nonsense.*can be reached"):
+        prepared()

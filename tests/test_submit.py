@@ -236,6 +236,7 @@ def test_a_config_a_job_to_follow_and_one_to_stop_exclude_one_another():
     [
         {"RAYDPFL_CACHE": "/a b", "XDG_CACHE_HOME": "/x"},
         {"XDG_CACHE_HOME": "/x"},
+        {"RAYDPFL_CACHE": "s3://bucket/cache", "XDG_CACHE_HOME": "/x y"},
         {"HOME": "/home/me"},
     ],
 )

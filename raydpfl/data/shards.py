@@ -60,8 +60,9 @@ from raydpfl.arrow import numbers, packed
 from raydpfl.data.heldout import HeldOut, held_out, per_client
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import RAISED, ConfigError
-from raydpfl.files import STILL, cache_root, put, whole
+from raydpfl.files import STILL, cache_root
 from raydpfl.member import own_code
+from raydpfl.storage.cache import put, whole
 from raydpfl.tasks import Form, Target, Task
 
 FORMAT = 4

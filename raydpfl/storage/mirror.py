@@ -135,7 +135,7 @@ def push(folder: Path) -> None:
     here = {name: facts for name, facts in _files(folder).items() if not name.startswith(APART)}
     put = known["put"]
     for name in sorted((name for name in here if here[name] != put.get(name)), key=_order):
-        there.put(name, _content(folder / name))
+        there.put_file(name, folder / name)
         put[name] = here[name]
         _keep(folder, known)
     gone = put.keys() - here.keys()
@@ -171,15 +171,6 @@ def _files(folder: Path, pattern: str = "**/*") -> dict[str, list[int]]:
             facts = path.stat()
             found[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
     return found
-
-
-def _content(path: Path) -> Any:
-    import pyarrow as pa
-
-    if not path.stat().st_size:
-        return b""
-    with pa.memory_map(str(path)) as file:
-        return file.read_buffer()
 
 
 def _shown(name: str) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.files import cache_root, put, whole
+from raydpfl.files import cache_root
+from raydpfl.storage.cache import put, whole
 
 
 def kept(
