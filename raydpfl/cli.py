@@ -489,6 +489,7 @@ def audit(
     else:
         console.print(found.text(), markup=False)
         console.print(f"Audit directory: {out}", markup=False)
+        console.print(f"  its page and figures:  raydpfl report {out}", markup=False)
     if not found.passed:
         raise RunError(
             f"the run is not as private as it claims; see {storage.within(out, 'audit.json')}"

@@ -710,7 +710,9 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(
     ]
     monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "sound")])
     main()
-    assert "\nNothing speaks against the claims: epsilon" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\nNothing speaks against the claims: epsilon" in said
+    assert said.endswith(f"raydpfl report {tmp_path / 'sound'}\n")
     half_the_clients_noise(monkeypatch)
     monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "broken"), "--json"])
     with pytest.raises(SystemExit) as end:

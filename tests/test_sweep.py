@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +28,7 @@ from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
 from raydpfl.tune import Sweep, run, watch
 from raydpfl.tune.course import scheduler
-from raydpfl.tune.display import table
+from raydpfl.tune.display import following, table
 from raydpfl.tune.folder import identity
 from raydpfl.tune.guided import guided
 from raydpfl.tune.results import statement
@@ -455,6 +456,17 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
             and {*states[k + 1 :]} <= {"waiting"}
             for states in seen
         )
+
+
+def test_the_end_of_a_sweep_offers_its_page_its_runs_and_its_best_setting():
+    found = following(SimpleNamespace(out="s3://b/out", best="some"))
+    commands = [line.partition("raydpfl ")[2] for line in found[1:]]
+    assert commands == [
+        "report s3://b/out",
+        "compare s3://b/out",
+        "run s3://b/out/best.yaml",
+    ]
+    assert len(following(SimpleNamespace(out="out", best=None))) == 3
 
 
 def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_path):

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,16 @@ class Slow(Mine):
         return Kept(self, run)
 
 
+class Named(Mine):
+    """Calls a run by its group and name."""
+
+    def open(self, run):
+        return Kept(self, replace(run, id=f"{run.group} {run.name}"))
+
+
 HELD = threading.Event()
 MINE = {"kind": "test_track:Mine"}
+NAMED = {"kind": "test_track:Named"}
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +96,18 @@ def test_a_tracker_is_told_every_row_once_and_how_the_run_ended(tmp_path):
     run_one(tracked(MINE), tmp_path / "out")
     assert TOLD == {"run 0": [0, 1, 2, 3, "completed"]}
     assert book(tmp_path / "out") == {MINE["kind"]: {"id": "run 0", "rounds": 4}}
+
+
+def test_rows_are_handed_on_as_they_come_and_never_none_of_them(tmp_path):
+    seen = []
+    run_one(tracked(), tmp_path / "out", on_rows=seen.append)
+    run_one(tracked(), tmp_path / "out", resume=True, on_rows=seen.append)  # no round is left
+    assert [[row["round"] for row in rows] for rows in seen] == [[0], [1], [2], [3]]
+
+
+def test_a_trial_is_named_by_its_sweep(tmp_path):
+    run_one(tracked(NAMED), tmp_path / "swept" / "trials" / "0a1b")
+    assert TOLD == {"swept swept/0a1b": [0, 1, 2, 3, "completed"]}
 
 
 def test_a_resumed_run_is_the_same_run_of_its_tracker_and_no_row_is_told_twice(tmp_path):

@@ -323,7 +323,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch)
 def test_a_run_that_goes_on_has_the_same_validation_scores(tmp_path):
     asked = experiment(rounds=6, evaluate={**HALF, "every": 1})
     whole = run(asked, tmp_path / "whole")
-    run(asked, tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] >= 2 if rows else False)
+    run(asked, tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] >= 2)
     resumed = run(asked, tmp_path / "cut", resume=True)
     names = ["round", "test_loss", "validation_loss", "validation_accuracy"]
     assert resumed.rounds.select(names).equals(whole.rounds.select(names))

@@ -77,12 +77,24 @@ class Display:
         if best:
             self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
         self._say(result.summary["choice"])
-        found = storage.within(result.out, "best.yaml")
-        best_run = f"; the best setting: raydpfl run {found}" if best else ""
-        self._say(f"Sweep directory: {result.out}{best_run}")
+        for line in following(result):
+            self._say(line)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
+
+
+def following(result: Result) -> list[str]:
+    """Where a sweep lies, and the commands that say more of it."""
+    found = [
+        f"Sweep directory: {result.out}",
+        f"  its page and figures:  raydpfl report {result.out}",
+        f"  its runs side by side: raydpfl compare {result.out}",
+    ]
+    if result.best:
+        best = storage.within(result.out, "best.yaml")
+        found.append(f"  the best setting:      raydpfl run {best}")
+    return found
 
 
 def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) -> Table:
