@@ -28,7 +28,7 @@ from traceback import clear_frames
 import numpy as np
 import torch
 
-from raydpfl import device, models, native
+from raydpfl import device, models, native, personal
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import (
@@ -47,7 +47,6 @@ from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocato
 from raydpfl.local.way import Block
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
-from raydpfl.personal import Personal
 from raydpfl.process import Process, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
@@ -130,8 +129,8 @@ class ClientActor(Process):
         self.rows = Rows(*given) if on_host else Resident(*given, self.device, gpus)
         module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
-        self.personal = Personal(self.module)
-        self.evaluator = Evaluator(experiment, self.shards, self.module, self.device)
+        self.personal = personal.of(experiment, self.shards, self.module)
+        self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
         self.own = own_code(experiment)
         self.trainer = Trainer(
             module,
@@ -302,9 +301,26 @@ class ClientActor(Process):
                 for block in trained.apart() if apart else (trained,):
                     self._send(tally, lane, block, total)
         slots = np.flatnonzero(lane.members >= 0)
+        self._beside(tally, lane, slots)
         for some in slots[:, None] if apart else [slots]:
             self._know(tally, lane, some)
         return found + self._whole(tally, total, lane)
+
+    def _beside(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
+        """Has the clients at these slots train what they have of their own beside the model, but
+        for those that have failed.
+        """
+        failed = np.isnan(self.known[0])
+        members = np.where(failed, -1, lane.members)
+        work = tally.work
+        own = self.personal.beside(tally.model, lane, members, work.t, work.seed)
+        if own is None:
+            return
+        for slot in slots[~own[slots].isfinite().all(1).cpu().numpy()].tolist():
+            detail = f"its personal model is not finite in round {work.t}; lower personal.lr"
+            self._drop(tally, int(lane.clients[slot]), detail)
+            own[slot] = self.own_parts[slot]
+        self.own_parts = own
 
     def _whole(self, tally: Tally, total: torch.Tensor, lane: Lane) -> torch.Tensor:
         """A lane's sum, put on the grid where it is whole."""

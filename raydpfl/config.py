@@ -56,6 +56,7 @@ from raydpfl.files import read_text
 from raydpfl.hardware import Precision
 from raydpfl.hints import said
 from raydpfl.histogram import Histogram
+from raydpfl.local import Local
 from raydpfl.member import (
     Member,
     Section,
@@ -206,7 +207,7 @@ def _rule(section: str, value: Any) -> Any:
     """A local rule for personal models, by default of kind sgd; None: there is none."""
     if isinstance(value, Mapping):
         value = {"kind": "sgd", **value}
-    return None if value is None else choose(section, value, local.FAMILY, local.Local)
+    return None if value is None else choose(section, value, local.FAMILY, Local)
 
 
 class HeldOut(Section):
@@ -236,7 +237,7 @@ class Evaluate(Section):
     histogram: Histogram | None = None
     # per_client of a model that each client trains further, alone, by this local rule, on the rows
     # that it trains on, and that it then forgets
-    fine_tune: SerializeAsAny[local.Local] | None = None
+    fine_tune: SerializeAsAny[Local] | None = None
     stop: Stop | None = None  # when the run ends early
 
     @field_validator("fine_tune", mode="before")
@@ -371,6 +372,7 @@ KINDS: dict[str, dict] = {  # of every section that is a choice, those within ot
     "selection.response": selection.RESPONSES,
     "noise.epsilon": budgets.FAMILY,
     "evaluate.fine_tune": local.FAMILY,
+    "personal": local.FAMILY,
 }
 
 
@@ -385,7 +387,7 @@ class Experiment(Section):
     data: SerializeAsAny[data.Data]
     model: SerializeAsAny[models.Model]
     selection: SerializeAsAny[selection.Selection]
-    local: SerializeAsAny[local.Local]
+    local: SerializeAsAny[Local]
     bounding: SerializeAsAny[bounding.Bounding]
     noise: SerializeAsAny[noise.Noise]
     weights: SerializeAsAny[weights.Weights]
@@ -393,6 +395,9 @@ class Experiment(Section):
     privacy: Privacy = Privacy()
     client: Client = Client()
     evaluate: Evaluate = Evaluate()
+    # a model of each client's own, which it trains by this local rule in the rounds that it is part
+    # of, and never sends; `proximal` draws it to the model (Ditto)
+    personal: SerializeAsAny[Local] | None = None
     measure: tuple[SerializeAsAny[measures.Probe], ...] = ()
     track: tuple[SerializeAsAny[trackers.Tracker], ...] = trackers.parse(trackers.DEFAULT)
 
@@ -421,6 +426,7 @@ class Experiment(Section):
                 built[name] = choose(name, tree[name], family, base)
             for name, cls_of_section in SECTIONS.items():
                 built[name] = validate(cls_of_section, name, tree.get(name, {}))
+            built["personal"] = _rule("personal", tree.get("personal"))
             built["measure"] = measures.parse(tree.get("measure", ()))
             built["track"] = trackers.parse(tree.get("track", trackers.DEFAULT))
             experiment = validate(cls, "", built)
@@ -720,7 +726,7 @@ def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str]) -> N
     *sections, key = path.split(".")
     node: Any = tree
     for depth, name in enumerate(sections):
-        if depth and node.get(name, {}) is None:  # a section that is not there: data.features
+        if node.get(name, {}) is None:  # a section that is not there: data.features
             del node[name]
         node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
         if not isinstance(node, dict):

@@ -20,7 +20,7 @@ from raydpfl.data import Shards
 from raydpfl.device import memory, sent
 from raydpfl.keys import keyed_globals
 from raydpfl.metrics import Metric, Total
-from raydpfl.personal import FineTuning
+from raydpfl.personal import FineTuning, Personal
 from raydpfl.process import own_code
 from raydpfl.resident import check
 
@@ -132,14 +132,14 @@ class _Given:
 class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
-    `module`: the experiment's, on `device`; its parameters are overwritten. Where parts of the
-    model are clients' own, each client's rows are for its own model, and those of a client that has
-    none yet are left out. Where models are fine-tuned, each client's rows are for what it has
-    trained of the model and its own.
+    `module`: the experiment's, where it is to run; its parameters are overwritten. `clients` says
+    what they have of their own: where it is parts of the model, or a model beside it, each client's
+    rows are for its own, and those of one that has none yet are left out. Where models are
+    fine-tuned, a client's rows are for what it has trained of the model and its own.
     """
 
     def __init__(
-        self, experiment: Experiment, shards: Shards, module: torch.nn.Module, device: torch.device
+        self, experiment: Experiment, shards: Shards, module: torch.nn.Module, clients: Personal
     ):
         self.seed = experiment.seed
         self.form = shards.form(experiment.data.task)
@@ -148,13 +148,13 @@ class Evaluator:
         self.own = own_code(experiment)
         self.shards = shards
         self.module = module
-        self.split = models.Split.of(module)
-        self.device = device
+        self.personal = clients
+        self.device = next(module.parameters()).device
         self.batches = batches(experiment, shards)
         rule = experiment.evaluate.fine_tune
-        self._tuning = FineTuning(experiment, rule, shards, module, str(device)) if rule else None
+        self._tuning = FineTuning(experiment, rule, shards, module) if rule else None
         # the sets that a batch of clients is scored for, and by what
-        held_out = experiment.evaluate.validation and self.split.own
+        held_out = experiment.evaluate.validation and experiment.model.local
         self._by_client = [(scores.VALIDATION, self.metrics)] if held_out else []
         self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # that a GPU keeps
         self._left = memory(experiment.client.num_gpus) // SHARE  # bytes that it has for more
@@ -202,7 +202,7 @@ class Evaluator:
             outputs = self._outputs(x)
             return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
         rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
-        if self.split.own or self._tuning:
+        if self.personal.own or self._tuning:
             outputs, y, rows = self._of_own(batch.clients, rows, x, y, given)
         else:
             outputs = self._outputs(x)
@@ -239,6 +239,7 @@ class Evaluator:
             some, targets[client] = held[client]
             models.set_trained(self.module, numbers)
             outputs.append(self._outputs(some))
+        models.load(self.module, given.model)
         every = list(targets.values())
         return torch.cat(outputs), torch.cat(every), [len(each) for each in every]
 
@@ -250,7 +251,7 @@ class Evaluator:
         for client in clients:
             if client in given.own:
                 part = torch.tensor(given.own[client], device=self.device)
-                yield client, self.split.joined(given.model, part[None])[0]
+                yield client, self.personal.whole(given.model, part)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:

@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raydpfl import config, measure, metrics, track
+from raydpfl import config, local, measure, metrics, track
 from raydpfl.errors import ConfigError
 from raydpfl.hints import said
 from raydpfl.member import fields_of
@@ -130,7 +130,7 @@ def _ends(full: str, name: str) -> bool:
 
 
 def _every() -> list[Kind]:
-    whole = {name: config.Experiment.model_fields[name] for name in ("seed", "rounds")}
+    whole = {name: config.Experiment.model_fields[name] for name in ("seed", "rounds", "personal")}
     about = "What stands outside of all sections."
     top = Kind("config", "", _path(config.Experiment), about, _keys(config.Experiment, whole))
     found = [top]
@@ -141,7 +141,8 @@ def _every() -> list[Kind]:
         metrics.SECTION: metrics.FAMILY,
     }
     for family, members in families.items():
-        found += [_kind(family, kind, cls) for kind, cls in members.items()]
+        if members is not local.FAMILY or family == "local":  # once, wherever a rule may stand
+            found += [_kind(family, kind, cls) for kind, cls in members.items()]
     for section, cls in config.SECTIONS.items():
         found.append(_kind(section, "", cls))
     found += [_kind("privacy.accountants", kind, type(each)) for kind, each in ACCOUNTANTS.items()]

@@ -86,7 +86,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         shards=shards,
         population=population,
         d=d,
-        own=models.Split.of(module).own,
+        own=len(models.trained(module)) if experiment.personal else models.Split.of(module).own,
         weight=float(np.abs(weights(experiment, population)).max()),
         survivors=selection.survivors(experiment.seed, experiment.rounds, population),
         scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,

@@ -1,6 +1,6 @@
-"""Personal models, where clients train: what of a model is a client's own, and fine-tuning.
+"""Personal models, where clients train: what of a model is a client's own, a model that it trains
+beside (Ditto), and fine-tuning.
 
->>> from torch import nn
 >>> net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
 >>> models.split.set_local(net, {"1.bias"})
 >>> personal = Personal(net)
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,13 +23,17 @@ from torch import nn
 from raydpfl import models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
-from raydpfl.local import Local, Trainer
+from raydpfl.local import Local, Trainer, batches, picked
 from raydpfl.local.way import Block, Starts
 from raydpfl.local.ways import REFERENCE, lacking
+from raydpfl.models.split import Split
 from raydpfl.process import own_code
 from raydpfl.rounds import OWN, Lane
 
-TUNED = 1 << 31  # the draw of fine-tuning, which no cohort has
+# draws that no cohort has: of what is trained beside a round, and before an evaluation
+BESIDE = 1 << 30
+TUNED = 1 << 31
+STACKS = ("compiled", "sample_space", "fused")  # the ways of modules that vmap trains too
 
 
 class Personal:
@@ -37,9 +42,13 @@ class Personal:
     """
 
     def __init__(self, module: nn.Module):
-        self.split = models.Split.of(module)
-        self.own = self.split.own  # numbers of each client; 0: all travels
+        self.split = Split.of(module)
         self.initial = self.split.kept(models.trained(module)[None])[0]
+
+    @property
+    def own(self) -> int:
+        """Numbers that each client keeps; 0: nothing."""
+        return len(self.initial)
 
     def had(self, lane: Lane, slots: np.ndarray) -> torch.Tensor:
         """What the clients at these slots had of their own before the round, float32 [k, own]."""
@@ -54,7 +63,7 @@ class Personal:
         """What a lane trains of a model, float32 [d]: all that is trained, float32 [D], and where
         each client begins, if parts are its own.
         """
-        if not self.own:
+        if not self.split.own:
             return model, None
         every = self.split.joined(model, self.initial[None])[0]
         own = self.had(lane, np.arange(len(lane.clients)))
@@ -62,7 +71,7 @@ class Personal:
 
     def corrections(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """Corrections of gradients by what travels, [k, d], as those by all that is trained."""
-        return self.split.spread(given) if self.own and given is not None else given
+        return self.split.spread(given) if self.split.own and given is not None else given
 
     def parted(self, block: Block, starts: Starts | None) -> Block:
         """A block of a lane that began there, of which what travels and what stays is apart. A
@@ -75,32 +84,155 @@ class Personal:
         updates[~own.isfinite().all(1)] = math.nan
         return Block(block.slots, updates, block.losses, own)
 
+    def beside(
+        self, model: torch.Tensor, lane: Lane, members: np.ndarray, t: int, seed: int
+    ) -> torch.Tensor | None:
+        """What the lane's clients have of their own after the round, float32 [C, own], where they
+        train it beside the model, float32 [d]; None: they do not. Only `members` of them train,
+        int64 [C], -1 for all others.
+        """
+        return None
+
+    def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The numbers of a client's model, float32 [D + b] (`raydpfl.models.trained`), from the
+        model, [d], and its own, [own].
+        """
+        return self.split.joined(model, own[None])[0]
+
+
+class Ditto(Personal):
+    """A model of each client's own, which it trains in the rounds that it is part of, by a rule
+    that draws it to the model as it was received (Li, Hu, Beirami and Smith 2021, Alg. 1). What it
+    sends is as without.
+    """
+
+    def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
+        super().__init__(module)
+        self.initial = models.trained(module)
+        every = Split(torch.zeros(len(self.initial), dtype=torch.bool), 0)
+        self.training = Training(experiment, rule, shards, module, every)
+
+    def beside(
+        self, model: torch.Tensor, lane: Lane, members: np.ndarray, t: int, seed: int
+    ) -> torch.Tensor | None:
+        """See `Personal.beside`."""
+        own = self.had(lane, np.arange(len(lane.clients)))
+        starts = Starts.at(own, drawn=True)
+        apart = replace(lane, draws=lane.draws + BESIDE)
+        return self.training.train(model, apart, members, starts, t, seed)
+
+    def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """See `Personal.whole`."""
+        return own
+
+
+def of(experiment: Experiment, shards: Shards, module: nn.Module) -> Personal:
+    """What clients have of their own. `module`: as it is before the first round."""
+    rule = experiment.personal
+    return Ditto(experiment, rule, shards, module) if rule else Personal(module)
+
+
+class Training:
+    """Trains clients by a rule apart from the run: nothing of it is sent."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        rule: Local,
+        shards: Shards,
+        module: nn.Module,
+        split: Split,
+    ):
+        client = experiment.client
+        self.rule = rule
+        self.shards = shards
+        ways = [client.way, *(["vmap"] if client.way in STACKS else [])]
+        asked = (rule, None, client.precision, split)
+        able = [way for way in ways if not lacking(way, *asked)]
+        self.trainer = Trainer(
+            module,
+            rule,
+            way=able[0] if able else REFERENCE,
+            seed=experiment.seed,
+            device=next(module.parameters()).device,
+            own=own_code(experiment),
+            task=experiment.data.task,
+            precision=client.precision,
+        )
+
+    def train(
+        self,
+        model: torch.Tensor,
+        lane: Lane,
+        members: np.ndarray,
+        starts: Starts | None,
+        t: int,
+        seed: int,
+    ) -> torch.Tensor:
+        """What the clients of a lane have trained to, float32 [C, D + b].
+
+        Args:
+            model: all that is trained, float32 [D].
+            lane: of clients, whose draws are no cohort's.
+            members: those that train, int64 [C], -1 for all others.
+            starts: where each begins; None: at the model.
+            t: by which, and by the seed, what is drawn is keyed.
+        """
+        self.trainer.seed = seed
+        parts = []
+        for first in range(0, len(lane.clients), lane.width):
+            some = slice(first, first + lane.width)
+            begun = starts and Starts.at(starts.begun[some], starts.drawn)
+            who = lane.clients[some], members[some], lane.draws[some]
+            parts.append(self._lane(model, *who, begun, t))
+        return torch.cat(parts)
+
+    def _lane(
+        self,
+        model: torch.Tensor,
+        clients: np.ndarray,
+        members: np.ndarray,
+        draws: np.ndarray,
+        starts: Starts | None,
+        t: int,
+    ) -> torch.Tensor:
+        """As `train`, of one lane; only `members` of its clients train, int64 [C], -1 for others.
+        Its shape is that of all clients.
+        """
+        sizes = np.where(clients < 0, 0, self.shards.sizes[clients])
+        rows = max(1, int(self.rule.rows_used(sizes).max()))
+        held = np.where(members < 0, 0, sizes)
+        drawn = batches(self.trainer.seed, t, members, draws, held, self.rule, rows=rows)
+        taken, index = picked(*drawn, held, self.rule)
+        x, y, n = self.shards.lane(members, rows, taken)
+        trained = self.trainer.lane(
+            model,
+            *(x, y, n),
+            t=t,
+            clients=members,
+            draws=draws,
+            drawn=(index, drawn[1], self.rule.step_counts(held)),
+            starts=starts,
+        )
+        moved = {int(slot): update for block in trained for slot, update, _ in block.clients()}
+        if starts is not None:
+            return starts.ended
+        still = torch.zeros_like(model)
+        return torch.stack([model + moved.get(slot, still) for slot in range(len(clients))])
+
 
 class FineTuning:
     """Trains the model further for each client alone, on the rows that it trains on, as
     `evaluate.fine_tune` says. Nothing of it lasts.
     """
 
-    def __init__(
-        self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module, there: str
-    ):
-        client = experiment.client
+    def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         self.personal = Personal(module)
-        self.shards = shards
-        width = client.lane
+        self.training = Training(experiment, rule, shards, module, self.personal.split)
+        width = experiment.client.lane
         assert isinstance(width, int)  # the plan has settled "auto"
         self.width = width
-        unable = lacking(client.way, rule, None, client.precision, self.personal.split)
-        self.trainer = Trainer(
-            module,
-            rule,
-            way=REFERENCE if unable else client.way,
-            seed=experiment.seed,
-            device=there,
-            own=own_code(experiment),
-            task=experiment.data.task,
-            precision=client.precision,
-        )
+        self.seed = experiment.seed
 
     def models(
         self, clients: Sequence[int], model: torch.Tensor, own: Mapping[int, np.ndarray], t: int
@@ -115,21 +247,10 @@ class FineTuning:
         """
         for first in range(0, len(clients), self.width):
             some = np.array(clients[first : first + self.width], np.int64)
-            yield from zip(some.tolist(), self._lane(some, model, own, t), strict=True)
-
-    def _lane(
-        self, clients: np.ndarray, model: torch.Tensor, own: Mapping[int, np.ndarray], t: int
-    ) -> torch.Tensor:
-        """As `models`, of clients that are trained at once: float32 [k, D + b]."""
-        held = {slot: own[client] for slot, client in enumerate(clients.tolist()) if client in own}
-        draws = np.full(len(clients), TUNED)
-        rows = max(1, int(self.shards.sizes[clients].max()))
-        lane = Lane(clients, draws, np.ones(len(clients)), rows, memory={OWN: held})
-        x, y, sizes = self.shards.lane(clients, rows)
-        with torch.inference_mode(False):
-            every, starts = self.personal.begun(model, lane)
-            trained = self.trainer.lane(
-                every, x, y, sizes, t=t, clients=clients, draws=draws, starts=starts
-            )
-            moved = torch.cat([block.updates for block in trained])
-            return every + moved if starts is None else starts.ended
+            held = {slot: own[client] for slot, client in enumerate(some.tolist()) if client in own}
+            draws = np.full(len(some), TUNED)
+            lane = Lane(some, draws, np.ones(len(some)), 1, memory={OWN: held})
+            with torch.inference_mode(False):
+                every, starts = self.personal.begun(model, lane)
+                trained = self.training.train(every, lane, some, starts, t, self.seed)
+            yield from zip(some.tolist(), trained, strict=True)

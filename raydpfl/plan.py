@@ -221,7 +221,8 @@ class Plan:
         e = self.experiment.evaluate
         asked = e.model_dump(mode="json", include={"histogram", "validation", "every"})
         metric = e.per_client.meaning() if e.per_client else None
-        return _digest64(["survey", self.noise_seed, asked, metric])
+        rules = [rule.meaning() for rule in (e.fine_tune, self.experiment.personal) if rule]
+        return _digest64(["survey", self.noise_seed, asked, metric, *rules])
 
     def _kept(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
@@ -243,7 +244,9 @@ class Plan:
             for name, value in e.client.model_dump(mode="json").items()
             if name not in FREE["client"]
         }
-        kept["noise"] = self.experiment.noise.release()
+        kept["noise"] = e.noise.release()
+        if e.personal:  # no release depends on it, but what clients go on with does
+            kept["personal"] = e.personal.meaning()
         return kept
 
     @property

@@ -181,5 +181,5 @@ def heard() -> Iterator[list[str]]:
 def own_code(experiment: Experiment) -> bool:
     """Whether code of the user's own takes part in what a client does."""
     e = experiment
-    every = (e.local, e.bounding, e.model, e.evaluate.fine_tune)
+    every = (e.local, e.bounding, e.model, e.evaluate.fine_tune, e.personal)
     return any(each is not None and each.is_own for each in every)

@@ -12,7 +12,7 @@ from conftest import experiment, form
 from torch import nn
 
 import raydpfl
-from raydpfl import models
+from raydpfl import models, personal
 from raydpfl.check.runs import carried_out
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError
@@ -290,6 +290,100 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
         assert np.array_equal(run.at.model, plain.at.model)
 
 
+# --- a model of each client's own, trained beside ---
+
+DITTO = {"steps": 3, "batch": 8, "lr": 0.3, "proximal": 0.5}
+
+
+def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.Module:
+    """The client's own model after it has received these, in a plain loop."""
+    e = plan.experiment
+    shards = Shards.open(plan.shards)
+    net = models.build(e.model, shards.form(e.data.task), e.seed)
+    model = copy.deepcopy(net)
+    x, y, sizes = shards.lane([client], int(shards.sizes[client]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=e.personal.lr)
+    for t, flat in enumerate(received):
+        models.load(model, flat)
+        drawn, _ = batches(e.seed, t, [client], [personal.BESIDE], sizes, e.personal)
+        for rows in drawn[0]:
+            optimizer.zero_grad()
+            scores = net(torch.tensor(x[0][rows]))
+            loss = nn.functional.cross_entropy(scores, torch.tensor(y[0][rows]))
+            away = zip(net.parameters(), model.parameters(), strict=True)
+            pull = sum((own - other.detach()).square().sum() for own, other in away)
+            (loss + e.personal.proximal / 2 * pull).backward()
+            optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize("sections", [{}, {"model": {"kind": "cnn", "width": 0.1}}])
+def test_ditto_is_that_of_a_plain_loop_and_changes_nothing_that_is_sent(tmp_path, sections):
+    scored = {**SCORED, "per_client": "accuracy"}
+    e = experiment(**{**PLAIN, "evaluate": scored, **sections, "personal": DITTO})
+    plan = Plan.make(e)
+    plain = Plan.make(experiment(**{**PLAIN, "evaluate": scored, **sections}))
+    assert plan.own == plan.d and plain.own == 0
+    start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
+    received = [models.flatten(start)]
+    for t in range(1, 3):
+        before = carried_out(plain, tmp_path / f"plain {t}", until=t)
+        received.append(torch.from_numpy(before.at.model))
+    run = carried_out(plan, tmp_path / "run")
+    without = carried_out(plain, tmp_path / "plain")
+    assert np.array_equal(run.at.model, without.at.model) and not without.at.memory.own
+    nets = [ditto_by_hand(plan, received, client) for client in range(5)]
+    for client, net in enumerate(nets):
+        own = torch.from_numpy(run.at.memory.own[client])
+        assert torch.allclose(models.flatten(net), own, atol=1e-5)
+    last, same = (each.record.rounds.arrow().to_pylist()[-1] for each in (run, without))
+    assert last["client_accuracy_mean"] == pytest.approx(accuracy(plan, nets))
+    assert last["validation_accuracy"] == same["validation_accuracy"]  # of the model itself
+
+
+def test_what_ditto_keeps_is_named_and_costs_nothing():
+    noised = {
+        "bounding": {"kind": "clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "multiplier": 1.0},
+        "selection": {"kind": "uniform", "cohort": 2},
+    }
+    with_it, without = (
+        Plan.make(experiment(**{**PLAIN, **noised, **more})).guarantees(3, {0: 3})
+        for more in ({"personal": DITTO}, {})
+    )
+    assert [each.epsilon for each in with_it] == [each.epsilon for each in without]
+    assert [each.kind for each in with_it] == [each.kind for each in without]
+    more = {said for each in with_it for said in each.exclusions}
+    (said,) = more - {said for each in without for said in each.exclusions}
+    assert said.startswith("each client's own model (personal): it is not released")
+
+
+def test_histograms_of_other_personal_models_have_other_noise():
+    scored = {**SCORED, "per_client": "accuracy", "histogram": {"std": 2.0}}
+    noised = {"bounding": {"kind": "clip", "bound": 1.0}, "noise": {"kind": "gaussian", "std": 1.0}}
+    plans = [
+        Plan.make(experiment(**{**PLAIN, **noised, "evaluate": {**scored, **tuned}}))
+        for tuned in ({}, {"fine_tune": TUNE}, {"fine_tune": {**TUNE, "lr": 0.3}})
+    ]
+    assert len({plan.noise_seed for plan in plans}) == 1
+    assert len({plan.survey_seed for plan in plans}) == 3
+
+
+@pytest.mark.parametrize("policy", ["fail", "drop"])
+def test_a_model_of_its_own_that_diverges_is_its_clients_error(tmp_path, policy):
+    wild = {**DITTO, "lr": 1e30, "steps": 9}
+    plan = Plan.make(experiment(**{**PLAIN, "personal": wild, "client": {"on_error": policy}}))
+    if policy == "fail":
+        with pytest.raises(ClientError, match=r"client \d: its personal model is not finite"):
+            carried_out(plan, tmp_path)
+        return
+    run = carried_out(plan, tmp_path)
+    e = plan.experiment
+    start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
+    assert all(np.array_equal(own, models.flatten(start)) for own in run.at.memory.own.values())
+    assert (np.concatenate([columns["norm"] for columns in run.columns]) > 0).all()
+
+
 OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": SCORED}
 
 
@@ -341,6 +435,17 @@ OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate
         (
             {"evaluate": {**TUNED, "test": False, "fine_tune": {"kind": "scaffold"}}},
             "evaluate.fine_tune.kind = 'scaffold': a rule without variates",
+        ),
+        ({"personal": DITTO}, "personal = 'sgd': none with model.local, which makes another"),
+        ({"personal": {"steps": 3}}, "personal.kind = 'sgd': sgd with proximal above 0"),
+        ({"personal": {"kind": "adam"}}, "personal.kind = 'adam': sgd with proximal above 0"),
+        (
+            {
+                "model": {"kind": "softmax"},
+                "personal": DITTO,
+                "evaluate": {"validation": {"clients": 0.2}},
+            },
+            "evaluate.validation = {'clients': 0.2}: a share of every client's rows",
         ),
         (
             {"evaluate": {**TUNED, "test": False, "fine_tune": {"stepz": 3}}},

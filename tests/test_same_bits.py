@@ -228,6 +228,10 @@ METHODS["fine-tuned before evaluation"] = {
     "evaluate": {"every": 2, "validation": 0.2, "per_client": "accuracy", "fine_tune": TUNE},
     "rounds": 2,
 }
+METHODS["Ditto"] = {
+    "evaluate": {"every": 1, "validation": 0.2, "per_client": "accuracy"},
+    "personal": {"steps": 3, "batch": 8, "lr": 0.2, "proximal": 0.5, "momentum": 0.5},
+}
 METHODS["an own bound with a state"] = {
     "bounding": {"kind": f"{__name__}:Patient", "bound": 0.1},
     "noise": {"kind": "gaussian", "multiplier": 0.3},

@@ -312,7 +312,7 @@ class Local(Schedule, Member):
         if self.trains:
             _check_train(self)
         if self is not experiment.local:
-            _check_personal(self)
+            _check_personal(self, experiment)
             return
         _check_precision(self, experiment)
         clips = experiment.bounding.sample_bound is not None
@@ -375,11 +375,30 @@ def _check_precision(local: Local, experiment: Experiment) -> None:
         raise ConfigError("client.precision", precision, reason)
 
 
-def _check_personal(local: Local) -> None:
-    """Raises `ConfigError` for a rule of variates, which no personal model has."""
+def _check_personal(local: Local, experiment: Experiment) -> None:
+    """Raises `ConfigError` for a rule of variates, which no personal model has, and for what a
+    model of each client's own that is trained beside cannot be.
+    """
+    beside = local is experiment.personal
+    field = "personal" if beside else "evaluate.fine_tune"
     if local.remembers or local.corrects:
         accepted = "a rule without variates, as it is for one client's own model"
-        raise ConfigError("evaluate.fine_tune.kind", local.kind, accepted)
+        raise ConfigError(f"{field}.kind", local.kind, accepted)
+    if not beside:
+        return
+    linear = local.linear()
+    if not (local.is_own and not local.trains) and not (linear and linear.proximal):
+        accepted = "sgd with proximal above 0, which draws a client's own model to that of all "
+        accepted += "(Ditto), or a rule of your own with a step"
+        raise ConfigError("personal.kind", local.kind, accepted)
+    evaluate = experiment.evaluate
+    if experiment.model.local or evaluate.fine_tune:
+        other = "model.local" if experiment.model.local else "evaluate.fine_tune"
+        accepted = f"none with {other}, which makes another model of each client's own"
+        raise ConfigError("personal", local.kind, accepted)
+    if isinstance(evaluate.apart, dict):
+        accepted = "a share of every client's rows: clients that are held out train no model"
+        raise ConfigError("evaluate.validation", evaluate.apart, accepted)
 
 
 def _check_train(local: Local) -> None:

@@ -20,6 +20,10 @@ SHOWN = (
     "the tables and figures of this run show exact norms, losses and scores, which are not "
     "noised; how many samples each client has is taken as public"
 )
+PERSONAL = (
+    "each client's own model (personal): it is not released, and no epsilon covers it against who "
+    "sees it there"
+)
 COMMON = (
     "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"
 )
@@ -53,8 +57,9 @@ def excluded(experiment: Experiment, noise: Noise) -> tuple[str, ...]:
     """What no accountant counts, in words: the `exclusions` of a guarantee."""
     said = (*experiment.data.exclusions, *experiment.selection.exclusions)
     said += (*experiment.evaluate.exclusions, *experiment.model.exclusions)
-    common = (COMMON,) if noise.of_seed else ()
-    return (*said, *common, SHOWN)
+    said += (PERSONAL,) if experiment.personal else ()
+    said += (COMMON,) if noise.of_seed else ()
+    return (*said, SHOWN)
 
 
 def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanism:
