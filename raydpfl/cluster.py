@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -37,6 +38,7 @@ SILENCE = 5.0  # seconds without an answer, after which a joined cluster's contr
 # seconds from there to the end of the process, where the main thread waits in Ray itself and does
 # not hear of it
 GRACE = 7.0
+SETTLES = 1.0  # seconds that Ray may take to know what is free again
 ANSWER = 5.0  # seconds that a control store has for its first word
 ENTRY = (
     "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
@@ -165,6 +167,39 @@ class Session:
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""
             os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())
             os._exit(1)
+
+
+def free() -> list[dict[str, float]]:
+    """What Ray says that nobody has taken of each node, by resource. What a run that has just ended
+    gives back is waited for, for a moment.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    until = time.monotonic() + SETTLES
+    while True:
+        nodes = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
+        known = available_resources_per_node()
+        found = {node: known.get(node, {}) for node in nodes}
+        taken = any(
+            found[node].get(name, 0.0) < nodes[node].get(name, 0.0)
+            for node in nodes
+            for name in ("CPU", "GPU")
+        )
+        if not taken or time.monotonic() > until:
+            return [*found.values()]
+        time.sleep(0.1)
+
+
+def at_work() -> int:
+    """How many client actors there are on this machine, of runs that have each started a Ray."""
+    found = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            title = process.cmdline()[:1]
+            mine = bool(title) and title[0].startswith("ray::ClientActor")
+            found += mine and reaper.MARK in process.environ()
+    return found
 
 
 def place() -> str:

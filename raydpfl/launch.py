@@ -28,7 +28,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from raydpfl import device, interrupts
-from raydpfl.cluster import LOOK, Session
+from raydpfl.cluster import LOOK, Session, at_work, free
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError, FileError, RunError, contained, told
@@ -221,6 +221,15 @@ class Places:
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
+    def _free(self, nodes: list[dict[str, float]]) -> list[dict[str, float]]:
+        """What of the nodes no other run has taken."""
+        if self.group:
+            return nodes
+        if not self.elastic:
+            return free()
+        (here,) = nodes
+        return [{**here, "CPU": max(1.0, here["CPU"] - at_work())}]
+
     # --- in the thread ---
 
     def _bring_up(self) -> None:
@@ -347,7 +356,10 @@ class Places:
         assert isinstance(lane, int)  # the plan has settled what auto is
         most = max(1, round(plan.cohort / lane))
         population = len(plan.population)
-        count = wanted(experiment.client, population, most, self._nodes(), self.elastic, plan.d)
+        client = experiment.client
+        nodes = self._nodes()
+        left = self._free(nodes) if client.actors == "auto" else None
+        count = wanted(client, population, most, nodes, self.elastic, plan.d, left, self.late)
         self._plan = plan
         self._count = count
         self._planned.set()

@@ -48,24 +48,28 @@ def wanted(
     nodes: Sequence[dict[str, float]],
     elastic: bool,
     d: int = 0,
+    left: Sequence[dict[str, float]] | None = None,
+    late: bool = False,
 ) -> int:
     """How many actors to start; raises `ConfigError` when they would not fit.
 
     `elastic` says that the run starts Ray itself on this machine: the logical CPUs are then its own
     to set, and an explicit count is limited by memory alone (more actors than cores share them). On
-    a cluster that others share, Ray's resources decide.
+    a cluster that others share, Ray's resources decide. `left` is what of the nodes no other run
+    has taken, which `auto` fills (None: all); a `late` run, which begins in this process, stays
+    there if that is nothing.
     """
     _check_sizes(client, nodes)
     if client.actors == "auto":
-        return max(1, min(_slots(client, nodes), most_lanes))
+        slots = _slots(client, nodes, left, late)
+        if elastic:
+            slots = min(slots, _fit(d)[0])
+        return max(1, min(slots, most_lanes))
     count = population if client.actors == "per-client" else int(client.actors)
     held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
     if elastic:
-        # An actor imports what this process has imported and shares its libraries, so it takes
-        # about this one's own memory, and some models.
-        memory = psutil.Process().memory_info()
-        each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
-        held = min(held, int(psutil.virtual_memory().available / 1e6 / each))
+        fitting, each = _fit(d)
+        held = min(held, fitting)
         fit = f"at most {held} actors fit here ({each:.0f} MB of memory each)"
         accepted = f"{fit}; {count} are asked for"
     else:
@@ -75,6 +79,17 @@ def wanted(
     if count > held:
         raise ConfigError("client.actors", client.actors, accepted)
     return count
+
+
+def _fit(d: int) -> tuple[int, float]:
+    """How many actors the memory of this machine that is free holds, for a model of d parameters,
+    and the MB of each.
+    """
+    # An actor imports what this process has imported and shares its libraries, so it takes about
+    # this one's own memory, and some models.
+    memory = psutil.Process().memory_info()
+    each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
+    return int(psutil.virtual_memory().available / 1e6 / each), each
 
 
 def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:
@@ -92,13 +107,25 @@ def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:
         raise ConfigError("client.num_cpus", client.num_cpus, accepted)
 
 
-def _slots(client: Client, nodes: Sequence[dict[str, float]]) -> int:
-    """How many actors fill the nodes. Raises `ConfigError`."""
+def _slots(
+    client: Client,
+    nodes: Sequence[dict[str, float]],
+    left: Sequence[dict[str, float]] | None,
+    late: bool,
+) -> int:
+    """How many actors fill what is left of the nodes. Raises `ConfigError`."""
     if client.num_cpus == 0:
         accepted = "above 0 with client.actors auto, which fills the CPUs"
         raise ConfigError("client.num_cpus", 0, accepted)
     slots = capacity(client.num_cpus, client.num_gpus, nodes)
     if slots == 0:
         needs = f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
-        raise ConfigError("client.actors", "auto", f"{needs}, which no node has free")
+        raise ConfigError("client.actors", "auto", f"{needs}, which no node has")
+    if left is None:
+        return slots
+    slots = capacity(client.num_cpus, client.num_gpus, left)
+    if slots == 0 and not late:
+        accepted = "a number, which waits for its place: other runs have all that the cluster has, "
+        accepted += "and auto fills what they leave"
+        raise ConfigError("client.actors", "auto", accepted)
     return slots

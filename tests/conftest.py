@@ -89,6 +89,13 @@ def forgotten():
             sys.modules.pop(name)
 
 
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch):
+    """Client actors of other tests' runs take no core from this test's."""
+    if "raydpfl.launch" in sys.modules:
+        monkeypatch.setattr(sys.modules["raydpfl.launch"], "at_work", lambda: 0)
+
+
 @pytest.fixture(scope="session")
 def shared_ray():
     """One Ray with room for what the small experiments ask, however few cores there are."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
+from raydpfl import cluster, reaper
 from raydpfl.config import Client
 from raydpfl.dealing import Costs, lanes, rows, shares, singles
 from raydpfl.errors import ConfigError
@@ -119,6 +124,45 @@ def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_lanes():
     assert wanted(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
     assert wanted(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
     assert wanted(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
+    left = [{"CPU": 3.0}, {}]
+    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=left) == 3
+    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}], late=True) == 1
+    with pytest.raises(ConfigError, match=r"client.actors = 'auto'.*other runs have all"):
+        wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}, {}])
+
+
+@pytest.mark.slow
+def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
+    class Held:
+        def look(self) -> bool:
+            return True
+
+    whole = [node["Resources"]["CPU"] for node in shared_ray.nodes()]
+    assert [node["CPU"] for node in cluster.free()] == whole
+    other = shared_ray.remote(Held).options(num_cpus=whole[0] - 1).remote()
+    shared_ray.get(other.look.remote())
+    assert [node["CPU"] for node in cluster.free()] == [1.0]
+    shared_ray.kill(other)
+    deadline = time.monotonic() + 20
+    while [node["CPU"] for node in cluster.free()] != whole:
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_client_actors_of_other_runs_of_this_machine_are_counted():
+    before = cluster.at_work()
+    for marked in (False, True):
+        environment = {**os.environ, reaper.MARK: "theirs"} if marked else None
+        command = ["bash", "-c", "exec -a ray::ClientActor.train sleep 60"]
+        process = subprocess.Popen(command, env=environment)
+        try:
+            deadline = time.monotonic() + 20
+            while "ray::" not in psutil.Process(process.pid).cmdline()[0]:
+                assert time.monotonic() < deadline
+            assert cluster.at_work() == before + marked
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_cluster_that_others_share_is_never_asked_for_more_than_it_holds():
