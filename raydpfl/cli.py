@@ -23,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from raydpfl import completion, interrupts, storage
-from raydpfl.errors import ConfigError, RunError, exited
+from raydpfl.directing import directed
+from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, told
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
@@ -72,11 +73,24 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _show_frames(asked: bool) -> None:
+    if asked:
+        os.environ[DEBUG] = "1"
+
+
+def _debugged() -> bool:
+    """Whether errors show all frames."""
+    return bool(os.environ.get(DEBUG))
+
+
+DEBUG = "RAYDPFL_DEBUG"
+FRAMES = f"Show all frames of an error, as {DEBUG}=1 does; anywhere on the command line."
+Debug = Annotated[bool, typer.Option("--debug", help=FRAMES, callback=_show_frames)]
 VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
 
 
 @app.callback()
-def _whole_command(version: Annotated[bool, VERSION] = False) -> None:
+def _whole_command(version: Annotated[bool, VERSION] = False, debug: Debug = False) -> None:
     pass
 
 
@@ -125,7 +139,7 @@ def run(
     """Run one experiment."""
     from raydpfl import runner, shown
 
-    experiment, folder = _read(config, overrides)
+    experiment, folder = _read("run", config, overrides)
     if resume and out is None:
         if folder is None:
             accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
@@ -157,7 +171,8 @@ def export(
     """Write the model of a run to a file."""
     from raydpfl import saved
 
-    print(saved.export(folder, out))
+    with directed("export", folder):
+        print(saved.export(folder, out))
 
 
 @app.command()
@@ -177,8 +192,9 @@ def sweep(
     """
     from raydpfl import tune
 
-    with storage.reading(config, "config", CONFIGS.__contains__) as place:
-        folder = place.is_dir()
+    reading = storage.reading(config, "config", CONFIGS.__contains__)
+    with directed("sweep", config, overrides=overrides or ()), reading as place:
+        folder = os.path.isdir(place)
         if resume and folder:
             asked = tune.Sweep.stored(place, overrides or ())
         else:
@@ -248,7 +264,8 @@ def reproduce(
     ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
         names = [_study_here(name, stack) for given in studies for name in room.several(given)]
-        asked = [room.Study.named(name, scale, seeds) for name in names]
+        with directed("reproduce", *studies):
+            asked = [room.Study.named(name, scale, seeds) for name in names]
         display = stack.enter_context(room.Display(console, asked))
         stack.enter_context(_resumable(out, "reproduce"))
         results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
@@ -315,11 +332,12 @@ def submit(
     if len(given) != 1:
         raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
     job = given[0]
-    server = JobServer(address)
+    with directed("submit", *([config] if config else [])):
+        server = JobServer(address)
+        if config is not None:
+            job = server.submit(config, overrides or (), out, resume=resume, there=there)
     if stop:
         server.stop(stop)
-    if config is not None:
-        job = server.submit(config, overrides or (), out, resume=resume, there=there)
     again = f"follow it with: {server.command('--follow', job)}\n"
     again += f"  stop it with: {server.command('--stop', job)}"
     if config is not None:
@@ -447,7 +465,8 @@ def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any])
         if name != "data_root":
             accepted = "not with a CONFIG; change its fields, as in noise.epsilon=3"
             raise ConfigError(f"--{name.replace('_', '-')}", value, accepted)
-    return _read(config, overrides, set(Experiment.model_fields) - {"model", "server"})[0]
+    imports = set(Experiment.model_fields) - {"model", "server"}
+    return _read("budget", config, overrides, imports)[0]
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
@@ -471,7 +490,7 @@ def audit(
     """
     from raydpfl import audit as auditor
 
-    experiment, _ = _read(config, overrides)
+    experiment, _ = _read("audit", config, overrides)
     out = out or str(_new_folder(config, "-audit"))
     console = Console(highlight=False, soft_wrap=True)
     with _bar(console, hidden=as_json) as on_round:
@@ -571,7 +590,9 @@ def report(
     """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
     from raydpfl.report import write
 
-    print(f"Report: {storage.within(write(directories, out), 'index.html')}")
+    with directed("report", *directories):
+        place = write(directories, out)
+    print(f"Report: {storage.within(place, 'index.html')}")
 
 
 COMPARED = "Directories of runs, sweeps and studies."
@@ -592,7 +613,8 @@ def compare(
     from raydpfl import report as reports
     from raydpfl.report import printed
 
-    found, place = reports.compare(directories, out, metric)
+    with directed("compare", *directories):
+        found, place = reports.compare(directories, out, metric)
     printed.show(Console(highlight=False), found)
     print(f"Page: {storage.within(place, 'index.html')}")
 
@@ -641,7 +663,7 @@ def data_describe(files: Described, data_root: DataRoot = None) -> None:
     if not _is_config(config):
         print(_understood(files, data_root), end="")
         return
-    experiment = _read(config, overrides, imports=("data",))[0]
+    experiment = _read("data describe", config, overrides, imports=("data",))[0]
     apart = experiment.evaluate.apart
     found = data.describe(experiment.data, experiment.seed, data_root, apart)
     for name, value in found.items():
@@ -674,17 +696,18 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
 
 
 def _read(
-    config: str, overrides: list[str] | None, imports: Collection[str] | None = None
+    command: str,
+    config: str,
+    overrides: list[str] | None,
+    imports: Collection[str] | None = None,
 ) -> tuple[Experiment, str | None]:
-    """The experiment, and the run directory it was read from, if it was. `imports`: see
-    `Experiment.from_dict`."""
+    """The experiment that a command was given, and the run directory it was read from, if it was.
+    `imports`: see `Experiment.from_dict`."""
     from raydpfl.config import Experiment
 
-    with storage.reading(config, "config", CONFIGS.__contains__) as place:
-        folder = place.is_dir()
-        if folder and (place / "sweep.yaml").exists() and not (place / "config.yaml").exists():
-            accepted = "a YAML file, or a run's directory; this one is a sweep's: raydpfl sweep DIR"
-            raise ConfigError("config", config, accepted)
+    reading = storage.reading(config, "config", CONFIGS.__contains__)
+    with directed(command, config), reading as place:
+        folder = os.path.isdir(place)
         path = place / "config.yaml" if folder else place
         return Experiment.from_yaml(path, overrides or (), imports), config if folder else None
 
@@ -736,6 +759,9 @@ def _interrupted(error: str = "") -> str:
 def main() -> None:
     """The `raydpfl` command."""
     _Begun.command = ""
+    if "--debug" in sys.argv[2:]:
+        sys.argv.remove("--debug")
+        sys.argv.insert(1, "--debug")
     sys.path.insert(0, "")  # a user's own members are found beside where the command is run
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
@@ -755,6 +781,8 @@ def _carried_out() -> tuple[str, int]:
         if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
             raise KeyboardInterrupt
     except BaseException as error:
+        if _debugged() and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
         ended = _ended(error)
         if ended is None:
             raise
@@ -787,6 +815,8 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
             return "", 0
         said = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
         return None if said else (f"code that the config names {exited(error)}", 1)
+    if isinstance(error, Exception) and frames_of_user(error):
+        return told(error), 1
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return f"code that the config names raised {what}", 1
@@ -808,7 +838,7 @@ class _Failed(SystemExit):
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"raydpfl: {message}", file=sys.stderr)
+    print(f"raydpfl: {message if _debugged() else brief(message)}", file=sys.stderr)
     raise _Failed(code)
 
 

@@ -39,6 +39,7 @@ from raydpfl.errors import (
     RunError,
     contained,
     exited,
+    in_line,
     told,
 )
 from raydpfl.evaluator import Evaluator, Scored
@@ -187,17 +188,20 @@ class ClientActor(Process):
             raise
         except RAISED as error:
             kind = self.experiment.model.kind
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = in_line(error)
             accepted = "a module that trains on a GPU, with all its tensors where its input is"
             raise ConfigError("model.kind", kind, f"{accepted} ({reason})") from None
 
-    @contained()
     def train(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
         """The exact sum of what the clients of the lanes send, and what is known of each of them.
 
         Of a lane with one slot to train it is that client's contribution as it is: the coordinator
         forms the lane's sum then.
         """
+        with contained(f"round {work.t}"):
+            return self._share(broadcast, work, lanes)
+
+    def _share(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
         began = time.perf_counter()
         self.trainer.seed = work.seed
         self.trainer.noise_seed = work.noise_seed
@@ -239,7 +243,7 @@ class ClientActor(Process):
         answered = zip(clients, apart, strict=True) if parts else ()
         return [selection.answer(each, noise_seed, t, client) for client, each in answered]
 
-    @contained()
+    @contained("an evaluation of the model")
     def evaluate(
         self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
     ) -> list[Scored]:
@@ -746,7 +750,8 @@ class ClientActor(Process):
             return f"its training {exited(error)}"
         except Exception as error:
             device.blame(self.device, error)
-            return f"its training raised {told(error)}"
+            client = int(alone.clients[alone.slot])
+            return told(error, f"the training of client {client} in round {tally.work.t}")
         return None
 
     def _drop(self, tally: Tally, client: int, detail: str) -> None:

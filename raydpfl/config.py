@@ -51,7 +51,7 @@ from raydpfl import (
 )
 from raydpfl import measure as measures
 from raydpfl import track as trackers
-from raydpfl.errors import RAISED, ConfigError, renamed
+from raydpfl.errors import RAISED, ConfigError, in_line, renamed
 from raydpfl.files import read_text
 from raydpfl.hardware import Precision
 from raydpfl.hints import said
@@ -856,6 +856,5 @@ def _refusals(experiment: Experiment, section: str, member: Member) -> None:
         except RAISED as error:
             if not own.is_own(cls):
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            accepted = f"a class whose check raises nothing but ConfigError ({reason})"
+            accepted = f"a class whose check raises nothing but ConfigError ({in_line(error)})"
             raise ConfigError(f"{section}.kind", member.kind, accepted) from None

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 
 # What a user's own code may raise by mistake: sys.exit() in a module must not end a run.
@@ -77,12 +78,24 @@ def exited(error: SystemExit) -> str:
 
 
 @contextmanager
-def contained() -> Iterator[None]:
-    """Turns a SystemExit from within, which only a user's own code raises, into a `RunError`."""
+def contained(where: str = "") -> Iterator[None]:
+    """Turns what a user's own code raises within into a `RunError` that shows their frames first
+    (`told`), and a SystemExit, which nobody else raises. Errors of files and of memory stay what
+    they are.
+
+    Args:
+        where: in which part of a run, in words.
+    """
     try:
         yield
     except SystemExit as error:
         raise RunError(f"code that the config names {exited(error)}") from None
+    except (ConfigError, RunError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if not frames_of_user(error):
+            raise
+        raise RunError(told(error, where)) from error
 
 
 class DeviceError(RunError):
@@ -98,13 +111,14 @@ class ClientError(RunError):
 
     Args:
         client: its id in the population.
-        detail: the reason, or the client's own traceback.
+        detail: the reason, or what was raised, which names the client itself.
     """
 
     def __init__(self, client: int, detail: str):
         self.client = client
         self.detail = detail
-        super().__init__(f"client {client}: {detail}")
+        named = f"client {client} " in detail
+        super().__init__(detail if named else f"client {client}: {detail}")
 
     def __reduce__(self):
         return ClientError, (self.client, self.detail)
@@ -116,13 +130,64 @@ class BudgetError(RunError):
     """
 
 
-def told(error: BaseException) -> str:
-    """An exception and where it was raised, in several lines: what was raised, the frames of the
-    user's own code, then all frames.
+ALL = "\nall frames:\n"  # in what `told` says, before them
+MORE = "all frames: the same with --debug"
+
+
+def _ours(file: str) -> bool:
+    return file.startswith(_INSTALLED[0])
+
+
+def frames_of_user(error: BaseException) -> list[tuple[traceback.FrameSummary, str]]:
+    """The frames of a user's own code that an exception was raised through, each with the name of
+    its function (`Mine.factor`), the outermost first: of code that this package has called, and not
+    of what called it.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, "<"))]
-    what = "".join(traceback.format_exception_only(error)).rstrip()
-    where = "".join(traceback.format_list(theirs))
+    every = traceback.walk_tb(error.__traceback__)
+    walked = list(dropwhile(lambda each: not _ours(each[0].f_code.co_filename), every))
+    named = [frame.f_code.co_qualname for frame, _ in walked]
+    found = zip(traceback.StackSummary.extract(iter(walked)), named, strict=True)
+    return [each for each in found if not each[0].filename.startswith((*_INSTALLED, "<"))]
+
+
+def told(error: BaseException, where: str = "") -> str:
+    """An exception and where it was raised, in several lines: the place in the user's own code,
+    what was raised, the hook that it was raised in, then all frames.
+
+    Args:
+        error: what was raised.
+        where: in which part of a run, in words.
+    """
+    what = "".join(traceback.format_exception_only(error)).strip()
     whole = "".join(traceback.format_exception(error)).rstrip()
-    return f"{what}\n{where}all frames:\n{whole}"
+    theirs = frames_of_user(error)
+    if not theirs:
+        return f"{where} raised {what}{ALL}{whole}" if where else f"{what}{ALL}{whole}"
+    (last, _), *before = reversed(theirs)
+    lines = [f"{last.filename}:{last.lineno}: {what}", f"    {last.line}"]
+    for frame, name in before:
+        lines.append(f"  called by {frame.filename}:{frame.lineno}, in {name}")
+        lines.append(f"    {frame.line}")
+    lines.append(f"in {theirs[0][1]}{f', {where}' if where else ''}")
+    return "\n".join(lines) + ALL + whole
+
+
+def brief(text: str) -> str:
+    """What `told` said, without all frames."""
+    shown, more, _ = text.partition(ALL)
+    return f"{shown}\n{MORE}" if more else shown
+
+
+def in_line(error: BaseException, most: int = 200) -> str:
+    """An exception, and where it was raised in the user's own code, in one line.
+
+    Args:
+        error: what was raised.
+        most: characters of its own message.
+    """
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:most]
+    theirs = frames_of_user(error)
+    if not theirs:
+        return what
+    last, _ = theirs[-1]
+    return f"{what}; {last.filename}, line {last.lineno}: {last.line}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import sys
+from typing import Any
 
 from raydpfl import coordinator
+from raydpfl.errors import contained
 from raydpfl.placement import Pool
 
 
@@ -33,4 +35,9 @@ class Coordinator(coordinator.Coordinator):
         """As `start`, of a plan that is pickled. `path`: where modules of the user's own are."""
         sys.path.extend(entry for entry in path if entry not in sys.path)
         super().__init__(pickle.loads(plan), out, pool, resume, anew)
-        return self.start()
+        with contained():
+            return self.start()
+
+    def round(self) -> dict[str, Any]:
+        with contained(f"round {self.at.t}"):
+            return super().round()

@@ -520,7 +520,8 @@ def _inline(plain: Coordinator) -> Call:
 
     def call(method: str, *given: Any) -> Any:
         try:
-            return getattr(plain, method)(*given)
+            with contained(f"round {plain.at.t}" if method == "round" else ""):
+                return getattr(plain, method)(*given)
         except (RunError, ConfigError, MemoryError, OSError):
             raise
         except Exception as error:  # an own member may raise anything

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raydpfl import hints, own
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.files import digest
 
 if TYPE_CHECKING:
@@ -339,10 +339,8 @@ def load(path: str, field: str) -> Any:
                 raise TypeError(f"{part} is no class")
         return getattr(found, last)
     except RAISED as error:  # a user's module may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(
-            field, path, f"an import path package.module:Name that can be imported ({reason})"
-        ) from None
+        accepted = f"an import path package.module:Name that can be imported ({in_line(error)})"
+        raise ConfigError(field, path, accepted) from None
 
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:

@@ -136,12 +136,12 @@ class Quits(torch.nn.Module):
 QUITS = {
     "make": (
         2,
-        "model.args = {'when': 'make'}: what quits:Quits can be called with (SystemExit: 7)",
+        "model.args = {'when': 'make'}: what quits:Quits can be called with (SystemExit: 7; ",
     ),
     "check": (
         2,
         "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] "
-        "(SystemExit: enough)",
+        "(SystemExit: enough; ",
     ),
     "train": (1, ": its training called sys.exit('enough') ("),
     "evaluate": (1, "code that the config names called sys.exit(None) ("),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import numpy as np
@@ -15,7 +16,7 @@ from conftest import SMALL, experiment
 from test_bad_input import complain
 
 from raydpfl import cli, run
-from raydpfl.errors import ConfigError, RunError, told
+from raydpfl.errors import ConfigError, RunError, brief, told
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 
@@ -130,13 +131,91 @@ def test_an_error_in_the_users_own_code_shows_their_frames_first(
     )
     with pytest.raises(SystemExit, match="1"):
         cli.main()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("IndexError: list index out of range")
-    first = [line for line in lines[: lines.index("all frames:")] if line.startswith("  File ")]
-    assert (
-        len(first) == 2 and all("frames.py" in line for line in first) and "in deeper" in first[1]
-    )
+    place = tmp_path / "frames.py"
+    first, source, *rest = capsys.readouterr().err.splitlines()
+    assert first == f"raydpfl: {place}:13: IndexError: list index out of range"
+    assert source == "    return [][len(str(x))]"
+    assert rest[0].startswith(f"  called by {place}:") and "raydpfl/" not in "".join(rest)
+    assert rest[1].strip().startswith("return deeper(") and "round 0" in rest[2]
+    assert rest[2].startswith(f"in {sections_hook(sections)}")
+    assert rest[3:] == ["all frames: the same with --debug"]
+    reason = yaml.safe_load((tmp_path / "o" / "summary.json").read_text())["reason"]
+    assert "all frames:\nTraceback (most recent call last):\n" in reason
     sys.modules.pop("frames")
+
+
+def sections_hook(sections):
+    return "Net.forward, the training of client " if "model" in sections else "Rule.factor"
+
+
+@pytest.mark.slow
+def test_all_frames_are_shown_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(cli.DEBUG, "")
+    (tmp_path / "deep.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    rule = {"bounding": {"kind": "deep:Rule", "bound": 1.0}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL | rule))
+    words = ["run", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "o"), "--debug"]
+    monkeypatch.setattr(sys, "argv", ["raydpfl", *words])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    said = capsys.readouterr().err
+    assert "raydpfl/cli.py" in said and "in factor" in said
+
+
+@pytest.mark.parametrize(
+    ("sections", "hook"),
+    [
+        ({"server": {"kind": "hooks:Mine"}}, "Mine.direction, round 0"),
+        ({"bounding": {"kind": "hooks:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
+        ({"weights": {"kind": "hooks:Weigh"}}, "Weigh.of"),
+    ],
+)
+def test_a_hook_is_named_with_its_round(sections, hook, tmp_path, monkeypatch):
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RunError) as failed:
+        run(experiment(**sections), tmp_path / "o")
+    first, source, where, *_ = str(failed.value).splitlines()
+    assert first.startswith(f"{tmp_path / 'hooks.py'}:") and first.endswith(": KeyError: 'x'")
+    assert source == '    return {}["x"]' and where == f"in {hook}"
+
+
+def test_what_is_raised_on_an_actor_is_told_as_here(tmp_path, monkeypatch, shared_ray):
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for sections, hook in (
+        ({"bounding": {"kind": "hooks:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
+        ({"server": {"kind": "hooks:Mine"}}, "Mine.direction, round 0"),
+    ):
+        with pytest.raises(RunError) as failed:
+            run(experiment(client={"actors": 1}, **sections), tmp_path / hook)
+        first, _, where, *_ = brief(str(failed.value)).splitlines()
+        assert first.startswith(f"{tmp_path / 'hooks.py'}:") and where == f"in {hook}"
+
+
+def test_what_an_import_raises_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import math\n\nhalf = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = f"ZeroDivisionError: division by zero; {tmp_path / 'broken.py'}, line 3: half = 1 / 0"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        experiment(bounding={"kind": "broken:Rule", "bound": 1.0})
+
+
+HOOKS = """
+from raydpfl.bounding import Clip
+from raydpfl.server import Server
+from raydpfl.weights import Weights
+class Mine(Server):
+    def direction(self, update, state):
+        return {}["x"]
+class Rule(Clip):
+    def factor(self, norm, bound):
+        return {}["x"]
+class Weigh(Weights):
+    def of(self, sizes, samples, cohort):
+        return {}["x"]
+"""
 
 
 def test_an_error_without_frames_of_the_users_shows_all():

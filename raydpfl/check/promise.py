@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from raydpfl.errors import RAISED
+from raydpfl.errors import RAISED, in_line
 from raydpfl.keys import Purpose, keyed_globals, stream
 
 SEED = 20  # of all made-up numbers
@@ -83,7 +83,7 @@ def looked_at(promise: Look, case: Any, example: str = "") -> Promise | None:
     except Broken as error:
         reason = str(error)
     except RAISED as error:  # a user's code may raise anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = in_line(error)
     said = " ".join((promise.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
     return Promise(name, False, f"{said}: {' '.join(reason.split())[:300]}", example)
 

@@ -44,7 +44,6 @@ import math
 import mmap
 import os
 import shutil
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -59,7 +58,7 @@ import pyarrow as pa
 from raydpfl.arrow import numbers, packed
 from raydpfl.data.heldout import HeldOut, held_out, per_client
 from raydpfl.data.sources import Data, Split
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.files import STILL, cache_root
 from raydpfl.member import own_code
 from raydpfl.storage.cache import put, whole
@@ -141,11 +140,8 @@ def _blamed(data: Data) -> Iterator[None]:
     except RAISED as error:
         if not own_code(data):
             raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error}; {place.filename}, line {place.lineno}"
-        raise ConfigError(
-            "data.kind", data.kind, f"a source that gives its samples ({reason})"
-        ) from None
+        accepted = f"a source that gives its samples ({in_line(error)})"
+        raise ConfigError("data.kind", data.kind, accepted) from None
 
 
 def _described(

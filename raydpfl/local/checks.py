@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import keys, models
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.local.base import Local, Step
 from raydpfl.tasks import Form
 
@@ -68,8 +68,7 @@ def check_loss(module: nn.Module, form: Form) -> None:
             together = task.loss(outputs, y)
             alone = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
     except RAISED as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError("data.task.kind", task.kind, f"{accepted} ({reason})") from None
+        raise ConfigError("data.task.kind", task.kind, f"{accepted} ({in_line(error)})") from None
     if together.shape != (4,):
         reason = f"for a batch of 4 it gives shape {list(together.shape)}"
         raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
@@ -130,7 +129,7 @@ def check_rule(local: Local) -> None:
             for client in range(3)
         ]
     except RAISED as error:
-        reason = f"whose step can be made; it raised {type(error).__name__}: {error}"
+        reason = f"whose step can be made; it raised {in_line(error)}"
         raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
     if not torch.allclose(together, torch.stack(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
         reason = "whose step for clients [C, P] is that for each of them, along the last axis alone"

@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 from raydpfl import member
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.interrupts import limited
 from raydpfl.keys import Purpose, keyed_globals, stream, torch_stream
 from raydpfl.models import split
@@ -171,8 +171,7 @@ def _scores(
             return module(form.inputs(2, generator))
     except RAISED as error:  # a user's module may raise anything
         taken = f"{form.dtype} {['batch', *form.shape]}"
-        reason = f"{type(error).__name__}: {error}"
-        raise _refuse(model, f"a module that takes {taken} ({reason})") from None
+        raise _refuse(model, f"a module that takes {taken} ({in_line(error)})") from None
 
 
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 from torch import nn
 
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.member import load
 from raydpfl.models.base import Model
 from raydpfl.tasks import Form
@@ -35,7 +35,7 @@ class Module(Model):
             raise ConfigError(
                 "model.args",
                 self.args,
-                f"what {self.kind} can be called with ({type(error).__name__}: {error})",
+                f"what {self.kind} can be called with ({in_line(error)})",
             ) from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from raydpfl.errors import MORE, brief
 from raydpfl.privacy import Guarantee, in_words
 from raydpfl.report.figures import Piece, Words
 from raydpfl.report.page import Page, Section, Tile
@@ -140,7 +141,7 @@ def state(run: Run) -> list[str]:
     if status is None:
         found.append("There is no summary.json: the run goes on, or was killed.")
     elif status != "completed":
-        reason = run.summary.get("reason")
+        reason = brief(run.summary.get("reason") or "").removesuffix(MORE).strip()
         found.append(f"The run ended as {status}{f': {reason}' if reason else ''}.")
     elif run.summary.get("reason"):
         found.append(f"The run has ended; {run.summary['reason']}.")

@@ -1,0 +1,61 @@
+"""What is given to the wrong command is answered with the right one."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from conftest import SMALL
+from test_bad_input import complain
+
+from raydpfl import directing
+
+SPACE = {"kind": "sgd", "lr": {"grid": [0.1, 0.2]}}
+ARMS = {"study": {"id": "rates", "title": "Two", "seeds": 2}, **SMALL, "arms": {"Clip": {}}}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory with a file and a directory of each kind."""
+    monkeypatch.chdir(tmp_path)
+    trees = {"experiment": SMALL, "sweep": {**SMALL, "local": SPACE}, "study": ARMS}
+    for name, tree in trees.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+        (tmp_path / name).mkdir()
+        file = "config.yaml" if name == "experiment" else f"{name}.yaml"
+        (tmp_path / name / file).write_text(yaml.safe_dump(tree))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "sweep.yaml"], "this is a sweep: raydpfl sweep sweep.yaml"),
+        (["run", "study.yaml"], "this is a study: raydpfl reproduce study.yaml"),
+        (["run", "sweep"], "this is a sweep's directory: raydpfl report sweep, or raydpfl sweep"),
+        (["run", "002/fig1"], "this is a study: raydpfl reproduce 002/fig1"),
+        (["audit", "sweep.yaml"], "this is a sweep: raydpfl sweep sweep.yaml"),
+        (["budget", "study.yaml"], "this is a study: raydpfl reproduce study.yaml"),
+        (["sweep", "experiment.yaml"], "this is an experiment: raydpfl run experiment.yaml"),
+        (["sweep", "experiment"], "or raydpfl run experiment --resume"),
+        (["reproduce", "sweep.yaml"], "this is a sweep: raydpfl sweep sweep.yaml"),
+        (["report", "experiment.yaml"], "this is an experiment: raydpfl run experiment.yaml"),
+        (["export", "study"], "this is a study's directory: raydpfl report study"),
+        (["submit", "study.yaml", "--address", "http://127.0.0.1:1"], "raydpfl reproduce study"),
+    ],
+)
+def test_another_command_is_named(words, said, place, monkeypatch, capsys):
+    assert said in complain(words, monkeypatch, capsys)
+
+
+def test_what_is_of_the_right_kind_keeps_its_own_complaint(place, monkeypatch, capsys):
+    wrong = "local.lr={grid: [0.1, -1]}"
+    said = complain(["sweep", "experiment.yaml", wrong], monkeypatch, capsys)
+    assert said.startswith("local.lr = -1")
+    said = complain(["run", "experiment.yaml", "rounds=0"], monkeypatch, capsys)
+    assert said.startswith("rounds = 0")
+
+
+def test_every_command_that_takes_a_file_or_a_directory_is_known():
+    every = {kind for _, kinds in directing.TAKEN.values() for kind in kinds}
+    assert every == directing.INSTEAD.keys()
+    assert set(directing.FILES.values()) <= every
