@@ -7,9 +7,9 @@ Sent are, of the folder where the command is run,
   compiled modules, whether a
   package has an `__init__.py` or not, and the data that `[tool.setuptools.package-data]` of
   `pyproject.toml` declares for them;
-- every file that the config names, under a name of its contents, which the config that is sent has
-  in its place. (Another file
-  of the old name may lie on the cluster.)
+- every file that the config names, and every folder (of images, of a data set) with its files,
+  under a name of its contents, which the config that is sent has in its place. (Another file of the
+  old name may lie on the cluster.)
 
 Never sent are hidden files and folders (.env, .git), links, `__pycache__`, and more than `LIMIT`
 bytes or `COUNT` files together. Sizes are looked at before anything is copied.
@@ -30,7 +30,7 @@ from typing import Any
 
 from raydpfl.config import SPACES, Experiment
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root, digest, find_file
+from raydpfl.files import check, data_root, digest
 
 LIMIT = 100 * 10**6  # bytes
 COUNT = 10_000
@@ -51,13 +51,28 @@ def packed(
     _checked(files)
     named = set() if there else {each for one in experiments for each in one.named_files()}
     found = {(field, name): _found(field, name, here) for field, name in sorted(named)}
-    _checked(files | {str(path): path for path in found.values()})
+    inside = {path: _inside(path) for path in found.values()}
+    _checked(files | {str(each): each for held in inside.values() for each in held.values()})
     renamed: dict[tuple[str, str], str] = {}
     for (field, name), path in found.items():
-        new = f"files/{digest(path)[:16]}/{path.name}"
+        new = f"files/{_contents(inside[path])}/{path.name}"
         renamed[field.rpartition(".")[2], name] = new
-        files[new] = path
+        files |= {f"{new}/{held}" if held else new: each for held, each in inside[path].items()}
     return _renamed(tree, renamed), files
+
+
+def _inside(path: Path) -> Files:
+    """The file, under no name; of a folder, its files."""
+    if not path.is_dir():
+        return {"": path}
+    return {each.relative_to(path).as_posix(): each for each in _walk(path)}
+
+
+def _contents(files: Files) -> str:
+    """Sixteen hexadecimal digits that name what these files hold."""
+    if [*files] == [""]:
+        return digest(files[""])[:16]
+    return check({name: digest(path) for name, path in files.items()})[:16]
 
 
 def copy(files: Files, stage: Path) -> None:
@@ -166,18 +181,19 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def _found(field: str, name: str, here: Path) -> Path:
-    """The file that a config names. Raises `ConfigError`."""
-    try:
-        path = find_file(field, name, None)
-    except ConfigError:
-        accepted = "a file that is here, to be sent; or --there, if the cluster has what it names"
-        raise ConfigError(field, name, accepted) from None
+    """The file or folder that a config names. Raises `ConfigError`."""
+    places = (data_root(None) / name, Path(name))
+    path = next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None)
+    if path is None:
+        accepted = "a file or folder that is here, to be sent; "
+        accepted += "or --there, if the cluster has what it names"
+        raise ConfigError(field, name, accepted)
     whole = Path(os.path.abspath(path))
     within = next((each for each in (here, data_root(None)) if whole.is_relative_to(each)), None)
     if any(part.startswith(".") for part in (whole.relative_to(within) if within else whole).parts):
         raise ConfigError(field, name, "a file that is not hidden: none such is sent")
-    if not _plain(path):
-        raise ConfigError(field, name, "a regular file, no link: none such is sent")
+    if not _plain(path, folder=path.is_dir()):
+        raise ConfigError(field, name, "a regular file or folder, no link: none such is sent")
     return path
 
 

@@ -190,6 +190,22 @@ def test_every_file_that_a_config_names_goes_along_under_a_name_of_its_contents(
     ]
 
 
+def test_a_folder_that_a_config_names_goes_along_with_its_files(here):
+    for name in ("cat/1.png", "dog/2.png", ".hidden/3.png"):
+        (here / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "images" / name).write_bytes(name.encode())
+    data = {"kind": "image_folder", "train": "images", "clients": 2}
+    tree = overridden(SMALL | {"data": data}, [])
+    there, files = staging.packed(tree, [Experiment.from_dict(tree)], here)
+    folder = there["data"]["train"]
+    assert folder.startswith("files/") and folder.endswith("/images")
+    assert set(files) == {f"{folder}/cat/1.png", f"{folder}/dog/2.png"}
+    staging.copy(files, here / "stage")
+    assert (here / "stage" / folder / "cat" / "1.png").read_bytes() == b"cat/1.png"
+    (here / "images" / "cat" / "1.png").write_bytes(b"another")
+    assert staging.packed(tree, [Experiment.from_dict(tree)], here)[0] != there
+
+
 def test_files_in_search_spaces_go_along(here):
     tree = SMALL | named(here)["data.train"] | {"sweep": {}}
     np.savez(here / "u.npz", x=np.zeros((30, 4)), y=np.arange(30) % 2)
@@ -209,7 +225,7 @@ def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
     (here / ".hidden").mkdir()
     (here / ".hidden/t.npz").write_bytes(b"")
     for name, said in {
-        "missing.npz": "a file that is here, to be sent; or --there",
+        "missing.npz": "a file or folder that is here, to be sent; or --there",
         "link.npz": "a regular file, no link",
         ".hidden/t.npz": "a file that is not hidden",
     }.items():
