@@ -5,17 +5,23 @@ caught by the promise that is for it.
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from raydpfl.bounding import FAMILY as BOUNDINGS
 from raydpfl.bounding import Clip, Query
 from raydpfl.check import check, members_of, render, resolved
+from raydpfl.data import Data, Split, prepare
+from raydpfl.errors import ConfigError
+from raydpfl.keys import Purpose, stream
 from raydpfl.local import Local
 from raydpfl.measure import Probe
+from raydpfl.models import Model
 from raydpfl.noise import Gaussian
 from raydpfl.privacy import Sampling, pld
 from raydpfl.privacy.laws import LAWS
@@ -237,6 +243,99 @@ class Undeclared(Probe):
         return {"first": sent.vectors[:, 0].numpy().copy()}
 
 
+class Mixed(Model):
+    """Takes the mean of the batch away from each row."""
+
+    def module(self, shape: Any, outputs: int) -> nn.Module:
+        return Minus(shape[-1], outputs)
+
+
+class Minus(nn.Module):
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.last = nn.Linear(inputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x - x.mean(0))
+
+
+class Idle(nn.Linear):
+    """Has a layer that it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.other = nn.Linear(2, 2)
+
+
+class Chance(nn.Linear):
+    """Begins with what the process happens to draw."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        with torch.no_grad():
+            self.weight += NOW.standard_normal()
+
+
+NOW = np.random.default_rng(0)
+
+
+class Rows(Data):
+    """A source that keeps its promises."""
+
+    clients: int = 5
+
+    def numbers(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        generator = stream(seed, Purpose.DATA)
+        x = generator.standard_normal((4 * self.clients, 6)).astype(np.float32)
+        return x, generator.integers(3, size=len(x))
+
+    def split(self, seed: int, root: Any) -> Split:
+        x, y = self.numbers(seed)
+
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            return x[4 * first : 4 * last], y[4 * first : 4 * last]
+
+        sizes = np.full(self.clients, 4)
+        return Split(sizes, (6,), 3, rows, lambda: (x[:7], y[:7]))
+
+
+class Drawing(Rows):
+    """Draws from the generator of the process."""
+
+    def numbers(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().numbers(seed)
+        return x + np.float32(np.random.rand()), y
+
+
+class Beyond(Rows):
+    """A class too many."""
+
+    def numbers(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().numbers(seed)
+        return x, y + 1
+
+
+class Shifted(Rows):
+    """The rows of one client, asked for by itself, are the next one's."""
+
+    def split(self, seed: int, root: Any) -> Split:
+        found = super().split(seed, root)
+
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            by = int(last - first == 1 and last < self.clients)
+            return found.rows(first + by, last + by)
+
+        return replace(found, rows=rows)
+
+
+class Wide(Rows):
+    """Numbers in float64."""
+
+    def numbers(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().numbers(seed)
+        return x.astype(np.float64), y
+
+
 class Tiring(Local):
     """Takes smaller batches of more rows."""
 
@@ -267,6 +366,13 @@ LIARS = {
     Boasted: "accounted",
     Undeclared: "columns",
     Forgetful: "gone on with",
+    Mixed: "each row alone",
+    Idle: "every parameter",
+    Chance: "initial parameters",
+    Drawing: "same rows twice",
+    Beyond: "values",
+    Shifted: "any clients",
+    Wide: "types",
 }
 
 
@@ -293,6 +399,41 @@ class Falling(Server):
         if np.abs(update).min() > 0 and np.abs(update).max() < 1:
             raise ArithmeticError("no direction")
         return update
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(60, 4))
+
+
+def test_a_function_that_makes_a_module_is_checked_on_samples_that_are_told():
+    path = f"{__name__}:net"
+    wide = ["data.shape=[60]", "data.classes=4"]
+    found = check(path, wide)
+    assert all(promise.kept for promise in found), render(found)
+    ways = next(promise.finding for promise in found if promise.name == "every way")
+    assert ways.startswith("a run takes ") and "vmap" in ways and "not convolutional" in ways
+    (broken,) = (promise for promise in check(path) if not promise.kept)
+    assert broken.name == "fits" and "data.shape=[60]" in broken.finding
+
+
+@pytest.mark.slow
+def test_a_source_of_ones_own_that_is_right_keeps_all_promises():
+    found = check(Rows)
+    assert len(found) == 18 and all(promise.kept for promise in found), render(found)
+
+
+def test_rows_that_are_not_what_a_source_says_are_refused_by_name(tmp_path):
+    for liar, said in ((Beyond, "targets are from 0 to 2"), (Short, "rows have a target each")):
+        with pytest.raises(ConfigError, match=f"data.kind = .*a source whose {said}"):
+            prepare(liar(), 0, cache=tmp_path)
+
+
+class Short(Rows):
+    """A target too few."""
+
+    def numbers(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().numbers(seed)
+        return x, y[:-1]
 
 
 def test_what_needs_a_run_that_fails_is_not_tried():

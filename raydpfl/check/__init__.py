@@ -24,7 +24,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 from raydpfl import own
 from raydpfl.check import (
@@ -35,21 +38,24 @@ from raydpfl.check import (
     measure,
     members,
     metrics,
+    models,
     noise,
     rounds,
     selection,
     server,
+    sources,
     tasks,
     track,
     weights,
 )
-from raydpfl.check.cases import AROUND, AROUNDS, SECTIONS, Case, examples_of
+from raydpfl.check.cases import AROUND, SECTIONS, Case, arounds, examples_of
 from raydpfl.check.promise import Look, Promise, looked_at
 from raydpfl.config import Experiment, overridden
 from raydpfl.errors import ConfigError
 from raydpfl.member import home, load, own_class
 from raydpfl.metrics import FAMILY as METRICS
 from raydpfl.metrics import Metric
+from raydpfl.models import Module, factory
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
 from raydpfl.privacy.laws import LAWS, Law
@@ -66,9 +72,13 @@ PROMISES: dict[str, tuple[Look, ...]] = {
     "selection": selection.PROMISES,
     "measure": measure.PROMISES,
     "task": tasks.PROMISES,
-    "track": track.PROMISES,
 }
-APART = ("track",)  # families that have no part in a round
+# All that members promise who are no part of what a round does.
+WHOLE: dict[str, tuple[Look, ...]] = {
+    "model": models.PROMISES,
+    "data": sources.PROMISES,
+    "track": (*members.PROMISES, *track.PROMISES),
+}
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: family for section, (family, _) in SECTIONS.items()},
     "law": {name: type(each) for name, each in LAWS.items()},
@@ -116,8 +126,10 @@ def check(
 def members_of() -> Iterator[str]:
     """All members that come with the project, as `check` takes them."""
     for section, family in BUILT_IN.items():
-        for kind in family:
-            yield f"{section}:{kind}"
+        for kind, cls in family.items():
+            # sources that need no file of the user's have examples of their own
+            if section != "data" or vars(cls).get("examples"):
+                yield f"{section}:{kind}"
 
 
 def resolved(target: str | type) -> tuple[str, type, str]:
@@ -132,6 +144,9 @@ def resolved(target: str | type) -> tuple[str, type, str]:
             raise ConfigError("member", target, ACCEPTED)
         path = target
         cls = load(target, "member")
+    makes = _makes_modules(cls, path)
+    if makes:
+        return makes
     section = home(cls, BASES)
     if section is None:
         bases = ", ".join(
@@ -146,6 +161,17 @@ def resolved(target: str | type) -> tuple[str, type, str]:
     if section in SECTIONS:
         own.complete(own_class(path, section, BASES[section]), section, path)
     return section, cls, path
+
+
+def _makes_modules(made: Any, path: str) -> tuple[str, type, str] | None:
+    """What a config names a class of modules, or a function that makes one, by; None: it is no such
+    thing. Raises `ConfigError`.
+    """
+    if isinstance(made, FunctionType) or (isinstance(made, type) and issubclass(made, nn.Module)):
+        path = path or f"{made.__module__}:{made.__qualname__}"
+        factory(path)
+        return "model", Module, path
+    return None
 
 
 def _built_in(name: str) -> tuple[str, type, str] | None:
@@ -190,7 +216,7 @@ def _of_members(
 ) -> Iterator[tuple[Look, Any, str]]:
     mine = tuple(text for text in overrides if text.startswith(f"{section}."))
     around = tuple(text for text in overrides if text not in mine)
-    _possible(around)
+    _possible(around, section)
     cases = []
     for example in examples_of(cls, section, path):
         case = Case(section, overridden({section: example}, mine)[section], around)
@@ -198,8 +224,9 @@ def _of_members(
         cases.append(case)
     for case in cases:
         shown = _shown({name: value for name, value in case.values.items() if name != "kind"})
-        promises = (*members.PROMISES, *PROMISES[section])
-        promises += () if section in APART else rounds.PROMISES
+        promises = WHOLE.get(section)
+        if promises is None:
+            promises = (*members.PROMISES, *PROMISES[section], *rounds.PROMISES)
         yield from ((promise, case, shown) for promise in promises)
 
 
@@ -213,10 +240,10 @@ def _valid(case: Case, section: str, path: str) -> None:
         raise ConfigError(f"{section}.examples", shown, accepted) from None
 
 
-def _possible(overrides: tuple[str, ...]) -> None:
+def _possible(overrides: tuple[str, ...], section: str) -> None:
     """Raises `ConfigError` for overrides that no experiment takes."""
     first = None
-    for around in AROUNDS:
+    for around in arounds(section):
         try:
             Experiment.from_dict(overridden({**AROUND, **around}, overrides))
             return

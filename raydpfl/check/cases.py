@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import measure, tasks, track
+from raydpfl import data, measure, models, tasks, track
 from raydpfl.check.promise import Untaken, Untried
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config import FAMILIES, Experiment, overridden
@@ -73,12 +73,44 @@ AROUNDS: tuple[dict[str, Any], ...] = (
     {"local": DECAY},
     SCALAR,
 )
+# The same, around what has its own samples: few clients with few rows.
+FEW: dict[str, Any] = {
+    "rounds": 2,
+    "selection": {"kind": "uniform", "cohort": 3},
+    "local": {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.01},
+    "client": {"actors": 0, "num_cpus": 0.01, "lane": 2},
+}
+MADE = {"kind": "raydpfl.check.models:Made"}
+SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
+    {**MADE, "shape": [1, 28, 28], "classes": 10},
+    {**MADE, "shape": [3, 32, 32], "classes": 10},
+    {**MADE, "shape": [8], "classes": 3},
+    {**MADE, "shape": [8], "classes": 0, "task": "regression"},
+    {**MADE, "shape": [6], "classes": 9, "tokens": 9, "targets": [6], "task": "sequence"},
+    {**MADE, "shape": [6], "classes": 9, "tokens": 9},
+)
+MODELS_OF_SOURCES = ({"kind": "softmax"}, {"kind": "raydpfl.check.tasks:Net"})
+ARE_PRIVATE: tuple[dict[str, Any], ...] = ({}, {"noise": NONE}, {"noise": NONE, "bounding": NONE})
+# What members of a section are tried in, where that is not AROUNDS.
+ARE_AROUND: dict[str, tuple[dict[str, Any], ...]] = {
+    "model": tuple(
+        {**FEW, **private, "data": data} for private in ARE_PRIVATE for data in SAMPLES_OF_MODELS
+    ),
+    "data": tuple(
+        {**FEW, **private, "selection": selection, "model": model}
+        for private in ARE_PRIVATE
+        for selection in (FEW["selection"], {"kind": "full"})
+        for model in MODELS_OF_SOURCES
+    ),
+}
 # The sections of a config whose members are checked, each with its family and base.
 SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
     **FAMILIES,
     "measure": (measure.FAMILY, measure.Probe),
     "track": (track.FAMILY, track.Tracker),
     "task": (tasks.FAMILY, tasks.Task),
+    "model": (models.FAMILY, models.Model),
+    "data": (data.FAMILY, data.Data),
 }
 
 
@@ -100,6 +132,8 @@ class Case:
     @cached_property
     def member(self) -> Any:
         """The member. Raises `ConfigError`."""
+        if self.section == "model":  # whose own may be a module
+            return models.parse(self.values)
         family, base = SECTIONS[self.section]
         return choose(self.section, self.values, family, base)
 
@@ -120,7 +154,7 @@ class Case:
     def _found(self) -> tuple[Plan | None, str]:
         """The first plan that nobody refuses, and why earlier ones were refused, if they were."""
         refusals: list[str] = []
-        for around in AROUNDS:
+        for around in arounds(self.section):
             tree = overridden(self.tree(**around), self._around())
             try:
                 plan = Plan.make(Experiment.from_dict(tree))
@@ -128,7 +162,10 @@ class Case:
                 refusals.append(str(error))
                 continue
             return plan, refusals[0] if refusals else ""
-        return None, refusals[0]
+        first = refusals[0]
+        if self.section == "model":
+            first += "; data.shape=[60] data.classes=4 say what its samples are, or data.kind=..."
+        return None, first
 
     def _around(self) -> list[str]:
         """The overrides of other sections; the example has those of its own."""
@@ -175,6 +212,11 @@ class Case:
     def sizes(self) -> np.ndarray:
         """Samples of each client, int64 [N]."""
         return np.array(self.plan.population.sizes)
+
+
+def arounds(section: str) -> tuple[dict[str, Any], ...]:
+    """The experiments that members of a section are tried in, private ones first."""
+    return ARE_AROUND.get(section, AROUNDS)
 
 
 def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, Any], ...]:

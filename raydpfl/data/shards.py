@@ -44,7 +44,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,10 +124,47 @@ def _split(data: Data, seed: int, root: Path | None) -> Split:
     """The data's samples, with what goes wrong in a source of the user's own told as its error."""
     with _blamed(data):
         split = data.split(seed, root)
-    parts = {name: getattr(split, name) for name in ("rows", "test", "samples", "at")}
-    return replace(
-        split, **{name: _blamed(data)(part) for name, part in parts.items() if part is not None}
-    )
+    parts = {name: getattr(split, name) for name in ("rows", "test", "at")}
+    given: dict[str, Any] = {
+        name: _checked(data, split, part) for name, part in parts.items() if part is not None
+    }
+    if split.samples is not None:
+        given["samples"] = _blamed(data)(split.samples)
+    return replace(split, **given)
+
+
+def _checked(data: Data, split: Split, give: Callable[..., Any]) -> Callable[..., Any]:
+    """What gives rows of a source, with what is wrong with them told as its error."""
+
+    def checked(*asked: Any) -> tuple[np.ndarray, np.ndarray]:
+        with _blamed(data):
+            x, y = give(*asked)
+            wrong = _wrong(split, x, y, data.task.ignored())
+        if wrong:
+            raise ConfigError("data.kind", data.kind, f"a source whose {wrong}")
+        return x, y
+
+    return checked
+
+
+def _wrong(split: Split, x: np.ndarray, y: np.ndarray, ignored: int) -> str | None:
+    """What is wrong with rows of a split, as what would be right, in words; None: nothing."""
+    if len(x) != len(y):
+        return f"rows have a target each ({len(x)} rows, {len(y)} targets)"
+    for name, given, shape in (("x", x, split.shape), ("y", y, split.targets)):
+        if given.shape[1:] != tuple(shape):
+            said = f"{name} of a row is of shape {list(shape)}, as it says"
+            return f"{said} (it gives {list(given.shape[1:])})"
+    for name, given, most in (("targets", y, split.classes), ("tokens", x, split.tokens)):
+        if not most or not given.size:
+            continue
+        known = given[given != ignored] if name == "targets" and split.targets else given
+        whole = known.dtype.kind in "iu"
+        low = known.min(initial=0)
+        high = known.max(initial=0)
+        if not whole or low < 0 or high >= most:
+            return f"{name} are from 0 to {most - 1} (it gives {known.dtype}, {low} to {high})"
+    return None
 
 
 @contextmanager

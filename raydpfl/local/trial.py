@@ -51,21 +51,10 @@ def mismatch(
     With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
     half of them are clipped.
     """
-    # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
-    # another
-    if way == "layerwise":
-        module = copy.deepcopy(module)
-        for layer in module.modules():
-            if isinstance(layer, _DropoutNd):
-                layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
-    local = _short(local)
     late = TimeoutError(f"three steps take more than {LIMIT:g} s")
     try:
         with limited(LIMIT, late):
-            rows = _rows(module, local, form, clip)
-            ours, theirs = (
-                _updates(module, local, form.task, each, rows) for each in (way, REFERENCE)
-            )
+            ours, theirs = first_steps(module, local, form, way, clip)
     except (NoStack, NotLayerwise) as error:
         return str(error)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
@@ -73,6 +62,25 @@ def mismatch(
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     far = float(((ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)).max())
     return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"
+
+
+def first_steps(
+    module: nn.Module, local: Local, form: Form, way: str, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What three clients come to by `way` and by the loop, float32 [3, d] each; arguments as for
+    `mismatch`. Raises whatever the way does with a module that it cannot train.
+    """
+    # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
+    # another
+    if way == "layerwise":
+        module = copy.deepcopy(module)
+        for layer in module.modules():
+            if isinstance(layer, _DropoutNd):
+                layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
+    short = _short(local)
+    rows = _rows(module, short, form, clip)
+    ours, theirs = (_updates(module, short, form.task, each, rows) for each in (way, REFERENCE))
+    return ours, theirs
 
 
 def _short(local: Local) -> Local:

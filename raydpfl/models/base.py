@@ -119,6 +119,7 @@ class Net(Model):
     """Base of the structured nets, each hidden layer of which may be narrower, or wider."""
 
     newer: ClassVar[frozenset[str]] = Model.newer | {"width"}
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 0.1},)
 
     # every hidden layer has so many times the channels or units that it has in the paper
     width: float = Field(default=1.0, gt=0, le=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ class CharLstm(TokenModel):
     """
 
     kind: str = "char_lstm"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"hidden": 8, "layers": 1},)
     embedding: int = Field(default=8, ge=1)
     hidden: int = Field(default=256, ge=1)
     layers: int = Field(default=2, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ class Transformer(TokenModel):
     """
 
     kind: str = "transformer"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 8, "heads": 2, "layers": 1},)
     width: int = Field(default=64, ge=1)
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=2, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from raydpfl.data.sources.base import Samples
 from raydpfl.data.sources.images import Images
@@ -16,6 +16,10 @@ class FashionMnistMini(Images):
     """
 
     kind: str = "fashion_mnist_mini"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"clients": 60},
+        {"clients": 20, "partition": {"kind": "overlapping", "per_client": 8}},
+    )
     # of these 9,000 images; see raydpfl.data.embedded for why not 0.2860 and 0.3530
     mean: ClassVar[tuple[float, ...]] = (0.3032,)
     std: ClassVar[tuple[float, ...]] = (0.2701,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
@@ -32,6 +32,7 @@ class Quadratics(Data):
     """
 
     kind: str = "quadratics"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 6, "dimension": 7, "rank": 3},)
     task: SerializeAsAny[Task] = Regression()
     clients: int = Field(default=100, ge=1, le=10**9)
     dimension: int = Field(default=200, ge=1)

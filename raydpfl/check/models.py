@@ -1,0 +1,271 @@
+"""What a model promises: see `raydpfl.models`.
+
+It is tried on made-up samples: images of 28 x 28 and of 3 x 32 x 32 of ten classes, eight numbers,
+or six tokens with a target for each; the first that it takes. Others are told by overrides, as
+`data.shape=[60] data.classes=4`, or by a section `data` of the user's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from raydpfl import models
+from raydpfl.check import members, rounds
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, hold
+from raydpfl.data import Data, Shards, Split
+from raydpfl.errors import RAISED, ConfigError
+from raydpfl.keys import Purpose, keyed_globals, stream
+from raydpfl.local import resolve
+from raydpfl.local.checks import check_apart, drawn_from
+from raydpfl.local.sgd import Sgd
+from raydpfl.local.trial import TOLERANCE, first_steps
+from raydpfl.local.ways import REFERENCE, WAYS
+from raydpfl.models import weights
+from raydpfl.tasks import Form, Target, Task
+
+ROWS = 3  # of a client, about
+TEST = 6
+APART = 1e-5  # relative: what rounding in a batch of another size may come to
+CLOSE = 1e-5  # of the model's norm: what rounding in another way may come to
+
+
+class Made(Data):
+    """Random samples of any shape, for any task."""
+
+    clients: int = 6
+    shape: tuple[int, ...] = (8,)
+    classes: int = Field(default=3, ge=0)
+    tokens: int = Field(default=0, ge=0)
+    targets: tuple[int, ...] = ()
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        """Those of any task."""
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        target = Target(self.targets, self.classes)
+        form = Form(self.shape, target, self.task, self.tokens)
+        sizes = ROWS + np.arange(self.clients) % 2
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        generator = stream(seed, Purpose.DATA)
+        count = int(ends[-1]) + TEST
+        x = form.inputs(count, generator).numpy()
+        y = self.task.made_up(generator, count, form.outputs).numpy()
+
+        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            return x[ends[first] : ends[last]], y[ends[first] : ends[last]]
+
+        return Split(
+            sizes=sizes,
+            shape=self.shape,
+            classes=self.classes,
+            rows=rows,
+            test=lambda: (x[-TEST:], y[-TEST:]),
+            tokens=self.tokens,
+            targets=self.targets,
+        )
+
+
+def _form(case: Case) -> Form:
+    """The samples of the experiment around it."""
+    return Shards.open(case.plan.shards).form(case.plan.experiment.data.task)
+
+
+def _built(case: Case, seed: int = 0) -> tuple[nn.Module, Form]:
+    form = _form(case)
+    return models.build(case.plan.experiment.model, form, seed), form
+
+
+def shapes(case: Case) -> str:
+    """Of any number of rows it gives float32 outputs of the right shape, in training and out of
+    it.
+    """
+    module, form = _built(case)
+    for rows in (1, 2, 7):
+        x = form.inputs(rows, stream(0, Purpose.DATA))
+        for mode in (module.train(), module.eval()):
+            found = mode(x)
+            told = f"{rows} rows give {found.dtype} {list(found.shape)}"
+            hold(found.dtype == torch.float32 and found.shape == (rows, *form.outputs), told)
+            hold(torch.isfinite(found).all(), f"{rows} rows give what is not finite")
+    given = ", ".join(map(str, form.shape))
+    return f"[{given}] to [{', '.join(map(str, form.outputs))}], {case.d:,} parameters"
+
+
+def each_row_alone(case: Case) -> str:
+    """What it gives for a row does not depend on the other rows of the batch."""
+    module, form = _built(case)
+    x = form.inputs(5, stream(0, Purpose.DATA))
+    with torch.no_grad():
+        together = module.eval()(x)
+        apart = torch.cat([module(row) for row in x.split(1)])
+    far = float((together - apart).abs().max() / together.abs().max().clamp(min=1e-30))
+    hold(far <= APART, f"alone, a row's output is off by {far:.1e} of it")
+    return f"to {far:.0e} of it"
+
+
+def initial_parameters(case: Case) -> str:
+    """What it begins with is a function of the seed, whatever the process has drawn before."""
+    found = []
+    for drawn, seed in ((0, 0), (1, 0), (0, 1)):
+        with keyed_globals(drawn):
+            np.random.rand(drawn)
+            found.append(models.flatten(_built(case, seed)[0]))
+    hold(torch.equal(found[0], found[1]), "made again, it begins with others")
+    return "the same for every seed" if torch.equal(found[0], found[2]) else "by the seed"
+
+
+def same_bits_twice(case: Case) -> str:
+    """Asked again, outputs and gradients are the same to the last bit."""
+    module, form = _built(case)
+    generator = stream(0, Purpose.DATA)
+    x = form.inputs(4, generator)
+    y = form.task.made_up(generator, 4, form.outputs)
+    y = y.reshape(4, *form.target.shape)
+    module.train()
+    first = _gradients(module, form, x, y)
+    _gradients(module, form, x.flip(0), y.flip(0))
+    again = _gradients(module, form, x, y)
+    hold(all(map(torch.equal, first, again)), "it gives others after another batch")
+    return f"{len(first) - 1} gradients"
+
+
+def _gradients(
+    module: nn.Module, form: Form, x: torch.Tensor, y: torch.Tensor
+) -> list[torch.Tensor]:
+    """The outputs, and the gradient by each trained parameter that has one."""
+    trained = [each for each in module.parameters() if each.requires_grad]
+    with keyed_globals(0):
+        outputs = module(x)
+        loss = form.task.loss(outputs, y).mean()
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [outputs.detach(), *(each for each in found if each is not None)]
+
+
+def every_parameter(case: Case) -> str:
+    """Each trained parameter has a gradient: what has none is sent, and noised, for nothing."""
+    module, form = _built(case)
+    x = form.inputs(4, stream(0, Purpose.DATA))
+    y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
+    with keyed_globals(0):
+        form.task.loss(module(x), y.reshape(4, *form.target.shape)).mean().backward()
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    without = [name for name, each in named if each.grad is None]
+    remedy = f"model.frozen={without[:3]} keeps them out"
+    hold(not without, f"{', '.join(without[:3])} of {len(named)} have none ({remedy})")
+    return f"{len(named)} tensors"
+
+
+def copies(case: Case) -> str:
+    """A copy, and one that is filled from a file of its weights, give the same bits."""
+    module, form = _built(case)
+    x = form.inputs(3, stream(0, Purpose.DATA))
+    file = case.folder / "weights.safetensors"
+    file.write_bytes(weights.packed(module, file.suffix, {}))
+    other, _ = _built(case, seed=1)
+    weights.fill(other, str(file))
+    with torch.no_grad():
+        expected = module.eval()(x)
+        for again, how in ((copy.deepcopy(module), "copied"), (other, "filled from a file")):
+            hold(torch.equal(again.eval()(x), expected), f"{how}, it gives something else")
+    return "copied, and through safetensors"
+
+
+def every_way(case: Case) -> str:
+    """The way that a run takes, like every other one that fits, comes to where the loop does: to
+    1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
+    """
+    return _ways(case, None)
+
+
+def every_way_with_clipping(case: Case) -> str:
+    """The same where every sample's gradient is clipped."""
+    module, form = _built(case)
+    try:
+        check_apart(module, form)
+    except ConfigError as error:
+        return f"none: {error.accepted}"
+    return _ways(case, 0.5)
+
+
+def _ways(case: Case, clip: float | None) -> str:
+    module, form = _built(case)
+    local = Sgd()
+    drawn = drawn_from(module, form)
+    fits = {REFERENCE: REFERENCE}
+    others: dict[str, list[str]] = {}
+    for way, kind in WAYS.items():
+        if way in (REFERENCE, "noop") or kind.lacks(local, clip):
+            continue
+        found = _way(module, form, way, clip)
+        if drawn and not kind.one_by_one:
+            found = f"it draws from {drawn}, client by client"
+        if isinstance(found, str):
+            others.setdefault(found, []).append(way)
+        else:
+            fits[way] = f"{way} ({found:.0e})"
+    with _unsaid():
+        taken = resolve(module, local, ROWS, form, clip=clip)
+    hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
+    told = f"a run takes {taken} of {', '.join(fits.values())}"
+    return "; not ".join([told, *(f"{', '.join(ways)}: {why}" for why, ways in others.items())])
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """Without what is said of ways that do not fit, or that are slow for some layers."""
+    logger = logging.getLogger("raydpfl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _way(module: nn.Module, form: Form, way: str, clip: float | None) -> float | str:
+    """How far from where the loop comes to, over the model's norm; or why the way does not fit."""
+    try:
+        with _unsaid():
+            ours, theirs = first_steps(module, Sgd(), form, way, clip)
+    except RAISED as error:  # a module may do anything when it is traced or vmapped
+        return " ".join(str(error).split())[:80] or type(error).__name__
+    off = (ours - theirs).norm(dim=1)
+    far = float((off / (models.flatten(module) + theirs).norm(dim=1)).max())
+    fits = far <= CLOSE or float((off / theirs.norm(dim=1)).max()) <= TOLERANCE
+    return far if fits else f"off by {far:.0e}"
+
+
+PROMISES: tuple[Look, ...] = (
+    members.example,
+    members.fits,
+    members.config_round_trip,
+    members.refusals,
+    shapes,
+    each_row_alone,
+    initial_parameters,
+    same_bits_twice,
+    every_parameter,
+    copies,
+    every_way,
+    every_way_with_clipping,
+    rounds.runs,
+    rounds.same_bits_again,
+    rounds.same_bits_pooled,
+    rounds.same_bits_per_client,
+    rounds.same_bits_resumed,
+    rounds.epsilon,
+)

@@ -1,0 +1,159 @@
+"""What a source of data promises: see `raydpfl.data.sources`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from raydpfl.check import members, rounds
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Look, hold
+from raydpfl.data import Shards, Split, prepare
+from raydpfl.data.sources import Data
+from raydpfl.files import data_root
+from raydpfl.keys import keyed_globals
+
+SEED = 5
+MOST = 12  # clients whose rows are read one by one
+INPUTS = ("uint8", "float32", "int64")
+
+
+def _source(case: Case) -> Data:
+    data: Data = case.member
+    return data
+
+
+def _split(case: Case, seed: int = SEED) -> Split:
+    return _source(case).split(seed, data_root(None))
+
+
+def _rows(split: Split, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    x, y = split.rows(first, last)
+    return np.asarray(x), np.asarray(y)
+
+
+def sizes(case: Case) -> str:
+    """It says how many rows each client has, and gives as many."""
+    split = _split(case)
+    counts = np.asarray(split.sizes)
+    hold(counts.ndim == 1 and counts.dtype.kind in "iu", f"sizes are {counts.dtype}, not int64")
+    hold((counts >= 0).all() and counts.any(), "sizes are below 0, or all 0")
+    asked = _source(case).clients
+    hold(asked in (None, len(counts)), f"{len(counts)} clients, where data.clients is {asked}")
+    x, y = _rows(split, 0, len(counts))
+    total = int(counts.sum())
+    hold(len(x) == len(y) == total, f"{len(x)} rows and {len(y)} targets, of {total}")
+    return f"{len(counts)} clients, {total:,} rows, {counts.min()} to {counts.max()} each"
+
+
+def types(case: Case) -> str:
+    """Rows and targets have the types and shapes that it says, those for testing too."""
+    split = _split(case)
+    kind = "int64" if split.classes else "float32"
+    there = int(np.argmax(split.sizes > 0))
+    for who, (x, y) in (("clients", _rows(split, there, there + 1)), ("test", split.test())):
+        hold(str(x.dtype) in INPUTS, f"x of {who} is {x.dtype}, none of {', '.join(INPUTS)}")
+        hold(x.shape[1:] == split.shape, f"x of {who} is {list(x.shape[1:])}, not {split.shape}")
+        whole = (x.dtype == np.int64) == bool(split.tokens)
+        hold(whole, f"x of {who} is {x.dtype}, and tokens {split.tokens}")
+        hold(str(y.dtype) == kind, f"y of {who} is {y.dtype}, not {kind}")
+        told = f"y of {who} is {list(y.shape[1:])}, and targets {split.targets}"
+        hold(y.shape[1:] == split.targets, told)
+    return f"x {x.dtype} {list(split.shape)}, y {kind} {list(split.targets)}"
+
+
+def values(case: Case) -> str:
+    """Numbers are finite; classes and tokens are from 0 to one below how many there are."""
+    split = _split(case)
+    ignored = _source(case).task.ignored()
+    for who, (x, y) in (("clients", _rows(split, 0, len(split.sizes))), ("test", split.test())):
+        hold(np.isfinite(x).all() and np.isfinite(y).all(), f"those of {who} are not finite")
+        if split.classes and len(y):
+            known = y[y != ignored]
+            told = f"classes of {who} are {known.min(initial=0)} to {known.max(initial=0)}"
+            right = (known >= 0).all() and (known < split.classes).all()
+            hold(right, f"{told}, of {split.classes}")
+        if split.tokens and len(x):
+            told = f"tokens of {who} are {x.min()} to {x.max()}, of {split.tokens}"
+            hold(x.min() >= 0 and x.max() < split.tokens, told)
+    return f"{split.classes} classes" if split.classes else "numbers"
+
+
+def same_rows_twice(case: Case) -> str:
+    """Asked again, it gives the same rows to the same clients, whatever the process has drawn."""
+    found = []
+    for drawn in (0, 1):
+        with keyed_globals(drawn):
+            np.random.rand(3)
+            split = _split(case)
+            everyone = _rows(split, 0, len(split.sizes))
+            found.append((np.asarray(split.sizes), *everyone, *split.test()))
+    same = all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+    hold(same, "asked again, it gives others: draw by raydpfl.keys.stream(seed, ...)")
+    again = [_source(case).identity(data_root(None)) for _ in range(2)]
+    hold(again[0] == again[1], "asked again, its identity is another")
+    return "the same bits"
+
+
+def any_clients(case: Case) -> str:
+    """The rows of some clients are those they have among all, in whatever order they are read."""
+    split = _split(case)
+    everyone = _rows(split, 0, len(split.sizes))
+    ends = np.concatenate([[0], np.cumsum(split.sizes)])
+    last = len(split.sizes)
+    asked = [(k, k + 1) for k in reversed(range(min(last, MOST)))] + [(last // 2, last), (1, 1)]
+    for first, stop in asked:
+        found = _rows(split, first, stop)
+        for mine, whole in zip(found, everyone, strict=True):
+            told = f"clients {first} to {stop - 1} have others than among all"
+            hold(np.array_equal(mine, whole[ends[first] : ends[stop]]), told)
+    return f"{len(asked)} ranges"
+
+
+def prepared(case: Case) -> str:
+    """What clients train on, from the files that are made of it, is what it gave."""
+    split = _split(case)
+    shards = Shards.open(prepare(_source(case), SEED, data_root(None), case.folder / "cache"))
+    hold(np.array_equal(shards.sizes, split.sizes), "the sizes are others")
+    for client in range(min(shards.clients, MOST)):
+        rows = int(shards.sizes[client])
+        x, y, n = shards.lane([client], max(rows, 1))
+        own_x, own_y = shards.ready(*_rows(split, client, client + 1))
+        right = np.array_equal(x[0, :rows], own_x) and np.array_equal(y[0, :rows], own_y)
+        hold(int(n[0]) == rows and right, f"client {client} has other rows")
+    return f"{min(shards.clients, MOST)} clients"
+
+
+def held_out(case: Case) -> str:
+    """Rows that are held out of training are those that training lacks."""
+    source = _source(case)
+    if source.overlaps():
+        return "clients share samples"
+    split = _split(case)
+    if np.max(split.sizes) < 2:
+        return "no client has a row to spare"
+    root = data_root(None)
+    shards = Shards.open(prepare(source, SEED, root, Path(case.folder) / "apart", validation=0.4))
+    apart = shards.client_rows
+    told = "rows that are held out and those that are left are not all"
+    hold(np.array_equal(np.asarray(shards.sizes) + apart, split.sizes), told)
+    return f"{int(apart.sum())} of {int(np.sum(split.sizes))} at 40 %"
+
+
+PROMISES: tuple[Look, ...] = (
+    *members.PROMISES,
+    sizes,
+    types,
+    values,
+    same_rows_twice,
+    any_clients,
+    prepared,
+    held_out,
+    rounds.runs,
+    rounds.same_bits_again,
+    rounds.same_bits_pooled,
+    rounds.same_bits_per_client,
+    rounds.same_bits_resumed,
+    rounds.epsilon,
+)
