@@ -163,6 +163,21 @@ def run(
     shown.report(console, result, display.took())
 
 
+NEW = "A new directory, or one that is empty."
+NEXT = """  cd {folder}
+  python -m pytest -q            (the project's own tests)
+  raydpfl run experiment.yaml"""
+
+
+@app.command()
+def new(folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")]) -> None:
+    """Make a project to begin with: a config, a method of your own, and its test."""
+    from raydpfl import project
+
+    print("\n".join(str(path) for path in project.make(folder)))
+    print(NEXT.format(folder=folder))
+
+
 @app.command()
 def export(
     folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],

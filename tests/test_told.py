@@ -25,7 +25,7 @@ def test_clients_per_second_leaves_evaluation_out(tmp_path, monkeypatch):
     ticks = iter(range(10**6))
     monkeypatch.setattr("raydpfl.tracking.time.perf_counter", lambda: float(next(ticks)))
 
-    def slow(self, model):  # an evaluation that lasts 1000 ticks of the clock
+    def slow(self, *_):  # an evaluation that lasts 1000 ticks of the clock
         for _ in range(1000):
             next(ticks)
         return []
