@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
     (here / ".hidden/t.npz").write_bytes(b"")
     for name, said in {
         "missing.npz": "a file or folder that is here, to be sent; or --there",
-        "link.npz": "a regular file, no link",
+        "link.npz": "a regular file or folder, no link",
         ".hidden/t.npz": "a file that is not hidden",
     }.items():
         changed = overridden(tree, [f"data.train={name}"])
