@@ -36,6 +36,7 @@ app = typer.Typer(
     "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
     "Run no config that you have not read.",
 )
+MERGED = "Add adapters to the weights of their layers, and write these under their own names."
 EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
 SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one under runs/."
 PLACE = "Run directory, or its address (s3://BUCKET/RUN); default: a new one under runs/."
@@ -182,12 +183,13 @@ def new(folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")]) -> Non
 def export(
     folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],
     out: Annotated[Path | None, _option(EXPORTED)] = None,
+    merged: Annotated[bool, _option(MERGED)] = False,
 ) -> None:
-    """Write the model of a run to a file."""
+    """Write the model of a run to a file: of one with adapters what was trained."""
     from raydpfl import saved
 
     with directed("export", folder):
-        print(saved.export(folder, out))
+        print(saved.export(folder, out, merged))
 
 
 @app.command()

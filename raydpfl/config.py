@@ -144,6 +144,7 @@ class Client(Section):
         "fused",
         "convolutional",
         "layerwise",
+        "one_batch",
         "vmap",
         "loop",
         "noop",

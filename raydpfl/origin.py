@@ -45,6 +45,8 @@ from raydpfl.local import products
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 # packages whose version may change a model's bits
 COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")
+# packages with models that a config may name, whose version stands for their code
+LIBRARIES = ("transformers",)
 # types whose text determines the value
 PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 SETTINGS = (
@@ -171,23 +173,30 @@ def sources(experiment: BaseModel) -> dict[str, str]:
     A digest covers the file of the module and all of the user's own modules that it imports, even
     if only when a function runs. Own modules are neither in the standard library nor installed,
     except those of the package that the member itself belongs to. For code without a file, typed
-    into an interpreter, the digest covers the code itself and what it names.
+    into an interpreter, the digest covers the code itself and what it names, and for a model of
+    transformers the version.
 
     Returns:
         16 hexadecimal digits by "code MODULE:NAME".
     """
     found = {}
     for name, module, member in _own(experiment):
-        files = (
-            _files(module.__name__, Path(getattr(module, "__file__", None) or ""))
-            if module is not None
-            else set()
-        )
-        parts = [file.read_bytes() for file in sorted(files)]
-        if not parts and member is not None:
-            parts = [_code(member)]
+        parts = _code_parts(module, member)
         found[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return dict(sorted(found.items()))
+
+
+def _code_parts(module: ModuleType | None, member: Any) -> list[bytes]:
+    """What a digest of a member's code covers."""
+    if module is not None:
+        top = module.__name__.partition(".")[0]
+        if top in LIBRARIES:
+            return [importlib.metadata.version(top).encode()]
+        path = Path(getattr(module, "__file__", None) or "")
+        files = sorted(_files(module.__name__, path))
+        if files:
+            return [file.read_bytes() for file in files]
+    return [] if member is None else [_code(member)]
 
 
 def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:

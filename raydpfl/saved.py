@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from raydpfl import models, storage, tasks
@@ -55,7 +56,7 @@ def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -
         "holds": json.dumps(summary["holds"]),
     }
     path = folder / weights.SAVED
-    held = weights.packed(module, path.suffix, said)
+    held = weights.packed(module.state_dict(), path.suffix, said)
     replace_file(path, lambda file: file.write(held))
 
 
@@ -90,24 +91,49 @@ def _load(run: str | Path, folder: Path) -> Saved:
     return Saved(module.eval(), experiment, summary)
 
 
-def export(run: str | Path, out: str | Path | None = None) -> Path | str:
-    """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix.
+def export(run: str | Path, out: str | Path | None = None, merged: bool = False) -> Path | str:
+    """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix:
+    of one with adapters what was trained.
 
     Args:
         run: the run directory, or its address.
-        out: the file; None: the run's own is named.
+        out: the file; None: the run's own is named, which holds all.
+        merged: adapters are added to the weights of their layers, and all is written, as it would
+            be of the module without them.
 
     Returns:
         The file.
+
+    Raises:
+        ConfigError: the run has no adapters to merge, or there is no file to write them to.
     """
     with storage.reading(run, wanted=READ.__contains__) as folder:
         path = _file(folder)
-        if out is None:
+        if out is None and not merged:
             return storage.named(storage.within(run, path.name))
+        if out is None:
+            raise ConfigError("--out", None, "a file for the merged weights")
         file = Path(out)
-        held = weights.packed(_load(run, folder).module, file.suffix, weights.facts(path))
+        module = _load(run, folder).module
+        held = weights.packed(_exported(module, merged), file.suffix, weights.facts(path))
     replace_file(file, lambda part: part.write(held))
     return file
+
+
+def _exported(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
+    """What is written of a module: all, or of one with adapters what was trained, or these merged.
+    Raises `ConfigError`.
+    """
+    added = models.adapters(module)
+    if merged and not added:
+        raise ConfigError("--merged", True, "a run with adapters (model.lora)")
+    if merged:
+        return models.merged(module)
+    if not added:
+        return module.state_dict()
+    sent = {name for name, each in module.named_parameters() if each.requires_grad}
+    sent -= models.split.local(module)
+    return {name: each for name, each in module.state_dict().items() if name in sent}
 
 
 def _file(folder: Path) -> Path:

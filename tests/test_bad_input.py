@@ -211,7 +211,7 @@ BAD = {
     ),
     "way that has no bfloat16": (
         ["client.precision=bfloat16", "client.way=sample_space"],
-        "client.way = 'sample_space': auto or one of convolutional, vmap, loop, noop",
+        "client.way = 'sample_space': auto or one of convolutional, one_batch, vmap, loop, noop",
     ),
     "unknown way": (["client.way=fast"], "client.way = 'fast': should be 'auto',"),
     "way that the model cannot go": (

@@ -113,6 +113,15 @@ class Pooling(nn.Module):
         return self.d(F.relu(self.c(torch.flatten(x, 1))))
 
 
+def adapted(outputs):
+    """A frozen net with adapters, one of which is not at its start, a trained norm, and a bias."""
+    module = Residual(outputs)
+    asked = models.Lora(rank=2, scale=1.5, targets=("first", "last"), trained=("norm.*", "*.bias"))
+    models.adapt(module, asked, lambda: module(torch.zeros(1, *SHAPE)))
+    nn.init.normal_(module.first.lora_B.weight, std=0.2)
+    return module
+
+
 MODULES = {
     "softmax": lambda outputs: nn.Sequential(nn.Flatten(), nn.Linear(36, outputs)),
     "softmax without bias": lambda outputs: nn.Sequential(
@@ -139,6 +148,7 @@ MODULES = {
     ),
     "functional": Functional,
     "residual": Residual,
+    "adapters": adapted,
     "tied": Tied,
     "cnn": lambda outputs: nn.Sequential(
         nn.Conv2d(1, 5, 3, padding=1),
@@ -178,6 +188,7 @@ PAIRS = [
     ),
     *(("compiled", name) for name in ("softmax", "softmax without bias", "relu mlp")),
     *(("vmap", name) for name in ("softmax", "deep mlp", "residual", "tied")),
+    *(("one_batch", name) for name in ("adapters", "deep mlp", "tied", "cnn")),
     *(("convolutional", name) for name in CONVOLUTIONAL),
     *(("loop", name) for name in MODULES),
 ]
@@ -189,6 +200,7 @@ HARDEST = {
     "fused": "functional",
     "compiled": "relu mlp",
     "vmap": "residual",
+    "one_batch": "adapters",
     "convolutional": "cnn of all kinds",
     "loop": "tied",
 }

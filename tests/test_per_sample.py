@@ -247,9 +247,11 @@ LAYERS = {
 OTHERS = {"bare parameter": Bare, "reused": Reused, "tied": tied, "tied by hand": TiedByHand}
 compiled = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 MODULES = {**STACKS, **LAYERS, **OTHERS}
+BY_HAND = ("bare parameter", "tied by hand")  # used by no layer of their own
 WAYS = [
     *(("fused", name) for name in STACKS),
     *(("layerwise", name) for name in {**STACKS, **LAYERS}),
+    *(("one_batch", name) for name in MODULES if name not in BY_HAND),
     *((way, name) for way in ("vmap", "loop") for name in MODULES),
 ]
 

@@ -358,6 +358,26 @@ METHODS |= {
         "selection": {"kind": "multinomial", "cohort": 30},
         "noise": {"kind": "none"},
     },
+    "adapters, unequal clients": {
+        **TINY,
+        "model": {"kind": "mlp", "hidden": [6, 5], "lora": {"rank": 2, "trained": ["5.*"]}},
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "epochs": 1, "batch": 4, "momentum": 0.5},
+        "client": {"way": "one_batch", "lane": 4},
+    },
+    "adapters, per-sample clipping": {
+        **TINY,
+        "model": {"kind": "mlp", "hidden": [6], "lora": {"rank": 2}},
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "client": {"way": "one_batch"},
+    },
+    "adapters of which half are the clients' own": {
+        **TINY,
+        "model": {"kind": "mlp", "hidden": [6], "lora": {"rank": 2}, "local": ["*.lora_B.*"]},
+        "evaluate": {"test": False, "validation": 0.2},
+        "client": {"way": "one_batch"},
+    },
     "overlapping": {
         "data": {"clients": 50, "partition": {"kind": "overlapping", "per_client": 20}},
         "rounds": 2,

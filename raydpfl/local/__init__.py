@@ -14,6 +14,7 @@ step (the loop sample by sample):
 | sample_space  | linear layers, many epochs on few rows  | first layer in the span of the rows    |
 | fused         | any stack of linear layers              | batched products, step in the backward |
 | convolutional | convolutions, max-pooling, then linear  | client after client, layers by hand    |
+| one_batch     | modules with frozen parameters          | the lane's rows as one batch           |
 | vmap          | modules without convolution, recurrence | torch.func over the lane               |
 | layerwise     | per-sample clipping of networks         | norms, sums by layer in one pass       |
 | loop          | any module                              | client after client, on a flat vector  |

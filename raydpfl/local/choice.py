@@ -7,9 +7,10 @@ other module with convolutions or recurrent layers by the loop; any other by vma
 last three train parts of the model that are clients' own. On a GPU all convolutions are trained by
 vmap, as one client after another keeps it waiting for the host. With a bound on every sample's
 gradient: a stack of linear layers by compiled code, where sample space would take fewer operations,
-or else fused, any other module layerwise, or else by vmap, with recurrent layers by the loop. The
-way's first steps are compared with the loop's on made-up rows. Where they fail or differ the next
-way is taken, in the end the loop, and the log says why.
+or else fused, any other module layerwise, or else by vmap, with recurrent layers by the loop. A
+module with frozen parameters goes through as one batch, with such a bound or without. The way's
+first steps are compared with the loop's on made-up rows. Where they fail or differ the next way is
+taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -124,7 +125,7 @@ def _choices(
     precision: Precision,
 ) -> list[str]:
     """The ways to try before the loop, the best first: of those that suit the module, those that
-    can do what is asked of them; only the best where samples are not clipped.
+    can do what is asked of them; only the best where samples are not clipped and none are frozen.
     """
     suited = _suited(module, local, rows, form, clip, gpu)
     asked = (local, clip, precision, Split.of(module))
@@ -133,7 +134,7 @@ def _choices(
     if lacks and suited[0] != REFERENCE:
         instead = able[0] if able else "the loop"
         log.warning("clients are trained by %s; %s cannot do %s", instead, suited[0], lacks)
-    return able[: None if clip is not None else 1] or [REFERENCE]
+    return able[: None if clip is not None or able[:1] == ["one_batch"] else 1] or [REFERENCE]
 
 
 def _suited(
@@ -146,11 +147,13 @@ def _suited(
         layers = stack(module)
     except NoStack:
         recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
+        frozen = any(not each.requires_grad for each in module.parameters())
+        shared = ["one_batch"] if frozen else []
         if clip is not None:
-            return ["layerwise", "loop" if recurs else "vmap"]
+            return [*shared, "layerwise", "loop" if recurs else "vmap"]
         if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
-            return ["vmap"]
-        return ["convolutional" if _by_hand(module) else "loop"]
+            return [*shared, "vmap"]
+        return [*shared, "convolutional" if _by_hand(module) else "loop"]
     if form.task.closed() is None:
         return ["vmap"] if clip is None else ["layerwise", "vmap"]
     spanned = SampleSpace.pays(layers, rows, local)

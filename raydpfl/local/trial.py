@@ -70,10 +70,10 @@ def first_steps(
     """What three clients come to by `way` and by the loop, float32 [3, d] each; arguments as for
     `mismatch`. Raises whatever the way does with a module that it cannot train.
     """
+    module = _without_zeros(module)
     # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
     # another
-    if way == "layerwise":
-        module = copy.deepcopy(module)
+    if way == "layerwise" or (way == "one_batch" and clip is not None):
         for layer in module.modules():
             if isinstance(layer, _DropoutNd):
                 layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
@@ -81,6 +81,20 @@ def first_steps(
     rows = _rows(module, short, form, clip)
     ours, theirs = (_updates(module, short, form.task, each, rows) for each in (way, REFERENCE))
     return ours, theirs
+
+
+def _without_zeros(module: nn.Module) -> nn.Module:
+    """A copy whose trained matrices are not 0, as that of an adapter is: behind it no gradient
+    would show.
+    """
+    module = copy.deepcopy(module)
+    generator = stream(0, Purpose.MODEL)
+    with torch.no_grad():
+        for each in module.parameters():
+            if each.requires_grad and each.dim() > 1 and not each.any():
+                drawn = generator.standard_normal(each.shape) * each[0].numel() ** -0.5
+                each.copy_(torch.from_numpy(drawn))
+    return module
 
 
 def _short(local: Local) -> Local:

@@ -25,6 +25,10 @@ LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
 
 Parts = Callable[[torch.Tensor], list[torch.Tensor]]
+Named = dict[str, torch.Tensor]  # by the parameter's name, [C, *its shape]
+Gradients = Callable[[Named, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+"""Of the parameters, x [C, B, *shape], y [C, B, *target] and shares [C, B]: the gradients of the
+clients' losses, these [C], and where samples are clipped the factors [C, B]."""
 
 
 class _Linear:
@@ -95,6 +99,7 @@ class Vmap(Way):
         self.convolves = any(
             isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in self.module.modules()
         )
+        self.shares = any(not each.requires_grad for each in self.module.parameters())
         self._gradients = vmap(grad_and_value(self._loss), randomness="error")
         self._each = vmap(
             grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error"
@@ -144,9 +149,9 @@ class Vmap(Way):
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """See `raydpfl.local.way.Way`. The bits of a convolution may depend on the number of
-        clients.
+        clients, and so may those of a product that is one for all of them, by a frozen weight.
         """
-        if self.convolves:
+        if self.convolves or self.shares:
             return None
         parts = [shape.numel() for shape in self.shapes]
         return (rows * features, batch * features, sum(parts), *(3 + batch * clip) * parts)
@@ -159,7 +164,7 @@ class Vmap(Way):
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
 
-    def _named(self, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _named(self, parts: list[torch.Tensor]) -> Named:
         return dict(zip(self.names, parts, strict=True))
 
     def _walk(self, parameters: torch.Tensor, lane: LaneData) -> _Linear | _General:
@@ -169,6 +174,17 @@ class Vmap(Way):
             return _General(self.local, self._parts, parameters, lane)
         return _Linear(linear, self._parts, parameters, lane)
 
+    def _gradients_of(self, lane: LaneData) -> Gradients:
+        """What gives the gradients of a step's batches."""
+        if lane.clip is None:
+            return self._gradients
+        numbers = lane.index.shape[2] * sum(shape.numel() for shape in self.shapes)
+        return vmap(
+            partial(self._clipped, clip=lane.clip),
+            randomness="error",
+            chunk_size=max(1, LIMIT // (4 * numbers)),
+        )
+
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         batches = lane.batches()
@@ -176,14 +192,7 @@ class Vmap(Way):
         walk = self._walk(parameters, lane)
         losses = parameters.new_zeros(len(lane.sizes))
         factors: list[torch.Tensor] = []
-        gradients_of = self._gradients
-        if lane.clip is not None:
-            numbers = lane.index.shape[2] * len(parameters)
-            gradients_of = vmap(
-                partial(self._clipped, clip=lane.clip),
-                randomness="error",
-                chunk_size=max(1, LIMIT // (4 * numbers)),
-            )
+        gradients_of = self._gradients_of(lane)
         for step, (rows, shares) in enumerate(batches):
             batch = take(x, rows), take(y, rows), shares[:, 0]
             found: list[torch.Tensor]  # the clip factors, where samples are clipped

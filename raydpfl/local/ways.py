@@ -11,6 +11,7 @@ from raydpfl.local.layerwise import Layerwise
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.loop import Loop
 from raydpfl.local.noop import Noop
+from raydpfl.local.one_batch import OneBatch
 from raydpfl.local.vmap import Vmap
 from raydpfl.local.way import Way
 from raydpfl.models.split import Split
@@ -21,6 +22,7 @@ WAYS: dict[str, type[Way]] = {
     "fused": Fused,
     "convolutional": Convolutional,
     "layerwise": Layerwise,
+    "one_batch": OneBatch,
     "vmap": Vmap,
     "loop": Loop,
     "noop": Noop,

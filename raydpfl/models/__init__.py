@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,10 @@ from raydpfl import member
 from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.interrupts import limited
 from raydpfl.keys import Purpose, keyed_globals, stream, torch_stream
-from raydpfl.models import split
+from raydpfl.models import hugging_face, split
 from raydpfl.models.base import Model
+from raydpfl.models.hugging_face import HuggingFace
+from raydpfl.models.lora import Lora, adapt, adapters, merged
 from raydpfl.models.module import Module, factory
 from raydpfl.models.norms import group_norm
 from raydpfl.models.split import (
@@ -72,8 +75,9 @@ from raydpfl.models.weights import fill
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
-    "FAMILY", "Model", "Module", "Split", "activations", "build", "factory", "flatten",
-    "group_norm", "is_still", "load", "parameter_count", "parse", "set_trained", "trained",
+    "FAMILY", "Lora", "Model", "Module", "Split", "activations", "adapt", "adapters", "build",
+    "factory", "flatten", "group_norm", "is_still", "load", "merged", "parameter_count", "parse",
+    "set_trained", "trained",
 ]  # fmt: skip
 
 FIRST = (
@@ -96,7 +100,7 @@ def parse(values: Mapping[str, Any]) -> Model:
     if isinstance(kind, str) and _own(kind) and member.imports("model"):
         found = factory(kind)
         if not (isinstance(found, type) and issubclass(found, Model)):
-            family[kind] = Module
+            family[kind] = HuggingFace if hugging_face.is_one(found) else Module
     return member.choose("model", values, family, Model)
 
 
@@ -120,10 +124,12 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
         if not isinstance(module, nn.Module):
             raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
         _scores(module.eval(), model, form)  # also gives lazy layers their parameters
+        if model.lora is not None:
+            adapt(module, model.lora, partial(_scores, module.train(), model, form))
         _divide(module, model)
         _check(module, model, form)
     if model.init is not None:
-        fill(module, model.init)
+        fill(module, model.init, _parts(module))
     return module.train()
 
 
@@ -140,6 +146,18 @@ def _divide(module: nn.Module, model: Model) -> None:
     if own and not Split.of(module).own:
         accepted = "patterns of parameters that are trained, or of buffers"
         raise ConfigError("model.local", list(model.local), accepted)
+
+
+def _parts(module: nn.Module) -> tuple[set[str], ...]:
+    """The names that a file of weights may lack: of a model with adapters it may be of the module
+    without them, or of what is trained.
+    """
+    added = adapters(module)
+    if not added:
+        return ()
+    every = module.named_parameters(remove_duplicate=False)
+    trained = {name for name, each in every if each.requires_grad}
+    return added, set(module.state_dict()) - trained
 
 
 def _check(module: nn.Module, model: Model, form: Form) -> None:

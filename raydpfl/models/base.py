@@ -11,6 +11,7 @@ from torch import nn
 from raydpfl.errors import ConfigError
 from raydpfl.files import digest
 from raydpfl.member import Member
+from raydpfl.models.lora import Lora
 from raydpfl.models.weights import place
 from raydpfl.tasks import Form
 
@@ -31,7 +32,7 @@ class Model(Member):
 
     classifies: ClassVar[bool] = False  # whether it is for classes alone
     named: ClassVar[frozenset[str]] = frozenset({"init"})
-    newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen", "local"})
+    newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen", "local", "lora"})
 
     # the weights that training starts from: a file of safetensors, a state_dict, or a run directory
     init: str | None = None
@@ -39,6 +40,8 @@ class Model(Member):
     frozen: tuple[str, ...] = ()
     # patterns of what stays with each client, who trains it and never sends it: ["head.*"]
     local: tuple[str, ...] = ()
+    # adapters of low rank on linear layers, and all else frozen: {rank: 8, targets: ["c_attn"]}
+    lora: Lora | None = None
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         """A fresh module for float32 inputs of this shape."""

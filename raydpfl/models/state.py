@@ -32,7 +32,9 @@ LARGE = 1 << 16  # bytes of an array whose contents are not looked at
 LONG = 1000  # entries of a container that are not looked at
 DEEP = 4  # containers within containers
 INNER = {*vars(nn.Module()), "__annotations__"}
-INSTALLED = ("torch", "torchvision", "raydpfl", "numpy", "builtins", "functools")
+INSTALLED = (
+    "torch", "torchvision", "transformers", "raydpfl", "numpy", "builtins", "functools",
+)  # fmt: skip
 
 
 def kept(*things: Any) -> dict[str, bytes]:

@@ -22,7 +22,10 @@ class Transformer(TokenModel):
     """
 
     kind: str = "transformer"
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 8, "heads": 2, "layers": 1},)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"width": 8, "heads": 2, "layers": 1},
+        {"width": 8, "heads": 2, "layers": 1, "lora": {"rank": 2, "targets": ["into", "down"]}},
+    )
     width: int = Field(default=64, ge=1)
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=2, ge=1)

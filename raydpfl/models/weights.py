@@ -3,7 +3,7 @@
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "weights.safetensors"
->>> _ = path.write_bytes(packed(nn.Linear(2, 1), path.suffix, {"rounds": "40"}))
+>>> _ = path.write_bytes(packed(nn.Linear(2, 1).state_dict(), path.suffix, {"rounds": "40"}))
 >>> sorted(read(path)), facts(path)
 (['bias', 'weight'], {'rounds': '40'})
 """
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -33,24 +33,24 @@ def place(path: str | Path) -> Path:
     return found / SAVED if found.is_dir() else found
 
 
-def packed(module: nn.Module, suffix: str, said: Mapping[str, str]) -> bytes:
-    """The bytes of a file with this suffix: the module's parameters and buffers, each whole under
-    every name that it has, and `said` of them, which a `state_dict` has no room for.
+def packed(tensors: Mapping[str, torch.Tensor], suffix: str, said: Mapping[str, str]) -> bytes:
+    """The bytes of a file with this suffix: tensors, each whole under every name that it has, and
+    `said` of them, which a `state_dict` has no room for.
 
     Raises:
         ConfigError: there is no such file of weights.
     """
-    tensors = {
+    held = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in module.state_dict().items()
+        for name, tensor in tensors.items()
     }
     if suffix == TENSORS:
-        return save(tensors, dict(said))
+        return save(held, dict(said))
     if suffix not in STATES:
         accepted = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
         raise ConfigError("--out", suffix, accepted)
     buffer = io.BytesIO()
-    torch.save(tensors, buffer)
+    torch.save(held, buffer)
     return buffer.getvalue()
 
 
@@ -78,17 +78,24 @@ def facts(path: Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def fill(module: nn.Module, path: str) -> None:
-    """Gives a module the parameters and buffers that a file holds, all of them.
+def fill(module: nn.Module, path: str, parts: Sequence[Set[str]] = ()) -> None:
+    """Gives a module the parameters and buffers that a file holds.
+
+    Args:
+        module: changed in place.
+        path: the file holds all of them, a tied one under one of its names at least.
+        parts: sets of names; the file may lack those of one.
 
     Raises:
         ConfigError: for a file that cannot be read, or is another module's.
     """
     tensors = read(path)
     wanted = module.state_dict()
+    given = {wanted[name].data_ptr() for name in tensors if name in wanted}
+    missing = [name for name, each in wanted.items() if each.data_ptr() not in given]
     for what, names in (
         ("without", [name for name in tensors if name not in wanted]),
-        ("with", [name for name in wanted if name not in tensors]),
+        ("with", [] if set(missing) in parts else missing),
     ):
         if names:
             more = ", ..." if len(names) > NAMES else ""
@@ -99,7 +106,7 @@ def fill(module: nn.Module, path: str) -> None:
             raise _refused(path, f"weights with {name} {shape}, not {list(tensor.shape)}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise _refused(path, f"weights that are finite; {name} is not")
-    module.load_state_dict(tensors)
+    module.load_state_dict(tensors, strict=False)
 
 
 def _refused(path: str | Path, accepted: str) -> ConfigError:

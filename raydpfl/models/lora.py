@@ -1,0 +1,159 @@
+"""Adapters of low rank on the linear layers of a frozen module (Hu et al. 2022, LoRA).
+
+A layer x W^T + b becomes x W^T + b + scale (x A^T) B^T with A [rank, in] and B [out, rank]; W and b
+stay as they are. A is drawn as torch draws a linear layer, B is 0, so the module starts as it was.
+The names are those that others use: A of the layer `h.0.attn` is `h.0.attn.lora_A.weight`.
+
+>>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+>>> adapt(net, Lora(rank=1, targets=("0",)), lambda: net(torch.ones(1, 4)))
+>>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+['0.lora_A.weight', '0.lora_B.weight']
+>>> sorted(merged(net))
+['0.bias', '0.weight', '2.bias', '2.weight']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.split import chosen
+
+LISTED = 6  # layers that a message names
+A = "lora_A"
+B = "lora_B"
+
+
+class Lora(BaseModel):
+    """Which layers have adapters, and of what rank. What else is to be trained is `trained`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    rank: int = Field(default=8, ge=1)
+    # what B A is multiplied by: alpha / r of the paper
+    scale: float = Field(default=1.0, gt=0)
+    # patterns of linear layers, by their names or the last parts of these: ["c_attn"]; of a layer
+    # that is trained as a whole none
+    targets: tuple[str, ...] = Field(default=("*",), min_length=1)
+    # A stays as it was drawn, and B alone is trained and sent (Sun et al. 2024, FFA-LoRA)
+    freeze_a: bool = False
+    # patterns of parameters that are trained besides: ["head.*"]
+    trained: tuple[str, ...] = ()
+
+
+def adapt(module: nn.Module, lora: Lora, forward: Callable[[], Any]) -> None:
+    """Gives layers of a module their adapters, in place, and freezes all else but what is named.
+
+    Args:
+        module: it draws from torch's default generator.
+        lora: what is asked for.
+        forward: runs the module once.
+
+    Raises:
+        ConfigError: for a pattern that chooses nothing.
+    """
+    trained = chosen("model.lora.trained", lora.trained, module)
+    layers = _linear_layers(module, forward)
+    whole = {name for name in layers if f"{name}.weight".lstrip(".") in trained}
+    targets = _targets(lora, [name for name in layers if name not in whole])
+    names: dict[int, set[str]] = {}  # those of a tied parameter are of one
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    for parameter in module.parameters():
+        parameter.requires_grad_(not trained.isdisjoint(names[id(parameter)]))
+    for name in targets:
+        layer = layers[name]
+        inputs, outputs = _widths(layer)
+        layer.add_module(A, nn.Linear(inputs, lora.rank, bias=False))
+        layer.add_module(B, nn.Linear(lora.rank, outputs, bias=False))
+        nn.init.zeros_(layer.get_parameter(f"{B}.weight"))
+        layer.get_parameter(f"{A}.weight").requires_grad_(not lora.freeze_a)
+        layer.register_forward_hook(partial(_adapted, lora.scale), with_kwargs=True)
+
+
+def _targets(lora: Lora, names: list[str]) -> list[str]:
+    """The names that some pattern chooses."""
+    found: dict[str, None] = {}
+    for pattern in lora.targets:
+        here = [name for name in names if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not here:
+            more = ", ..." if len(names) > LISTED else ""
+            there = ", ".join(names[:LISTED]) or "it has none"
+            accepted = f"linear layers that the model calls, or patterns of them: {there}{more}"
+            raise ConfigError("model.lora.targets", pattern, accepted)
+        found |= dict.fromkeys(here)
+    return list(found)
+
+
+def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, nn.Module]:
+    """The linear layers that are called in a pass, by name: others are used by their weights alone,
+    as in `nn.MultiheadAttention`.
+    """
+    called: set[int] = set()
+
+    def note(layer: nn.Module, given: Any, made: Any) -> None:
+        called.add(id(layer))
+
+    linear = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
+    hooks = [layer.register_forward_hook(note) for layer in linear.values()]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: layer for name, layer in linear.items() if id(layer) in called}
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or _is_transposed(layer)
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
+    kind = type(layer)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer."""
+    first, last = layer.get_parameter("weight").shape
+    return (first, last) if _is_transposed(layer) else (last, first)
+
+
+def _adapted(
+    scale: float, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any
+) -> torch.Tensor:
+    """A hook after forward."""
+    x = given[0] if given else next(iter(named.values()))
+    return made + layer.get_submodule(B)(scale * layer.get_submodule(A)(x))
+
+
+def adapters(module: nn.Module) -> set[str]:
+    """The names of the parameters of all adapters."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return {name for name in names if name.split(".")[-2:-1] in ([A], [B])}
+
+
+def merged(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module without adapters that does what this one does, under
+    the names that they had before.
+    """
+    added = adapters(module)
+    tensors = {name: part for name, part in module.state_dict().items() if name not in added}
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        for hook in layer._forward_hooks.values():
+            if isinstance(hook, partial) and hook.func is _adapted:
+                name = f"{prefix}.weight".lstrip(".")
+                a = layer.get_parameter(f"{A}.weight").detach().double()
+                b = layer.get_parameter(f"{B}.weight").detach().double()
+                change = hook.args[0] * (b @ a)
+                change = change.T if _is_transposed(layer) else change
+                tensors[name] = (tensors[name].double() + change).float()
+    return tensors

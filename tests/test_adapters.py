@@ -1,0 +1,442 @@
+"""Adapters of low rank on a frozen base: what is trained, what travels, a lane as one batch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import experiment, form
+from safetensors.torch import load_file, save_file
+from test_text import play
+from torch import nn
+from typer.testing import CliRunner
+
+import raydpfl
+from raydpfl import models, saved
+from raydpfl.check.runs import carried_out
+from raydpfl.cli import app
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+from raydpfl.local import Sgd, Trainer, batches, one_batch, resolve
+from raydpfl.plan import Plan
+
+SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
+GPT = {
+    "kind": "transformers:GPT2LMHeadModel",
+    "args": {"n_layer": 2, "n_embd": 8, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
+}
+DROPS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+STILL = {**GPT, "args": {**GPT["args"], **dict.fromkeys(DROPS, 0.0), "n_positions": 6}}
+LORA = {"rank": 2, "scale": 2.0}
+TOKENS = form((6,), 6, "sequence", (6,), tokens=6)
+
+
+def build(model: dict, of=TOKENS, seed: int = 0) -> nn.Module:
+    return models.build(models.parse(model), of, seed)
+
+
+def refusal(model: dict, of=TOKENS) -> str:
+    """The one line by which a model is refused."""
+    with pytest.raises(ConfigError) as error:
+        build(model, of)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def trained_names(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+# --- which layers have adapters ---
+
+
+def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
+    plain = build(SMALL)
+    module = build({**SMALL, "lora": {**LORA, "targets": ["into", "2.up"], "trained": ["6.bias"]}})
+    names = [
+        f"{layer}.lora_{half}.weight" for layer in ("2.into", "2.up", "3.into") for half in "AB"
+    ]
+    assert trained_names(module) == [*names, "6.bias"]
+    base = plain.state_dict()
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in base.items())
+    x = TOKENS.inputs(3, np.random.default_rng(0))
+    assert torch.equal(module(x), plain(x))
+    with torch.no_grad():
+        for layer in (module[2].into, module[3].into):
+            layer.lora_B.weight.normal_()
+    layer = module[2].into
+    rows = torch.randn(5, 8)
+    change = 2.0 * layer.lora_B.weight @ layer.lora_A.weight
+    assert torch.allclose(layer(rows), F.linear(rows, layer.weight + change, layer.bias), atol=1e-5)
+    merged = build(SMALL)
+    merged.load_state_dict(models.merged(module))
+    assert torch.allclose(merged(x), module(x), atol=1e-5) and not torch.allclose(
+        merged(x), plain(x)
+    )
+
+
+def test_adapters_are_drawn_by_the_seed():
+    asked = {**SMALL, "lora": LORA}
+    drawn = [models.flatten(build(asked, seed=seed)) for seed in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_a_may_stay_as_it_was_drawn():
+    module = build({**SMALL, "lora": {**LORA, "targets": ["out"], "freeze_a": True}})
+    assert trained_names(module) == ["2.out.lora_B.weight", "3.out.lora_B.weight"]
+
+
+def test_a_layer_that_is_trained_whole_has_no_adapter():
+    module = build({**SMALL, "lora": {**LORA, "trained": ["6.*"]}})
+    assert "6.weight" in trained_names(module) and "6.lora_A.weight" not in trained_names(module)
+
+
+class Attention(nn.Module):
+    """A layer of it is never called: its weights alone are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.look = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        rows = x.flatten(2)[..., [0, 1, 2, 3]]
+        return self.last(self.look(rows, rows, rows)[0].mean(1))
+
+
+class Twice(nn.Module):
+    """A layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x.flatten(1))))[:, :3]
+
+
+def test_a_layer_under_two_names_has_one_adapter(tmp_path):
+    images = form((1, 2, 2), 3)
+    asked = {"kind": f"{__name__}:Twice", "lora": LORA}
+    module = build(asked, images)
+    assert models.parameter_count(module) == 2 * 2 * 4
+    nn.init.normal_(module.first.lora_B.weight)
+    x = images.inputs(5, np.random.default_rng(0))
+    plain = build({"kind": asked["kind"]}, images)
+    plain.load_state_dict(models.merged(module))
+    assert torch.allclose(plain(x), module(x), atol=1e-5)
+    local = Sgd(steps=2, batch=2)
+    assert resolve(module, local, 5, images) == "one_batch"
+    sent = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+    save_file(sent, tmp_path / "sent.safetensors")
+    again = build({**asked, "init": str(tmp_path / "sent.safetensors")}, images)
+    assert torch.equal(again(x), module(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {**SMALL, "lora": {"targets": ["c_attn"]}},
+            "model.lora.targets = 'c_attn': linear layers that the model calls, or patterns of "
+            "them: 2.into, 2.out, 2.up, 2.down, 3.into, 3.out, ...",
+        ),
+        (
+            {**SMALL, "lora": {"trained": ["head.*"]}},
+            "model.lora.trained = 'head.*': names that the model has, or patterns of them: ",
+        ),
+        ({**SMALL, "lora": {"rank": 0}}, "model.lora.rank = 0: "),
+        ({**SMALL, "lora": {"alpha": 8}}, "model.lora.alpha = 8: no such key; the keys here are"),
+        ({**SMALL, "lora": {"targets": []}}, "model.lora.targets = []: "),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_in_one_line(model, message):
+    assert refusal(model).startswith(message)
+
+
+def test_a_layer_whose_weights_alone_are_used_is_no_target():
+    images = form((1, 2, 4), 3)
+    own = {"kind": f"{__name__}:Attention"}
+    module = build({**own, "lora": {}}, images)
+    assert trained_names(module) == ["last.lora_A.weight", "last.lora_B.weight"]
+    said = refusal({**own, "lora": {"targets": ["look.out_proj"]}}, images)
+    assert said.endswith("or patterns of them: last")
+
+
+# --- the lane as one batch ---
+
+
+def test_the_frozen_products_are_one_for_the_whole_lane(monkeypatch):
+    module = build({**SMALL, "lora": {**LORA, "targets": ["into"]}})
+    local = Sgd(steps=3, batch=2)
+    assert resolve(module, local, 5, TOKENS) == "one_batch"
+    assert resolve(module, local, 5, TOKENS, clip=0.3) == "one_batch"
+    frozen = []
+    plain = F.linear
+
+    def noted(x, weight, bias=None):
+        frozen.append(tuple(x.shape[:-1]))
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", noted)
+    train("one_batch", module, local)
+    # counted once for a sample; a step has six layers with a product in each block and the last
+    assert set(frozen[9:]) == {(4 * 2, 6)} and len(frozen[9:]) == 3 * 9
+
+
+def train(way, module, local, clip=None, sizes=(5, 0, 3, 1), lane=(0, 1, 2, 3), task=TOKENS.task):
+    """The updates of a lane by slot, from a model none of whose matrices is 0."""
+    generator = np.random.default_rng(0)
+    x = TOKENS.inputs(20, generator).view(4, 5, 6)
+    y = task.made_up(generator, 20, TOKENS.outputs).view(4, 5, 6)
+    start = models.flatten(module)
+    drawn = torch.randn(len(start), generator=torch.Generator().manual_seed(1))
+    start = torch.where(start == 0, 0.1 * drawn, start)
+    trainer = Trainer(module, local, way=way, seed=0, clip=clip, task=task)
+    clients = [client if client in lane else -1 for client in range(4)]
+    blocks = trainer.lane(start, x, y, sizes, t=0, clients=clients, draws=[0] * 4)
+    return {slot: update for block in blocks for slot, update, _ in block.clients()}
+
+
+def close(found, expected) -> bool:
+    return found.keys() == expected.keys() and all(
+        (found[slot] - expected[slot]).norm() <= 1e-5 * expected[slot].norm() for slot in expected
+    )
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_a_lane_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change_no_bit(
+    clip, monkeypatch
+):
+    module = build({**SMALL, "lora": LORA})
+    local = Sgd(steps=2, batch=2, lr=0.5)
+    loop = train("loop", module, local, clip)
+    for limit in (one_batch.LIMIT, 1):
+        monkeypatch.setattr(one_batch, "LIMIT", limit)
+        whole = train("one_batch", module, local, clip)
+        assert close(whole, loop)
+        for slot in (0, 3):
+            alone = train("one_batch", module, local, clip, lane=(slot,))
+            assert torch.equal(alone[slot], whole[slot])
+
+
+class Dropping(nn.Module):
+    """Dropout in a layer, and within attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 8)
+        self.drop = nn.Dropout(0.3)
+        self.layer = nn.Linear(8, 6)
+
+    def forward(self, x):
+        x = self.drop(self.embed(x)).unflatten(2, (2, 4)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.2, is_causal=True)
+        return self.layer(x.transpose(1, 2).flatten(2))
+
+
+def test_masks_of_dropout_are_those_that_the_loop_draws_for_each_client():
+    module = build({"kind": f"{__name__}:Dropping", "lora": LORA})
+    local = Sgd(steps=2, batch=2, lr=0.5)
+    assert resolve(module, local, 5, TOKENS) == "one_batch"
+    assert close(train("one_batch", module, local), train("loop", module, local))
+
+
+class Noisy(Dropping):
+    def forward(self, x):
+        return super().forward(x) + 0.1 * torch.randn(len(x), 1, 1)
+
+
+def test_a_module_that_draws_otherwise_is_left_to_the_loop_and_said(caplog):
+    module = build({"kind": f"{__name__}:Noisy", "lora": LORA})
+    with caplog.at_level(logging.WARNING):
+        assert resolve(module, Sgd(steps=2, batch=2), 5, TOKENS) == "loop"
+    assert "one_batch does not fit the model" in caplog.text
+    assert "it draws random numbers, and not by dropout" in caplog.text
+
+
+def test_a_wrong_gradient_behind_a_matrix_of_zeros_is_noticed(monkeypatch):
+    module = build({**SMALL, "lora": {**LORA, "targets": ["into"]}})
+    right = one_batch.OneBatch._means
+
+    def skewed(self, named, *given):
+        gradients, losses = right(self, named, *given)
+        gradients["2.into.lora_A.weight"] *= 1.5
+        return gradients, losses
+
+    monkeypatch.setattr(one_batch.OneBatch, "_means", skewed)
+    assert resolve(module, Sgd(steps=2, batch=2), 5, TOKENS) == "vmap"
+
+
+# --- a run ---
+
+
+def asked(tmp_path, model, **sections):
+    return experiment(
+        data=play(tmp_path, length=6),
+        model=model,
+        selection={"kind": "full"},
+        local={"kind": "sgd", "steps": 3, "batch": 2, "lr": 0.5},
+        server={"kind": "sgd"},
+        rounds=2,
+        **sections,
+    )
+
+
+def by_the_book(plan: Plan) -> torch.Tensor:
+    """The adapters after all rounds by a plain loop over the clients."""
+    asked = plan.experiment
+    shards = Shards.open(plan.shards)
+    module = models.build(asked.model, shards.form(asked.data.task), asked.seed)
+    clients = range(shards.clients)
+    sizes = shards.sizes.tolist()
+    for t in range(asked.rounds):
+        start = models.flatten(module)
+        drawn = asked.seed, t, clients, [0] * len(sizes), sizes, asked.local
+        index, taken = batches(*drawn, rows=max(sizes))
+        after = []
+        for client in clients:
+            models.load(module, start)
+            adapters = [each for each in module.parameters() if each.requires_grad]
+            optimizer = torch.optim.SGD(adapters, lr=0.5)
+            x, y, _ = (torch.from_numpy(part) for part in shards.lane([client], sizes[client]))
+            for rows in index[client, :, : taken[client]]:
+                optimizer.zero_grad()
+                outputs = module(x[0, rows])
+                every = F.cross_entropy(outputs.transpose(1, 2), y[0, rows], reduction="none")
+                counted = (y[0, rows] >= 0).sum(1)
+                (every.sum(1) / counted).mean().backward()
+                optimizer.step()
+            after.append(models.flatten(module))
+        models.load(module, torch.stack(after).mean(0))
+    return models.flatten(module)
+
+
+MODELS = {"transformer": SMALL, "gpt2": STILL}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
+    if kind == "gpt2":
+        pytest.importorskip("transformers")
+    targets = {"transformer": ["into", "6"], "gpt2": ["c_attn"]}[kind]
+    model = {**MODELS[kind], "lora": {**LORA, "targets": targets}}
+    none = {"kind": "none"}
+    plan = Plan.make(asked(tmp_path, model, noise=none, bounding=none))
+    assert plan.experiment.client.way == "one_batch"
+    result = raydpfl.run(plan.experiment, tmp_path / "out")
+    before = models.build(
+        plan.experiment.model, Shards.open(plan.shards).form(plan.experiment.data.task), 3
+    )
+    assert torch.allclose(models.flatten(result.model), by_the_book(plan), atol=1e-5)
+    state = result.model.state_dict()
+    moved = {name for name, each in before.state_dict().items() if not each.equal(state[name])}
+    assert moved == models.adapters(before) == set(trained_names(before))
+    assert len(moved) == 2 * {"transformer": 3, "gpt2": 2}[kind]
+    size = sum(state[name].numel() for name in moved)
+    assert result.summary["parameters"] == plan.d == size
+    noised = Plan.make(asked(tmp_path, model, bounding={"kind": "clip", "bound": 1e-3}))
+    watched = carried_out(noised, tmp_path / "noised")
+    assert {len(total) for total in watched.totals} == {size}
+    spread = watched.totals[0].std() / noised.sum_std(1e-3)
+    assert spread == pytest.approx(1, abs=5 / (2 * size) ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run with adapters, and its result."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = {**SMALL, "lora": {**LORA, "targets": ["into"], "trained": ["6.*"]}}
+    return folder / "run", raydpfl.run(asked(folder, model), folder / "run")
+
+
+def test_a_run_leaves_adapters_merged_weights_and_a_model_that_is_loaded(finished, tmp_path):
+    folder, result = finished
+    loaded = raydpfl.load(folder).module
+    state = result.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    out = str(tmp_path / "adapters.safetensors")
+    assert CliRunner().invoke(app, ["export", str(folder), "--out", out]).exit_code == 0
+    held = load_file(out)
+    assert sorted(held) == sorted(trained_names(loaded))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in held.items())
+    whole = tmp_path / "merged.safetensors"
+    called = CliRunner().invoke(app, ["export", str(folder), "--merged", "--out", str(whole)])
+    assert called.exit_code == 0
+    x = torch.arange(6)[None]
+    of = form((6,), state["6.bias"].numel(), "sequence", (6,), tokens=state["0.weight"].shape[0])
+    plain = build({**SMALL, "init": str(whole)}, of)
+    assert torch.allclose(plain(x), loaded(x), atol=1e-5)
+    with pytest.raises(ConfigError, match="--out = None: a file for the merged weights"):
+        saved.export(folder, merged=True)
+    run = tmp_path / "plain"
+    raydpfl.run(experiment(rounds=1), run)
+    with pytest.raises(ConfigError, match="--merged = True: a run with adapters"):
+        saved.export(run, whole, merged=True)
+
+
+def test_training_starts_from_weights_of_the_base_of_the_adapters_or_of_both(finished, tmp_path):
+    folder, result = finished
+    state = result.model.state_dict()
+    of = form((6,), state["6.bias"].numel(), "sequence", (6,), tokens=state["0.weight"].shape[0])
+    base = build(SMALL, of, seed=9)
+    added = {name: tensor.clone() for name, tensor in state.items() if ".lora_" in name}
+    added |= {name: state[name].clone() for name in ("6.weight", "6.bias")}
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    save_file(added, tmp_path / "added.safetensors")
+    asked = {**SMALL, "lora": {**LORA, "targets": ["into"], "trained": ["6.*"]}}
+    fresh = build(asked, of).state_dict()
+    for init, expected in {
+        str(folder): state,
+        str(tmp_path / "base.safetensors"): {**fresh, **base.state_dict()},
+        str(tmp_path / "added.safetensors"): {**fresh, **added},
+    }.items():
+        found = build({**asked, "init": init}, of).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    added.pop("2.into.lora_A.weight")
+    save_file(added, tmp_path / "some.safetensors")
+    assert "weights with 0.weight" in refusal(
+        {**asked, "init": str(tmp_path / "some.safetensors")}, of
+    )
+
+
+def test_each_samples_gradient_by_the_adapters_is_clipped_and_noised(tmp_path):
+    model = {**SMALL, "lora": {**LORA, "targets": ["into"]}}
+    sample = {"kind": "per_sample_clip", "bound": 0.3}
+    noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-3}
+    plan = Plan.make(asked(tmp_path, model, bounding=sample, noise=noise))
+    assert plan.experiment.client.way == "one_batch" and plan.experiment.noise.placement == "step"
+    summary = raydpfl.run(plan.experiment, tmp_path / "out").summary
+    assert summary["status"] == "completed" and summary["parameters"] == 2 * 2 * (8 + 24)
+
+
+# --- models of the transformers library ---
+
+
+def test_a_transformers_model_is_trained_with_its_dropout_as_the_loop_trains_it():
+    pytest.importorskip("transformers")
+    module = build({**GPT, "lora": {**LORA, "targets": ["c_attn", "c_proj"]}})
+    local = Sgd(steps=2, batch=2, lr=0.5)
+    assert resolve(module, local, 5, TOKENS) == "one_batch"
+    assert close(train("one_batch", module, local), train("loop", module, local))
+
+
+def test_a_transformers_model_takes_its_sizes_from_the_data_and_its_weights_from_a_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    module = build(STILL)
+    assert module(torch.zeros(2, 6, dtype=torch.long)).shape == (2, 6, 6)
+    one = build(STILL, form((6,), 6, tokens=6))  # a target for each sample: of the last position
+    assert one(torch.zeros(2, 6, dtype=torch.long)).shape == (2, 6)
+    other = transformers.GPT2LMHeadModel(module.config)
+    other.save_pretrained(tmp_path)  # without the tied weights of the last layer
+    for lora in (None, {"targets": ["c_attn"]}):
+        found = build({**STILL, "lora": lora, "init": str(tmp_path / "model.safetensors")})
+        x = TOKENS.inputs(2, np.random.default_rng(0))
+        assert torch.equal(found.eval()(x), other.eval()(x).logits)
+    said = refusal({**STILL, "args": {"n_embd": 7, "n_head": 2}})
+    assert said.startswith("model.args = ") and "fields of GPT2Config" in said
