@@ -6,9 +6,13 @@ import importlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from filelock import FileLock
+
+from raydpfl.files import cache_root
 from raydpfl.track.base import Log, Row, Tracked, Tracker, facts, numbers
 
 ENDED = {"completed": "FINISHED", "budget": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
@@ -45,8 +49,12 @@ class _Run(Log):
         tracking = importlib.import_module("mlflow.tracking")
         for name in ("mlflow", "alembic"):  # what they say of setting up a store
             logging.getLogger(name).setLevel(logging.WARNING)
-        self._client = tracking.MlflowClient(tracker.uri)
         self.id = run.id
+        # it makes a store anew, which only one process may do at a time, as a sweep has several
+        cache_root().mkdir(parents=True, exist_ok=True)
+        with FileLock(cache_root() / "mlflow.lock"):
+            self._client = tracking.MlflowClient(tracker.uri)
+            experiment = self._experiment(tracker.experiment)
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
             return
@@ -54,7 +62,7 @@ class _Run(Log):
             "directory": run.place,
             **({"sweep": run.group} if run.group else {}),
         }
-        begun = self._client.create_run(self._experiment(tracker.experiment), None, tags, run.name)
+        begun = self._client.create_run(experiment, None, tags, run.name)
         self.id = begun.info.run_id
         param = self._entities.Param
         params = [param(key, str(value)[:LONG]) for key, value in run.config.items()]
@@ -63,7 +71,11 @@ class _Run(Log):
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
-        return found.experiment_id if found else self._client.create_experiment(name)
+        if found is None:
+            with suppress(Exception):  # another node may have made it meanwhile
+                return self._client.create_experiment(name)
+            found = self._client.get_experiment_by_name(name)
+        return found.experiment_id
 
     def write(self, rows: Sequence[Row]) -> None:
         now = int(1000 * time.time())

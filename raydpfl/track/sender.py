@@ -1,9 +1,10 @@
 """Rows on their way to the trackers of a run, each in a thread of its own: a tracker that is slow,
 hangs or fails takes no time of a round, and changes nothing of the run.
 
-`trackers.json` in the run's directory has, by tracker, what it calls the run and how many rounds it
-has been told of. A resumed run goes on with that: rows that a kill kept from a tracker are told
-then, rows that are computed again are not told again, and a tracker that is new is told all.
+`trackers.json` in the run's directory has, by tracker, what it calls the run, how many rounds it
+has been told of, and why it was left out, if it was. A resumed run goes on with that: rows that a
+kill kept from a tracker are told then, rows that are computed again are not told again, and a
+tracker that is new is told all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,12 @@ class Book:
         found = self._entries.get(tracker, {"id": "", "rounds": 0})
         return found["id"], found["rounds"]
 
-    def note(self, tracker: str, name: str, rounds: int) -> None:
-        """Keeps that. Raises `FileError`."""
+    def note(self, tracker: str, name: str, rounds: int, failed: str = "") -> None:
+        """Keeps that, and why the tracker was left out. Raises `FileError`."""
         with self._lock:
             self._entries[tracker] = {"id": name, "rounds": rounds}
+            if failed:
+                self._entries[tracker]["failed"] = failed
             write_json(self.path, self._entries)
 
 
@@ -79,6 +83,7 @@ class Sender:
         self.opened = threading.Event()  # or failed
         self._summary: Mapping[str, Any] = {}
         self._failed = False
+        self._told = (run.id, run.first)  # what the tracker calls the run, and rounds it knows
         for row in earlier:
             self.put(row)
         self._thread = threading.Thread(
@@ -112,7 +117,7 @@ class Sender:
                 self._ending.wait(PAUSE)
             shown.close(self._summary)
         except BaseException as error:  # a library may raise anything
-            reason = " ".join(str(error).split())[:300]
+            reason = next(iter(str(error).strip().splitlines()), "")[:300]  # SQL is many lines
             name = "" if isinstance(error, FileError) else f"{type(error).__name__}: "
             self._warn(f"{name}{reason}; the run goes on without it")
         finally:
@@ -131,12 +136,16 @@ class Sender:
 
     def _note(self, shown: Log, rounds: int) -> None:
         if not self._failed:  # the run may be another process's by now
-            self._book.note(self._tracker.kind, shown.id, rounds)
+            self._told = (shown.id, rounds)
+            self._book.note(self._tracker.kind, *self._told)
 
     def _warn(self, reason: str) -> None:
-        if not self._failed:
-            log.warning("track %s: %s", self._tracker.kind, reason)
+        if self._failed:
+            return
         self._failed = True
+        log.warning("track %s: %s", self._tracker.kind, reason)
+        with suppress(FileError):  # the warnings of a trial are seen by nobody
+            self._book.note(self._tracker.kind, *self._told, failed=reason)
 
 
 def senders(
