@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from dataclasses import replace
@@ -18,6 +19,7 @@ from raydpfl.data import Shards, heldout, prepare, shards
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.plan import Plan
 from raydpfl.scores import is_score
+from raydpfl.storage.cache import put
 
 SPREAD = {"kind": "fashion_mnist_mini", "clients": 70, "sizes": {"kind": "spread"}}
 OVERLAPPING = {
@@ -395,3 +397,16 @@ def test_clients_held_out_that_come_to_nobody_are_refused(tmp_path):
     for wrong in ({"clients": 0}, {"clients": 1}, {"client": 0.1}, {}):
         with pytest.raises(ConfigError, match=r"evaluate\.validation"):
             experiment(evaluate={"validation": wrong})
+
+
+def test_a_folder_made_before_held_rows_were_counted_is_not_used(tmp_path):
+    described = data.parse(SPREAD)
+    facts = shards._described(described, 5, None, 0.2)
+    assert facts.pop("held")
+    text = json.dumps(facts, sort_keys=True)
+    before = tmp_path / "data" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    put(before, lambda scratch: (scratch / "train.arrow").write_bytes(b""))
+    made = prepare(described, 5, cache=tmp_path, validation=0.2)
+    assert made != before and (made / "held.arrow").exists()
+    # of runs without rows held out folders are named as before
+    assert "held" not in shards._described(described, 5, None, 0.0)

@@ -192,7 +192,8 @@ def _described(
         "sources": data.identity(root),
         "code": own_code(data),
     }
-    return found | ({"validation": validation} if validation else {})
+    # of whom the rows are that are held out stands in `held.arrow`, which once there was not
+    return found | ({"validation": validation, "held": "by client"} if validation else {})
 
 
 def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> None:
@@ -594,17 +595,10 @@ class Shards:
     def client_rows(self) -> np.ndarray:
         """How many rows of each client, int64 [clients], it is scored by: those held out, where any
         are; else all. Where clients are held out altogether, of each of these.
-
-        Raises:
-            ConfigError: the folder was made before this was noted.
         """
         if self._validation is None:
             return np.array(self.sizes)
-        path = self.folder / "held.arrow"
-        if not path.exists():
-            accepted = "a folder of this version; remove it, and it is made again"
-            raise ConfigError("RAYDPFL_CACHE", str(self.folder), accepted)
-        with pa.OSFile(str(path)) as file:
+        with pa.OSFile(str(self.folder / "held.arrow")) as file:
             return pa.ipc.open_file(file).read_all()["rows"].to_numpy()
 
     def client_batch(self, clients: range, first: int) -> tuple[np.ndarray, np.ndarray]:
