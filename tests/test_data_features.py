@@ -12,6 +12,7 @@ import torch
 from torchvision.models import ResNet18_Weights, resnet18
 
 from raydpfl import data
+from raydpfl.data import Shards, prepare
 from raydpfl.data.features import pca, principal_components
 from raydpfl.data.features import resnet18 as resnet18_features
 from raydpfl.data.features.pca import Pca
@@ -58,6 +59,30 @@ def table(folder, x, **keys):
             **keys,
         }
     )
+
+
+@pytest.mark.parametrize("validation", [0.3, {"clients": 0.5}])
+def test_nothing_is_learnt_of_rows_that_are_held_out(validation, tmp_path):
+    """Columns of the rows that are left have mean 0, and are those of these rows alone."""
+    x = np.random.default_rng(0).normal(size=(60, 5)) * [1, 2, 3, 4, 5] + 7
+    described = table(tmp_path, x, features={"kind": "pca", "components": 2})
+    shards = Shards.open(prepare(described, 0, cache=tmp_path / "made", validation=validation))
+    columns, _, n = shards.lane(range(shards.clients), int(shards.sizes.max()))
+    left = np.concatenate([each[:count] for each, count in zip(columns, n, strict=True)])
+    assert len(left) == shards.sizes.sum() < 60
+    assert np.abs(left.mean(axis=0)).max() < 1e-6
+    held, _ = (np.concatenate(part) for part in zip(*shards.validation(100), strict=True))
+    assert np.abs(held.mean(axis=0)).max() > 1e-3
+    whole = Shards.open(prepare(described, 0, cache=tmp_path / "whole"))
+    assert (whole.shape, whole.sizes.sum()) == ((2,), 60)
+
+
+def test_columns_that_are_not_learnt_are_the_same_whatever_is_held_out():
+    x = images(6)
+    filters = RandomFilters(filters=3, size=3, pool=2)
+    expected = filters.columns(x, x[:2], None)
+    for mine, other in zip(filters.apart(x, x[:2], np.array([1, 4]), None), expected, strict=True):
+        assert np.array_equal(mine, other)
 
 
 def test_principal_components_are_those_of_the_training_rows_and_an_exclusion(tmp_path):

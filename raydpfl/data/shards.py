@@ -110,6 +110,8 @@ def prepare(
     split = _split(data, seed, root)
     with _blamed(data):
         apart = held_out(split, validation, seed, data.overlaps()) if validation else None
+        if apart and split.without is not None:
+            split = _guarded(data, split.without(_held_samples(split, apart)))
 
     def fill(scratch: Path) -> None:
         _write(split, apart, described["data"], scratch)
@@ -123,7 +125,19 @@ def prepare(
 def _split(data: Data, seed: int, root: Path | None) -> Split:
     """The data's samples, with what goes wrong in a source of the user's own told as its error."""
     with _blamed(data):
-        split = data.split(seed, root)
+        return _guarded(data, data.split(seed, root))
+
+
+def _held_samples(split: Split, apart: HeldOut) -> np.ndarray:
+    """The samples that some client holds out of training and nobody trains on, int64."""
+    assert split.samples is not None
+    out, _ = apart.rows(0, len(split.sizes))
+    samples = split.samples(0, len(split.sizes))
+    return np.setdiff1d(samples[out], samples[~out])
+
+
+def _guarded(data: Data, split: Split) -> Split:
+    """The split, with what goes wrong in its parts told as the source's error."""
     parts = {name: getattr(split, name) for name in ("rows", "test", "at")}
     given: dict[str, Any] = {
         name: _checked(data, split, part) for name, part in parts.items() if part is not None

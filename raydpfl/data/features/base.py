@@ -28,3 +28,25 @@ class Features(Member):
         Raises `ConfigError`.
         """
         raise NotImplementedError
+
+    def apart(
+        self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `columns`, of which nothing is learnt from training rows that are held out: they are
+        given with the test rows.
+
+        Args:
+            x: the training rows.
+            test_x: the test rows.
+            held: int64, the training rows that are held out.
+            root: the folder of data sets.
+        """
+        kept = np.ones(len(x), bool)
+        kept[held] = False
+        others = np.concatenate([x[~kept], test_x])
+        columns, other_columns = self.columns(x[kept], others, root)
+        found = np.empty((len(x), *columns.shape[1:]), columns.dtype)
+        found[kept] = columns
+        count = len(x) - len(columns)
+        found[~kept] = other_columns[:count]
+        return found, other_columns[count:]

@@ -35,6 +35,12 @@ class RandomFilters(Features):
     pool: int = Field(default=2, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 64)
 
+    def apart(
+        self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Features.apart`: it learns nothing of any row."""
+        return self.columns(x, test_x, root)
+
     def columns(
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +59,9 @@ class Split:
     tokens: int = 0  # x is whole numbers below it; 0: it is none
     targets: tuple[int, ...] = ()  # shape of the targets of one sample
     names: tuple[str, ...] = ()  # of the classes, or of the targets, where they have any
+    # the same where nothing is learnt of these samples, int64, as they are held out of training;
+    # None: nothing is learnt of any
+    without: Callable[[np.ndarray], Split] | None = None
 
     @property
     def shared(self) -> bool:
@@ -266,12 +269,29 @@ class Dealt(Sized):
         order, sizes = self.partition.dealt(
             found.y, found.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
+        if self.features is None:
+            return self._dealt(found, order, sizes, found.x, found.test_x)
+        features = self.features
+
+        def without(held: np.ndarray) -> Split:
+            columns = features.apart(found.x, found.test_x, held, root)
+            return self._dealt(found, order, sizes, *columns)
+
+        columns = features.columns(found.x, found.test_x, root)
+        return replace(self._dealt(found, order, sizes, *columns), without=without)
+
+    def _dealt(
+        self,
+        found: Samples,
+        order: np.ndarray,
+        sizes: np.ndarray,
+        x: np.ndarray,
+        test_x: np.ndarray,
+    ) -> Split:
+        """Samples, of which a model is given `x` and `test_x`, dealt to clients: `order`, int64,
+        has those of the first client, of whom there are as many as `sizes` say, and so on.
+        """
         mean, std = self.constants()
-        x, test_x = (
-            self.features.columns(found.x, found.test_x, root)
-            if self.features
-            else (found.x, found.test_x)
-        )
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
         def samples(first: int, last: int) -> np.ndarray:
