@@ -413,7 +413,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
         raise ConfigError(
             "--resume", str(folder), f"the directory of a run; its config.yaml is {found}"
         )
-    longer = _longer(experiment, stored)
+    longer = _longer(experiment, stored, folder)
     for section, value in asked.items():
         before = stored.get(section)
         if section == "rounds" and longer:
@@ -433,7 +433,7 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
             raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
 
 
-def _longer(experiment: Experiment, stored: dict[str, Any]) -> bool:
+def _longer(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:
     """Whether it asks for more rounds than the run to be resumed, of the same noise.
 
     Raises:
@@ -443,9 +443,16 @@ def _longer(experiment: Experiment, stored: dict[str, Any]) -> bool:
     if not isinstance(rounds, int) or experiment.rounds <= rounds:
         return False
     family = noise.FAMILY, noise.Noise
-    before = choose("noise", stored.get("noise"), *family).calibrated_over(rounds)
-    if experiment.noise.calibrated_over(experiment.rounds) != before:
-        accepted = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
-        accepted += f"noise.rounds={before} beside it: the noise stays as it is, and guarantees say"
-        raise ConfigError("rounds", experiment.rounds, f"{accepted} what all rounds spend")
-    return True
+    before: noise.Noise = choose("noise", stored.get("noise"), *family)
+    now = experiment.noise.calibrated_over(experiment.rounds)
+    if now == before.calibrated_over(rounds):
+        return True
+    accepted = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
+    override = before.kept(rounds)
+    if override is None:
+        accepted += f"a new run from this one's model, model.init={folder}, with noise of its own: "
+        accepted += "what both spend adds up, and its guarantees are of its own rounds"
+    else:
+        accepted += f"{override} beside it: the noise stays as it is, and guarantees say what all "
+        accepted += "rounds spend"
+    raise ConfigError("rounds", experiment.rounds, accepted)

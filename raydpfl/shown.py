@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from raydpfl import observers, scores
+from raydpfl import observers, scores, storage
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, column, holding
 from raydpfl.privacy.guarantee import KINDS
@@ -207,9 +207,10 @@ def following(result: Result) -> list[str]:
         found.append(f"  go on with it:         raydpfl run {out} --resume")
     elif status == "completed" and not result.summary["reason"]:
         rounds = result.experiment.rounds
-        calibrated = result.experiment.noise.calibrated_over(rounds)
-        noise = "" if calibrated is None else f" noise.rounds={calibrated}"
-        command = f"raydpfl run {out} --resume rounds={2 * rounds}{noise}"
+        override = result.experiment.noise.kept(rounds)
+        command = f"raydpfl run {out} --resume rounds={2 * rounds} {override}".rstrip()
+        if override is None:  # noise that is for these rounds alone
+            command = f"raydpfl run {storage.within(out, 'config.yaml')} model.init={out} --out DIR"
         found.append(f"  more rounds:           {command}")
     return found
 

@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import raydpfl
-from raydpfl import models, run, saved
+from raydpfl import models, run, saved, shown
 from raydpfl.cli import app
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError
@@ -255,9 +255,17 @@ def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
     steps = {"kind": "gaussian", "placement": "step", "epsilon": 4.0, "delta": 1e-3}
     sections = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": steps}
     begun = experiment(rounds=2, **sections)
-    run(begun, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"rounds = 3"):
+    first = run(begun, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"rounds = 3: 2, .*model\.init=.*/run, with noise") as no:
         run(Experiment.from_dict({**begun.to_dict(), "rounds": 3}), tmp_path / "run", resume=True)
+    assert "noise.rounds" not in str(no.value)
+    (told,) = (line for line in shown.following(first) if "more rounds" in line)
+    assert told.endswith(f"/run/config.yaml model.init={tmp_path / 'run'} --out DIR")
+    init = f"model.init={tmp_path / 'run'}"
+    after = run(Experiment.from_yaml(tmp_path / "run" / "config.yaml", [init]), tmp_path / "more")
+    assert after.summary["model_sha256"] != first.summary["model_sha256"]
+    said = after.guarantees[0].exclusions
+    assert any("the weights that training starts from" in each for each in said)
     with pytest.raises(ConfigError, match=r"noise\.rounds = 2: none with placement step"):
         experiment(rounds=3, **{**sections, "noise": {**steps, "rounds": 2}})
 

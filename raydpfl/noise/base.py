@@ -229,6 +229,13 @@ class Noise(Member):
         """
         return None
 
+    def kept(self, rounds: int) -> str | None:
+        """The override by which a run of `rounds` goes on for more of them with the noise as it is;
+        empty: it needs none. None: it cannot.
+        """
+        calibrated = self.calibrated_over(rounds)
+        return "" if calibrated is None else f"noise.rounds={calibrated}"
+
     def simulated(self) -> bool:
         """Whether guarantees are about the clients that run."""
         return True

@@ -53,6 +53,10 @@ class DrawnBy(ABC):
         """See `Noise.on_query`."""
         return 0.0
 
+    def kept(self, override: str | None) -> str | None:
+        """See `Noise.kept`, where `override` fixes the rounds that a size is for."""
+        return override
+
     def relation(self, asked: Asked, natural: Relation) -> Relation:
         """The neighbouring relation of the guarantees."""
         return natural if asked == "auto" else asked
@@ -89,6 +93,10 @@ class DuringSteps(DrawnBy):
 
     name = "step"
     protects = "sample"
+
+    def kept(self, override: str | None) -> str | None:
+        """None where sizes are calibrated: each client's is for the rounds that it is in."""
+        return None if override else override
 
     def relation(self, asked: Asked, natural: Relation) -> Relation:
         return "replace_one"

@@ -166,6 +166,9 @@ class Gaussian(Noise):
     def calibrated_over(self, rounds: int) -> int | None:
         return None if self.epsilon is None else self.rounds or rounds
 
+    def kept(self, rounds: int) -> str | None:
+        return self._by.kept(super().kept(rounds))
+
     def simulated(self) -> bool:
         return self.virtual_cohort is None
 
