@@ -107,11 +107,7 @@ def prepare(
     folder = (cache or cache_root()) / "data" / name
     if whole(folder):
         return folder
-    split = _split(data, seed, root)
-    with _blamed(data):
-        apart = held_out(split, validation, seed, data.overlaps()) if validation else None
-        if apart and split.without is not None:
-            split = _guarded(data, split.without(_held_samples(split, apart)))
+    split, apart = _divided(data, seed, root, validation)
 
     def fill(scratch: Path) -> None:
         _write(split, apart, described["data"], scratch)
@@ -126,6 +122,22 @@ def _split(data: Data, seed: int, root: Path | None) -> Split:
     """The data's samples, with what goes wrong in a source of the user's own told as its error."""
     with _blamed(data):
         return _guarded(data, data.split(seed, root))
+
+
+def _divided(
+    data: Data, seed: int, root: Path | None, validation: float | Mapping[str, float]
+) -> tuple[Split, HeldOut | None]:
+    """The data's samples, nothing of them learnt from rows that are held out of training; and which
+    rows these are, None: none.
+    """
+    split = _split(data, seed, root)
+    if not validation:
+        return split, None
+    with _blamed(data):
+        apart = held_out(split, validation, seed, data.overlaps())
+        if split.without is not None:
+            split = _guarded(data, split.without(_held_samples(split, apart)))
+    return split, apart
 
 
 def _held_samples(split: Split, apart: HeldOut) -> np.ndarray:
