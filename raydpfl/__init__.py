@@ -23,9 +23,9 @@ def __getattr__(name: str) -> Any:  # the runtime imports Ray and torch; the nam
 
         return Experiment
     if name in ("run", "Result"):
-        from raydpfl import runner
+        from raydpfl import notebook
 
-        return getattr(runner, name)
+        return getattr(notebook, name)
     if name == "load":
         from raydpfl.saved import load
 

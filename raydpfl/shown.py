@@ -228,16 +228,21 @@ def _guarantees(console: Console, result: Result) -> None:
         no_noise = "the run had no noise that an accountant was asked to account for"
         _say(console, f"No privacy guarantee: {no_noise}.")
     holds = holding(found)
-    groups: dict[tuple, list[Guarantee]] = {}
-    for one in found:
-        groups.setdefault((one.unit, one.delta), []).append(one)
-    for group in groups.values():
+    for group in groups(found):
         _say(console, f"\nEpsilon {group[0].about()}:")
         console.print(_table(group, holds), end="")
     for note in notes(found, holds):
         _say(console, note)
     if found:
         console.print()
+
+
+def groups(found: Sequence[Guarantee]) -> list[list[Guarantee]]:
+    """Those of one unit and one delta together, which are a table each."""
+    alike: dict[tuple, list[Guarantee]] = {}
+    for one in found:
+        alike.setdefault((one.unit, one.delta), []).append(one)
+    return [*alike.values()]
 
 
 def _table(group: Sequence[Guarantee], holds: Sequence[Guarantee]) -> Table:

@@ -17,11 +17,11 @@ ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
 # where the later names the earlier.
 ORDER = [
-    "__main__", "cli", "completion", "directing", "project", "kinds", "outline", "budget", "audit",
-    "check", "submit", "staging", "archive", "study", "tune", "report", "shown", "observers",
-    "runner", "launch", "hosted", "coordinator", "record", "witnessing", "adapting", "surveying",
-    "position", "account", "memory", "placement", "actors", "dealing", "slots", "client",
-    "evaluator", "personal", "resident", "process", "delivery", "cluster",
+    "__main__", "cli", "completion", "directing", "project", "notebook", "kinds", "outline",
+    "budget", "audit", "check", "submit", "staging", "archive", "study", "tune", "report", "shown",
+    "observers", "runner", "launch", "hosted", "coordinator", "record", "witnessing", "adapting",
+    "surveying", "position", "account", "memory", "placement", "actors", "dealing", "slots",
+    "client", "evaluator", "personal", "resident", "process", "delivery", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding",

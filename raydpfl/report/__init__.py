@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from raydpfl import storage
 from raydpfl.errors import ConfigError
 from raydpfl.report.compared import Compared
-from raydpfl.report.figures import Drawing, Piece
+from raydpfl.report.figures import Drawing, Missing, Piece, parse
 from raydpfl.report.page import Page, render
 from raydpfl.report.pages import ACCEPTED, compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
-from raydpfl.report.style import Drawn
+from raydpfl.report.reading import Case, Run
+from raydpfl.report.style import Drawn, whole
 from raydpfl.report.style import render as drawn
 from raydpfl.report.tables import Table, csv_of, markdown
 from raydpfl.tracking import make_folder, replace_file
 
-__all__ = ["compare", "write"]
+__all__ = ["compare", "figure", "write"]
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KEPT = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
 MARK = '<meta name="generator" content="raydpfl report">'
@@ -82,6 +87,29 @@ def compare(
         found = compared(read, metric)
         page = page_of_several(found)
         return found, _put_page(page, _beside(directories) if out is None else out)
+
+
+def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
+    """Draws one figure of a run.
+
+    Args:
+        directory: of the run, or its address.
+        item: what to draw, as the `show` list of a study has it: `{"curves": "test_loss"}`.
+
+    Returns:
+        A figure of matplotlib.
+
+    Raises:
+        ConfigError: for no such figure, or a run that has not what it is drawn from.
+    """
+    with storage.reading(directory, "DIR", _read) as folder:
+        run = Run(folder, folder.resolve().name)
+        pieces = parse(item, "plot").shown([Case({"run": run.name}, run)])
+        found = next((piece for piece in pieces if isinstance(piece, Drawing)), None)
+        if found is None:
+            why = "; ".join(piece.why for piece in pieces if isinstance(piece, Missing))
+            raise ConfigError("plot", dict(item), why or "something that this run has")
+        return whole(found)
 
 
 def _read(name: str) -> bool:

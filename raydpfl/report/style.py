@@ -15,6 +15,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,9 +155,9 @@ def render(drawing: Drawing) -> Drawn:
 
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of axes without room
-        whole = _laid_out(_figure(drawing))
-        text = _svg(whole)
-        files = {"svg": _alone(text).encode(), "pdf": _pdf(whole), "png": _png(whole)}
+        together = _laid_out(_figure(drawing))
+        text = _svg(together)
+        files = {"svg": _alone(text).encode(), "pdf": _pdf(together), "png": _png(together)}
         parts = [text]
         if len(drawing.parts) > 1 or drawing.keys:
             shown: list[Part | None] = [*drawing.parts]
@@ -170,6 +171,16 @@ def render(drawing: Drawing) -> Drawn:
             for place, each in enumerate(parts)
         ]
     return Drawn(drawing, files, inline)
+
+
+def whole(drawing: Drawing) -> Figure:
+    """A figure with all of its parts, in the style of the report, which a notebook shows."""
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS):
+        figure = _figure(drawing)
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
+    return figure
 
 
 def _figure(drawing: Drawing) -> Figure:
