@@ -324,7 +324,7 @@ SENT = (
     "A YAML file (with a sweep section: a sweep), or the directory of a run. "
     "The import paths in it are code that runs, here too."
 )
-BACK = "Where the run directory is brought back to; default: runs/ID."
+BACK = "Where the run directory is brought back to; default: runs/ID. An address: it stays there."
 SERVER = "Of the cluster's job server; default: http://127.0.0.1:8265."
 GO_ON = "Go on with what the cluster has of that run."
 FOLLOW = "Show a submitted job again, and bring its run directory back."
@@ -335,7 +335,7 @@ STOP = "Stop a job after its round, and bring its run directory back."
 def submit(
     config: Annotated[str | None, typer.Argument(help=SENT, metavar="CONFIG")] = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, _option(BACK)] = None,
+    out: Annotated[str | None, _option(BACK)] = None,
     address: Annotated[str | None, _option(SERVER)] = None,
     resume: Annotated[str | None, typer.Option(metavar="ID", help=GO_ON)] = None,
     follow: Annotated[str | None, typer.Option(metavar="ID", help=FOLLOW)] = None,
@@ -365,7 +365,8 @@ def submit(
     except KeyboardInterrupt:
         _fail(f"{job} goes on without this terminal\n{again}", 130)
     if folder:
-        print(f"Brought back to: {folder}")
+        where = "It is at" if storage.elsewhere(folder) else "Brought back to"
+        print(f"{where}: {folder}")
     if code and not stop:
         resumed = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
         hint = resumed if folder and code != 2 else ""

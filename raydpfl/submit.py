@@ -46,7 +46,7 @@ from urllib.parse import urlsplit
 from aiohttp import ClientError, ClientSession, TraceConfig, WSCloseCode, WSMsgType
 
 import raydpfl
-from raydpfl import interrupts
+from raydpfl import interrupts, storage
 from raydpfl.archive import ArchiveError, Limits, Plain, place, plain, unpack
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import cache_root
@@ -84,7 +84,13 @@ log = logging.getLogger("raydpfl")
 
 
 def entrypoint(
-    command: str, run: str, overrides: Sequence[str] = (), *, address: bool, resume: bool = False
+    command: str,
+    run: str,
+    overrides: Sequence[str] = (),
+    *,
+    address: bool,
+    resume: bool = False,
+    out: str | None = None,
 ) -> str:
     """The command line for the head's shell.
 
@@ -94,10 +100,12 @@ def entrypoint(
         overrides: of the config.
         address: whether it uses the cluster.
         resume: whether the run continues.
+        out: the address of its directory; None: that is on the head.
     """
     words = shlex.join(["python", "-m", "raydpfl", command, "config.yaml", *overrides])
     options = " --resume" * resume + " --address auto" * address
-    return f"exec {words} --out {RUNS}/{shlex.quote(run)}{options}"
+    place = shlex.quote(out) if out else f"{RUNS}/{shlex.quote(run)}"
+    return f"exec {words} --out {place}{options}"
 
 
 class JobServer:
@@ -152,7 +160,8 @@ class JobServer:
         Args:
             config: the path of its file.
             overrides: of the config.
-            out: where `fetch` will bring the run directory; None: runs/ID.
+            out: where `fetch` will bring the run directory; None: runs/ID. An address is where the
+                job writes it, from where nothing is brought back.
             resume: a run of this cluster to continue.
             there: whether the files that the config names are already on the cluster.
 
@@ -166,18 +175,33 @@ class JobServer:
         run = self._run(resume) if resume else None
         job = _new_id(asked.path, run)
         run = run or job
-        before = self._remembered(resume).get("out") if resume else None
-        folder = Path(out or before or Path("runs") / (resume or job)).absolute()
-        _check(folder, run)
-        folder.mkdir(parents=True, exist_ok=True)
-        words = entrypoint(asked.command, run, address=not asked.inline, resume=resume is not None)
-        about = {"submission_id": job, "metadata": {"run": run}}
+        address = self._address(resume, out)
+        folder = None if address else self._folder(resume or job, run, out)
+        about = _about(asked, job, run, address, resume is not None)
         with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
             environment = _staged(tree, files, Path(stage))
             with self._refusals():
-                self._start(entrypoint=words, runtime_env=environment, **about)
-        self._note(folder, run, job)
+                self._start(runtime_env=environment, **about)
+        self._remember(run, job, address)
+        if folder:
+            self._note(folder, run, job)
         return job
+
+    def _folder(self, job: str, run: str, out: str | Path | None) -> Path:
+        """Where the run directory of a job comes back to. Raises `ConfigError`."""
+        folder = Path(out or self._remembered(job).get("out") or Path("runs") / job).absolute()
+        _check(folder, run)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _address(self, job: str | None, out: str | Path | None = None) -> str | None:
+        """The address that a run is written to: as is asked for now, or was for an earlier job."""
+        if out is not None:
+            return str(out) if storage.elsewhere(out) else None
+        if job is None:
+            return None
+        found = self._remembered(job).get("out") or (self._noted(job) or {}).get("out")
+        return found if isinstance(found, str) and storage.elsewhere(found) else None
 
     def run_of(self, job: str) -> str:
         """The id of the run that a job belongs to. Raises `ConfigError` for a job that the cluster
@@ -246,21 +270,25 @@ class JobServer:
         with self._refusals():
             self._client.stop_job(job)
 
-    def fetch(self, job: str, out: str | Path | None = None) -> Path | None:
-        """Brings back the run directory of a job that has ended.
+    def fetch(self, job: str, out: str | Path | None = None) -> Path | str | None:
+        """Brings back the run directory of a job that has ended, unless it is at an address.
 
         Args:
             job: its id.
             out: where to; None: where `submit` on this machine said, or runs/ID.
 
         Returns:
-            The directory; None: the job never made one.
+            The directory, or its address; None: the job never made one.
 
         Raises:
             RunError: it did not come back complete; what is in `out` stays as it is.
         """
         self._known(job)
         run = self._run(job)
+        address = self._address(job)
+        if address:
+            here = None if out in (None, address) else Path(out or "")
+            return self._copied(address, here, job) if here else address
         folder = Path(out or self._remembered(job).get("out") or Path("runs") / job)
         _check(folder, run)
         for pause in (1, 5, 25):
@@ -276,6 +304,15 @@ class JobServer:
         again = f"try again with {self.command('--follow', job)}, or take it from"
         again += f" RAYDPFL_CACHE/runs/{run} there"
         raise RunError(f"the run directory did not come back ({reason}); {again}")
+
+    def _copied(self, address: str, folder: Path, job: str) -> Path:
+        """A copy of the run directory at an address."""
+        run = self._run(job)
+        _check(folder, run)
+        with storage.reading(address) as found:
+            place(found, folder)
+        self._note(folder, run, job)
+        return folder
 
     def _fetch(self, run: str, folder: Path, pause: int) -> bool:
         """One attempt. In the first `pause` seconds Ray may write into the printout, at any place,
@@ -326,11 +363,15 @@ class JobServer:
         goes.
         """
         text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
-        remembered = self._memory(job)
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(json.dumps({"run": run, "out": str(folder.absolute())}) + "\n")
+        self._remember(run, job, str(folder.absolute()))
         (folder / NOTE).unlink(missing_ok=True)  # a link is not followed
         (folder / NOTE).write_text(text)
+
+    def _remember(self, run: str, job: str, out: str | None) -> None:
+        """Notes on this machine where the run directory of a job goes."""
+        remembered = self._memory(job)
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        remembered.write_text(json.dumps({"run": run, "out": out}) + "\n")
 
     def _memory(self, job: str) -> Path:
         """The file in which this machine remembers a job of the cluster."""
@@ -424,6 +465,13 @@ def _new_id(path: Path, run: str | None) -> str:
     stem = stem.lstrip(".-")[:80] or "run"
     named = f"{run[:100]}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
     return f"{named}-{uuid.uuid4().hex[:4]}"
+
+
+def _about(asked: _Asked, job: str, run: str, address: str | None, resume: bool) -> dict[str, Any]:
+    """What a job server is told of a job; its run is at the `address`, or on the head (None)."""
+    words = entrypoint(asked.command, run, address=not asked.inline, resume=resume, out=address)
+    metadata = {"run": run} | ({"out": address} if address else {})
+    return {"submission_id": job, "entrypoint": words, "metadata": metadata}
 
 
 def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from conftest import experiment
 from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
-from raydpfl import cli, run, submit
+from raydpfl import cli, run, storage, submit
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import cache_root
 
@@ -318,6 +318,7 @@ class Client:
 
     def submit_job(self, **options):
         self.asked += 1
+        self.given = options
         if self.asked <= self.early:
             raise RuntimeError(
                 "Request failed with status code 500: "
@@ -360,6 +361,28 @@ def test_a_head_that_has_just_started_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(submit, "PATIENCE", 0.01)
     with pytest.raises(ConfigError, match="start the head with --dashboard-agent-listen-port"):
         young.submit("a b.yaml")
+
+
+def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "mine"))
+    (tmp_path / "a.yaml").write_text("rounds: 2\n")
+    place = f"local://{tmp_path}/store/run"
+    head = server()
+    job = head.submit("a.yaml", out=place)
+    assert f"--out {place}" in head._client.given["entrypoint"]
+    metadata = head._client.given["metadata"]
+    assert metadata == {"run": job, "out": place} and not (tmp_path / "runs").exists()
+    monkeypatch.setattr(head, "_noted", lambda job: metadata)
+    assert head.fetch(job) == head.fetch(job, place) == place
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "another"))  # which remembers nothing
+    assert head.fetch(job) == place
+    again = head.submit("a.yaml", resume=job)
+    assert f"--out {place} --resume" in head._client.given["entrypoint"] and again.startswith(job)
+    with storage.at(place) as folder:
+        (folder / "summary.json").write_text("{}")
+    assert head.fetch(job, tmp_path / "here") == tmp_path / "here"
+    assert (tmp_path / "here" / "summary.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
