@@ -110,6 +110,14 @@ def test_a_trial_is_named_by_its_sweep(tmp_path):
     assert TOLD == {"swept swept/0a1b": [0, 1, 2, 3, "completed"]}
 
 
+def test_a_run_elsewhere_is_named_by_its_address_and_gone_on_with(tmp_path):
+    place = f"local://{tmp_path}/store/far"
+    run_one(tracked(NAMED), place, on_rows=lambda rows: rows[-1]["round"] == 1)
+    run_one(tracked(NAMED), place, resume=True)
+    assert TOLD == {" far": [0, 1, "stopped", 2, 3, "completed"]}
+    assert book(tmp_path / "store" / "far") == {NAMED["kind"]: {"id": " far", "rounds": 4}}
+
+
 def test_a_resumed_run_is_the_same_run_of_its_tracker_and_no_row_is_told_twice(tmp_path):
     out = tmp_path / "out"
     run_one(tracked(MINE), out, on_rows=lambda rows: rows[-1]["round"] == 1)
