@@ -197,6 +197,9 @@ class Evaluator:
     def _scored(self, index: int, given: _Given) -> list[tuple[str, list[torch.Tensor]]]:
         """By set, what the batch comes to by each metric, or each of its clients, [k] each."""
         batch = self.batches[index]
+        if self._unscored(batch.clients, given):
+            nothing = given.model.new_empty(0)
+            return [(scores.CLIENT, [nothing for _ in batch.clients])] if self.per_client else []
         x, y = self._batch(index)
         if not batch.clients:
             outputs = self._outputs(x)
@@ -219,6 +222,14 @@ class Evaluator:
             self.per_client.sums(self.form, *each) if len(each[1]) else nothing for each in apart
         ]
         return [*found, (scores.CLIENT, sums)]
+
+    def _unscored(self, clients: range, given: _Given) -> bool:
+        """Whether these are clients of whom none has a model of its own, so that nobody reads their
+        rows.
+        """
+        if not clients or not self.personal.own or self._tuning:
+            return False
+        return not any(client in given.own for client in clients)
 
     def _of_own(
         self,

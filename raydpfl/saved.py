@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,9 +22,12 @@ from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import read_json
 from raydpfl.models import weights
+from raydpfl.rounds import OWN
 from raydpfl.tasks import Form, Target
+from raydpfl.tracking import load as checkpoint
 from raydpfl.tracking import replace_file
 
+CHECKPOINTS = "checkpoints"
 READ = ("config.yaml", "summary.json", weights.SAVED)
 
 
@@ -60,15 +64,40 @@ def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -
     replace_file(path, lambda file: file.write(held))
 
 
-def load(run: str | Path) -> Saved:
+def load(run: str | Path, client: int | None = None) -> Saved:
     """What a run has trained, from its directory alone, a path or an address.
 
+    Args:
+        run: the directory.
+        client: one that has a model of its own (`model.local`, `personal`): `module` is that, from
+            the last checkpoint. None: the model that was sent to all.
+
     Raises:
-        ConfigError: it is no directory of a run that has ended.
+        ConfigError: it is no directory of a run that has ended, or the client has no such model.
         RunError: the weights in it are not those of its summary.
     """
-    with storage.reading(run, wanted=READ.__contains__) as folder:
-        return _load(run, folder)
+    if client is None:
+        with storage.reading(run, wanted=READ.__contains__) as folder:
+            return _load(run, folder)
+    with storage.reading(run, wanted=lambda name: name in READ or CHECKPOINTS in name) as folder:
+        found = _load(run, folder)
+        own = _own(folder, client, run)
+    if not found.config.personal:  # else it is the whole model
+        shared = models.flatten(found.module)
+        own = models.Split.of(found.module).joined(shared, own[None])[0]
+    models.set_trained(found.module, own)
+    return found
+
+
+def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
+    """What a client has of its own, float32 [own]. Raises `ConfigError`."""
+    last = checkpoint(folder / CHECKPOINTS)
+    members = last.members.get(OWN, np.empty(0, np.int64)) if last else np.empty(0, np.int64)
+    place = np.flatnonzero(members == client)
+    if last is None or not len(place):
+        accepted = f"a client of {run} with a model of its own, of which it has {len(members):,}"
+        raise ConfigError("client", client, accepted)
+    return torch.from_numpy(last.memory[OWN][int(place[0])])
 
 
 def _load(run: str | Path, folder: Path) -> Saved:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import experiment, form
@@ -169,9 +168,14 @@ def test_own_parts_are_in_the_checkpoint_and_nowhere_else(tmp_path):
         # those of the two that took part
         assert stored["memory.own"].shape == (2, 90) and len(stored["members.own"]) == 2
         assert stored["model"].shape == (785 * 8,)
-    # whoever has not taken part has no model, and no score
-    scores = pq.read_table(tmp_path / "rounds.parquet").to_pylist()[0]
-    assert scores["validation_accuracy"] is not None
+        first, last = stored["members.own"].tolist()
+        part = torch.from_numpy(stored["memory.own"][1])
+    own = raydpfl.load(tmp_path, client=last).module.state_dict()
+    assert torch.equal(torch.cat([own["3.weight"].flatten(), own["3.bias"]]), part)
+    assert own["1.weight"].equal(after["1.weight"])
+    others = {*range(5)} - {first, last}
+    with pytest.raises(ConfigError, match="a model of its own, of which it has 2"):
+        raydpfl.load(tmp_path, client=others.pop())
 
 
 def test_who_has_not_taken_part_is_not_scored(tmp_path):

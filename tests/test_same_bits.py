@@ -228,6 +228,16 @@ METHODS["fine-tuned before evaluation"] = {
     "evaluate": {"every": 2, "validation": 0.2, "per_client": "accuracy", "fine_tune": TUNE},
     "rounds": 2,
 }
+METHODS["adapters, half of them of their own"] = {
+    **OWN,
+    "model": {
+        "kind": "mlp",
+        "hidden": [6],
+        "lora": {"rank": 2},
+        "local": ["*.lora_B.*"],
+    },
+    "rounds": 2,
+}
 METHODS["Ditto"] = {
     "evaluate": {"every": 1, "validation": 0.2, "per_client": "accuracy"},
     "personal": {"steps": 3, "batch": 8, "lr": 0.2, "proximal": 0.5, "momentum": 0.5},
