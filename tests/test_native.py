@@ -21,6 +21,7 @@ from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, clients_normals
 from raydpfl.local import Sgd, Trainer, resolve
+from raydpfl.local.filters import Filters, Window
 from raydpfl.plan import Plan
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 1000, 2049, 7850]
@@ -96,6 +97,20 @@ def test_normals_have_the_bits_of_those_in_numpy(n, scaled, monkeypatch):
     np.testing.assert_array_equal(compiled, drawn(n, stds))
 
 
+def filtered() -> bytes:
+    """Norms and a sum of gradients by filters, as bytes."""
+    torch.manual_seed(0)
+    images = torch.randn(3, 7, 9, 8)
+    z = torch.randn(3, 21, 5, 4)
+    maxima, where = torch.ops.aten.max_pool2d_with_indices(z, [2, 2], [2, 2])
+    window = Window((3, 3), (2, 2), (1, 1))
+    filters = Filters(images, maxima, where, (5, 4), window)
+    factors = torch.tensor([0.5, 1.0, 0.1])
+    by_images = filters.by_images(torch.randn(21, 3, 3, 7))
+    found = filters.squares(), filters.total(factors), by_images
+    return b"".join(each.numpy().tobytes() for each in found)
+
+
 def trained(clip: float | None = None, **noise: object) -> bytes:
     """Updates and losses of some clients, as bytes."""
     torch.manual_seed(0)
@@ -114,7 +129,7 @@ def trained(clip: float | None = None, **noise: object) -> bytes:
 @pytest.mark.slow
 def test_shorter_vectors_give_the_same_bits(monkeypatch):
     noised = {"clip": 0.8, "stds": np.array([0.3, 0.2, 0.1, 0.0])}
-    expected = trained(), trained(**noised)
+    expected = trained(), trained(**noised), filtered()
     sums = native.norms(torch.from_numpy(hostile(1000, np.float32)))
     noise = drawn(1001, None)
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -122,7 +137,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     monkeypatch.setitem(native.KINDS, "AVX512", native.KINDS["AVX2"])
     native.found.cache_clear()
     try:
-        assert (trained(), trained(**noised)) == expected
+        assert (trained(), trained(**noised), filtered()) == expected
         found = native.norms(torch.from_numpy(hostile(1000, np.float32)))
         np.testing.assert_array_equal(found, sums)
         np.testing.assert_array_equal(drawn(1001, None), noise)

@@ -230,6 +230,16 @@ LAYERS = {
     "channels last": lambda: ending(
         nn.Conv2d(2, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(5, 20, 2)
     ),
+    "pooled": lambda: nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1, stride=(1, 2)),
+        nn.MaxPool2d((2, 1)),
+        nn.ReLU(),
+        nn.Conv2d(5, 19, (1, 2), bias=False),
+        nn.ReLU(),
+        nn.MaxPool2d(2, stride=1),  # whose windows overlap
+        nn.Flatten(),
+        nn.Linear(38, CLASSES),
+    ),
     "group norm": lambda: ending(
         nn.Conv2d(2, 6, 3),
         nn.GroupNorm(3, 6),
@@ -248,7 +258,9 @@ OTHERS = {"bare parameter": Bare, "reused": Reused, "tied": tied, "tied by hand"
 compiled = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 MODULES = {**STACKS, **LAYERS, **OTHERS}
 BY_HAND = ("bare parameter", "tied by hand")  # used by no layer of their own
+POOLED = pytest.param("convolutional", "pooled", marks=compiled)
 WAYS = [
+    POOLED,
     *(("fused", name) for name in STACKS),
     *(("layerwise", name) for name in {**STACKS, **LAYERS}),
     *(("one_batch", name) for name in MODULES if name not in BY_HAND),
@@ -529,6 +541,7 @@ def test_a_batch_that_takes_too_much_memory_is_cut(way, module, name, monkeypatc
 
 
 PRIVATE = [
+    POOLED,
     ("fused", "softmax"),
     ("fused", "mlp"),
     ("layerwise", "channels last"),
@@ -767,7 +780,9 @@ def test_the_way_follows_from_the_architecture(name, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
         way = resolve(made(name), Sgd(), 20, form(SHAPE), clip=1.0)
     stacked = "fused" if name == "mlp" or native.library() is None else "compiled"
-    assert way == (stacked if name in STACKS else "layerwise" if name in LAYERS else "vmap")
+    by_hand = native.library() is not None and name == "pooled"
+    layerwise = "convolutional" if by_hand else "layerwise"
+    assert way == (stacked if name in STACKS else layerwise if name in LAYERS else "vmap")
     assert [message.partition(";")[0] for message in caplog.messages] == [
         "clients are trained by vmap"
     ] * (way == "vmap")
@@ -775,7 +790,7 @@ def test_the_way_follows_from_the_architecture(name, caplog):
 
 @pytest.mark.parametrize(
     "kind,way",
-    [("softmax", "fused"), ("mlp", "compiled"), ("cnn", "layerwise"), ("dp_cnn", "layerwise")],
+    [("softmax", "fused"), ("mlp", "compiled"), ("cnn", "convolutional"), ("dp_cnn", "layerwise")],
 )
 def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
     module = models.build(models.parse({"kind": kind}), form((1, 12, 12)), seed=0)
@@ -964,7 +979,7 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
 @pytest.mark.parametrize("way,name", PRIVATE[:-1])
 @pytest.mark.parametrize("fault", ["a norm too small", "a bound of the mean gradient"])
 def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatch):
-    from raydpfl.local import layerwise, linear, trial
+    from raydpfl.local import convolutional, layerwise, linear, trial
 
     right = layerwise.clip_factors
     wrong = (
@@ -973,7 +988,7 @@ def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatc
         else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
     )
     assert trial.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0) is None
-    for each in (layerwise, linear, vmap):
+    for each in (convolutional, layerwise, linear, vmap):
         monkeypatch.setattr(each, "clip_factors", wrong)
     assert "off by" in trial.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0)
 

@@ -174,6 +174,13 @@ METHODS = {
         "selection": {"kind": "uniform", "cohort": 6},
         "rounds": 2,
     },
+    "per-sample clipping, cnn layerwise": {
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        **CNN,
+        "local": {"kind": "sgd", "steps": 1, "batch": 4},
+        "client": {"way": "layerwise"},
+    },
     "quadratics": {
         "data": {"kind": "quadratics", "clients": 20, "dimension": 10, "rank": 3},
         "model": {"kind": "linear"},

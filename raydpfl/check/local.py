@@ -59,8 +59,9 @@ def _suited(way: str) -> tuple[nn.Module, Form]:
         layers = [
             nn.Conv2d(1, 4, 3),
             nn.ReLU(),
+            nn.MaxPool2d(2, stride=1),
             nn.Flatten(),
-            nn.Linear(4 * (FEATURES - 2) ** 2, 3),
+            nn.Linear(4 * (FEATURES - 3) ** 2, 3),
         ]
     return nn.Sequential(*layers), Form(
         (1, FEATURES, FEATURES), Target(classes=3), Classification()

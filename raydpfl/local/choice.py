@@ -7,10 +7,10 @@ other module with convolutions or recurrent layers by the loop; any other by vma
 last three train parts of the model that are clients' own. On a GPU all convolutions are trained by
 vmap, as one client after another keeps it waiting for the host. With a bound on every sample's
 gradient: a stack of linear layers by compiled code, where sample space would take fewer operations,
-or else fused, any other module layerwise, or else by vmap, with recurrent layers by the loop. A
-module with frozen parameters goes through as one batch, with such a bound or without. The way's
-first steps are compared with the loop's on made-up rows. Where they fail or differ the next way is
-taken, in the end the loop, and the log says why.
+or else fused, convolutions that are max-pooled by hand, any other module layerwise, or else by
+vmap, with recurrent layers by the loop. A module with frozen parameters goes through as one batch,
+with such a bound or without. The way's first steps are compared with the loop's on made-up rows.
+Where they fail or differ the next way is taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -32,7 +32,7 @@ from raydpfl.hardware import Precision
 from raydpfl.local.base import Local
 from raydpfl.local.checks import check_apart, check_loss, check_rule, drawn_from
 from raydpfl.local.compiled import unfit
-from raydpfl.local.convolutional import links
+from raydpfl.local.convolutional import links, unpooled
 from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.stack import Layer, NoStack, stack
@@ -109,6 +109,10 @@ def _by_hand(module: nn.Module) -> bool:
     return True
 
 
+def _clipped_by_hand(module: nn.Module) -> bool:
+    return _by_hand(module) and unpooled(links(module)) is None
+
+
 def _check_device(way: str, gpu: bool) -> None:
     """Raises `ConfigError` for a way that is none for the device."""
     if gpu and way == "compiled":
@@ -150,7 +154,8 @@ def _suited(
         frozen = any(not each.requires_grad for each in module.parameters())
         shared = ["one_batch"] if frozen else []
         if clip is not None:
-            return [*shared, "layerwise", "loop" if recurs else "vmap"]
+            by_hand = ["convolutional"] if not gpu and _clipped_by_hand(module) else []
+            return [*shared, *by_hand, "layerwise", "loop" if recurs else "vmap"]
         if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
             return [*shared, "vmap"]
         return [*shared, "convolutional" if _by_hand(module) else "loop"]

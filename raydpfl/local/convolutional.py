@@ -6,7 +6,8 @@ product, which reads and writes W once), nothing is zeroed or copied to be throw
 first layer's input gets no gradient. An activation is taken after the pooling that follows it: they
 commute, as it does not fall. A bias has the sum of the gradient by the maxima, and the gradient by
 the pooling's input takes that input's memory. Images, filters and the columns of the first linear
-layer are channels-last inside.
+layer are channels-last inside. Where each sample's gradient is clipped, the norms come from the
+maxima alone (`raydpfl.local.filters`).
 
 >>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(676, 10)
 >>> [type(link).__name__ for link in links(nn.Sequential(*layers))]
@@ -28,7 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from raydpfl import native
 from raydpfl.local.base import Local
+from raydpfl.local.filters import Filters, Window
 from raydpfl.local.one_by_one import Descent, OneByOne
 from raydpfl.local.products import add_product_, affine, product
 from raydpfl.local.stack import (
@@ -40,6 +43,7 @@ from raydpfl.local.stack import (
     step_of,
     taken,
 )
+from raydpfl.local.way import clip_factors
 from raydpfl.tasks import Task
 
 aten = torch.ops.aten
@@ -94,6 +98,22 @@ class Gradients:
         parameter.outside(self.flat).sub_(gradient, alpha=self.descent.lr)
 
 
+class Apart:
+    """The gradients of single samples by a link's parameters."""
+
+    def squares(self) -> torch.Tensor:
+        """Their squared norms, float32 [B]."""
+        raise NotImplementedError
+
+    def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
+        """What becomes of their sum, weighted by `factors`, float32 [B]."""
+        raise NotImplementedError
+
+    def by_input(self, flat: torch.Tensor) -> torch.Tensor:
+        """The gradient by the link's input."""
+        raise NotImplementedError
+
+
 class Link:
     """A layer of the chain."""
 
@@ -108,6 +128,10 @@ class Link:
     ) -> torch.Tensor:
         """The gradient by its input from `g`, that by its output; anything for the first link."""
         raise NotImplementedError
+
+    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> Apart | None:
+        """The gradients of single samples, from `g`, that by its output; None: no parameters."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -154,6 +178,38 @@ class Convolution(Link):
         by_input, by_weight, _ = aten.convolution_backward(g, a, weight, None, *geometry, wanted)
         gradients.add(self.weight, by_weight)
         return by_input
+
+    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> Apart:
+        """See `Link`."""
+        a, z, where = kept
+        window = Window(self.weight.shape[1:3], self.stride, self.padding)
+        return _Filtered(self, g, Filters(a, g, where, z.shape[2:], window))
+
+
+@dataclass(frozen=True)
+class _Filtered(Apart):
+    link: Convolution
+    g: torch.Tensor
+    filters: Filters
+
+    def squares(self) -> torch.Tensor:
+        """See `Apart`."""
+        found = self.filters.squares()
+        if self.link.bias is None:
+            return found
+        return found + self.g.sum((2, 3)).square().sum(1)
+
+    def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
+        """See `Apart`."""
+        weight = self.link.weight
+        found = self.filters.total(factors).view(weight.shape)
+        gradients.add(weight, found.permute(weight.axes))
+        if self.link.bias is not None:
+            gradients.add(self.link.bias, factors @ self.g.sum((2, 3)))
+
+    def by_input(self, flat: torch.Tensor) -> torch.Tensor:
+        """See `Apart`."""
+        return self.filters.by_images(self.link.weight.of(flat))
 
 
 @dataclass(frozen=True)
@@ -216,6 +272,44 @@ class Dense(Link):
         if self.bias is not None:
             gradients.add(self.bias, g.sum(0))
         return by_input
+
+    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> Apart:
+        """See `Link`."""
+        return _Products(self, g, *kept)
+
+
+@dataclass(frozen=True)
+class _Products(Apart):
+    link: Dense
+    g: torch.Tensor
+    a: torch.Tensor
+
+    def squares(self) -> torch.Tensor:
+        """See `Apart`."""
+        inputs = self.a.square().sum(1) + (self.link.bias is not None)
+        return inputs * self.g.square().sum(1)
+
+    def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
+        """See `Apart`."""
+        scaled = self.g * factors[:, None]
+        gradients.product(self.link.weight, scaled.T, self.a)
+        if self.link.bias is not None:
+            gradients.add(self.link.bias, scaled.sum(0))
+
+    def by_input(self, flat: torch.Tensor) -> torch.Tensor:
+        """See `Apart`."""
+        return product(self.g, self.link.weight.of(flat).flatten(1))
+
+
+def unpooled(chain: Sequence[Link]) -> str | None:
+    """Why single samples' gradients are not taken by hand; None where they are."""
+    for link in chain:
+        if isinstance(link, Convolution) and (link.pool is None or link.groups > 1):
+            return "samples are clipped by hand where one max-pooling follows each convolution"
+        if isinstance(link, Convolution) and list(link.dilation) != [1, 1]:
+            return "a dilated convolution's samples are not clipped by hand"
+    found = native.found()
+    return found if isinstance(found, str) else None
 
 
 MIXED = "it is more than convolutions, and linear layers after them"
@@ -350,7 +444,6 @@ def _pair(value: int | Sequence[int]) -> list[int]:
 class Convolutional(OneByOne):
     """See the module. Raises `NoStack` for a net that `links` does not know."""
 
-    private = False
     channels_last = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
@@ -363,8 +456,43 @@ class Convolutional(OneByOne):
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [parameter.outside(flat) for parameter in self.parameters]
 
+    def fits(self, clip: float | None) -> None:
+        """See `raydpfl.local.way.Way`."""
+        reason = unpooled(self.links) if clip is not None else None
+        if reason:
+            raise NoStack(reason)
+        if clip is not None and self.device.type != "cpu":
+            raise NoStack("compiled code is for the CPU")
+
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        return self._pass(x, y, None)
+        return self._pass(x, y, None) if clip is None else self._clipped(x, y, clip)
+
+    @torch.no_grad()
+    def _clipped(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
+        """As `_pass`, with each sample's gradient scaled to the bound."""
+        gradients = Gradients(self.flat, self.flat, self.gradient, None)
+        a = x
+        kept = []
+        for link in self.links:
+            a, of_pass = link.forward(a, self.flat)
+            kept.append(of_pass)
+        loss, g = self._of_loss(a, y)
+        g = g * len(x)
+        parts = []
+        for place in reversed(range(len(self.links))):
+            link = self.links[place]
+            part = link.apart(g, kept[place])
+            if part is None:
+                g = link.backward(g, kept[place], gradients, first=False)
+                continue
+            parts.append(part)
+            if place:
+                g = part.by_input(self.flat)
+        norms = torch.stack([part.squares() for part in parts]).sum(0).sqrt()
+        self.factors.append(clip_factors(norms, clip))
+        for part in parts:
+            part.total(self.factors[-1] / len(x), gradients)
+        return loss
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
         return self._pass(x, y, descent)

@@ -108,6 +108,7 @@ class Trainer:
         with keys.keyed_globals(seed):
             self._way = WAYS[way](module, local, self.device, task)
         self._way.precision = precision
+        self._way.fits(clip)
 
     def lane(
         self,

@@ -389,6 +389,12 @@ class Way:
             return "a rule that is not linear"
         return None
 
+    def fits(self, clip: float | None) -> None:
+        """Raises `raydpfl.local.stack.NoStack` where it can clip each sample of other models, and
+        not of this one.
+        """
+        return
+
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """How many numbers of each array it keeps at once for a client, by which lanes are trained
         together: as many as fit, and where every lane's part of every array is aligned.

@@ -1183,3 +1183,170 @@ void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, u
         memcpy(sines + j, last[1], (half - j) * sizeof(float));
     }
 }
+
+/* --- gradients by the filters of a convolution, sample by sample --- */
+
+/* raydpfl/local/filters.py fills it. A sample's gradient by the filter of a channel is the sum over
+its cells of g times the patch of the image at the output that the cell takes its maximum from. */
+typedef struct {
+    int64_t samples, channels, cells;
+    int64_t image;     /* floats from one image to the next */
+    int64_t row;       /* from one row of an image to the next */
+    int64_t rows, run; /* of a filter: rows, and numbers of one */
+    const int64_t *offsets; /* of each output of a channel: where its patch begins in its image */
+    /* what raydpfl_cells finds: [samples][channels], and [samples][channels][cells] */
+    int64_t *counts;
+    float *values;
+    int32_t *places;
+} Filters;
+
+/* The cells whose gradient is not 0, their gradients, and where their patches begin. `g` and
+`where` [samples][cells][channels]. 0. */
+int raydpfl_cells(const Filters *f, const float *g, const int64_t *where) {
+    for (int64_t s = 0; s < f->samples; s++)
+        for (int64_t c = 0; c < f->channels; c++) {
+            int64_t at = s * f->channels + c;
+            float *values = f->values + at * f->cells;
+            int32_t *places = f->places + at * f->cells;
+            int64_t first_cell = s * f->cells * f->channels + c;
+            int64_t count = 0;
+            for (int64_t i = 0; i < f->cells; i++) {
+                float value = g[first_cell + i * f->channels];
+                values[count] = value;
+                places[count] = f->offsets[where[first_cell + i * f->channels]];
+                count += value != 0;
+            }
+            f->counts[at] = count;
+        }
+    return 0;
+}
+
+/* acc [R][V vectors] += factor times the patches, of R rows and V vectors, times their values. */
+INLINE void add_patches(const Filters *f, int64_t at, const float *image, float factor, float *acc,
+                        int64_t width, int R, int V) {
+    const float *values = f->values + at * f->cells;
+    const int32_t *places = f->places + at * f->cells;
+    int64_t count = f->counts[at];
+    int64_t row = f->row;
+    v16 sums[15];
+    UNROLL for (int i = 0; i < R * V; i++) sums[i] = all(0);
+    for (int64_t i = 0; i < count; i++) {
+        const float *patch = image + places[i];
+        v16 value = all(values[i]);
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < V; v++)
+                sums[r * V + v] = fma16(load(patch + r * row + v * LANES), value, sums[r * V + v]);
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) {
+            float *to = acc + r * width + v * LANES;
+            store(to, fma16(sums[r * V + v], all(factor), load(to)));
+        }
+}
+
+#define PATCHES(R, V)                                                                           \
+    for (; r + (R) <= f->rows; r += (R))                                                        \
+    add_patches(f, at, image + r * f->row + c, factor, acc + r * width + c, width, R, V)
+
+/* `acc` [rows][padded run] += factor times a channel's filter gradient of a sample. */
+static void add_filter(const Filters *f, int64_t at, const float *image, float factor,
+                       float *acc) {
+    int64_t width = padded(f->run);
+    int64_t left;
+    for (int64_t c = 0; c < width; c += left * LANES) {
+        int64_t r = 0;
+        left = (width - c) / LANES;
+        if (left >= 5) {
+            left = 5;
+            PATCHES(3, 5);
+            PATCHES(2, 5);
+            PATCHES(1, 5);
+        } else if (left == 4) {
+            PATCHES(3, 4);
+            PATCHES(1, 4);
+        } else if (left == 3) {
+            PATCHES(5, 3);
+            PATCHES(3, 3);
+            PATCHES(1, 3);
+        } else if (left == 2) {
+            PATCHES(5, 2);
+            PATCHES(3, 2);
+            PATCHES(1, 2);
+        } else {
+            PATCHES(5, 1);
+            PATCHES(3, 1);
+            PATCHES(1, 1);
+        }
+    }
+}
+
+/* Of `images`, with 16 floats after each: to `squares` [samples] the squared norm of each sample's
+gradient, or, where that is NULL, to `total` [channels][rows][run] their sum weighted by `factors`
+[samples]. 0: done; 1: no memory. */
+int raydpfl_filters(const Filters *f, const float *images, const float *factors, float *squares,
+                    float *total) {
+    int64_t width = padded(f->run);
+    int64_t size = f->rows * width;
+    int64_t floats = (squares ? 1 : f->channels) * size;
+    float *sums = aligned_alloc(64, floats * sizeof(float));
+    if (!sums) return 1;
+    memset(sums, 0, floats * sizeof(float));
+    for (int64_t s = 0; s < f->samples; s++) {
+        float square = 0;
+        for (int64_t c = 0; c < f->channels; c++) {
+            int64_t at = s * f->channels + c;
+            float *own = squares ? sums : sums + c * size;
+            add_filter(f, at, images + s * f->image, squares ? 1 : factors[s], own);
+            if (!squares) continue;
+            for (int64_t r = 0; r < f->rows; r++) {
+                memset(own + r * width + f->run, 0, (width - f->run) * sizeof(float));
+                square += squares_of(own + r * width, width);
+            }
+            memset(own, 0, size * sizeof(float));
+        }
+        if (squares) squares[s] = square;
+    }
+    for (int64_t r = 0; r < f->channels * f->rows && !squares; r++)
+        memcpy(total + r * f->run, sums + r * width, f->run * sizeof(float));
+    free(sums);
+    return 0;
+}
+
+/* image += the filter `weight` [rows][V vectors] times each value, where its patch begins. */
+INLINE void spread(const Filters *f, int64_t at, float *image, const float *weight, int64_t V) {
+    const float *values = f->values + at * f->cells;
+    const int32_t *places = f->places + at * f->cells;
+    int64_t count = f->counts[at];
+    int64_t rows = f->rows;
+    int64_t row = f->row;
+    for (int64_t i = 0; i < count; i++) {
+        v16 value = all(values[i]);
+        float *to = image + places[i];
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t v = 0; v < V; v++) {
+                float *part = to + r * row + v * LANES;
+                store(part, fma16(load(weight + (r * V + v) * LANES), value, load(part)));
+            }
+    }
+}
+
+/* The gradient by the images, `found`, which is laid out as they are and holds zeros, from
+`weights` [channels][rows][run]. 0: done; 1: no memory. */
+int raydpfl_by_images(const Filters *f, const float *weights, float *found) {
+    int64_t vectors = padded(f->run) / LANES;
+    int64_t size = f->rows * vectors * LANES;
+    float *own = aligned_alloc(64, f->channels * size * sizeof(float));
+    if (!own) return 1;
+    copy_rows(weights, f->channels * f->rows, f->run, own);
+    for (int64_t s = 0; s < f->samples; s++)
+        for (int64_t c = 0; c < f->channels; c++) {
+            int64_t at = s * f->channels + c;
+            float *image = found + s * f->image;
+            if (vectors == 5) /* the loop over a row's vectors falls away */
+                spread(f, at, image, own + c * size, 5);
+            else
+                spread(f, at, image, own + c * size, vectors);
+        }
+    free(own);
+    return 0;
+}
