@@ -20,7 +20,7 @@ from raydpfl.check.runs import carried_out
 from raydpfl.cli import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.local import Sgd, Trainer, batches, one_batch, resolve
+from raydpfl.local import Sgd, Trainer, batches, one_batch, products, resolve
 from raydpfl.plan import Plan
 
 SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
@@ -208,6 +208,25 @@ def close(found, expected) -> bool:
     )
 
 
+@pytest.mark.skipif(products.OPERATOR is None, reason="needs oneDNN")
+def test_frozen_products_by_onednn_are_those_of_the_loop(monkeypatch):
+    monkeypatch.setattr(products, "_dnnl", products.OPERATOR)
+    monkeypatch.setattr(products, "CALL_COST", 0)
+    monkeypatch.setattr(products._pays, "__defaults__", (0,))
+    calls = []
+    inner = products._Linear.forward
+    monkeypatch.setattr(
+        products._Linear, "forward", staticmethod(lambda *a: (calls.append(a[1]), inner(*a))[1])
+    )
+    module = build({**SMALL, "lora": {**LORA, "trained": ["*.out.bias"]}})
+    local = Sgd(steps=2, batch=2, lr=0.5)
+    found = train("one_batch", module, local)
+    # of two steps, after a pass of one sample; not the layers whose bias is trained
+    assert len(calls) == 3 * 7 and {len(rows) for rows in calls[7:]} == {4 * 2 * 6}
+    monkeypatch.setattr(products, "_dnnl", None)
+    assert close(found, train("loop", module, local))
+
+
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_a_lane_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change_no_bit(
     clip, monkeypatch
@@ -319,7 +338,7 @@ def by_the_book(plan: Plan) -> torch.Tensor:
 MODELS = {"transformer": SMALL, "gpt2": STILL}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["transformer", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     if kind == "gpt2":
         pytest.importorskip("transformers")

@@ -103,6 +103,7 @@ CAPS = {
     "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
     "validation": {"waits": 1.5, "copies": 5.5},
     "power of choice, noised losses": ASKED,
+    "adapters of which half are the clients' own": {"waits": 4.5, "copies": 5.5},
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
 QUICK = ("clip", "vmap")

@@ -380,7 +380,7 @@ METHODS |= {
         "model": {"kind": "mlp", "hidden": [6, 5], "lora": {"rank": 2, "trained": ["5.*"]}},
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "epochs": 1, "batch": 4, "momentum": 0.5},
-        "client": {"way": "one_batch", "lane": 4},
+        "client": {"way": "one_batch"},
     },
     "adapters, per-sample clipping": {
         **TINY,

@@ -34,6 +34,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from raydpfl.local.base import Local
 from raydpfl.local.masks import Masks
+from raydpfl.local.products import speed_up
 from raydpfl.local.vmap import Gradients, Named, Vmap
 from raydpfl.local.way import LaneData, clip_factors
 from raydpfl.tasks import Classification, Task  # noqa: F401  (the example above)
@@ -134,6 +135,7 @@ class OneBatch(Vmap):
         super().__init__(module, local, device, task)
         self.at = _Pass()
         self.numbers = 0  # that the layers give for a sample; 0: not known yet
+        speed_up(self.module, inputs_only=True)  # the frozen ones; others are replaced below
         layers = list(self.module.modules())
         self.drops = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in layers)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
