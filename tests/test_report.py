@@ -24,6 +24,7 @@ from raydpfl import Experiment, cli
 from raydpfl.errors import ConfigError
 from raydpfl.report import write
 from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
+from raydpfl.report.figures.confusion import matrix_of
 from raydpfl.report.page import render
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
@@ -96,6 +97,8 @@ def made(folder, seed=0, **changes):
     probability = {"share": sizes / sizes.sum(), "probability": draw.dirichlet(np.ones(CLIENTS))}
     tables["selection"] = {"client": np.arange(CLIENTS), "samples": sizes, **probability}
     tables["selection"]["budget"] = budgets
+    classes = {"actual": [0, 0, 1, 2], "predicted": [0, 1, 1, 0], "samples": [6, 2, 5, 3]}
+    tables["test_confusion_matrix"] = {"round": np.full(4, ROUNDS - 1), **classes}
     for name, columns in tables.items():
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     draw.normal(size=(ROUNDS + 1, D)).astype("<f4").tofile(folder / "trajectory.bin")
@@ -198,6 +201,23 @@ def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
         assert root.tag.endswith("svg") and "currentColor" in ElementTree.tostring(root).decode()
         assert stem.with_name(f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert stem.with_name(f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_path):
+    folder = made(tmp_path / "run", class_names=["left", "right", "a very long name of a class"])
+    early = {"round": [1, 1], "actual": [2, 2], "predicted": [2, 1], "samples": [40, 1]}
+    path = folder / "test_confusion_matrix.parquet"
+    late = pq.read_table(path).to_pydict()
+    both = {name: [*early[name], *late[name]] for name in late}
+    pq.write_table(pa.table(both), path)
+    one = Run(folder, "one")
+    found = matrix_of([one, one], "test_confusion_matrix")
+    assert found.counts.tolist() == [[12, 4, 0], [0, 10, 0], [6, 0, 0]]
+    assert found.shares().tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
+    assert (found.round, found.names) == (ROUNDS - 1, ["left", "right", "a very l.."])
+    item = parse({"confusion": "validation"}, "study.show[0]")
+    (left_out,) = item.make([Case({"run": "one"}, one)])
+    assert isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.why
 
 
 @pytest.mark.slow

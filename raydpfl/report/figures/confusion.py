@@ -1,0 +1,114 @@
+"""Which classes are taken for which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from raydpfl.report.figures.base import Apart, Need, Placed
+from raydpfl.report.reading import Panel, Run
+from raydpfl.report.style import PALETTE, Key, thin
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WRITTEN = 12  # classes, up to which each cell has its number
+TICKS = 12  # classes that are named at most
+LONG = 10  # characters of a class's name
+
+
+class Confusion(Apart):
+    """The confusion matrix of the last evaluation as a heat map: of the samples of each class, in a
+    row, the share that was taken for each class. Of several seeds the samples are added up.
+    """
+
+    placed: ClassVar[tuple[Placed, ...]] = (Placed("Accuracy and loss", {}, 9),)
+
+    kind: str = "confusion"
+    of: Literal["test", "validation"] = "test"  # the set
+
+    def needs(self) -> Sequence[Need]:
+        hint = "evaluate.metrics: [confusion_matrix]"
+        return (Need(self._table, ("actual", "predicted", "samples"), hint),)
+
+    @property
+    def _table(self) -> str:
+        return f"{self.of}_confusion_matrix"
+
+    def headline(self) -> str:
+        return "Which classes are taken for which"
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        return {id(panel): matrix_of(panel.groups[0].runs, self._table) for panel in panels}
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        from matplotlib.colors import LinearSegmentedColormap, to_rgba
+
+        found = common[id(panel)]
+        shares = found.shares()
+        classes = len(shares)
+        deep = to_rgba(PALETTE[0])
+        colours = LinearSegmentedColormap.from_list("share", [(*deep[:3], 0.0), deep])
+        edges = np.arange(classes + 1) - 0.5
+        axes.pcolormesh(edges, edges, shares, cmap=colours, vmin=0.0, vmax=1.0)
+        for actual, predicted in np.argwhere(shares > 0) if classes <= WRITTEN else ():
+            share = shares[actual, predicted]
+            light = "white" if share > 0.6 else None
+            text = f"{share:.0%}".rstrip("%")
+            axes.text(predicted, actual, text, ha="center", va="center", fontsize=7, color=light)
+        named = thin(classes, TICKS)
+        labels = [found.names[place] for place in named]
+        turned = 90 if max(map(len, labels)) > 2 else 0
+        axes.set_xticks(named, labels, rotation=turned, fontsize=8)
+        axes.set_yticks(named, labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set_xlabel("taken for")
+        axes.set_ylabel("class")
+
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+        return []
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        rounds = sorted({found.round for found in common.values()})
+        text = "Of the samples of each class, in a row, the share in percent that was taken for "
+        text += f"each class, at the last evaluation (round {', '.join(map(str, rounds))})."
+        if any(len(panel.groups[0].runs) > 1 for panel in panels):
+            text += " Samples of all seeds together."
+        return f"{text} From {self._table}.parquet."
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """`counts`: float64 [classes, classes], samples of each class (rows) taken for each; `names` of
+    the classes; `round`: that of the evaluation.
+    """
+
+    counts: np.ndarray
+    names: Sequence[str]
+    round: int
+
+    def shares(self) -> np.ndarray:
+        """Of each row, float64 [classes, classes]; 0 for a class without samples."""
+        return self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1.0)
+
+
+def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
+    """The matrix of the last evaluation of these runs, added up."""
+    kept = []
+    for run in runs:
+        columns = run.table(table)
+        last = columns["round"] == columns["round"].max()
+        kept.append({name: values[last].astype(int) for name, values in columns.items()})
+    given = [str(name) for name in runs[0].summary.get("class_names") or ()]
+    seen = [int(each[name].max()) + 1 for each in kept for name in ("actual", "predicted")]
+    classes = max(*seen, len(given))
+    counts = np.zeros((classes, classes))
+    for each in kept:
+        np.add.at(counts, (each["actual"], each["predicted"]), each["samples"])
+    names = given or [str(place) for place in range(classes)]
+    short = [name if len(name) <= LONG else f"{name[: LONG - 2]}.." for name in names]
+    return Matrix(counts, short, int(kept[0]["round"][0]))
