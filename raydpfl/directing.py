@@ -50,6 +50,7 @@ INSTEAD = {
     "a study's directory": "raydpfl report {}, or raydpfl reproduce {} --resume",
     "an audit's directory": "raydpfl report {}",
 }
+THERE = " (--address auto, on a node of a cluster, runs it there)"
 FILES = {  # by which a directory is known, the first that is there
     "audit.json": "an audit's directory",
     "study.yaml": "a study's directory",
@@ -95,10 +96,11 @@ def directed(command: str, *asked: str, overrides: Sequence[str] = ()) -> Iterat
         yield
     except ConfigError:
         accepted, kinds = TAKEN[command]
+        there = THERE if command == "submit" else ""
         for each in asked:
             kind = what(each, overrides) if "://" not in each else None
             if kind and kind not in kinds:
                 instead = INSTEAD[kind].replace("{}", each)
-                said = f"{accepted}; this is {kind}: {instead}"
+                said = f"{accepted}; this is {kind}: {instead}{there}"
                 raise ConfigError("config", os.fspath(each), said) from None
         raise

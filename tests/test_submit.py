@@ -28,6 +28,7 @@ from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
 from raydpfl import cli, run, storage, submit
+from raydpfl.directing import directed
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import cache_root
 
@@ -461,3 +462,11 @@ def test_a_printout_that_ray_wrote_into_is_asked_for_again_and_an_archive_cut_sh
     assert not out.exists()
     assert server(fetched=[[inside], [whole[:50], whole[50:]]]).fetch("job", out) == out
     assert (out / "data").read_bytes() == (source / "data").read_bytes()
+
+
+def test_of_a_study_it_is_said_what_runs_it_on_a_cluster(tmp_path):
+    study = tmp_path / "mine.yaml"
+    study.write_text("study: {id: mine}\n")
+    said = r"this is a study: raydpfl reproduce .*mine\.yaml \(--address auto, on a node"
+    with pytest.raises(ConfigError, match=said), directed("submit", str(study)):
+        submit._read(study, [])
