@@ -433,7 +433,8 @@ def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
         assert said.startswith(override.split("=")[0].split(".r")[0]) and "raydpfl sweep" in said
     (tmp_path / "swept").mkdir()
     (tmp_path / "swept" / "sweep.yaml").write_text("sweep: {repeats: 2}")
-    assert "raydpfl sweep DIR" in complain([command, tmp_path / "swept"], monkeypatch, capsys)
+    said = complain([command, tmp_path / "swept"], monkeypatch, capsys)
+    assert f"raydpfl sweep {tmp_path / 'swept'} --resume" in said
 
 
 def test_options_that_count_take_an_exponent_too(monkeypatch, capsys):
