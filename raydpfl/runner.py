@@ -41,10 +41,11 @@ from raydpfl.track.sender import FILE, PATIENCE, Sender, senders
 from raydpfl.tracking import make_folder, replace_file, write_json
 
 log = logging.getLogger("raydpfl")
-# what is done before there are rows, in words
+# what is done before there are rows, and once it is interrupted, in words
 PREPARING = "preparing data and noise"
 STARTING = "starting Ray"
 FIRST = "first round"
+STOPPING = "stopping"
 RUSHED = 5.0  # seconds that a tracker may take to end once the run is to stop
 MISSING = "interrupted before its measures ({}) were computed; --resume computes them"
 
@@ -86,7 +87,7 @@ def run(
             differ; rounds released after the checkpoint then count twice.
         data_root: the folder of data sets; None: RAYDPFL_DATA.
         address: of a Ray cluster to join. A Ray that this process had started is left running.
-        on_stage, on_start: are told what is done before the first round, in words; the plan.
+        on_stage, on_start: are told what is done besides rounds, in words; the plan.
         on_rows: is given the rows that each round completed, one or more; True ends the run.
         on_measure: is told the steps done, of how many, of measures after the last round.
 
@@ -96,7 +97,7 @@ def run(
     place = out if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     with interrupts.handled(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)
-        with forkable(), Places(experiment, address) as places:
+        with forkable(), Places(experiment, address) as places, _leaving(on_stage):
             on_stage(PREPARING)
             plan = _planned(experiment, data_root, folder if resume else None)
             drive = _Drive(plan, folder, on_stage, on_start, on_rows, on_measure)
@@ -113,6 +114,16 @@ def _planned(experiment: Experiment, data_root: str | Path | None, resumed: Path
     if resumed is not None:
         _same_run(plan.experiment, resumed)
     return plan
+
+
+@contextmanager
+def _leaving(on_stage: Callable[[str], object]) -> Iterator[None]:
+    """Tells of an interrupt, after which a Ray that comes up is waited for."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        on_stage(STOPPING)
+        raise
 
 
 def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:

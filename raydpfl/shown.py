@@ -45,10 +45,11 @@ class Display:
         self._promised: float | None = None  # epsilon
         self._ends: deque[float] = deque(maxlen=PACE)  # of the last rounds
         self._spinner = Spinner("line")
+        self._lives = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=8)
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal and not self._console.quiet:
+        if self._lives and not self._console.quiet:
             self._live.start()
         return self
 
@@ -108,7 +109,7 @@ class Display:
 
     def milestone(self, text: str) -> None:
         """Prints a line where no other lives."""
-        if not self._console.is_terminal:
+        if not self._lives:
             self.say(text)
 
     def took(self) -> str:

@@ -75,6 +75,27 @@ def test_what_is_done_before_the_first_round_is_shown_with_the_time_since_the_st
         assert " s in all, " in display.took()
 
 
+def test_that_an_interrupted_run_stops_is_shown_at_once(tmp_path):
+    stages = []
+
+    def interrupt(plan):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment(), tmp_path / "out", on_stage=stages.append, on_start=interrupt)
+    assert stages == [runner.PREPARING, runner.STOPPING]
+
+
+def test_a_terminal_that_moves_no_cursor_has_plain_lines_too(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+
+    def show(to):
+        with shown.Display(to, 4) as display:
+            display.rows([{**ROW, "round": 3}])
+
+    assert printed(show, terminal=True).startswith("round 4/4  validation balanced accuracy")
+
+
 def test_starting_ray_is_shown_where_the_first_round_waits_for_it(tmp_path, shared_ray):
     stages = []
     run(experiment(client={"actors": 1}), tmp_path / "out", on_stage=stages.append)
