@@ -9,15 +9,21 @@ and the others wait for it. What arrived is compared with the digest of what was
 from __future__ import annotations
 
 import hashlib
+import os
+import pickle
 import shutil
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raydpfl.errors import ConfigError, FileError
+from raydpfl.data import Data, prepare
+from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.files import SEAL, cache_root, digest, holding, put, read_json, whole
 
 PIECE = 16 << 20  # bytes
@@ -42,6 +48,28 @@ def prepared(folder: str, node: str) -> Path:
         return there
     place = cache_root() / "data" / there.name
     return _kept(place, node, lambda: _sealed(node, folder), there)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Has a node prepare the data that this process needs, and sends them here: for
+    `raydpfl.data.shards.ELSEWHERE`.
+
+    `cache` and `root` are where that node keeps prepared data, and has the files they are of;
+    `home` and `path`, where the process stands that started the run, and finds modules.
+    """
+
+    node: str
+    cache: str
+    root: str
+    home: str
+    path: Sequence[str]
+
+    def __call__(self, data: Data, seed: int, validation: Any) -> Path:
+        """See `raydpfl.data.prepare`."""
+        given = pickle.dumps((data, seed, validation))
+        call = _on(self.node, _prepare).remote(given, self)
+        return prepared(_got(call), self.node)
 
 
 def file(path: str, node: str) -> Path:
@@ -112,11 +140,22 @@ def _got(call: Any) -> Any:
     try:
         return ray.get(call)
     except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, (ConfigError, RunError)):
+            raise cause from None
         reason = " ".join(str(error).split())[-300:]
         raise FileError(f"files of another node did not arrive: {reason}") from None
 
 
 # --- on the node that has them ---
+
+
+def _prepare(given: bytes, asking: Asking) -> str:
+    with suppress(OSError):
+        os.chdir(asking.home)
+    sys.path.extend(entry for entry in asking.path if entry not in sys.path)
+    data, seed, validation = pickle.loads(given)
+    return str(prepare(data, seed, Path(asking.root), Path(asking.cache), validation))
 
 
 def _seal(folder: str) -> dict[str, tuple[int, str]]:

@@ -12,19 +12,22 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from conftest import experiment
 from test_cluster import until
 from test_submit import end, token_environment
 
-from raydpfl import delivery, run
+from raydpfl import Experiment, delivery, run, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.files import SEAL, put, whole
 from raydpfl.plan import Plan
 
 pytestmark = pytest.mark.slow
 
-# A head of one CPU, and a node of one whose processes do not see the folder HIDDEN and have a cache
+# A head of one CPU, and a node of two whose processes do not see the folder HIDDEN and have a cache
 # of their own.
 HOST = """
 import os, sys
@@ -34,7 +37,7 @@ node = {"num_cpus": 1, "object_store_memory": 80_000_000}
 head = {**node, "include_dashboard": False}
 cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
 apart = {"RAYDPFL_CACHE": sys.argv[1], "HIDDEN": sys.argv[2], "PYTHONPATH": sys.argv[3]}
-cluster.add_node(**node, env_vars=apart)
+cluster.add_node(**{**node, "num_cpus": 2}, env_vars=apart)
 cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
 sys.stdin.read()
@@ -65,16 +68,17 @@ os.lstat = blind(os.lstat)
 """
 
 
-@pytest.fixture
-def apart(tmp_path):
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
     """The environment to join such a cluster with, and its second node's cache."""
     folder = Path(tempfile.mkdtemp(prefix="rd", dir="/tmp"))  # short: socket paths have 107 bytes
-    blind = tmp_path / "blind"
+    base = tmp_path_factory.mktemp("apart")
+    blind = base / "blind"
     blind.mkdir()
     (blind / "sitecustomize.py").write_text(BLIND)
     environment = token_environment(folder)
-    theirs = tmp_path / "theirs"
-    hidden = tmp_path / "hidden"
+    theirs = base / "theirs"
+    hidden = base / "hidden"
     hidden.mkdir()
     path = f"{blind}:{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-c", HOST, str(theirs), str(hidden), path]
@@ -109,10 +113,42 @@ def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, 
     summary = json.loads((hidden / "out" / "summary.json").read_text())
     assert summary["model_sha256"] == alone.summary["model_sha256"]
     assert summary["ray"]["actors"] == 2
-    (folder,) = (theirs / "data").iterdir()
-    assert whole(folder)
-    assert (theirs / "data" / folder.name / "train.arrow").exists()
+    name = Plan.make(experiment()).shards.name
+    assert whole(theirs / "data" / name)
     assert [path.name for path in theirs.glob("sent/*/*.safetensors")] == ["start.safetensors"]
+
+
+def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path):
+    environment, hidden, theirs = apart
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(200, 4)).astype(np.float32)
+    np.savez(hidden / "table.npz", x=x, y=(x[:, 0] > 0).astype(np.int64))
+    data = {"kind": "table", "train": str(hidden / "table.npz"), "x": ["x"], "y": "y"}
+    tree = experiment(data={**data, "clients": 10}, selection={"cohort": 5}).to_dict()
+    tree["local"]["lr"] = {"grid": [0.05]}
+    tree["client"] |= {"actors": 0, "way": "fused"}
+    tree["sweep"] = {"cpus": 2}  # which the head has not
+    config = hidden / "sweep.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    place = f"local://{tmp_path}/store/sweep"
+    command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--address", "auto"]
+    done = subprocess.run(
+        [*command, "--out", place],
+        timeout=240,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=hidden,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with storage.reading(place) as folder:
+        (row,) = pq.read_table(folder / "results.parquet").to_pylist()
+        told = Experiment.from_yaml(folder / row["directory"] / "config.yaml")
+    alone = run(told, tmp_path / "alone")
+    assert row["status"] == "completed"
+    assert row["model_sha256"] == alone.summary["model_sha256"]
+    name = Plan.make(told).shards.name
+    assert whole(theirs / "data" / name)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from raydpfl.storage.store import Store
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("RAYDPFL_KILLS", 6))
+KILLS = int(os.environ.get("RAYDPFL_KILLS", 4))
 REQUESTS = 60  # about as many as a run makes
 LAPSE = 1.0  # seconds, for a machine that is waited for
 

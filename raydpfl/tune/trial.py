@@ -23,12 +23,16 @@ from ray import tune
 from raydpfl import runner, scores, storage
 from raydpfl.cluster import place
 from raydpfl.config import Experiment
+from raydpfl.data.shards import ELSEWHERE
+from raydpfl.delivery import Asking
 from raydpfl.errors import ConfigError, RunError, told
-from raydpfl.files import LOCK
+from raydpfl.files import LOCK, cache_root
+from raydpfl.files import data_root as data_folder
 from raydpfl.tables import read_log
 from raydpfl.tune.folder import settled
 from raydpfl.tune.source import FINISHED, Source, Trial
 
+PLACES = ("node", "cache", "root", "home", "path")  # what `Asking` is told of the driver
 ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
 SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where it was started from"
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
@@ -49,6 +53,8 @@ def work(
         "data_root": str(data_root) if data_root else None,
         "pause": source.pauses,
         "home": os.getcwd(),
+        "cache": str(cache_root()),
+        "root": str(data_folder(data_root).absolute()),
         "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else None,
         "path": [os.path.abspath(entry) for entry in sys.path],
     }
@@ -103,6 +109,9 @@ class TrialActor(tune.Trainable):
         end: dict[str, Any] = {"done": True, "over": True}
         try:
             self._arrive()
+            if self._away() and not self._work["mark"]:  # this node sees no disk of the driver's
+                places = {name: self._work[name] for name in PLACES}
+                ELSEWHERE.set(Asking(**places))
             with storage.at(self._work["folder"], PATIENCE) as folder:
                 self._carry_out(folder)
         except ConfigError as error:
