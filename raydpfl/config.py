@@ -777,7 +777,8 @@ def takes(tree: Mapping[str, Any], path: str) -> bool:
     node: Any = {**DEFAULTS, **tree}
     for name in section.split("."):
         node = node.get(name) if isinstance(node, Mapping) else None
-    kind = node.get("kind") if isinstance(node, Mapping) else None
+    usual = "sgd" if KINDS.get(section) is local.FAMILY else None
+    kind = node.get("kind", usual) if isinstance(node, Mapping) else None
     return key == "kind" or (isinstance(kind, str) and key in _fields(section, kind))
 
 
