@@ -15,7 +15,7 @@ import pytest
 import yaml
 from rich.console import Console
 from test_bad_input import complain
-from test_report import GUARANTEE, lean, made, swept
+from test_report import GUARANTEE, lean, made, studied, swept
 
 from raydpfl import cli
 from raydpfl.errors import ConfigError
@@ -111,6 +111,15 @@ def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_
     table["status"] = ["completed", "stopped"]
     pq.write_table(pa.table(table), tmp_path / "results.parquet")
     assert labels(tmp_path, one) == [(tmp_path.name + "/a", 2)]
+
+
+def test_the_final_runs_of_a_study_are_compared_each_once(tmp_path):
+    folder = studied(tmp_path / "study")
+    runs = compared([folder]).runs
+    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    ended = [row["directory"] for row in rows if row["status"] == "completed"]
+    assert [str(run.folder.relative_to(folder)) for run in runs] == [*dict.fromkeys(ended)]
+    assert all(run.name.startswith("study/") for run in runs)
 
 
 HEAD = ["setting", "seeds", "test accuracy", "best", "epsilon", "rounds", "seconds"]
