@@ -229,6 +229,25 @@ def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
         assert memory.own[4].tolist() == [1.5, 4.0]
 
 
+def test_what_travels_alone_is_bounded_and_noised(tmp_path):
+    noised = {
+        "selection": {"kind": "uniform", "cohort": 1},
+        "bounding": {"kind": "clip", "bound": 0.05},
+        "noise": {"kind": "gaussian", "multiplier": 2.0, "placement": "server"},
+    }
+    plan = Plan.make(experiment(**{**PLAIN, **noised, **OWN_HEAD}))
+    run = carried_out(plan, tmp_path)
+    start = models.build(plan.experiment.model, form((1, 28, 28)), plan.experiment.seed)
+    initial = models.Split.of(start).kept(models.trained(start)[None])[0].numpy()
+    for total, added in zip(run.totals, run.added, strict=True):
+        assert total.shape == added.shape == (plan.d,)
+        assert np.linalg.norm(total) == pytest.approx(0.05, rel=1e-6)  # all of it is what travels
+        assert np.std(added) == pytest.approx(2.0 * 0.05, rel=0.1)
+    # what stays is neither bounded nor noised
+    moved = [np.linalg.norm(own - initial) for own in run.at.memory.own.values()]
+    assert min(moved) > 0.05
+
+
 def test_the_guarantee_says_what_stays_with_clients():
     few = {"selection": {"kind": "uniform", "cohort": 2}, "noise": {"kind": "gaussian", "std": 1.0}}
     bound = {"kind": "clip", "bound": 1.0}
