@@ -295,6 +295,12 @@ class Evaluate(Section):
                 "local steps nobody adds up answers; of a virtual cohort not all answer)"
             )
             raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
+        if experiment.personal or experiment.model.local:
+            accepted = (
+                "none with models of clients' own (model.local, personal): who has one has taken "
+                "part, and a secret cohort would be told by the answers"
+            )
+            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
         if experiment.rounds % self.every:
             accepted = (
                 f"a multiple of evaluate.every, {self.every}, with evaluate.histogram: clients are "

@@ -41,6 +41,8 @@ DELTA = 1e-5
 ADD = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = dp.NeighboringRelation.REPLACE_ONE
 ASKED = {"every": 2, "per_client": "accuracy", "histogram": {"std": 5.0}}
+DITTO = {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.1, "proximal": 0.5}
+APART = {"test": False, "validation": 0.2}
 SERVER = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "placement": "server"}
 
 
@@ -261,6 +263,11 @@ def test_histograms_that_differ_in_anything_have_noise_of_their_own():
             "evaluate.histogram",
         ),
         ({"evaluate": {"every": 2, "histogram": {"std": 1.0}}}, "evaluate.histogram"),
+        ({"personal": DITTO, "evaluate": {**ASKED, **APART}}, "evaluate.histogram"),
+        (
+            {"model": {"kind": "softmax", "local": ["*bias"]}, "evaluate": {**ASKED, **APART}},
+            "evaluate.histogram",
+        ),
         ({"evaluate": {**ASKED, "every": 3}}, "rounds"),
         ({"evaluate": {**ASKED, "histogram": {"std": 0}}}, "evaluate.histogram.std"),
         ({"evaluate": {**ASKED, "histogram": {"std": 1, "low": 1}}}, "evaluate.histogram.high"),
