@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     help="Differentially private federated learning, simulated on Ray. A config is code where it "
     "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
     "Run no config that you have not read.",

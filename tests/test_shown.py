@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from conftest import experiment
 from rich.console import Console
+from typer.testing import CliRunner
 
 from raydpfl import cli, observers, privacy, run, runner, shown
 from raydpfl.privacy import Guarantee
@@ -174,6 +175,17 @@ def test_other_relations_have_rows_of_their_own_and_papers_join_the_first():
     rows = observers.by_observer([(each, "1") for each in (guarantee(), removed, paper)])
     assert [row.relation for row in rows] == ["replace_one", "add_remove"]
     assert [len(row.cells) for row in rows] == [2, 1]
+
+
+def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(cli.app, ["--help"]).output
+    assert max(map(len, text.splitlines())) <= 80
+    joined = " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+    assert "whether each of it can be, and how long it takes." in joined
+    lines = [line.strip("\N{BOX DRAWINGS LIGHT VERTICAL} ") for line in text.splitlines()]
+    show = next(place for place, line in enumerate(lines) if line.startswith("show "))
+    assert len(lines[show + 1]) > 50  # not where a docstring's line ends
 
 
 def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
