@@ -782,6 +782,8 @@ def test_the_way_follows_from_the_architecture(name, caplog):
     stacked = "fused" if name == "mlp" or native.library() is None else "compiled"
     by_hand = native.library() is not None and name == "pooled"
     layerwise = "convolutional" if by_hand else "layerwise"
+    if name == "frozen":
+        layerwise = "one_batch"
     assert way == (stacked if name in STACKS else layerwise if name in LAYERS else "vmap")
     assert [message.partition(";")[0] for message in caplog.messages] == [
         "clients are trained by vmap"
