@@ -240,6 +240,15 @@ def test_nothing_is_released_that_the_store_has_not_taken(place, monkeypatch):
     assert json.loads(files(place)["summary.json"])["status"] == "failed"
 
 
+def test_of_a_run_that_ends_before_it_begins_nothing_is_left(place):
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(described(), place, on_start=interrupted)
+    assert files(place) == {}
+
+
 def test_a_long_ledger_is_put_whole_now_and_then(place, monkeypatch):
     monkeypatch.setattr(mirror, "TAIL", 1000)
     names = []
