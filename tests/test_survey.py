@@ -19,6 +19,7 @@ from scipy.special import ndtri
 from scipy.stats import chi2
 
 from raydpfl import keys, run, scores
+from raydpfl.budget.runs import of_config
 from raydpfl.errors import ConfigError
 from raydpfl.histogram import Histogram
 from raydpfl.metrics import called
@@ -189,6 +190,24 @@ def test_a_budget_is_for_surveys_too(tmp_path):
     few = {**ASKED, "histogram": {"std": 0.1}}
     with pytest.raises(ConfigError, match=r"noise\.epsilon = 8\.0.*2 noised histograms of the acc"):
         planned(noise=noise, evaluate=few)
+
+
+def test_a_budget_is_told_with_surveys_and_where_they_alone_exceed_it():
+    made = experiment(
+        noise={"kind": "gaussian", "epsilon": 8.0, "delta": 1e-5},
+        evaluate=ASKED,
+        privacy={"accountants": ["pld"]},
+    )
+    budget = of_config(made)
+    assert budget.released.endswith("; and 2 noised histograms of the accuracy of all clients")
+    by_pld = [one for one in budget.answers if one.guarantee.accountant == "pld"]
+    hidden, known, single = by_pld
+    assert hidden.guarantee.epsilon == pytest.approx(8.0, rel=2e-3)
+    assert math.isfinite(known.noise_multiplier)
+    # each of 50 clients draws 5 / sqrt(50) on its own answer, whatever is drawn on updates
+    assert single.noise_multiplier == math.inf
+    alone = float(gaussian_epsilon(math.sqrt(2 * 2 * 50) / 5, DELTA))
+    assert single.guarantee.epsilon == pytest.approx(alone, rel=1e-6) and alone > 8
 
 
 def test_what_is_written_are_the_noised_counts_alone(tmp_path):

@@ -17,6 +17,7 @@ from raydpfl.privacy.paper import Printed
 from raydpfl.privacy.places import View, views
 
 MOST_ROUNDS = 1 << 20  # where `privacy.rounds_for` stops looking
+LARGE = 1e12  # a noise multiplier beside which the sums of rounds tell nothing
 _COUNTS = range(1, MOST_ROUNDS + 1)
 RIGOROUS = ("pld", "rdp")
 
@@ -111,15 +112,21 @@ class Question:
                     rounds = self.lasting(name, place, view)
                 elif self.unknown == "noise":
                     z *= self._scale(name, view)
-            guarantee = self.guarantees(name, z, rounds, self.delta)[place]
+            guarantee = self.guarantees(name, min(z, LARGE), rounds, self.delta)[place]
             yield Answer(guarantee, z, rounds)
 
     def _scale(self, name: str, view: View) -> float:
         """The factor on the noise multiplier that an accountant asks for against an observer, who
-        sees a fixed multiple of the mechanism's own noise.
+        sees a fixed multiple of the mechanism's own noise; infinite where a survey alone spends
+        more against it.
         """
         seen = view.mechanism
-        z = privacy.noise_for(self.target, seen, view.relation, self.delta, name, view.rounds)
+        try:
+            z = privacy.noise_for(self.target, seen, view.relation, self.delta, name, view.rounds)
+        except ConfigError as refusal:
+            if seen.survey is None or refusal.field != "target":
+                raise
+            return math.inf
         return z / seen.noise_multiplier
 
     def lasting(self, name: str, place: int, view: View) -> int:

@@ -89,7 +89,9 @@ class Budget:
     def released(self) -> str:
         """What is released, in words."""
         sampling = self.mechanism.sampling
-        return f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
+        text = f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
+        survey = self.mechanism.survey
+        return f"{text}; and {survey}" if survey else text
 
     @property
     def noise(self) -> dict[str, float]:
