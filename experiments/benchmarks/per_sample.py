@@ -162,9 +162,11 @@ class Opacus(Reference):
         return models.flatten(self.module)
 
 
-def compare(name: str, rounds: int, width: int, processes: int) -> None:
-    seconds: dict[type[Worker], list[float]] = {Engine: [], Quiet: [], Vmap: []}
-    if name == "cnn" and importlib.util.find_spec("opacus"):
+def compare(name: str, rounds: int, width: int, processes: int, against: list[str]) -> None:
+    seconds: dict[type[Worker], list[float]] = {Engine: [], Quiet: []}
+    if "vmap" in against:
+        seconds[Vmap] = []
+    if "opacus" in against and name == "cnn" and importlib.util.find_spec("opacus"):
         seconds[Opacus] = []
     apart: dict[type[Worker], float] = {}
     with started(seconds, WORK[name], width, processes) as sides:
@@ -191,6 +193,8 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=9, help="of each side, counted in blocks of 3"
     )
+    sides = ("vmap", "opacus")
+    parser.add_argument("--against", nargs="+", choices=sides, default=sides, help="references")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     for name in [options.only] if options.only else WORK:
@@ -199,6 +203,7 @@ def main() -> None:
             options.rounds,
             1 if name == "cnn" else lane_width(WORK[name].cohort),
             options.processes,
+            options.against,
         )
 
 
