@@ -92,6 +92,7 @@ ONE_BY_ONE = {"waits": 5.5, "copies": 8.0}
 ASKED = {"waits": 2.0, "copies": 8.0}  # for the losses of clients that are not chosen
 CAPS = {
     "per-sample clipping, cnn": ONE_BY_ONE,
+    "per-sample clipping, cnn layerwise": ONE_BY_ONE,
     "cnn by hand": ONE_BY_ONE,
     "large products, loop": ONE_BY_ONE,
     "large products, per-sample clipping": ONE_BY_ONE,
