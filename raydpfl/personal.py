@@ -54,9 +54,10 @@ class Personal:
         """What the clients at these slots had of their own before the round, float32 [k, own]."""
         found = self.initial.expand(len(slots), -1).clone()
         stored = lane.memory.get(OWN, {})
-        for place, slot in enumerate(slots.tolist()):
-            if slot in stored:
-                found[place] = torch.tensor(stored[slot], device=found.device)
+        places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
+        if places:
+            given = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
+            found[torch.tensor(places, device=found.device)] = given.to(found.device)
         return found
 
     def begun(self, model: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, Starts | None]:

@@ -244,6 +244,18 @@ def test_sound_runs_of_every_kind_pass(change):
     assert done.runs == 1 and done.verdict.startswith("Nothing speaks against the claims")
 
 
+def test_what_a_canary_does_to_a_model_of_few_parameters_is_not_overestimated():
+    """A contribution is about half as long as the noise on all 64 coordinates: its angle with a
+    canary is far from Gaussian, and would look like 1.3 times the epsilon that is claimed.
+    """
+    few = {"kind": "synthetic", "clients": 60, "features": 15, "classes": 4}
+    done = audit(small(data=few, noise={"kind": "gaussian", "multiplier": 1.0}), canaries=400)
+    assert done.passed, done.verdict
+    single = done.views[-1]
+    assert single.claimed.observer == "every single update"
+    assert single.estimate.low < single.claimed.epsilon < single.estimate.high
+
+
 def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     done = audit(small(), canaries=120)
     assert done.runs == 2

@@ -1041,7 +1041,8 @@ def test_corrections_are_never_trained_in_sample_space():
     ):
         with pytest.raises(
             ConfigError,
-            match=r"client\.way = 'sample_space': auto or one of fused, convolutional, vmap, loop",
+            match=r"client\.way = 'sample_space': auto or one of fused, convolutional, one_batch, "
+            r"vmap, loop",
         ):
             refused()
     with pytest.raises(ValueError, match="this way adds no corrections"):

@@ -139,7 +139,7 @@ def one_shot(
     """The estimate [1] of epsilon.
 
     Args:
-        statistics: float64 [m], sqrt(d) cos(canary, what was released): N(0, 1) without it.
+        statistics: float64 [m], what was released along each canary, in stds: N(0, 1) without it.
         exposures: float64 [m], how far each canary's presence should move it.
         inside: bool [m], the coins.
         mirrored: whether canaries outside send their opposite: the worlds are N(m, s^2) and

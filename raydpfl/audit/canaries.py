@@ -196,8 +196,9 @@ class Record:
     and what it was made from.
 
     The observer knows everything except the coins and the noise, so it subtracts what other clients
-    contribute. Scores are sqrt(d) cos(direction, what is left): N(0, 1) for a canary that is not in
-    it ([1] of `bounds`).
+    contribute. Scores are <direction, what is left> / std: N(0, 1) for a canary that is not in it,
+    N(amplitude, 1) for one that is. ([1] of `bounds` takes sqrt(d) cos, as its std is not known;
+    where an amplitude is not far below sqrt(d), that is not Gaussian.)
     """
 
     plan: Plan
@@ -289,9 +290,7 @@ class Record:
         self.times[place, self._round] += 1
         if self.by_client:
             amplitude = most / self._client_std
-            along = float(direction @ vector)
-            score = amplitude * math.sqrt(self.plan.d) * along / float(np.linalg.norm(vector))
-            self.single[place] += score
+            self.single[place] += amplitude * float(direction @ vector) / self._client_std
             self.single_power[place] += amplitude**2
 
     def collected(self, total: np.ndarray) -> None:
@@ -309,7 +308,7 @@ class Record:
         self.noises.append(noise[:SKETCH].astype(np.float32))
         self.amplitudes[:, t] = self._weights * self.bound / self._sum_std
         row = self._seen((released - self._known) / self._sum_std)
-        self._rows.append((row * (math.sqrt(self.plan.d) / np.linalg.norm(row))).astype(np.float32))
+        self._rows.append(row.astype(np.float32))
         if len(self._rows) * self._rows[0].nbytes > BUFFER:
             self.flush()
 

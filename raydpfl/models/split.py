@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -209,33 +210,45 @@ class Split:
         kept = torch.zeros(buffers, dtype=torch.bool)
         return cls(torch.cat([*parts, kept]).to(next(module.parameters()).device), buffers)
 
-    @property
+    @cached_property
     def own(self) -> int:
         """Numbers that each client keeps."""
-        return int((~self.travels).sum())
+        return len(self._kept)
 
     @property
     def parameters(self) -> int:
         """D."""
         return len(self.travels) - self.buffers
 
+    # A device is waited for here alone, once: where a mask is true is its own to know.
+
+    @cached_property
+    def _moved(self) -> torch.Tensor:
+        """The places of what travels, int64 [d]."""
+        return self.travels.nonzero().flatten()
+
+    @cached_property
+    def _kept(self) -> torch.Tensor:
+        """The places of what stays, int64 [own]."""
+        return (~self.travels).nonzero().flatten()
+
     def joined(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
         found = own.new_empty(len(own), len(self.travels))
-        found[:, self.travels] = model
-        found[:, ~self.travels] = own
+        found[:, self._moved] = model
+        found[:, self._kept] = own
         return found
 
     def shared(self, updates: torch.Tensor) -> torch.Tensor:
         """Of updates of what is trained, [k, D], what travels, [k, d]."""
-        return updates[:, self.travels[: self.parameters]]
+        return updates[:, self._moved]
 
     def kept(self, numbers: torch.Tensor) -> torch.Tensor:
         """Of all numbers, [k, D + b], what stays, [k, own]."""
-        return numbers[:, ~self.travels]
+        return numbers[:, self._kept]
 
     def spread(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors of what travels, [k, d], as those of what is trained, [k, D]: 0 for the rest."""
         found = vectors.new_zeros(len(vectors), self.parameters)
-        found[:, self.travels[: self.parameters]] = vectors
+        found[:, self._moved] = vectors
         return found
