@@ -405,11 +405,11 @@ def test_a_config_read_back_is_the_same_config():
         ),
         (
             {"kind": "user_nets:linear", "wide": 1},
-            "model.wide = 1: no such key; the keys here are kind, init, frozen, args",
+            "model.wide = 1: no such key; the keys here are kind, init, frozen, local, lora, args",
         ),
         (
             {"kind": "user_nets:fail"},
-            "model.args = {}: what user_nets:fail can be called with (RuntimeError: no such thing)",
+            "model.args = {}: what user_nets:fail can be called with (RuntimeError: no such thing",
         ),
         ({"kind": "builtins:dict"}, "model.kind = 'builtins:dict': a torch.nn.Module, not dict"),
         (

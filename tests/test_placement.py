@@ -157,7 +157,7 @@ def test_client_actors_of_other_runs_of_this_machine_are_counted():
         process = subprocess.Popen(command, env=environment)
         try:
             deadline = time.monotonic() + 20
-            while "ray::" not in psutil.Process(process.pid).cmdline()[0]:
+            while not any("ray::" in word for word in psutil.Process(process.pid).cmdline()[:1]):
                 assert time.monotonic() < deadline
             assert cluster.at_work() == before + marked
         finally:

@@ -727,6 +727,7 @@ def test_a_run_and_its_report_by_the_commands(tmp_path, monkeypatch, capsys):
         "Every client&#x27;s epsilon against its budget",
         "Probability of selection over the clients&#x27; budgets",
         "Probability of selection over the clients&#x27; sizes",
+        "Which classes are taken for which",
     }
 
 

@@ -376,9 +376,10 @@ def change(of: Experiment, **client) -> Experiment:
 def test_a_client_that_raises_is_named_with_its_own_traceback(actors, tmp_path, request):
     if actors:
         request.getfixturevalue("shared_ray")
-    with pytest.raises(ClientError, match="client 2: ") as caught:
+    with pytest.raises(ClientError, match="the training of client 2 in round 0") as caught:
         run(change(cursed(tmp_path, overflow=False), actors=actors), tmp_path / "out")
-    assert "this row is cursed" in str(caught.value) and "in forward" in str(caught.value)
+    said = str(caught.value)
+    assert said.startswith(__file__) and "this row is cursed" in said and "in forward" in said
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 

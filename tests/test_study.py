@@ -251,7 +251,7 @@ WRONG = {
     "panels/data.partition": ([], r"panels\.data\.partition = {}: at least one label"),
     "scales/smoke": ({"seed": 3}, r"scales\.smoke\.seed = 3: not here"),
     "scales": ({"tiny": {}}, r"scales\.tiny = {}: one of smoke, small, paper"),
-    "show": ([{"tabel": "x"}], r"show\.0 = .*one of cloud, curves"),
+    "show": ([{"tabel": "x"}], r"show\.0 = .*one of cloud, confusion, curves"),
     "show/0/published": ("nothing.csv", r"show\.0\.published = 'nothing.csv': a file beside"),
 }
 

@@ -183,7 +183,11 @@ BAD = {
         ["seed={grid: [1, 2]}"],
         "seed = {'grid': [1, 2]}: a number; sweep.repeats",
     ),
-    "nothing to search": ([], "sweep = {}: a search space in some field, or sweep.repeats above 1"),
+    "nothing to search": (
+        ["sweep={}"],
+        "sweep = {}: a search space in some field, or sweep.repeats",
+    ),
+    "an experiment": ([], "config = "),
     "section that is no mapping": ([LR, "sweep=3"], "sweep = 3: a mapping"),
     "unknown key": (
         [LR, "sweep.sample=3"],

@@ -207,8 +207,9 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
         raise _refuse(model, f"{accepted}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]) and name not in split.local(module):
-            accepted = "a module that changes no buffer in training but each client's own"
-            raise _refuse(model, f"{accepted}; {name} changes ({REMEDY})")
+            accepted = "a module that changes no buffer in training"
+            remedy = "model.frozen keeps it as it is, model.local leaves it to each client"
+            raise _refuse(model, f"{accepted}; {name} changes ({remedy})")
     split.fill(split.own_buffers(module), own)
     names = ", ".join(changed(state, kept(module))[:5])
     if names:

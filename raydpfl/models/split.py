@@ -149,9 +149,10 @@ def flatten(module: nn.Module) -> torch.Tensor:
 
 
 def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A copy of tensors as one vector, float32."""
-    every = [tensor.detach().reshape(-1).float() for tensor in tensors]
-    return torch.cat(every) if every else torch.empty(0)
+    """A copy of tensors as one vector of the parameters' dtype, counts as float32."""
+    every = [tensor.detach().reshape(-1) for tensor in tensors]
+    numbers = [each if each.is_floating_point() else each.float() for each in every]
+    return torch.cat(numbers) if numbers else torch.empty(0)
 
 
 def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
