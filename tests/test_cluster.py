@@ -351,7 +351,7 @@ def test_the_entrypoint_of_the_job_is_a_run_that_this_version_understands(tmp_pa
         "raydpfl.runner.run",
         lambda experiment, out, **options: calls.append((experiment, str(out), options)),
     )
-    monkeypatch.setattr("raydpfl.shown.report", lambda console, result: None)
+    monkeypatch.setattr("raydpfl.shown.report", lambda *given, **named: None)
     words = [word.replace("/home/ray/raydpfl", str(FOLDER.parent)) for word in words]
     monkeypatch.setattr(sys, "argv", words)
     cli.main()
