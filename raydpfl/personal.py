@@ -57,7 +57,7 @@ class Personal:
         places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
         if places:
             given = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
-            found[torch.tensor(places, device=found.device)] = given.to(found.device)
+            found[torch.tensor(places, device=found.device)] = given.to(found)
         return found
 
     def begun(self, model: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, Starts | None]:

@@ -437,6 +437,7 @@ def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
     assert f"raydpfl sweep {tmp_path / 'swept'} --resume" in said
 
 
+@pytest.mark.slow
 def test_options_that_count_take_an_exponent_too(monkeypatch, capsys):
     words = ["raydpfl", "budget", "--population", "2e3", "--cohort", "8e1", "--epsilon", "2"]
     found = []

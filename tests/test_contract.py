@@ -405,6 +405,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(60, 4))
 
 
+@pytest.mark.slow
 def test_a_function_that_makes_a_module_is_checked_on_samples_that_are_told():
     path = f"{__name__}:net"
     wide = ["data.shape=[60]", "data.classes=4"]

@@ -145,6 +145,7 @@ def test_clipping_the_difference_after_one_step_is_clipping_the_gradient(tmp_pat
     assert found["update"] == found["gradient"]
 
 
+@pytest.mark.slow
 def test_clipping_the_difference_after_one_full_step_is_a_plain_loop_of_clipped_sgd(tmp_path):
     """x - eta mean_i clip(grad f_i(x), c / eta), client by client in float64."""
     bound = 0.4

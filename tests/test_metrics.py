@@ -298,6 +298,7 @@ def test_an_own_metric_is_named_by_import_path_and_has_its_column(tmp_path):
     assert all(promise.kept for promise in check(own))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "better")])
 def test_a_metric_that_lies_is_caught(lie, broken):
     found = check(f"{__name__}:{lie}")

@@ -48,6 +48,7 @@ def study(url):
     return optuna.load_study(study_name="out", storage=url)
 
 
+@pytest.mark.slow
 def test_settings_that_are_done_are_trials_and_a_resumed_sweep_adds_what_is_missing(url, caplog):
     sweep, settings = swept(url, [0.5, 0.75])
     settings[1].trials[0].status = "failed"
@@ -70,6 +71,7 @@ def test_settings_that_are_done_are_trials_and_a_resumed_sweep_adds_what_is_miss
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
     for accuracies, rates, warnings in (
         ([0.5, 0.75], RATES, 0),

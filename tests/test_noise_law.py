@@ -206,6 +206,7 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
     check_law(np.reshape(found, (50, 50)) / coordinator.plan.side_stds["count"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
 def test_noise_of_local_steps(way):
     """Of 20 clients, each with a std of its own, in 3 rounds of 3 steps: what the q-th step adds to

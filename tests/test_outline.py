@@ -161,6 +161,7 @@ def test_what_a_sweep_searches_is_not_at_its_default_and_the_rest_is(shown):
     assert "local.lr" not in found
 
 
+@pytest.mark.slow
 def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     tree = {**SMALL, "local": {**SMALL["local"], "lr": {"grid": [0.1, 0.2]}}}
@@ -212,6 +213,7 @@ def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
     assert yaml.safe_load(first)["study"]["id"] == "002/fig1"
 
 
+@pytest.mark.slow
 def test_a_study_is_found_by_every_name_though_folders_have_it_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "000" / "table1").mkdir(parents=True)  # its tables, say

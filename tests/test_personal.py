@@ -638,6 +638,7 @@ def test_a_delta_at_which_no_noise_is_called_for_is_refused_by_name():
     assert refused.value.field == "delta"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["pld", "rdp", *FORMULAS])
 def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant):
     """Against every client accounted for alone after every round; draws with replacement, so that

@@ -129,6 +129,7 @@ def accuracy(plan: Plan, clients: list[nn.Module]) -> float:
     return float(torch.cat(right).double().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "own", "way"),
     [
@@ -281,6 +282,7 @@ def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
@@ -340,6 +342,7 @@ def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.M
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [{}, {"model": {"kind": "cnn", "width": 0.1}}])
 def test_ditto_is_that_of_a_plain_loop_and_changes_nothing_that_is_sent(tmp_path, sections):
     scored = {**SCORED, "per_client": "accuracy"}

@@ -635,6 +635,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
     assert "tuned-server.lr" in items
 
 
+@pytest.mark.slow
 def test_no_two_things_on_a_page_have_one_id(study):
     found = page_of(study)
     every = [piece for section in found.sections for piece in section.pieces]

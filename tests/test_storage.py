@@ -26,6 +26,7 @@ from raydpfl.storage import mirror, ticket
 from raydpfl.storage.store import Store
 from raydpfl.tracking import Pace
 
+pytestmark = pytest.mark.slow  # they start a server of their own
 # what a run writes that is the same whenever and wherever it is run
 SAME = ("config.yaml", "ledger.jsonl", "model.safetensors", "trajectory.bin")
 
@@ -102,7 +103,6 @@ def unlike(rounds) -> list[str]:
     return [name for name in rounds.column_names if name.startswith(timed)]
 
 
-@pytest.mark.slow  # it draws a report twice
 def test_what_is_read_of_a_run_is_read_of_an_address(s3, whole, tmp_path):
     place = storage.within(s3(), "run")
     run(described(), place)
@@ -113,7 +113,6 @@ def test_what_is_read_of_a_run_is_read_of_an_address(s3, whole, tmp_path):
     assert b"raydpfl report" in files(place)["report/index.html"]
 
 
-@pytest.mark.slow
 def test_the_commands_take_addresses(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(described().to_yaml())

@@ -823,6 +823,7 @@ def complain(arguments, monkeypatch, capsys) -> tuple[int, str]:
     return end.value.code, said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
     tmp_path, monkeypatch, capsys
 ):

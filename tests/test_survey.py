@@ -230,6 +230,7 @@ def test_what_is_written_are_the_noised_counts_alone(tmp_path):
     assert found.summary["client_accuracy_mean"] != exact.summary["client_accuracy_mean"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_up_or_goes_on_releases_and_spends_the_same(tmp_path):
     names = [*scores.of_clients(called("accuracy")), "epsilon_rdp"]
     for evaluate in (ASKED, {**ASKED, "every": 1}):
