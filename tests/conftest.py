@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import os
 import shutil
 import socket
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 
 import pytest
 
@@ -155,20 +153,15 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
 
 
-FEW = 2  # cases of one test that are fast
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray is slow, besides what is marked so, and of a test of many cases all but a
-    few, evenly spread; all else is fast.
+    """What starts Ray is slow, besides what is marked so, and of a test of many cases all but the
+    first; all else is fast.
     """
-    cases = Counter(item.nodeid.split("[")[0] for item in items)
-    seen: Counter[str] = Counter()
+    seen = set()
     for item in items:
         name = item.nodeid.split("[")[0]
-        passed_over = seen[name] % math.ceil(cases[name] / FEW) > 0
-        seen[name] += 1
-        if passed_over or "shared_ray" in getattr(item, "fixturenames", ()):
+        if name in seen or "shared_ray" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
+        seen.add(name)
         if item.get_closest_marker("slow") is None:
             item.add_marker("fast")
