@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import experiment, form
 from safetensors.torch import load_file, save_file
-from test_text import play
+from test_text import by_the_book, play
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,7 +20,7 @@ from raydpfl.check.runs import carried_out
 from raydpfl.cli import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.local import Sgd, Trainer, batches, one_batch, products, resolve
+from raydpfl.local import Sgd, Trainer, one_batch, products, resolve
 from raydpfl.plan import Plan
 
 SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
@@ -304,35 +304,6 @@ def asked(tmp_path, model, **sections):
         rounds=2,
         **sections,
     )
-
-
-def by_the_book(plan: Plan) -> torch.Tensor:
-    """The adapters after all rounds by a plain loop over the clients."""
-    asked = plan.experiment
-    shards = Shards.open(plan.shards)
-    module = models.build(asked.model, shards.form(asked.data.task), asked.seed)
-    clients = range(shards.clients)
-    sizes = shards.sizes.tolist()
-    for t in range(asked.rounds):
-        start = models.flatten(module)
-        drawn = asked.seed, t, clients, [0] * len(sizes), sizes, asked.local
-        index, taken = batches(*drawn, rows=max(sizes))
-        after = []
-        for client in clients:
-            models.load(module, start)
-            adapters = [each for each in module.parameters() if each.requires_grad]
-            optimizer = torch.optim.SGD(adapters, lr=0.5)
-            x, y, _ = (torch.from_numpy(part) for part in shards.lane([client], sizes[client]))
-            for rows in index[client, :, : taken[client]]:
-                optimizer.zero_grad()
-                outputs = module(x[0, rows])
-                every = F.cross_entropy(outputs.transpose(1, 2), y[0, rows], reduction="none")
-                counted = (y[0, rows] >= 0).sum(1)
-                (every.sum(1) / counted).mean().backward()
-                optimizer.step()
-            after.append(models.flatten(module))
-        models.load(module, torch.stack(after).mean(0))
-    return models.flatten(module)
 
 
 MODELS = {"transformer": SMALL, "gpt2": STILL}

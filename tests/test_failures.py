@@ -333,7 +333,8 @@ THEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "then"), zip(["SIGINT", "SIGINT", "SIGTERM"], THEN, strict=True))
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("then", THEN)
 def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, then, tmp_path):
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(experiment(client={"actors": 2}).to_dict()))

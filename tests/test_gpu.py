@@ -108,7 +108,6 @@ CAPS = {
     "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
     "validation": {"waits": 1.5, "copies": 5.5},
     "power of choice, noised losses": ASKED,
-    "adapters of which half are the clients' own": {"waits": 4.5, "copies": 5.5},
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
 QUICK = ("clip", "vmap")
@@ -153,7 +152,8 @@ def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, 
     rounds = plan.experiment.rounds
     assert trained(tmp_path) == 20 * rounds
     assert counts["waits"] <= 5 * rounds + 4, counts
-    assert counts["to host"] <= 3 * rounds + 2, counts  # two of the evaluation
+    # once for the evaluation, and once for what is trained on trial before the first round
+    assert counts["to host"] <= 3 * rounds + 2, counts
     assert counts["to device"] <= 10 * rounds + 8, counts
 
 

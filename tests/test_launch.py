@@ -245,7 +245,7 @@ started = threading.Event()
 
 def start():
     started.wait()
-    for _ in range(100):
+    for _ in range(200):
         subprocess.run(["true"], preexec_fn=lambda: None)
 
 with forkable():

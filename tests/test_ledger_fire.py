@@ -89,14 +89,12 @@ def attempt(folder: Path, resume: bool, mine: int | None) -> None:
     runner.run(Experiment.from_dict(EXPERIMENT), folder, resume=resume)
 
 
-def spawned(folder: Path, resume: bool, mine: int | None, seconds: float | None) -> bool:
-    """Whether an attempt was killed: by itself at its `mine`-th write, or from here after some
-    `seconds`.
-    """
-    child = os.fork()
+def spawned(attempt, *given, seconds: float | None = None) -> bool:
+    """Whether an attempt was killed: by itself, or from here after some `seconds`."""
+    child = os.fork()  # this process has imported all
     if child == 0:
         try:
-            attempt(folder, resume, mine)
+            attempt(*given)
             os._exit(0)
         except BaseException:
             import traceback
@@ -173,10 +171,10 @@ def fire(base: Path) -> None:
     reference = base / "reference"
     # here, so that no attempt has to import anything
     runner.run(Experiment.from_dict(EXPERIMENT), base / "first")
-    assert not spawned(reference, False, None, None)
+    assert not spawned(attempt, reference, False, None)
     chance = random.Random(3)
     began = time.monotonic()
-    assert not spawned(base / "timed", False, None, None)
+    assert not spawned(attempt, base / "timed", False, None)
     span = time.monotonic() - began
     hits = []
     finished = 0
@@ -189,7 +187,8 @@ def fire(base: Path) -> None:
         before = len(released(folder))
         mine = None if by_time else chance.randrange(1, 40)
         seconds = chance.random() * span if by_time else None
-        killed = spawned(folder, (folder / "config.yaml").exists(), mine, seconds)
+        resume = (folder / "config.yaml").exists()
+        killed = spawned(attempt, folder, resume, mine, seconds=seconds)
         if by_time:  # how fast the machine is just now
             span *= 0.7 if not killed else 1.3 if len(released(folder)) == before else 1.0
         if killed:
@@ -201,7 +200,7 @@ def fire(base: Path) -> None:
         finished += 1
         folder = base / f"run-{finished}"
     # the last one comes through too
-    assert not spawned(folder, (folder / "config.yaml").exists(), None, None)
+    assert not spawned(attempt, folder, (folder / "config.yaml").exists(), None)
     assert summary(folder)["model_sha256"] == summary(reference)["model_sha256"]
     count = releases([base / f"run-{k}" for k in range(finished + 1)], reference)
     report = {"hits": hits, "finished": finished + 1, "recorded": seen, "releases": count}

@@ -297,8 +297,8 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(no_compiler, monkeyp
 def test_processes_that_compile_at_once_all_get_the_library(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     code = "from raydpfl import native; assert native.library() is not None"
-    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [each.wait(120) for each in running] == [0, 0]
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [each.wait(120) for each in running] == [0, 0, 0]
     assert len([*tmp_path.rglob("*.so")]) == 1
     assert [each.name for each in (tmp_path / "native").iterdir()] == [
         each.name for each in tmp_path.rglob("*.so")

@@ -301,7 +301,8 @@ def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
     assert resolve(made("residual"), local, 20, form(SHAPE)) == "vmap"
     assert resolve(made("cnn"), local, 20, form(SHAPE)) == "convolutional"
     assert resolve(made("cnn"), local, 20, form(SHAPE), clip=1.0) == "layerwise"
-    accepted = r"client\.way = 'sample_space': auto or one of fused, convolutional, one_batch, vmap"
+    others = "fused, convolutional, one_batch, vmap, loop"
+    accepted = rf"client\.way = 'sample_space': auto or one of {others}"
     with pytest.raises(ConfigError, match=accepted):
         resolve(made("softmax"), local, 20, form(SHAPE), "sample_space")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from test_ledger_fire import EXPERIMENT, released
+from test_ledger_fire import EXPERIMENT, released, spawned
 
 from raydpfl import Experiment, runner, tracking
 from raydpfl.coordinator import Coordinator
@@ -100,26 +100,6 @@ def spent(files: dict[str, bytes]) -> list[bytes]:
     return text.splitlines()
 
 
-def spawned(*given, seconds: float | None = None) -> bool:
-    """Whether an attempt was killed: by itself, or from here after some `seconds`."""
-    child = os.fork()  # this process has imported all, and has spoken to no server
-    if child == 0:
-        try:
-            attempt(*given)
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"an attempt ended with {status}"
-    return status != 0
-
-
 @dataclass
 class Fire:
     """The runs of a bucket that are killed, and the one that is not."""
@@ -136,7 +116,7 @@ class Fire:
         """The run that nothing happens to."""
         runner.run(Experiment.from_dict(EXPERIMENT), self.base / "reference")
         began = time.monotonic()
-        assert not spawned(*self.given("whole", False, None))
+        assert not spawned(attempt, *self.given("whole", False, None))
         self.span = time.monotonic() - began
         self.truth = dict(released(self.base / "whole"))
         self.whole = self.bucket.files("whole")
@@ -153,7 +133,7 @@ class Fire:
         seconds = self.chance.random() * self.span if by_time and not over else None
         before = len(released(self.base / name))
         resume = "config.yaml" in self.bucket.files(name)
-        killed = spawned(*self.given(name, resume, mine), seconds=seconds)
+        killed = spawned(attempt, *self.given(name, resume, mine), seconds=seconds)
         made = self.check(name)
         if by_time:  # how fast the machine is just now
             self.span *= 0.7 if not killed else 1.3 if made == before else 1.0
