@@ -1,4 +1,12 @@
-"""The masks of dropout in a lane that goes through a module as one batch."""
+"""The masks of dropout in a lane that goes through a module as one batch.
+
+>>> generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+>>> with Masks([(generators[0], 3), (generators[1], 2)]):  # the second has 2 samples, and padding
+...     together = F.dropout(torch.ones(6, 4))
+>>> alone = torch.ones(3, 4).bernoulli_(0.5, generator=torch.Generator().manual_seed(1)) * 2
+>>> torch.equal(together[:3], alone)
+True
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,12 @@
 `at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
 whose store is kept up to it (`raydpfl.storage.mirror`), under a ticket against other processes
 (`raydpfl.storage.ticket`). `reading` gives one to read from.
+
+>>> with tempfile.TemporaryDirectory() as store:
+...     with at(f"local://{store}/run") as folder:
+...         length = (folder / "notes.txt").write_text("written to a copy")
+...     Path(store, "run", "notes.txt").read_text()
+'written to a copy'
 """
 
 from __future__ import annotations
