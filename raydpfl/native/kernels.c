@@ -91,7 +91,7 @@ INLINE part pick(bits mask, part a, part b) { return (part)((mask & (bits)a) | (
 
 INLINE v16 all(float value) {
     v16 found;
-    EACH found.p[i] = (part){} + value;
+    EACH found.p[i] = value - (part){}; /* value + 0 is an addition: -0 becomes 0 */
     return found;
 }
 
