@@ -646,6 +646,27 @@ def test_with_half_the_noise_at_local_steps_the_canaries_alone_tell(monkeypatch)
     assert view.exceeded and view.estimate.low > 8 > view.claimed.epsilon
 
 
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_a_claim_on_a_few_parameters_is_doubted_where_it_is_false_alone(share, monkeypatch):
+    """A sample's gradient is three times as long as the noise on all 8 coordinates: by their angle
+    the estimate would be twice the epsilon that is claimed.
+    """
+    stds = Plan.step_stds
+    monkeypatch.setattr(Plan, "step_stds", lambda self, clients: stds(self, clients) * share)
+    (view,) = audit(
+        stepping(
+            data={**STEPS["data"], "clients": 200, "samples": 1, "features": 3, "classes": 2},
+            selection={"kind": "full"},
+            local={"kind": "sgd", "steps": 1, "batch": "full", "lr": 0.01},
+            noise={**STEPS["noise"], "epsilon": 50.0},
+            rounds=1,
+        ),
+        canaries=200,
+    ).views
+    assert view.exceeded == (share < 1)
+    assert (view.estimate.low < view.claimed.epsilon < view.estimate.high) == (share == 1)
+
+
 def test_a_model_whose_gradients_no_sample_can_move_is_refused():
     with pytest.raises(ConfigError, match="random samples can pull about") as error:
         audit(stepping(model={"kind": "test_audit:Sleepy"}), canaries=100)

@@ -6,10 +6,10 @@ gradients further apart; in regression, x with one of two opposite targets. A co
 the two worlds differ by the replacement of one sample.
 
 The training is the run's own: batches, per-sample clipping, noise at each step. The observer knows
-the model that a round starts from, computes both clipped gradients of each canary there, and
-compares what the client sent with half their difference. It does not know in which batches the
-canary was, nor how the gradients change with the client's steps. That costs it evidence, but the
-bound stays valid.
+the model that a round starts from, computes both clipped gradients of each canary there, and takes
+what the client sent along half their difference, in stds of the noise (`raydpfl.audit.canaries`).
+It does not know in which batches the canary was, nor how the gradients change with the client's
+steps. That costs it evidence, but the bound stays valid.
 
 In addition, an exact check does updates again, as plainly as possible and with the noise that was
 accounted for.
@@ -287,14 +287,13 @@ class StepRecord:
             middle += ((one + other) / 2).sum(0, dtype=torch.float64)
         # what is known of the gradients, whatever the coins were
         seen -= (total / n * middle).float()
-        length = float(torch.linalg.vector_norm(seen, dtype=torch.float64))
         for piece in pieces:
             one, other = self._both(sent.parameters, pair, piece)
             half = (one - other) / 2
             halves[piece] = torch.linalg.vector_norm(half, dim=1).numpy()
             products[piece] = (half @ seen).double().numpy()
         amplitudes = total / energy * halves / (n * std)
-        scores = math.sqrt(self.plan.d) * products / (np.maximum(halves, 1e-30) * length)
+        scores = products / (np.maximum(halves, 1e-30) * energy * std)
         self.product[part] += amplitudes * scores
         self.power[part] += amplitudes**2
         done = {client for _, client, _ in self.replayed}
