@@ -67,7 +67,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     apart = experiment.evaluate.apart
     shards = data.prepare(experiment.data, experiment.seed, data_root, validation=apart)
     opened = Shards.open(shards)
-    sizes = np.array(opened.sizes)
+    sizes = opened.sizes  # on the file's map: a copy would take 8 bytes a client
     selection = experiment.selection
     selection.fits(len(sizes))
     form = opened.form(experiment.data.task)
@@ -87,7 +87,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         population=population,
         d=d,
         own=len(models.trained(module)) if experiment.personal else models.Split.of(module).own,
-        weight=float(np.abs(weights(experiment, population)).max()),
+        weight=_largest(weights(experiment, population)),
         survivors=selection.survivors(experiment.seed, experiment.rounds, population),
         scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,
         exposures=composed(selection, experiment.seed, experiment.rounds, population),
@@ -210,8 +210,9 @@ def weights(experiment: Experiment, population: Population) -> np.ndarray:
         count = len(population)
         member = experiment.weights
         given = np.asarray(member.of(population.sizes, population.samples, count))
-        found = given.astype(np.float64) if given.dtype.kind in "iuf" else np.empty(0)
-        largest = float(np.abs(found).max(initial=0.0))
+        number = given.dtype.kind in "iuf"
+        found = given.astype(np.float64, copy=False) if number else np.empty(0)
+        largest = _largest(found)
         if found.shape != (count,) or not np.isfinite(found).all():
             accepted = f"one whose weights are {count} finite numbers, one per client"
             raise ConfigError("weights.kind", member.kind, accepted)
@@ -223,6 +224,11 @@ def weights(experiment: Experiment, population: Population) -> np.ndarray:
 
     members = (experiment.weights, experiment.selection)
     return population.remember(tuple(member.model_dump_json() for member in members), compute)
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value, without an array of them; 0 of none."""
+    return float(max(values.max(initial=0.0), -values.min(initial=0.0)))
 
 
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:

@@ -585,6 +585,20 @@ def test_reading_clients_and_releasing_pages_keep_the_process_small(large):
     assert np.array_equal(next(opened.test(50))[0], first)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux")
+def test_opening_a_large_file_of_many_batches_leaves_none_of_its_pages_in_memory(large):
+    opened = Shards.open(prepare(synthetic(features=400), seed=5))
+    assert len(opened._train.columns) > 3
+    with open("/proc/self/smaps") as maps:
+        lines = iter(maps)
+        resident = [
+            next(line for line in lines if line.startswith("Rss:")).split()[1]
+            for mapped in lines
+            if mapped.rstrip().endswith(str(opened.folder / "train.arrow"))
+        ]
+    assert resident == ["0"]
+
+
 def test_the_same_data_are_prepared_once_and_other_data_apart(cache):
     folder = prepare(mini(), seed=0)
     written = (folder / "train.arrow").stat().st_mtime_ns

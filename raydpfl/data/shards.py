@@ -579,6 +579,7 @@ class Shards:
         self._targets = self._small_targets()
         self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
         self._normalise_by(about)
+        self.release()  # finding the batches touched pages all over the files
 
     def _normalise_by(self, about: Mapping[str, Any]) -> None:
         """Sets by what uint8 v becomes (v / 255 - mean) / std per channel: a product and a sum."""

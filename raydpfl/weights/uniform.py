@@ -13,7 +13,7 @@ class UniformWeights(Weights):
     kind: str = "uniform"
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
-        return np.ones(len(sizes))
+        return np.broadcast_to(1.0, len(sizes))
 
     def plain(self) -> bool:
         return True
