@@ -98,17 +98,71 @@ def test_normals_have_the_bits_of_those_in_numpy(n, scaled, monkeypatch):
 
 
 def filtered() -> bytes:
-    """Norms and a sum of gradients by filters, as bytes."""
+    """Maxima, norms and sums of gradients by filters, as bytes."""
     torch.manual_seed(0)
-    images = torch.randn(3, 7, 9, 8)
-    z = torch.randn(3, 21, 5, 4)
-    maxima, where = torch.ops.aten.max_pool2d_with_indices(z, [2, 2], [2, 2])
-    window = Window((3, 3), (2, 2), (1, 1))
-    filters = Filters(images, maxima, where, (5, 4), window)
+    window = Window((3, 3), (2, 2), (1, 1), ([2, 2], [2, 2], [0, 0], [1, 1], False))
+    filters = Filters(torch.randn(3, 7, 9, 33), 21, window)
+    weights = torch.randn(21, 3, 3, 7)
+    maxima = filters.maxima(weights, torch.randn(21))
+    filters.follow(torch.randn(maxima.shape))
     factors = torch.tensor([0.5, 1.0, 0.1])
-    by_images = filters.by_images(torch.randn(21, 3, 3, 7))
-    found = filters.squares(), filters.total(factors), by_images
+    by_images = filters.by_images(weights)
+    found = maxima, filters.squares(), filters.total(factors), filters.total(), by_images
     return b"".join(each.numpy().tobytes() for each in found)
+
+
+PLAIN_POOL = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+WINDOWS = {
+    "of the CNN": (Window((5, 5), (1, 1), (2, 2), PLAIN_POOL), (28, 28)),
+    "overlapping": (
+        Window((3, 3), (1, 1), (1, 1), ([3, 3], [2, 2], [1, 1], [1, 1], False)),
+        (9, 8),
+    ),
+    "rounded up": (Window((3, 2), (1, 1), (0, 0), ([3, 2], [2, 3], [1, 0], [1, 1], True)), (12, 7)),
+    "all unequal": (
+        Window((4, 3), (2, 1), (1, 2), ([1, 2], [3, 1], [0, 1], [1, 2], True)),
+        (9, 13),
+    ),
+    "a column": (Window((3, 1), (1, 1), (0, 0), ([2, 1], [2, 1], [0, 0], [1, 1], False)), (6, 1)),
+}
+
+
+@needs
+@pytest.mark.parametrize("channels", [(1, 16), (5, 37)], ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_pooled_convolutions_and_their_gradients_are_those_of_torch(name, channels):
+    """Of whole numbers, so that sums are exact and many maxima are equal."""
+    window, size = WINDOWS[name]
+    inputs, outputs = channels
+    torch.manual_seed(7)
+    images = torch.randint(-2, 3, (3, inputs, *size)).float()
+    weights = torch.randint(-1, 2, (outputs, inputs, *window.kernel)).float()
+    bias = torch.randint(-3, 4, (outputs,)).float()
+    x = images.double().requires_grad_()
+    w = weights.double().requires_grad_()
+    z = F.conv2d(x, w, bias.double(), window.stride, window.padding)
+    expected = F.max_pool2d(z, *window.pool)
+    g = torch.randint(-1, 2, expected.shape).float()
+    by_x, by_w = torch.autograd.grad(expected, (x, w), g.double())
+
+    filters = Filters(images, outputs, window)
+    laid = weights.permute(0, 2, 3, 1)
+    assert torch.equal(filters.maxima(laid, bias).double(), expected)
+    filters.follow(g)
+    total = filters.total().view(laid.shape).permute(0, 3, 1, 2)
+    assert torch.equal(total.double(), by_w)
+    assert torch.equal(filters.by_images(laid).double(), by_x)
+
+
+@needs
+def test_the_maximum_of_outputs_with_a_nan_is_nan():
+    window = Window((1, 1), (1, 1), (0, 0), PLAIN_POOL)
+    for place in range(4):
+        images = torch.full((1, 1, 2, 4), -math.inf)
+        images[0, 0].view(2, 2, 2)[place // 2, 0, place % 2] = math.nan
+        images[0, 0, 1, 1] = 3 if place < 3 else math.nan
+        maxima = Filters(images, 1, window).maxima(torch.ones(1, 1, 1, 1), None)
+        assert math.isnan(maxima[0, 0, 0, 0]) and maxima[0, 0, 0, 1] == -math.inf
 
 
 def trained(clip: float | None = None, **noise: object) -> bytes:
@@ -234,6 +288,9 @@ def test_without_a_compiler_clients_train_another_way_and_are_said_to(no_compile
     assert native.library() is None
     assert resolve(module, Sgd(), 20, form((36,), 4)) == "sample_space"
     assert "half the time: nothing is compiled here" in caplog.text
+    images = form((1, 8, 8), 4)
+    cnn = models.build(models.parse({"kind": "cnn", "width": 0.1}), images, seed=0)
+    assert resolve(cnn, Sgd(), 20, images) == "loop"
     with pytest.raises(ConfigError, match=r"'no-such-compiler'.*install a C compiler, or name"):
         resolve(module, Sgd(), 20, form((36,), 4), "compiled")
 

@@ -4,10 +4,10 @@ What autograd does for any module costs a net of these layers more than it must.
 step is made with its gradient, where the rule needs no more (W <- shrink W - lr g^T a is one
 product, which reads and writes W once), nothing is zeroed or copied to be thrown away, and the
 first layer's input gets no gradient. An activation is taken after the pooling that follows it: they
-commute, as it does not fall. A bias has the sum of the gradient by the maxima, and the gradient by
-the pooling's input takes that input's memory. Images, filters and the columns of the first linear
-layer are channels-last inside. Where each sample's gradient is clipped, the norms come from the
-maxima alone (`raydpfl.local.filters`).
+commute, as it does not fall. A bias has the sum of the gradient by the maxima. Images, filters and
+the columns of the first linear layer are channels-last inside. On the CPU in float32 a convolution
+and its pooling are one, in compiled code, whose gradients come from the maxima alone, as do the
+norms where each sample's gradient is clipped (`raydpfl.local.filters`).
 
 >>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(676, 10)
 >>> [type(link).__name__ for link in links(nn.Sequential(*layers))]
@@ -152,10 +152,20 @@ class Convolution(Link):
     def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it is for compiled code, with its pooling, in float32 on the CPU."""
+        return self.pool is not None and self.groups == 1 and list(self.dilation) == [1, 1]
+
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
         """See `Link`."""
-        weight = self.weight.outside(flat)
         bias = None if self.bias is None else self.bias.of(flat)
+        if self.compiled and a.device.type == "cpu" and a.dtype == torch.float32:
+            assert self.pool is not None
+            window = Window(self.weight.shape[1:3], self.stride, self.padding, self.pool)
+            filters = Filters(a, self.weight.shape[0], window)
+            return filters.maxima(self.weight.of(flat), bias), (filters,)
+        weight = self.weight.outside(flat)
         z = F.conv2d(a, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if self.pool is None:
             return z, (a, None, None)
@@ -166,10 +176,15 @@ class Convolution(Link):
         self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
     ) -> torch.Tensor:
         """See `Link`."""
-        a, z, where = kept
-        weight = self.weight.outside(gradients.low)
         if self.bias is not None:
             gradients.add(self.bias, g.sum((0, 2, 3)))
+        if len(kept) == 1:
+            part = self.apart(g, kept)
+            by_input = g if first else part.by_input(gradients.low)
+            part.add(gradients)
+            return by_input
+        a, z, where = kept
+        weight = self.weight.outside(gradients.low)
         if self.pool is not None:
             scatter = aten.max_pool2d_with_indices_backward.grad_input
             g = scatter(g, z, *self.pool, where, grad_input=z)  # z is no longer needed
@@ -179,11 +194,11 @@ class Convolution(Link):
         gradients.add(self.weight, by_weight)
         return by_input
 
-    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> Apart:
+    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> _Filtered:
         """See `Link`."""
-        a, z, where = kept
-        window = Window(self.weight.shape[1:3], self.stride, self.padding)
-        return _Filtered(self, g, Filters(a, g, where, z.shape[2:], window))
+        (filters,) = kept
+        filters.follow(g)
+        return _Filtered(self, g, filters)
 
 
 @dataclass(frozen=True)
@@ -201,11 +216,17 @@ class _Filtered(Apart):
 
     def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
         """See `Apart`."""
+        self.add(gradients, factors)
+        if self.link.bias is not None:
+            gradients.add(self.link.bias, factors @ self.g.sum((2, 3)))
+
+    def add(self, gradients: Gradients, factors: torch.Tensor | None = None) -> None:
+        """What becomes of the sum, or of that weighted by `factors`, of the gradients by the
+        filters.
+        """
         weight = self.link.weight
         found = self.filters.total(factors).view(weight.shape)
         gradients.add(weight, found.permute(weight.axes))
-        if self.link.bias is not None:
-            gradients.add(self.link.bias, factors @ self.g.sum((2, 3)))
 
     def by_input(self, flat: torch.Tensor) -> torch.Tensor:
         """See `Apart`."""
@@ -448,6 +469,10 @@ class Convolutional(OneByOne):
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.links = links(module)
+        pooled = any(isinstance(link, Convolution) and link.compiled for link in self.links)
+        found = native.found()
+        if pooled and device.type == "cpu" and isinstance(found, str):
+            raise NoStack(found)
         parameters = [each for link in self.links for each in link.parameters]
         self.parameters = sorted(parameters, key=lambda parameter: parameter.place)
         sizes = [prod(parameter.shape) for parameter in self.parameters]

@@ -1,11 +1,13 @@
-"""The gradients of single samples by the filters of a convolution that is max-pooled.
+"""Convolutions that are max-pooled, with the gradients of single samples by their filters.
 
 Only where a maximum was does the convolution's output have a gradient: of a 2 x 2 pooling, one
-place of four. A sample's gradient by a channel's filter is the sum, over its maxima, of the
-gradient there times the patch of the image that the output was taken from. Compiled code
-(`raydpfl/native/kernels.c`) takes that sum twice, once for the norms and once, weighted by the clip
-factors, for the mean, and keeps no sample's gradient in memory. The gradient by the images is taken
-from the maxima too. Every sum has an order of its own, as in all compiled code.
+place of four, and fewer where an activation passes none. A sample's gradient by a channel's filter
+is the sum, over its maxima, of the gradient there times the patch of the image that the output was
+taken from. Compiled code (`raydpfl/native/kernels.c`) takes the maxima image by image, so that the
+outputs never leave the cache, and keeps where their patches are; that sum for the step, or twice
+where samples are clipped, once for the norms and once, weighted by the clip factors, for the mean,
+with no sample's gradient in memory; and the gradient by the images. Every sum has an order of its
+own, as in all compiled code.
 """
 
 from __future__ import annotations
@@ -20,72 +22,99 @@ import torch
 from raydpfl import native
 
 BEYOND = 16  # floats after each image: what is beyond a filter's row is read and written too
+_PAIRS = ("outputs", "step", "grid", "kernel", "stride", "padding", "dilation")
 
 
 class _Filters(ctypes.Structure):
     """Filters of kernels.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("samples", "channels", "cells", "image", "row")),
+        *((name, ctypes.c_int64) for name in ("samples", "channels", "image", "row")),
         *((name, ctypes.c_int64) for name in ("rows", "run")),
-        *((name, ctypes.c_void_p) for name in ("offsets", "counts", "values", "places")),
+        *((name, ctypes.c_int64 * 2) for name in _PAIRS),
+        *((name, ctypes.c_void_p) for name in ("counts", "values", "places")),
     )
 
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution moves over its images: pairs, of height and width."""
+    """How a convolution, and the max-pooling that follows it, move over their images: pairs, of
+    height and width.
+    """
 
     kernel: Sequence[int]
     stride: Sequence[int]
     padding: Sequence[int]
+    # of the pooling: kernel, stride, padding and dilation, and whether its grid is rounded up
+    pool: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]
+
+    def outputs(self, image: Sequence[int]) -> list[int]:
+        """Height and width of the convolution's outputs, from those of the image."""
+        about = zip(image, self.kernel, self.stride, self.padding, strict=True)
+        return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in about]
+
+    def grid(self, outputs: Sequence[int]) -> list[int]:
+        """Height and width of the maxima, from those of the outputs."""
+        *pairs, up = self.pool
+        found = []
+        for size, kernel, stride, pad, dilation in zip(outputs, *pairs, strict=True):
+            left = size + 2 * pad - dilation * (kernel - 1) - 1
+            count = (left + (stride - 1 if up else 0)) // stride + 1
+            # the last window begins in the outputs or in the padding before them
+            found.append(count - 1 if up and (count - 1) * stride >= size + pad else count)
+        return found
 
 
 class Filters:
-    """A batch of images and the gradients by the maxima of the outputs."""
+    """A batch of images under a convolution that is max-pooled."""
 
-    def __init__(
-        self,
-        images: torch.Tensor,
-        g: torch.Tensor,
-        where: torch.Tensor,
-        outputs: Sequence[int],
-        window: Window,
-    ):
+    def __init__(self, images: torch.Tensor, channels: int, window: Window):
         """
         Args:
             images: float32 [B, c, H, W].
-            g: float32 [B, C, h, w], by the maxima.
-            where: int64 [B, C, h, w], the place of each maximum among a channel's outputs.
-            outputs: height and width of these.
-            window: the convolution's.
+            channels: of the outputs, C.
+            window: of the convolution and the pooling.
         """
-        count, channels, height, width = images.shape
+        count, inputs, height, width = images.shape
         down, across = window.padding
-        self.size = (height + 2 * down, width + 2 * across, channels)
+        self.size = (height + 2 * down, width + 2 * across, inputs)
         self.inner = (slice(None), slice(down, down + height), slice(across, across + width))
         image = prod(self.size) + BEYOND
         self.images = images.new_zeros(count, image)
         self._inside(self.images).copy_(images.permute(0, 2, 3, 1))
-        row = self.size[1] * channels
-        rows = torch.arange(outputs[0])[:, None] * (window.stride[0] * row)
-        offsets = (rows + torch.arange(outputs[1]) * (window.stride[1] * channels)).flatten()
-        cells = g.shape[2] * g.shape[3]
-        self.shape = (g.shape[1], window.kernel[0], window.kernel[1] * channels)
-        counts = torch.empty(count, g.shape[1], dtype=torch.int64)
-        values = torch.empty(count, g.shape[1], cells)
-        places = torch.empty(count, g.shape[1], cells, dtype=torch.int32)
-        self._arrays = (offsets, counts, values, places)
+        row = self.size[1] * inputs
+        outputs = window.outputs((height, width))
+        grid = window.grid(outputs)
+        step = (window.stride[0] * row, window.stride[1] * inputs)
+        self.shape = (channels, window.kernel[0], window.kernel[1] * inputs)
+        self.cells = (count, *grid, channels)
+        self.where = torch.empty(self.cells, dtype=torch.int32)
+        counts = torch.empty(count, channels, dtype=torch.int64)
+        values = torch.empty(count, channels, prod(grid))
+        self._arrays = (counts, values, torch.empty_like(values, dtype=torch.int32))
+        pairs = (outputs, step, grid, *window.pool[:4])
         self._given = _Filters(
-            *(count, self.shape[0], cells, image, row, *self.shape[1:]),
+            *(count, channels, image, row, *self.shape[1:]),
+            *((ctypes.c_int64 * 2)(*pair) for pair in pairs),
             *(each.data_ptr() for each in self._arrays),
         )
-        by_cells = (each.permute(0, 2, 3, 1).contiguous() for each in (g, where))
-        self._call("raydpfl_cells", *by_cells)
 
     def _inside(self, padded: torch.Tensor) -> torch.Tensor:
         """The images within `padded`, [B, H, W, c]."""
         return padded[:, :-BEYOND].unflatten(1, self.size)[self.inner]
+
+    def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What the pooling gives, float32 [B, C, h, w] with channels last in memory, from the
+        filters [C, height, width, c] and the bias [C].
+        """
+        found = torch.empty(self.cells)
+        given = None if bias is None else bias.contiguous()
+        self._call("raydpfl_maxima", self.images, weights.contiguous(), given, found, self.where)
+        return found.permute(0, 3, 1, 2)
+
+    def follow(self, g: torch.Tensor) -> None:
+        """Takes the gradient by the maxima, float32 [B, C, h, w], which all below come from."""
+        self._call("raydpfl_cells", g.permute(0, 2, 3, 1).contiguous(), self.where)
 
     def squares(self) -> torch.Tensor:
         """The squared norm of each sample's gradient, float32 [B]."""
@@ -93,12 +122,13 @@ class Filters:
         self._call("raydpfl_filters", self.images, None, found, None)
         return found
 
-    def total(self, factors: torch.Tensor) -> torch.Tensor:
-        """The sum of the samples' gradients, weighted by `factors`, float32 [B]: float32 [C, height
-        of a filter, width times c].
+    def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given: float32
+        [C, height of a filter, width times c].
         """
         found = torch.empty(self.shape)
-        self._call("raydpfl_filters", self.images, factors.contiguous(), None, found)
+        given = None if factors is None else factors.contiguous()
+        self._call("raydpfl_filters", self.images, given, None, found)
         return found
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:

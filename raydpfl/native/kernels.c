@@ -1184,48 +1184,164 @@ void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, u
     }
 }
 
-/* --- gradients by the filters of a convolution, sample by sample --- */
+/* --- convolutions that are max-pooled, sample by sample --- */
 
-/* raydpfl/local/filters.py fills it. A sample's gradient by the filter of a channel is the sum over
+/* raydpfl/local/filters.py fills it. Images have their channels last, and what they are padded with.
+A cell is an output of the pooling. A sample's gradient by the filter of a channel is the sum over
 its cells of g times the patch of the image at the output that the cell takes its maximum from. */
 typedef struct {
-    int64_t samples, channels, cells;
-    int64_t image;     /* floats from one image to the next */
-    int64_t row;       /* from one row of an image to the next */
-    int64_t rows, run; /* of a filter: rows, and numbers of one */
-    const int64_t *offsets; /* of each output of a channel: where its patch begins in its image */
+    int64_t samples, channels;
+    int64_t image;         /* floats from one image to the next */
+    int64_t row;           /* from one row of an image to the next */
+    int64_t rows, run;     /* of a filter: rows, and numbers of one */
+    int64_t outputs[2];    /* of a channel: down, and across */
+    int64_t step[2];       /* floats from an output's patch to the next */
+    int64_t grid[2];       /* cells of a channel */
+    int64_t kernel[2], stride[2], padding[2], dilation[2]; /* of the pooling, in outputs */
     /* what raydpfl_cells finds: [samples][channels], and [samples][channels][cells] */
     int64_t *counts;
     float *values;
     int32_t *places;
 } Filters;
 
+INLINE int64_t cells_of(const Filters *f) { return f->grid[0] * f->grid[1]; }
+
+/* z [R][V vectors of `wide`] of R outputs that are next to each other. */
+INLINE void strip(const Filters *f, const float *image, const float *weights, const float *bias,
+                  int64_t wide, float *z, int R, int V) {
+    v16 acc[28];
+    UNROLL for (int i = 0; i < R * V; i++) acc[i] = load(bias + i % V * LANES);
+    for (int64_t r = 0; r < f->rows; r++)
+        tile(image + r * f->row, f->step[1], 1, weights + r * f->run * wide, wide, f->run, acc, R,
+             V);
+    UNROLL for (int i = 0; i < R * V; i++) store(z + i / V * wide + i % V * LANES, acc[i]);
+}
+
+/* The last strip of a row ends where the row does: what it shares with that before is the same. */
+#define STRIPS(R, V)                                                                            \
+    for (int64_t y = 0; y < f->outputs[0]; y++)                                                 \
+        for (int64_t x = 0; x < across; x += (R)) {                                             \
+            int64_t at = x + (R) < across ? x : across - (R);                                   \
+            strip(f, image + y * f->step[0] + at * f->step[1], weights + c, bias + c, wide,     \
+                  z + (y * across + at) * wide + c, R, V);                                      \
+        }
+
+#if WIDE == 16
+#define LONG 14 /* outputs of a strip, such that their sums are in registers */
+#define SHORT 8
+#define SMALL 4
+#else
+#define LONG 6
+#define SHORT 4
+#define SMALL 2
+#endif
+
+/* z [outputs][wide]: what the convolution of an image gives. `weights` [rows][run][wide] and `bias`
+[wide], a multiple of 16, with zeros after the channels. */
+static void convolve(const Filters *f, const float *image, const float *weights, const float *bias,
+                     int64_t wide, float *z) {
+    int64_t across = f->outputs[1];
+    int64_t in_long = (across + LONG - 1) / LONG * LONG;
+    int64_t in_short = (across + SHORT - 1) / SHORT * SHORT;
+    for (int64_t c = 0; c < wide;) {
+        int two = WIDE == 16 && wide - c >= 2 * LANES;
+        if (across >= LONG && in_long <= in_short) {
+            if (two) STRIPS(LONG, 2) else STRIPS(LONG, 1)
+        } else if (across >= SHORT) {
+            if (two) STRIPS(SHORT, 2) else STRIPS(SHORT, 1)
+        } else if (across >= SMALL) {
+            if (two) STRIPS(SMALL, 2) else STRIPS(SMALL, 1)
+        } else {
+            if (two) STRIPS(1, 2) else STRIPS(1, 1)
+        }
+        c += two ? 2 * LANES : LANES;
+    }
+}
+
+/* The maximum of the cell at row `down` and column `across` of 16 channels, the first of equals or
+else NaN, and to `where` [16] at which patch it was. */
+INLINE v16 maximum(const Filters *f, const float *z, int64_t wide, int64_t down, int64_t across,
+                   int32_t *where) {
+    v16 most = all(-INFINITY);
+    bits places[PARTS];
+    int64_t top = down * f->stride[0] - f->padding[0];
+    int64_t left = across * f->stride[1] - f->padding[1];
+    EACH places[i] = (bits){} - 1;
+    for (int64_t i = 0, y = top; i < f->kernel[0]; i++, y += f->dilation[0]) {
+        if (y < 0 || y >= f->outputs[0]) continue;
+        for (int64_t j = 0, x = left; j < f->kernel[1]; j++, x += f->dilation[1]) {
+            if (x < 0 || x >= f->outputs[1]) continue;
+            v16 v = load(z + (y * f->outputs[1] + x) * wide);
+            int32_t at = y * f->step[0] + x * f->step[1];
+            EACH {
+                bits taken = (v.p[i] > most.p[i]) | (v.p[i] != v.p[i]) | (places[i] < 0);
+                most.p[i] = pick(taken, v.p[i], most.p[i]);
+                places[i] = (taken & at) | (~taken & places[i]);
+            }
+        }
+    }
+    memcpy(where, places, LANES * sizeof(int32_t));
+    return most;
+}
+
+/* Of `images`, [samples][image]: the maxima of the outputs, and where the patches of these begin in
+their image, both [samples][cells][channels]; `weights` [channels][rows][run], `bias` [channels] or
+NULL. 0: done; 1: no memory. */
+int raydpfl_maxima(const Filters *f, const float *images, const float *weights, const float *bias,
+                   float *maxima, int32_t *where) {
+    int64_t wide = padded(f->channels);
+    int64_t numbers = f->rows * f->run;
+    int64_t outputs = f->outputs[0] * f->outputs[1];
+    float *own = aligned_alloc(64, (numbers + 1 + outputs) * wide * sizeof(float));
+    if (!own) return 1;
+    float *last = own + numbers * wide;
+    float *z = last + wide;
+    memset(own, 0, (numbers + 1) * wide * sizeof(float));
+    for (int64_t c = 0; c < f->channels; c++)
+        for (int64_t j = 0; j < numbers; j++) own[j * wide + c] = weights[c * numbers + j];
+    if (bias) memcpy(last, bias, f->channels * sizeof(float));
+    for (int64_t s = 0; s < f->samples; s++) {
+        convolve(f, images + s * f->image, own, last, wide, z);
+        for (int64_t i = 0; i < cells_of(f); i++)
+            for (int64_t c = 0; c < wide; c += LANES) {
+                float found[LANES];
+                int32_t places[LANES];
+                int64_t at = (s * cells_of(f) + i) * f->channels + c;
+                int64_t left = f->channels - c < LANES ? f->channels - c : LANES;
+                store(found, maximum(f, z + c, wide, i / f->grid[1], i % f->grid[1], places));
+                memcpy(maxima + at, found, left * sizeof(float));
+                memcpy(where + at, places, left * sizeof(int32_t));
+            }
+    }
+    free(own);
+    return 0;
+}
+
 /* The cells whose gradient is not 0, their gradients, and where their patches begin. `g` and
 `where` [samples][cells][channels]. 0. */
-int raydpfl_cells(const Filters *f, const float *g, const int64_t *where) {
-    for (int64_t s = 0; s < f->samples; s++)
-        for (int64_t c = 0; c < f->channels; c++) {
-            int64_t at = s * f->channels + c;
-            float *values = f->values + at * f->cells;
-            int32_t *places = f->places + at * f->cells;
-            int64_t first_cell = s * f->cells * f->channels + c;
-            int64_t count = 0;
-            for (int64_t i = 0; i < f->cells; i++) {
-                float value = g[first_cell + i * f->channels];
-                values[count] = value;
-                places[count] = f->offsets[where[first_cell + i * f->channels]];
-                count += value != 0;
+int raydpfl_cells(const Filters *f, const float *g, const int32_t *where) {
+    int64_t cells = cells_of(f);
+    for (int64_t s = 0; s < f->samples; s++) {
+        int64_t *counts = f->counts + s * f->channels;
+        float *values = f->values + s * f->channels * cells;
+        int32_t *places = f->places + s * f->channels * cells;
+        memset(counts, 0, f->channels * sizeof(int64_t));
+        for (int64_t i = 0; i < cells; i++, g += f->channels, where += f->channels)
+            for (int64_t c = 0; c < f->channels; c++) {
+                int64_t at = c * cells + counts[c];
+                values[at] = g[c];
+                places[at] = where[c];
+                counts[c] += g[c] != 0;
             }
-            f->counts[at] = count;
-        }
+    }
     return 0;
 }
 
 /* acc [R][V vectors] += factor times the patches, of R rows and V vectors, times their values. */
 INLINE void add_patches(const Filters *f, int64_t at, const float *image, float factor, float *acc,
                         int64_t width, int R, int V) {
-    const float *values = f->values + at * f->cells;
-    const int32_t *places = f->places + at * f->cells;
+    const float *values = f->values + at * cells_of(f);
+    const int32_t *places = f->places + at * cells_of(f);
     int64_t count = f->counts[at];
     int64_t row = f->row;
     v16 sums[15];
@@ -1281,8 +1397,8 @@ static void add_filter(const Filters *f, int64_t at, const float *image, float f
 }
 
 /* Of `images`, with 16 floats after each: to `squares` [samples] the squared norm of each sample's
-gradient, or, where that is NULL, to `total` [channels][rows][run] their sum weighted by `factors`
-[samples]. 0: done; 1: no memory. */
+gradient, or, where that is NULL, to `total` [channels][rows][run] their sum, weighted by `factors`
+[samples] unless that is NULL. 0: done; 1: no memory. */
 int raydpfl_filters(const Filters *f, const float *images, const float *factors, float *squares,
                     float *total) {
     int64_t width = padded(f->run);
@@ -1296,7 +1412,7 @@ int raydpfl_filters(const Filters *f, const float *images, const float *factors,
         for (int64_t c = 0; c < f->channels; c++) {
             int64_t at = s * f->channels + c;
             float *own = squares ? sums : sums + c * size;
-            add_filter(f, at, images + s * f->image, squares ? 1 : factors[s], own);
+            add_filter(f, at, images + s * f->image, factors ? factors[s] : 1, own);
             if (!squares) continue;
             for (int64_t r = 0; r < f->rows; r++) {
                 memset(own + r * width + f->run, 0, (width - f->run) * sizeof(float));
@@ -1314,8 +1430,8 @@ int raydpfl_filters(const Filters *f, const float *images, const float *factors,
 
 /* image += the filter `weight` [rows][V vectors] times each value, where its patch begins. */
 INLINE void spread(const Filters *f, int64_t at, float *image, const float *weight, int64_t V) {
-    const float *values = f->values + at * f->cells;
-    const int32_t *places = f->places + at * f->cells;
+    const float *values = f->values + at * cells_of(f);
+    const int32_t *places = f->places + at * cells_of(f);
     int64_t count = f->counts[at];
     int64_t rows = f->rows;
     int64_t row = f->row;
