@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 
+import forks
 import pytest
 
 # The caches of data and calibrations are the tests' own, and shared by the processes they start.
@@ -96,18 +97,30 @@ def undisturbed(monkeypatch):
 
 @pytest.fixture(scope="session")
 def shared_ray():
-    """One Ray with room for what the small experiments ask, however few cores there are."""
+    """One Ray with room for what the small experiments ask, however few cores there are. Its
+    workers are forked (`forks`), and nobody follows their logs.
+    """
     import ray
+    from ray._private import node, ray_constants
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
+    place = tempfile.mkdtemp(prefix="raydpfl-forks-")
+    os.environ[forks.SERVER] = f"{place}/socket"
+    command = [sys.executable, "-P", forks.__file__, f"{place}/socket"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forks.__file__)
+        patch.setattr(node.Node, "start_log_monitor", lambda self: None)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
     yield ray
     ray.shutdown()
+    server.communicate()
+    shutil.rmtree(place)
 
 
 @pytest.fixture(scope="session")

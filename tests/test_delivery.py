@@ -158,7 +158,8 @@ def node(shared_ray, monkeypatch):
 
 
 def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_path, monkeypatch):
-    folder = Plan.make(experiment()).shards
+    folder = Plan.make(experiment(data={"kind": "synthetic", "clients": 20})).shards
+    assert sum(path.stat().st_size for path in folder.iterdir()) > 20 * delivery.PIECE
     sent = []
     pieces = delivery._pieces
     monkeypatch.setattr(delivery, "_pieces", lambda *given: sent.append(given[0]) or pieces(*given))
