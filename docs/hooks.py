@@ -23,7 +23,9 @@ def config_page() -> str:
     for family, members in groupby(kinds.of(), key=lambda each: each.family):
         lines += ["", f"## {family}"]
         for member in members:
-            lines += ["", f"### {member.name}", "", "```text", member.render(), "```"]
+            if member.kind:
+                lines += ["", f"### {member.name}"]
+            lines += ["", "```text", member.render(), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -39,7 +41,8 @@ def commands_page() -> str:
         about = " ".join((command.help or "").split())
         lines += [f"## {name}", "", about.replace("<", "&lt;"), ""]
         context = typer.Context(command, info_name=name)
-        lines += ["```text", command.get_usage(context), *_parameters(command), "```", ""]
+        usage = command.get_usage(context)
+        lines += ["```text", usage, *_parameters(command, context), "```", ""]
     return "\n".join(lines)
 
 
@@ -51,12 +54,11 @@ def _commands(group: Any, before: str = "raydpfl") -> Iterator[tuple[str, Any]]:
             yield f"{before} {name}", command
 
 
-def _parameters(command: Any) -> Iterator[str]:
+def _parameters(command: Any, context: Any) -> Iterator[str]:
     for each in command.params:
-        name = ", ".join(each.opts) if each.opts[0].startswith("-") else each.metavar or each.name
+        name, about = each.get_help_record(context)
         yield f"  {name}"
-        if getattr(each, "help", None):
-            yield from textwrap.wrap(each.help, 80, initial_indent=INDENT, subsequent_indent=INDENT)
+        yield from textwrap.wrap(about, 80, initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def on_files(files: Any, config: Any) -> Any:

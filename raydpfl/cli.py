@@ -101,18 +101,19 @@ Described = Annotated[
     list[str],
     typer.Argument(
         help="A config and fields to change; or data files, or a folder, and fields of data.",
-        metavar="CONFIG|FILE... [section.key=value]...",
+        metavar="CONFIG|FILE... [KEY=VALUE]...",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Fields to change, such as rounds=50 or bounding.bound=0.5.",
-        metavar="section.key=value",
+        help="Fields to change, each section.key=value: rounds=50, bounding.bound=0.5.",
+        metavar="KEY=VALUE",
         autocompletion=completion.overrides,
     ),
 ]
 DATA = completion.of_family("data")
+FETCHED = "One of those that raydpfl data list shows."
 Kinds = Annotated[
     list[str] | None,
     typer.Argument(
@@ -184,7 +185,7 @@ def new(folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")]) -> Non
 def export(
     folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],
     out: Annotated[Path | None, _option(EXPORTED)] = None,
-    merged: Annotated[bool, _option(MERGED)] = False,
+    merged: Annotated[bool, typer.Option("--merged", help=MERGED)] = False,
 ) -> None:
     """Write the model of a run to a file: of one with adapters what was trained."""
     from raydpfl import saved
@@ -438,11 +439,11 @@ def budget(
     context: typer.Context,
     config: Annotated[str | None, typer.Argument(help=ASKED, metavar="CONFIG")] = None,
     overrides: Overrides = None,
-    epsilon: Annotated[float | None, _option(panel=GIVE)] = None,
+    epsilon: Annotated[float | None, _option("Of the guarantee, at --delta.", GIVE)] = None,
     noise_multiplier: Annotated[float | None, _option(MULTIPLIER, GIVE)] = None,
     std: Annotated[float | None, _option(STD, GIVE)] = None,
     rounds: Annotated[int | None, _count(ROUNDS, GIVE)] = None,
-    delta: Annotated[float | None, _option("Default: 1e-5.")] = None,
+    delta: Annotated[float | None, _option("Of the guarantee. Default: 1e-5.")] = None,
     bound: Annotated[float | None, _option(BOUND)] = None,
     sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
     relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
@@ -549,9 +550,7 @@ def check(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help=AROUND, metavar="section.key=value", autocompletion=completion.after_colon
-        ),
+        typer.Argument(help=AROUND, metavar="KEY=VALUE", autocompletion=completion.after_colon),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -663,7 +662,8 @@ def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
 
 @datasets.command("fetch")
 def data_fetch(
-    kind: Annotated[str, typer.Argument(autocompletion=DATA)], data_root: DataRoot = None
+    kind: Annotated[str, typer.Argument(help=FETCHED, metavar="KIND", autocompletion=DATA)],
+    data_root: DataRoot = None,
 ) -> None:
     """Download a data set, unless it is there."""
     from raydpfl import data

@@ -415,12 +415,16 @@ class Experiment(Section):
         overrides: Iterable[str] = (),
         imports: Iterable[str] | None = None,
     ) -> Experiment:
-        """Raises `ConfigError` naming the first field that is wrong. `overrides` are
-        `section.key=value`, the value in YAML.
+        """An experiment from a config.
 
-        `imports`: the sections whose import paths are imported (None: all). Members of the others
-        are `unread`, and what no single section can refuse is then left to whoever imports them
-        (`imported`).
+        Args:
+            values: the tree of the config.
+            overrides: fields to change, each `section.key=value`, the value in YAML.
+            imports: sections whose import paths are imported; None: all. Members of the others are
+                `unread`; what no section alone can refuse is left to whoever imports them.
+
+        Raises:
+            ConfigError: names the first field that is wrong.
         """
         with importing(imports):
             tree = overridden(values, overrides)

@@ -111,14 +111,14 @@ def run(
         experiment: what to run.
         out: the run directory, or its address; None: a new one under `runs/`.
         progress: whether to show how far it is; None: in a notebook alone.
-        on_stage, on_start, on_rows, on_measure: as there.
-        options: the other arguments, as there.
+        on_stage: as there, as are `on_start`, `on_rows` and `on_measure`.
+        options: `resume`, `fresh_noise`, `data_root` and `address`, as there.
 
     Returns:
         The finished run.
 
     Raises:
-        ConfigError, RunError, KeyboardInterrupt: as there.
+        ConfigError: as there, as are `RunError` and `KeyboardInterrupt`.
     """
     given: dict[str, Any] = {"on_stage": on_stage, "on_start": on_start, "on_rows": on_rows}
     given["on_measure"] = on_measure

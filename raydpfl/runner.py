@@ -81,13 +81,15 @@ def run(
     """Runs an experiment.
 
     Args:
+        experiment: what to run.
         out: the run directory, or its address (`s3://bucket/run`); None: a new one under `runs/`.
         resume: continue from the checkpoint in `out`.
         fresh_noise: with new noise and secret cohorts, so that code, versions or processor may
             differ; rounds released after the checkpoint then count twice.
         data_root: the folder of data sets; None: RAYDPFL_DATA.
         address: of a Ray cluster to join. A Ray that this process had started is left running.
-        on_stage, on_start: are told what is done besides rounds, in words; the plan.
+        on_stage: is told what is done besides rounds, in words.
+        on_start: is told the plan.
         on_rows: is given the rows that each round completed, one or more; True ends the run.
         on_measure: is told the steps done, of how many, of measures after the last round.
 

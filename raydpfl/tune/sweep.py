@@ -130,8 +130,15 @@ class Sweep:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sweep:
-        """Raises `ConfigError` naming the first field that is wrong; every value of a grid, and
-        both ends of an interval, are tried on.
+        """A sweep from a config whose fields may have search spaces.
+
+        Args:
+            values: the tree of the config, with its section `sweep`.
+            overrides: fields to change, each `section.key=value`, the value in YAML.
+
+        Raises:
+            ConfigError: names the first field that is wrong. Every value of a grid, and both ends
+                of an interval, are tried on.
         """
         sweep = cls.untried(values, overrides)
         sweep.check_search()
