@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -225,7 +226,7 @@ def sweep(
             raise ConfigError("--resume", config, accepted)
         out = config
     out = out or str(_new_folder(config))
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    console = _console(quiet)
     with tune.Display(console, asked) as display, _resumable(out, "sweep"):
         result = tune.run(
             asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show
@@ -272,7 +273,7 @@ def reproduce(
     """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
     from raydpfl import study as room
 
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    console = _console(quiet)
     if listed:
         _unused(out=out, resume=resume, address=address)
         room.catalogue(console, studies or (), scale, seeds, data_root)
@@ -512,7 +513,7 @@ def audit(
 
     experiment, _ = _read("audit", config, overrides)
     out = out or str(_new_folder(config, "-audit"))
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     with _bar(console, hidden=as_json) as on_round:
         found = auditor.audit(
             experiment,
@@ -527,8 +528,8 @@ def audit(
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         console.print(found.text(), markup=False)
-        console.print(f"Audit directory: {out}", markup=False)
-        console.print(f"  its page and figures:  raydpfl report {out}", markup=False)
+        following = f"Audit directory: {out}\n  its page and figures:  raydpfl report {out}"
+        console.print(following, markup=False, soft_wrap=True)
     if not found.passed:
         raise RunError(
             f"the run is not as private as it claims; see {storage.within(out, 'audit.json')}"
@@ -637,6 +638,11 @@ def compare(
     print(f"Page: {storage.within(place, 'index.html')}")
 
 
+def _console(quiet: bool = False) -> Console:
+    """Lines are wrapped at words on a terminal, and whole in a file."""
+    return Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
 @contextmanager
 def _bar(console: Console, hidden: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar of rounds on a terminal, and what moves it: rounds done, of how many."""
@@ -656,8 +662,12 @@ def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
     """All kinds of data, and where each would be read from; with kinds, these alone."""
     from raydpfl import data
 
+    console = _console()
     for row in data.catalogue(data_root, kinds or ()):
-        print(f"{row['kind']:20} {' '.join(row['summary'].split())}  [{row['where']}]")
+        line = f"{row['kind']:20} {' '.join(row['summary'].split())}  [{row['where']}]"
+        if console.is_terminal:
+            line = textwrap.fill(line, console.width, subsequent_indent=" " * 21)
+        print(line)
 
 
 @datasets.command("fetch")

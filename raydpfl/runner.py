@@ -84,8 +84,7 @@ def run(
         experiment: what to run.
         out: the run directory, or its address (`s3://bucket/run`); None: a new one under `runs/`.
         resume: continue from the checkpoint in `out`.
-        fresh_noise: with new noise and secret cohorts, so that code, versions or processor may
-            differ; rounds released after the checkpoint then count twice.
+        fresh_noise: with new noise, as code or processor changed; rounds done again count twice.
         data_root: the folder of data sets; None: RAYDPFL_DATA.
         address: of a Ray cluster to join. A Ray that this process had started is left running.
         on_stage: is told what is done besides rounds, in words.

@@ -13,7 +13,7 @@ from raydpfl.study import shipped
 from raydpfl.study.estimate import Estimate, estimate, measure
 from raydpfl.study.form import SCALES, Study
 
-WIDTH = 96
+WIDTH = 78
 
 
 def catalogue(
@@ -49,10 +49,12 @@ def _entry(name: str, study: Study | None = None) -> str:
     """A study in some lines: what it shows, and its runs at each scale, or at the one it has."""
     about = study or Study.named(name, "smoke")
     said = about.about
-    lines = [f"{said.id}  {said.title}"]
-    if said.answers:
-        lines.append(f"  also: {', '.join(said.answers)}")
-    for what, text in (("shows", said.shows), ("lost", said.lost)):
+    lines = [textwrap.fill(f"{said.id}  {said.title}", WIDTH + 2, subsequent_indent="  ")]
+    for what, text in (
+        ("also", ", ".join(said.answers)),
+        ("shows", said.shows),
+        ("lost", said.lost),
+    ):
         if text:
             words = " ".join(f"{what}: {text}".split())
             lines.append(textwrap.indent(textwrap.fill(words, WIDTH), "  "))

@@ -77,8 +77,8 @@ class Display:
         if best:
             self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
         self._say(result.summary["choice"])
-        for line in following(result):
-            self._say(line)
+        for line in following(result):  # a command stays whole, however long
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
