@@ -29,11 +29,16 @@ class _Filters(ctypes.Structure):
     """Filters of kernels.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("samples", "channels", "image", "row")),
-        *((name, ctypes.c_int64) for name in ("rows", "run")),
+        *((name, ctypes.c_int64) for name in ("samples", "channels")),
+        ("given", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("inside", "image", "row", "rows", "run")),
         *((name, ctypes.c_int64 * 2) for name in _PAIRS),
         *((name, ctypes.c_void_p) for name in ("counts", "values", "places")),
     )
+
+
+def _pair(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * 2)(*values)
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,10 @@ class Filters:
         """
         count, inputs, height, width = images.shape
         down, across = window.padding
-        self.size = (height + 2 * down, width + 2 * across, inputs)
-        self.inner = (slice(None), slice(down, down + height), slice(across, across + width))
-        image = prod(self.size) + BEYOND
-        self.images = images.new_zeros(count, image)
-        self._inside(self.images).copy_(images.permute(0, 2, 3, 1))
-        row = self.size[1] * inputs
+        row = (width + 2 * across) * inputs
+        image = (height + 2 * down) * row + BEYOND
+        self.given = images.permute(0, 2, 3, 1).contiguous()
+        self.images = torch.empty(count, image)
         outputs = window.outputs((height, width))
         grid = window.grid(outputs)
         step = (window.stride[0] * row, window.stride[1] * inputs)
@@ -94,22 +97,19 @@ class Filters:
         self._arrays = (counts, values, torch.empty_like(values, dtype=torch.int32))
         pairs = (outputs, step, grid, *window.pool[:4])
         self._given = _Filters(
-            *(count, channels, image, row, *self.shape[1:]),
-            *((ctypes.c_int64 * 2)(*pair) for pair in pairs),
+            *(count, channels, _pair((height, width * inputs))),
+            *(down * row + across * inputs, image, row, *self.shape[1:]),
+            *(_pair(pair) for pair in pairs),
             *(each.data_ptr() for each in self._arrays),
         )
-
-    def _inside(self, padded: torch.Tensor) -> torch.Tensor:
-        """The images within `padded`, [B, H, W, c]."""
-        return padded[:, :-BEYOND].unflatten(1, self.size)[self.inner]
 
     def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """What the pooling gives, float32 [B, C, h, w] with channels last in memory, from the
         filters [C, height, width, c] and the bias [C].
         """
         found = torch.empty(self.cells)
-        given = None if bias is None else bias.contiguous()
-        self._call("raydpfl_maxima", self.images, weights.contiguous(), given, found, self.where)
+        about = (weights.contiguous(), None if bias is None else bias.contiguous())
+        self._call("raydpfl_maxima", self.given, self.images, *about, found, self.where)
         return found.permute(0, 3, 1, 2)
 
     def follow(self, g: torch.Tensor) -> None:
@@ -135,9 +135,9 @@ class Filters:
         """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
         filters [C, height, width, c].
         """
-        found = torch.zeros_like(self.images)
+        found = torch.empty_like(self.given)
         self._call("raydpfl_by_images", weights.contiguous(), found)
-        return self._inside(found).contiguous().permute(0, 3, 1, 2)
+        return found.permute(0, 3, 1, 2)
 
     def _call(self, name: str, *arrays: torch.Tensor | None) -> None:
         compiled = native.library()

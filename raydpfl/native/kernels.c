@@ -1186,13 +1186,15 @@ void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, u
 
 /* --- convolutions that are max-pooled, sample by sample --- */
 
-/* raydpfl/local/filters.py fills it. Images have their channels last, and what they are padded with.
-A cell is an output of the pooling. A sample's gradient by the filter of a channel is the sum over
-its cells of g times the patch of the image at the output that the cell takes its maximum from. */
+/* raydpfl/local/filters.py fills it. Images have their channels last, and are padded in here. A cell
+is an output of the pooling. A sample's gradient by a channel's filter is the sum over its cells
+of g times the patch of the image at the output that the cell takes its maximum from. */
 typedef struct {
     int64_t samples, channels;
-    int64_t image;         /* floats from one image to the next */
-    int64_t row;           /* from one row of an image to the next */
+    int64_t given[2];      /* of an image that is not padded: rows, and numbers of one */
+    int64_t inside;        /* where that begins in the padded one */
+    int64_t image;         /* floats from one padded image to the next */
+    int64_t row;           /* from one row of it to the next */
     int64_t rows, run;     /* of a filter: rows, and numbers of one */
     int64_t outputs[2];    /* of a channel: down, and across */
     int64_t step[2];       /* floats from an output's patch to the next */
@@ -1258,37 +1260,56 @@ static void convolve(const Filters *f, const float *image, const float *weights,
     }
 }
 
-/* The maximum of the cell at row `down` and column `across` of 16 channels, the first of equals or
-else NaN, and to `where` [16] at which patch it was. */
-INLINE v16 maximum(const Filters *f, const float *z, int64_t wide, int64_t down, int64_t across,
-                   int32_t *where) {
-    v16 most = all(-INFINITY);
-    bits places[PARTS];
-    int64_t top = down * f->stride[0] - f->padding[0];
-    int64_t left = across * f->stride[1] - f->padding[1];
-    EACH places[i] = (bits){} - 1;
-    for (int64_t i = 0, y = top; i < f->kernel[0]; i++, y += f->dilation[0]) {
-        if (y < 0 || y >= f->outputs[0]) continue;
-        for (int64_t j = 0, x = left; j < f->kernel[1]; j++, x += f->dilation[1]) {
-            if (x < 0 || x >= f->outputs[1]) continue;
-            v16 v = load(z + (y * f->outputs[1] + x) * wide);
-            int32_t at = y * f->step[0] + x * f->step[1];
-            EACH {
-                bits taken = (v.p[i] > most.p[i]) | (v.p[i] != v.p[i]) | (places[i] < 0);
-                most.p[i] = pick(taken, v.p[i], most.p[i]);
-                places[i] = (taken & at) | (~taken & places[i]);
+/* The first of the outputs first, first + by, ... that there is, and after the last of `count`. */
+INLINE void within(int64_t first, int64_t by, int64_t count, int64_t all, int64_t span[2]) {
+    span[0] = first < 0 ? first + (by - 1 - first) / by * by : first;
+    span[1] = first + count * by < all ? first + count * by : all;
+}
+
+/* The maxima of the cells, from the outputs z [outputs][wide], and where their patches begin in the
+image, of channels `c` to `c` + 15. Of equals the first is taken, and NaN before all. */
+INLINE void pool(const Filters *f, const float *z, int64_t wide, int64_t c, float *maxima,
+                 int32_t *where) {
+    int64_t left = f->channels - c < LANES ? f->channels - c : LANES;
+    int64_t ys[2], xs[2];
+    for (int64_t i = 0; i < f->grid[0]; i++) {
+        within(i * f->stride[0] - f->padding[0], f->dilation[0], f->kernel[0], f->outputs[0], ys);
+        for (int64_t j = 0; j < f->grid[1]; j++) {
+            within(j * f->stride[1] - f->padding[1], f->dilation[1], f->kernel[1], f->outputs[1],
+                   xs);
+            v16 most = load(z + (ys[0] * f->outputs[1] + xs[0]) * wide + c);
+            bits places[PARTS];
+            EACH places[i] = (bits){} + (int32_t)(ys[0] * f->step[0] + xs[0] * f->step[1]);
+            for (int64_t y = ys[0]; y < ys[1]; y += f->dilation[0])
+                for (int64_t x = xs[0]; x < xs[1]; x += f->dilation[1]) {
+                    v16 v = load(z + (y * f->outputs[1] + x) * wide + c);
+                    bits at = (bits){} + (int32_t)(y * f->step[0] + x * f->step[1]);
+                    EACH {
+                        bits taken = (v.p[i] > most.p[i]) | (v.p[i] != v.p[i]);
+                        most.p[i] = pick(taken, v.p[i], most.p[i]);
+                        places[i] = (taken & at) | (~taken & places[i]);
+                    }
+                }
+            float *to = maxima + (i * f->grid[1] + j) * f->channels + c;
+            int32_t *at = where + (i * f->grid[1] + j) * f->channels + c;
+            if (left == LANES) {
+                store(to, most);
+                memcpy(at, places, sizeof(places));
+            } else {
+                float found[LANES];
+                store(found, most);
+                memcpy(to, found, left * sizeof(float));
+                memcpy(at, places, left * sizeof(int32_t));
             }
         }
     }
-    memcpy(where, places, LANES * sizeof(int32_t));
-    return most;
 }
 
-/* Of `images`, [samples][image]: the maxima of the outputs, and where the patches of these begin in
-their image, both [samples][cells][channels]; `weights` [channels][rows][run], `bias` [channels] or
-NULL. 0: done; 1: no memory. */
-int raydpfl_maxima(const Filters *f, const float *images, const float *weights, const float *bias,
-                   float *maxima, int32_t *where) {
+/* Of `given` [samples][given]: to `images` [samples][image] the padded ones, and the maxima of the
+outputs, and where the patches of these begin in their image, both [samples][cells][channels];
+`weights` [channels][rows][run], `bias` [channels] or NULL. 0: done; 1: no memory. */
+int raydpfl_maxima(const Filters *f, const float *given, float *images, const float *weights,
+                   const float *bias, float *maxima, int32_t *where) {
     int64_t wide = padded(f->channels);
     int64_t numbers = f->rows * f->run;
     int64_t outputs = f->outputs[0] * f->outputs[1];
@@ -1301,17 +1322,13 @@ int raydpfl_maxima(const Filters *f, const float *images, const float *weights, 
         for (int64_t j = 0; j < numbers; j++) own[j * wide + c] = weights[c * numbers + j];
     if (bias) memcpy(last, bias, f->channels * sizeof(float));
     for (int64_t s = 0; s < f->samples; s++) {
-        convolve(f, images + s * f->image, own, last, wide, z);
-        for (int64_t i = 0; i < cells_of(f); i++)
-            for (int64_t c = 0; c < wide; c += LANES) {
-                float found[LANES];
-                int32_t places[LANES];
-                int64_t at = (s * cells_of(f) + i) * f->channels + c;
-                int64_t left = f->channels - c < LANES ? f->channels - c : LANES;
-                store(found, maximum(f, z + c, wide, i / f->grid[1], i % f->grid[1], places));
-                memcpy(maxima + at, found, left * sizeof(float));
-                memcpy(where + at, places, left * sizeof(int32_t));
-            }
+        int64_t at = s * cells_of(f) * f->channels;
+        float *image = images + s * f->image;
+        memset(image, 0, f->image * sizeof(float));
+        for (int64_t r = 0; r < f->given[0]; r++, given += f->given[1])
+            memcpy(image + f->inside + r * f->row, given, f->given[1] * sizeof(float));
+        convolve(f, image, own, last, wide, z);
+        for (int64_t c = 0; c < wide; c += LANES) pool(f, z, wide, c, maxima + at, where + at);
     }
     free(own);
     return 0;
@@ -1344,7 +1361,7 @@ INLINE void add_patches(const Filters *f, int64_t at, const float *image, float 
     const int32_t *places = f->places + at * cells_of(f);
     int64_t count = f->counts[at];
     int64_t row = f->row;
-    v16 sums[15];
+    v16 sums[25];
     UNROLL for (int i = 0; i < R * V; i++) sums[i] = all(0);
     for (int64_t i = 0; i < count; i++) {
         const float *patch = image + places[i];
@@ -1360,40 +1377,36 @@ INLINE void add_patches(const Filters *f, int64_t at, const float *image, float 
         }
 }
 
-#define PATCHES(R, V)                                                                           \
-    for (; r + (R) <= f->rows; r += (R))                                                        \
-    add_patches(f, at, image + r * f->row + c, factor, acc + r * width + c, width, R, V)
+/* DO(R, V) for R rows at a time of a filter, from row r on, and V of the vectors of a row, at c. */
+#define BLOCKS(DO)                                                                              \
+    for (int64_t c = 0, left; c < width; c += left * LANES) {                                   \
+        int64_t r = 0;                                                                          \
+        left = (width - c) / LANES;                                                             \
+        if (left >= 5) {                                                                        \
+            left = 5;                                                                           \
+            DOWN(DO, 5)                                                                         \
+        } else if (left == 4) {                                                                 \
+            DOWN(DO, 4)                                                                         \
+        } else if (left == 3) {                                                                 \
+            DOWN(DO, 3)                                                                         \
+        } else if (left == 2) {                                                                 \
+            DOWN(DO, 2)                                                                         \
+        } else {                                                                                \
+            DOWN(DO, 1)                                                                         \
+        }                                                                                       \
+    }
+#define DOWN(DO, V)                                                                             \
+    for (; r + 5 <= f->rows; r += 5) DO(5, V);                                                  \
+    for (; r + 3 <= f->rows; r += 3) DO(3, V);                                                  \
+    for (; r < f->rows; r++) DO(1, V);
 
 /* `acc` [rows][padded run] += factor times a channel's filter gradient of a sample. */
 static void add_filter(const Filters *f, int64_t at, const float *image, float factor,
                        float *acc) {
     int64_t width = padded(f->run);
-    int64_t left;
-    for (int64_t c = 0; c < width; c += left * LANES) {
-        int64_t r = 0;
-        left = (width - c) / LANES;
-        if (left >= 5) {
-            left = 5;
-            PATCHES(3, 5);
-            PATCHES(2, 5);
-            PATCHES(1, 5);
-        } else if (left == 4) {
-            PATCHES(3, 4);
-            PATCHES(1, 4);
-        } else if (left == 3) {
-            PATCHES(5, 3);
-            PATCHES(3, 3);
-            PATCHES(1, 3);
-        } else if (left == 2) {
-            PATCHES(5, 2);
-            PATCHES(3, 2);
-            PATCHES(1, 2);
-        } else {
-            PATCHES(5, 1);
-            PATCHES(3, 1);
-            PATCHES(1, 1);
-        }
-    }
+#define PATCHES(R, V)                                                                           \
+    add_patches(f, at, image + r * f->row + c, factor, acc + r * width + c, width, R, V)
+    BLOCKS(PATCHES)
 }
 
 /* Of `images`, with 16 floats after each: to `squares` [samples] the squared norm of each sample's
@@ -1428,41 +1441,48 @@ int raydpfl_filters(const Filters *f, const float *images, const float *factors,
     return 0;
 }
 
-/* image += the filter `weight` [rows][V vectors] times each value, where its patch begins. */
-INLINE void spread(const Filters *f, int64_t at, float *image, const float *weight, int64_t V) {
+/* image += the filter `weight` [R][V vectors of `width`] times each value, where its patch is. */
+INLINE void spread(const Filters *f, int64_t at, float *image, const float *weight, int64_t width,
+                   int R, int V) {
     const float *values = f->values + at * cells_of(f);
     const int32_t *places = f->places + at * cells_of(f);
     int64_t count = f->counts[at];
-    int64_t rows = f->rows;
     int64_t row = f->row;
+    v16 own[25];
+    UNROLL for (int i = 0; i < R * V; i++) own[i] = load(weight + i / V * width + i % V * LANES);
     for (int64_t i = 0; i < count; i++) {
         v16 value = all(values[i]);
         float *to = image + places[i];
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t v = 0; v < V; v++) {
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < V; v++) {
                 float *part = to + r * row + v * LANES;
-                store(part, fma16(load(weight + (r * V + v) * LANES), value, load(part)));
+                store(part, fma16(own[r * V + v], value, load(part)));
             }
     }
 }
 
-/* The gradient by the images, `found`, which is laid out as they are and holds zeros, from
-`weights` [channels][rows][run]. 0: done; 1: no memory. */
+/* `image` += a channel's part of a sample's gradient by its image; `weight` [rows][padded run]. */
+static void add_image(const Filters *f, int64_t at, const float *weight, float *image) {
+    int64_t width = padded(f->run);
+#define SPREAD(R, V) spread(f, at, image + r * f->row + c, weight + r * width + c, width, R, V)
+    BLOCKS(SPREAD)
+}
+
+/* The gradient by the images, `found` [samples][given], from `weights` [channels][rows][run]. 0:
+done; 1: no memory. */
 int raydpfl_by_images(const Filters *f, const float *weights, float *found) {
-    int64_t vectors = padded(f->run) / LANES;
-    int64_t size = f->rows * vectors * LANES;
-    float *own = aligned_alloc(64, f->channels * size * sizeof(float));
+    int64_t size = f->rows * padded(f->run);
+    float *own = aligned_alloc(64, padded(f->channels * size + f->image) * sizeof(float));
     if (!own) return 1;
+    float *image = own + f->channels * size;
     copy_rows(weights, f->channels * f->rows, f->run, own);
-    for (int64_t s = 0; s < f->samples; s++)
-        for (int64_t c = 0; c < f->channels; c++) {
-            int64_t at = s * f->channels + c;
-            float *image = found + s * f->image;
-            if (vectors == 5) /* the loop over a row's vectors falls away */
-                spread(f, at, image, own + c * size, 5);
-            else
-                spread(f, at, image, own + c * size, vectors);
-        }
+    for (int64_t s = 0; s < f->samples; s++) {
+        memset(image, 0, f->image * sizeof(float));
+        for (int64_t c = 0; c < f->channels; c++)
+            add_image(f, s * f->channels + c, own + c * size, image);
+        for (int64_t r = 0; r < f->given[0]; r++, found += f->given[1])
+            memcpy(found, image + f->inside + r * f->row, f->given[1] * sizeof(float));
+    }
     free(own);
     return 0;
 }
