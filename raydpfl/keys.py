@@ -11,18 +11,23 @@ the blocks within a stream (2^64 of them).
 0.5441855385880319
 
 `normals` draws noise: one flat vector of standard normals per name, by the Box-Muller transform of
-the same streams.
+ChaCha with 8 rounds (Bernstein 2008). Its input has room for the whole name: seed, purpose, round
+and client are the 256 bits of the key, draw and step the 64 of the nonce, and 64 more count the
+blocks. Names differ in some bit of it, so these streams share no block either, and each is the one
+that the cipher gives under its key and nonce.
 
 >>> normals(7, Purpose.STEP_NOISE, 3, t=3, client=12, step=1)
-tensor([-1.2855,  0.5160, -1.0663])
+tensor([-0.8958,  0.2055,  0.8524])
 
-The generator is for simulation: reproducible and statistically sound, not cryptographic.
+The generators are for simulation: reproducible and statistically sound. A seed of 64 bits is no
+secret key, also where the cipher is a good one.
 
 Design note. numpy's ziggurat takes 11 ns per normal and torch's generator 3, but the latter stops
-at 5.77 standard deviations and its seed at 32 bits. Box-Muller takes 1.5 in compiled code
-(`raydpfl/native/kernels.c`), two thirds of it for Philox, and three times that in numpy where there
-is none; a test of both holds that the bits are the same. Filling the state of SFC64 from Philox
-instead would save half a nanosecond, but two names could then share a block.
+at 5.77 standard deviations and its seed at 32 bits. Box-Muller of Philox took 1.5 in compiled code
+(`raydpfl/native/kernels.c`), two thirds of it for Philox, whose products of 64 bits no vector
+holds. ChaCha adds, xors and rotates words of 32 bits, in 16 blocks at once, and normals take half
+of that. In numpy, where there is no compiler, they take what they took by Philox to 1.4 times that;
+a test of both holds that the bits are the same.
 """
 
 from __future__ import annotations
@@ -130,7 +135,9 @@ def bit_streams(
         yield philox
 
 
-_BLOCK = 32768  # words at a time, so that intermediate results stay in the cache
+BLOCKS = 16  # of a group of blocks of the stream of normals
+WORDS = 8 * BLOCKS  # of 64 bits, of such a group
+_AT_ONCE = 256 * WORDS  # words at a time, so that intermediate results stay in the cache
 
 
 def normals(
@@ -177,60 +184,105 @@ def clients_normals(
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
     factors = np.ones(len(clients), np.float32) if stds is None else stds.astype(np.float32)
-    words = _counters(t, clients, draws, step)
-    if not native.normals(seed, purpose, t, words, factors, out):
-        together = max(1, _BLOCK // max(half, 1))
+    names = _names(seed, purpose, t, clients, draws, step)
+    if not native.normals(names, factors, out):
+        together = max(1, _AT_ONCE // max(half, WORDS))
         for first in range(0, len(clients), together):
             rows = slice(first, first + together)
-            _in_numpy(seed, purpose, t, words[rows], factors[rows], out[rows])
+            _in_numpy(names[rows], factors[rows], out[rows])
     return torch.from_numpy(out)[:, :n]
 
 
-def _counters(
-    t: int, clients: Sequence[int] | np.ndarray, draws: Sequence[int] | np.ndarray, step: int
+def _names(
+    seed: int,
+    purpose: Purpose,
+    t: int,
+    clients: Sequence[int] | np.ndarray,
+    draws: Sequence[int] | np.ndarray,
+    step: int,
 ) -> np.ndarray:
-    """The middle words of the counters of these names, uint64 [C, 2]. Raises ValueError for what
-    does not fit.
-    """
+    """The names of these streams, uint64 [C, 5]. Raises ValueError for what does not fit."""
     which = np.asarray(draws, np.int64)
     if not (0 <= step < 1 << 32 and ((which >= 0) & (which < 1 << 32)).all()):
         raise ValueError(f"draws and step {step} must each fit in 32 bits")
-    counters = np.empty((len(which), 2), np.uint64)
-    counters[:, 0] = (which.astype(np.uint64) << np.uint64(32)) | np.uint64(step)
-    counters[:, 1] = clients
-    return counters
+    names = np.empty((len(which), 5), np.uint64)
+    names[:, :3] = np.array([seed, purpose, t], np.uint64)
+    names[:, 3] = clients
+    names[:, 4] = (which.astype(np.uint64) << np.uint64(32)) | np.uint64(step)
+    return names
 
 
-def _in_numpy(
-    seed: int, purpose: Purpose, t: int, words: np.ndarray, stds: np.ndarray, out: np.ndarray
-) -> None:
+def _in_numpy(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> None:
     """What `raydpfl.native.normals` does."""
     half = out.shape[1] // 2
-    streams = []
-    for low, client in words.tolist():
-        draw, step = divmod(low, 1 << 32)
-        streams.append(_philox(seed, purpose, t, client, draw, step))
-    for start in range(0, half, _BLOCK):
-        end = min(start + _BLOCK, half)
-        drawn = np.stack([each.random_raw(end - start) for each in streams])
-        made = _box_muller(drawn, stds[:, None])
+    for start in range(0, half, _AT_ONCE):
+        end = min(start + _AT_ONCE, half)
+        groups = -(-(end - start) // WORDS)
+        drawn = chacha(names, start // 8, groups * BLOCKS)
+        # of each pair of a block's words, and each group, that of all blocks
+        pairs = drawn.reshape(8, 2, len(names), groups, BLOCKS).transpose(1, 2, 3, 0, 4)
+        low, high = pairs.reshape(2, len(names), -1)[:, :, : end - start]
+        made = _box_muller(low, high, stds[:, None])
         out[:, start:end], out[:, half + start : half + end] = made
 
 
-def _box_muller(words: np.ndarray, stds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The normals of `words`, uint64 [C, w], times `stds`, float32 [C, 1]: the cosines and the
-    sines, float32 [C, w].
+def chacha(names: np.ndarray, first: int, blocks: int) -> np.ndarray:
+    """Blocks of ChaCha with 8 rounds (Bernstein 2008): the words of each, uint32 [16, C, blocks].
 
-    Every operation is one of float32 or int32, in the order of `box_muller` in kernels.c.
+    Args:
+        names: uint64 [C, 5]: the key, by its four words, and the nonce.
+        first: the counter of the first block.
+        blocks: how many.
+    """
+    words = np.empty((8, len(names), blocks), np.uint64)
+    words[:2] = np.array([0x3320646E61707865, 0x6B20657479622D32], np.uint64)[:, None, None]
+    words[2:6] = names.T[:4, :, None]
+    words[6] = np.uint64(first) + np.arange(blocks, dtype=np.uint64)
+    words[7] = names.T[4, :, None]
+    start = np.empty((8, 2, len(names), blocks), np.uint32)
+    start[:, 0] = words
+    start[:, 1] = words >> np.uint64(32)
+    rows = start.reshape(4, 4, len(names), blocks).copy()
+    for _ in range(4):
+        _mix(*rows)
+        _turn(rows, 1)
+        _mix(*rows)
+        _turn(rows, -1)
+    return rows.reshape(16, len(names), blocks) + start.reshape(16, len(names), blocks)
+
+
+def _mix(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> None:
+    """Four quarter rounds, one for each number of these rows."""
+    for x, y, z, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+        x += y
+        z ^= x
+        high = z << np.uint32(bits)
+        z >>= np.uint32(32 - bits)
+        z |= high
+
+
+def _turn(rows: np.ndarray, by: int) -> None:
+    """Brings the diagonals of 4 rows into columns, or back."""
+    for r in (1, 2, 3):
+        rows[r] = rows[r][(np.arange(4) + by * r) % 4]
+
+
+def _box_muller(
+    low: np.ndarray, high: np.ndarray, stds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The normals of words by their halves, uint32 [C, w], times `stds`, float32 [C, 1]: the
+    cosines and the sines, float32 [C, w].
+
+    The radius has 31 bits of `low` and 9 of `high`. The angle has 21 of `high` for its place in an
+    eighth of the circle, and 3 for the reflection that this eighth is taken by. Every operation is
+    one of float32 or int32, in the order of `box_muller` in kernels.c.
     """
     number = np.float32
-    high = (words >> np.uint64(32)).astype(np.uint32).view(np.int32)
-    below = words & np.uint64((1 << 40) - 1)
-    u = (below.astype(number) + number(0.5)) * number(2.0**-40)  # never 0
-    radius = np.sqrt(_log(u) * number(-2)) * stds
-    angle = high >> 8  # of 2^24 to the circle
-    quarter = (angle + (1 << 21)) >> 22
-    r = (angle - (quarter << 22)).astype(number) * number(3.745070282923929e-07)
+    tail = (high & np.uint32(0x3FE) | np.uint32(1)).astype(number) * number(2.0**-10)
+    v = (low & np.uint32(0x7FFFFFFF)).astype(number) + tail
+    radius = np.sqrt(_minus_two_logarithms(v)) * stds
+    odd = (high >> np.uint32(9)) & np.uint32(0x3FFFFE) | np.uint32(1)
+    r = odd.astype(number) * number(1.8725351414619645e-07)
     z = r * r
     s = z * number(-1.9515295891e-4) + number(8.3321608736e-3)
     s = s * z - number(1.6666654611e-1)
@@ -238,31 +290,33 @@ def _box_muller(words: np.ndarray, stds: np.ndarray) -> tuple[np.ndarray, np.nda
     c = z * number(2.443315711809948e-5) - number(1.388731625493765e-3)
     c = c * z + number(4.166664568298827e-2)
     c = c * z * z - z * number(0.5) + number(1)
-    odd = (quarter & 1).astype(bool)
-    cosine = np.where(odd, s, c) * np.where((quarter + 1) & 2, number(-1), number(1))
-    sine = np.where(odd, c, s) * np.where(quarter & 2, number(-1), number(1))
+    swapped = (high & np.uint32(1)) != 0
+    cosine = _signed(np.where(swapped, s, c), low)
+    sine = _signed(np.where(swapped, c, s), high)
     return cosine * radius, sine * radius
 
 
-def _log(u: np.ndarray) -> np.ndarray:
-    """The natural logarithm of float32 numbers in [2^-41, 1], to rounding (Cephes)."""
-    m, e = np.frexp(u)
-    small = m < np.float32(0.70710678)
-    exponent = (e - small).astype(np.float32)
-    f = (m + np.where(small, m, np.float32(0))) - np.float32(1)
+def _signed(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """float32 `values`, negated where the highest of `bits` is 1."""
+    return (values.view(np.uint32) ^ (bits & np.uint32(1 << 31))).view(np.float32)
+
+
+def _minus_two_logarithms(v: np.ndarray) -> np.ndarray:
+    """-2 log(2^-31 v) of float32 numbers in [2^-10, 2^31], to rounding, by Cephes' polynomial."""
+    t = v.view(np.int32) - np.int32(0x4EB504F3)
+    e = (t >> np.int32(23)).astype(np.float32)  # v = (f + 1) 2^(e + 31)
+    f = ((t & np.int32(0x7FFFFF)) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1)
     z = f * f
-    y = np.float32(7.0376836292e-2)
-    for term in _LOG:
-        y = y * f + np.float32(term)
-    y = y * f * z
-    y = y + exponent * np.float32(-2.12194440e-4)
-    y = y - z * np.float32(0.5)
-    return (f + y) + exponent * np.float32(0.693359375)
+    y = f * np.float32(_LOG[0])
+    for term in _LOG[1:-1]:
+        y = (y + np.float32(term)) * f
+    y = (y + np.float32(_LOG[-1])) * f * z + z
+    return (y - (f + f)) - e * np.float32(1.3862943611)
 
 
 _LOG = (
-    -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
-    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+    -1.4075367258e-1, 2.3029220620e-1, -2.3353997480e-1, 2.4840281692e-1, -2.8498645574e-1,
+    3.3336115314e-1, -4.0001429428e-1, 4.9999987986e-1, -6.6666662348e-1,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from raydpfl import keys, native
+from raydpfl import keys
 from raydpfl.keys import Purpose, clients_normals, normals
 from raydpfl.noise import drawn
 
@@ -58,45 +58,89 @@ def test_as_many_normals_lie_in_the_tails_as_should(sigmas):
     assert stats.binomtest(beyond, 100 * n, 2 * stats.norm.sf(sigmas)).pvalue > ALARM
 
 
-def _from_words(monkeypatch, words: list[int]) -> np.ndarray:
-    """The normals made of these words, in the order cosine half, sine half."""
+def _from_words(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """Cosines and sines, [2, w], of words with these radii, of 40 bits, and angles, of 24: the
+    angle within an eighth of the circle (21), whether it is swapped, and the two signs.
+    """
+    cosine = angles >> 22 & 1
+    sine = angles >> 23
+    low = cosine << 31 | radii >> 9
+    within = angles & 0x1FFFFF
+    high = sine << 31 | within << 10 | (radii & 0x1FF) << 1 | angles >> 21 & 1
+    given = low.astype(np.uint32)[None], high.astype(np.uint32)[None]
+    return np.concatenate(keys._box_muller(*given, np.ones((1, 1), np.float32)))
 
-    class Words:
-        def random_raw(self, count: int) -> np.ndarray:
-            assert count == len(words)
-            return np.array(words, np.uint64)
 
-    monkeypatch.setattr(keys, "_philox", lambda *name: Words())
-    monkeypatch.setattr(native, "normals", lambda *given: False)
-    return normals(0, Purpose.STEP_NOISE, 2 * len(words)).numpy()
+ONES = (1 << 40) - 1
 
 
-def test_the_tail_reaches_seven_and_a_half_sigma_and_no_word_gives_a_number_that_is_not_finite(
-    monkeypatch,
-):
-    ones = (1 << 40) - 1
-    radii = [0, 1, 2, ones >> 1, ones - (1 << 15), ones - 1, ones]
-    words = [
-        (angle << 40) | radius
-        for radius in radii
-        for angle in (0, 1, 1 << 22, 1 << 23, (1 << 24) - 1)
-    ]
-    drawn = _from_words(monkeypatch, words)
-    assert np.isfinite(drawn).all()
-    assert (
-        drawn.max() == pytest.approx(math.sqrt(2 * 41 * math.log(2)), rel=1e-6)
-        and drawn.max() > 7.5
+def test_the_tail_reaches_seven_and_a_half_sigma_and_no_word_gives_a_number_that_is_not_finite():
+    some = [0, 1, 2, 511, 512, ONES >> 1, ONES - (1 << 15), ONES - 1, ONES]
+    radii, angles = np.meshgrid(
+        some, [0, 1, 1 << 21, (1 << 21) - 1, 1 << 22, 1 << 23, (1 << 24) - 1]
     )
+    drawn = _from_words(radii.ravel(), angles.ravel())
+    assert np.isfinite(drawn).all()
+    longest = math.sqrt(2 * 41 * math.log(2))
+    assert drawn.max() == pytest.approx(longest, rel=1e-6) and longest > 7.5
 
 
-def test_normals_are_the_box_muller_transform_in_double_precision_to_rounding(monkeypatch):
-    words = np.random.Generator(np.random.Philox(key=5)).integers(0, 1 << 64, 20_000, np.uint64)
-    drawn = _from_words(monkeypatch, words.tolist()).astype(np.float64)
-    uniform = ((words & np.uint64((1 << 40) - 1)).astype(np.float64) + 0.5) * 2.0**-40
-    angle = (words.view(np.int64) >> 40) * (np.pi / 2**23)
-    exact = np.sqrt(-2 * np.log(uniform)) * np.stack([np.cos(angle), np.sin(angle)])
-    # the uniform is rounded to 2^-25 near 1, where the radius is small
-    assert np.abs(drawn - exact.ravel()).max() < 2e-5
+def test_normals_are_the_box_muller_transform_in_double_precision_to_rounding():
+    generator = np.random.Generator(np.random.Philox(key=5))
+    radii = generator.integers(0, ONES + 1, 20_000) >> generator.integers(0, 41, 20_000)
+    angles = generator.integers(0, 1 << 24, 20_000)
+    within = ((angles & 0x1FFFFF) + 0.5) * (np.pi / 4 / 2**21)
+    at = np.stack([np.cos(within), np.sin(within)])
+    at = np.where(angles >> 21 & 1, at[::-1], at) * (
+        1 - 2 * np.stack([angles >> 22 & 1, angles >> 23])
+    )
+    exact = np.sqrt(-2 * np.log((radii + 0.5) * 2.0**-40)) * at
+    # the uniform is rounded to 2^-24 near 1, where the radius is small
+    assert np.abs(_from_words(radii, angles) - exact).max() < 3e-5
+
+
+def test_the_angles_go_round_the_circle_in_equal_steps():
+    """On a coarser grid: the middles of 16 parts of the eighth of the circle, and 8 reflections."""
+    angles = ((2 * np.arange(16)[:, None] + 1 << 16) | np.arange(8) << 21).ravel()
+    cosine, sine = _from_words(np.full_like(angles, 1 << 30), angles)
+    steps = np.diff(np.sort(np.arctan2(sine, cosine))) / (2 * np.pi / 128)
+    assert np.allclose(steps, 1, atol=1e-3)
+
+
+# of draft-strombergson-chacha-test-vectors-01: ChaCha with 8 rounds, key, nonce, and two blocks
+BLOCKS = [
+    (
+        "0000000000000000000000000000000000000000000000000000000000000000",
+        "0000000000000000",
+        "3e00ef2f895f40d67f5bb8e81f09a5a12c840ec3ce9a7f3b181be188ef711a1e"
+        "984ce172b9216f419f445367456d5619314a42a3da86b001387bfdb80e0cfe42"
+        "d2aefa0deaa5c151bf0adb6c01f2a5adc0fd581259f9a2aadcf20f8fd566a26b"
+        "5032ec38bbc5da98ee0c6f568b872a65a08abf251deb21bb4b56e5d8821e68aa",
+    ),
+    (
+        "c46ec1b18ce8a878725a37e780dfb7351f68ed2e194c79fbc6aebee1a667975d",
+        "1ada31d5cf688221",
+        "838751b42d8ddd8a3d77f48825a2ba752cf4047cb308a5978ef274973be374c9"
+        "6ad848065871417b08f034e681fe46a93f7d5c61d1306614d4aaf257a7cff08b"
+        "16f2fda170cc18a4b58a2667ed962774af792a6e7f3c77992540711a7a136d7e"
+        "8a2f8d3f93816709d45a3fa5f8ce72fde15be7b841acba3a2abd557228d9fe4f",
+    ),
+]
+
+
+def test_the_generator_gives_its_published_vectors_for_several_names_at_once():
+    names = np.frombuffer(bytes.fromhex("".join(key + nonce for key, nonce, _ in BLOCKS)), "<u8")
+    blocks = keys.chacha(names.reshape(-1, 5), 0, 2)
+    found = [blocks[:, i].T.astype("<u4").tobytes().hex() for i in range(len(BLOCKS))]
+    assert found == [expected for _, _, expected in BLOCKS]
+
+
+def test_blocks_are_counted_in_64_bits():
+    names = np.array([[1, 2, 3, 4, 5]], np.uint64)
+    around = keys.chacha(names, (1 << 32) - 2, 4)
+    assert np.array_equal(around[..., 2:], keys.chacha(names, 1 << 32, 2))
+    assert len(np.unique(keys.chacha(names, 0, 3).T, axis=0)) == 3
+    assert not np.array_equal(around[..., 2:], keys.chacha(names, 0, 2))
 
 
 def test_halves_and_neighbouring_names_are_uncorrelated():
@@ -134,7 +178,7 @@ def test_a_name_alone_decides_the_bits_whatever_was_drawn_before():
     assert first.dtype == torch.float32 and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("n", [1, 333, 7850, 2 * keys._BLOCK + 5])
+@pytest.mark.parametrize("n", [1, 333, 7850, 2 * keys._AT_ONCE + 5])
 def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
     clients = [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4]
     draws = [0, 1, 0, 2] + 7 * [0]
@@ -157,7 +201,7 @@ def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
 
 
 def test_any_number_of_normals_can_be_drawn_odd_ones_too():
-    for n in (0, 1, 2, 3, 17, 2 * keys._BLOCK - 1, 2 * keys._BLOCK + 1, 2 * keys._BLOCK + 2):
+    for n in (0, 1, 2, 3, 17, 2 * keys._AT_ONCE - 1, 2 * keys._AT_ONCE + 1, 2 * keys._AT_ONCE + 2):
         drawn = normals(1, Purpose.STEP_NOISE, n)
         assert drawn.shape == (n,) and (n < 2 or len(drawn.unique()) > 0.99 * n)
 

@@ -167,26 +167,21 @@ def add(
     compiled.raydpfl_add(*_sizes(rows), *places)
 
 
-def normals(
-    seed: int, purpose: int, t: int, words: np.ndarray, stds: np.ndarray, out: np.ndarray
-) -> bool:
+def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
     """Writes keyed normals (`raydpfl.keys.normals`) to `out`; False where nothing is compiled.
 
     Args:
-        seed, purpose: the key.
-        t: the last word of the counters.
-        words: their second and third, uint64 [C, 2].
+        names: of the streams, uint64 [C, 5]: seed, purpose, round, client, and the draw over the
+            step, of 32 bits each.
         stds: float32 [C].
         out: float32 [C, 2 w]: w cosines, then w sines.
     """
     compiled = library()
     if compiled is None:
         return False
-    steps, clients = np.ascontiguousarray(words.T)
     rows, numbers = out.shape
     sizes = ctypes.c_int64(rows), ctypes.c_int64(numbers // 2)
-    key = (ctypes.c_uint64(each) for each in (seed, purpose, t))
-    compiled.raydpfl_normals(*sizes, *key, *map(_at, (steps, clients, stds, out)))
+    compiled.raydpfl_normals(*sizes, *map(_at, (names, stds, out)))
     return True
 
 

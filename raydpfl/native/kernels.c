@@ -624,15 +624,14 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
 enum { NORMAL = 100, EXACT = 8 }; /* products that take as long as a normal, or one in double */
 static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
 
-void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, uint64_t t,
-                     const uint64_t *steps, const uint64_t *clients, const float *stds,
+void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float *stds,
                      float *out);
 
 static void draw(const Job *job, const Client *client, int64_t step, int64_t count, float std,
                  float *out) {
-    uint64_t word = client->draw << 32 | (uint64_t)step;
-    raydpfl_normals(1, (count + 1) / 2, job->seed, job->purpose, job->round, &word, &client->id,
-                    &std, out);
+    const uint64_t nonce = client->draw << 32 | (uint64_t)step;
+    const uint64_t name[] = {job->seed, job->purpose, job->round, client->id, nonce};
+    raydpfl_normals(1, (count + 1) / 2, name, &std, out);
 }
 
 /* to [count] += scale what. */
@@ -1052,43 +1051,41 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
 
 /* --- keyed normals --- */
 
-typedef __uint128_t wide;
+typedef uint32_t lanes __attribute__((vector_size(4 * WIDE)));
 
-enum { WORDS = 64 };
+enum { BLOCKS = 16, WORDS = 8 * BLOCKS }; /* blocks of a group, and its words of 64 bits */
 
-/* Philox 4x64-10 (Salmon et al. 2011) of one counter. The processor has several in hand at once. */
-INLINE void philox(uint64_t first, const uint64_t counter[4], uint64_t key0, uint64_t key1,
-                   uint64_t words[4]) {
-    uint64_t c[4] = {first, counter[1], counter[2], counter[3]};
-    UNROLL for (int turn = 0; turn < 10; turn++) {
-        wide a = (wide)0xD2E7470EE14C6C93u * c[0];
-        wide b = (wide)0xCA5A826395121157u * c[2];
-        c[0] = (uint64_t)(b >> 64) ^ c[1] ^ key0;
-        c[2] = (uint64_t)(a >> 64) ^ c[3] ^ key1;
-        c[1] = (uint64_t)b;
-        c[3] = (uint64_t)a;
-        key0 += 0x9E3779B97F4A7C15u;
-        key1 += 0xBB67AE8584CAA73Bu;
+#define ROTATED(v, by) ((v) << (by) | (v) >> (32 - (by)))
+#define MIX(a, b, c, d)                                                                         \
+    {                                                                                           \
+        a += b, d ^= a, d = ROTATED(d, 16);                                                     \
+        c += d, b ^= c, b = ROTATED(b, 12);                                                     \
+        a += b, d ^= a, d = ROTATED(d, 8);                                                      \
+        c += d, b ^= c, b = ROTATED(b, 7);                                                      \
     }
-    UNROLL for (int i = 0; i < 4; i++) words[i] = c[i]; /* one by one takes least */
-}
 
-/* The lower and the upper halves of WIDE words. */
-INLINE void halves(const uint64_t *words, bits *low, bits *high) {
-#if WIDE == 16
-    int32_t even[WIDE];
-    for (int i = 0; i < WIDE; i++) even[i] = 2 * i;
-    __m512i places = _mm512_loadu_si512(even);
-    __m512i a = _mm512_loadu_si512(words);
-    __m512i b = _mm512_loadu_si512(words + 8);
-    *low = (bits)_mm512_permutex2var_epi32(a, places, b);
-    *high = (bits)_mm512_permutex2var_epi32(a, places + 0x100000001, b);
-#else
-    for (int i = 0; i < WIDE; i++) {
-        (*low)[i] = (int32_t)words[i];
-        (*high)[i] = (int32_t)(words[i] >> 32);
+/* The blocks from `first` on, one a lane, of ChaCha with 8 rounds (Bernstein 2008) under a name:
+word i of all of them to words[i]. */
+INLINE void chacha(const uint64_t name[5], uint64_t first, lanes words[16]) {
+    const uint64_t state[8] = {
+        0x3320646E61707865u, 0x6B20657479622D32u, name[0], name[1], name[2], name[3], first, name[4],
+    };
+    lanes start[16];
+    UNROLL for (int i = 0; i < 16; i++)
+        words[i] = start[i] = (lanes){} + (uint32_t)(state[i / 2] >> (i % 2 * 32));
+    words[12] = start[12] += (lanes)places(0, 0);
+    lanes *w = words;
+    for (int turn = 0; turn < 4; turn++) {
+        MIX(w[0], w[4], w[8], w[12]);
+        MIX(w[1], w[5], w[9], w[13]);
+        MIX(w[2], w[6], w[10], w[14]);
+        MIX(w[3], w[7], w[11], w[15]);
+        MIX(w[0], w[5], w[10], w[15]);
+        MIX(w[1], w[6], w[11], w[12]);
+        MIX(w[2], w[7], w[8], w[13]);
+        MIX(w[3], w[4], w[9], w[14]);
     }
-#endif
+    UNROLL for (int i = 0; i < 16; i++) w[i] += start[i];
 }
 
 INLINE part root(part v) {
@@ -1102,40 +1099,31 @@ INLINE part root(part v) {
 #endif
 }
 
-/* The natural logarithm of u in [2^-41, 1] (Cephes). */
-INLINE part logarithm(part u) {
-    bits e = (((bits)u >> 23) & 0xFF) - 126;
-    part m = (part)(((bits)u & 0x7FFFFF) | 0x3F000000); /* u = m 2^e */
-    bits small = m < 0.70710678f;
-    e += small;
-    part f = (m + pick(small, m, (part){})) - 1.0f;
+/* -2 log(2^-31 v) of v in [2^-10, 2^31], by Cephes' polynomial. */
+INLINE part minus_two_logarithms(part v) {
+    bits t = (bits)v - 0x4EB504F3;
+    part e = __builtin_convertvector(t >> 23, part); /* v = (f + 1) 2^(e + 31), */
+    part f = (part)((t & 0x7FFFFF) + 0x3F3504F3) - 1.0f; /* f + 1 in [sqrt(1/2), sqrt(2)) */
     part z = f * f;
-    part y = f * 7.0376836292e-2f - 1.1514610310e-1f;
-    y = y * f + 1.1676998740e-1f;
-    y = y * f - 1.2420140846e-1f;
-    y = y * f + 1.4249322787e-1f;
-    y = y * f - 1.6668057665e-1f;
-    y = y * f + 2.0000714765e-1f;
-    y = y * f - 2.4999993993e-1f;
-    y = y * f + 3.3333331174e-1f;
-    y = y * f * z;
-    part exponent = __builtin_convertvector(e, part);
-    y = y + exponent * -2.12194440e-4f;
-    y = y - z * 0.5f;
-    return (f + y) + exponent * 0.693359375f;
+    part y = f * -1.4075367258e-1f + 2.3029220620e-1f;
+    y = y * f - 2.3353997480e-1f;
+    y = y * f + 2.4840281692e-1f;
+    y = y * f - 2.8498645574e-1f;
+    y = y * f + 3.3336115314e-1f;
+    y = y * f - 4.0001429428e-1f;
+    y = y * f + 4.9999987986e-1f;
+    y = y * f - 6.6666662348e-1f;
+    y = y * f * z + z;
+    return (y - (f + f)) - e * 1.3862943611f;
 }
 
 /* Box and Muller's transform of words, by their halves, each operation rounded: raydpfl/keys.py has
 the same in numpy. */
 INLINE void box_muller(bits low, bits high, float std, float *cosine, float *sine) {
-    bits top = ((high & 0xFF) << 16) | ((low >> 16) & 0xFFFF);
-    part u = __builtin_convertvector(top, part) * 65536.0f +
-             __builtin_convertvector(low & 0xFFFF, part); /* rounded once: the product is exact */
-    u = (u + 0.5f) * 0x1p-40f;
-    part radius = root(logarithm(u) * -2.0f) * std;
-    bits angle = high >> 8; /* of 2^24 to the circle */
-    bits quarter = (angle + (1 << 21)) >> 22;
-    part r = __builtin_convertvector(angle - (quarter << 22), part) * 3.745070282923929e-07f;
+    part tail = __builtin_convertvector((high & 0x3FE) | 1, part) * 0x1p-10f;
+    part v = __builtin_convertvector(low & INT32_MAX, part) + tail;
+    part radius = root(minus_two_logarithms(v)) * std;
+    part r = __builtin_convertvector(((high >> 9) & 0x3FFFFE) | 1, part) * 1.8725351414619645e-07f;
     part z = r * r;
     part s = z * -1.9515295891e-4f + 8.3321608736e-3f;
     s = s * z - 1.6666654611e-1f;
@@ -1143,42 +1131,40 @@ INLINE void box_muller(bits low, bits high, float std, float *cosine, float *sin
     part c = z * 2.443315711809948e-5f - 1.388731625493765e-3f;
     c = c * z + 4.166664568298827e-2f;
     c = c * z * z - z * 0.5f + 1.0f;
-    bits odd = -(quarter & 1);
-    bits minus_cosine = ((quarter + 1) & 2) << 30;
-    bits minus_sine = (quarter & 2) << 30;
-    *(part_anywhere *)cosine = (part)((bits)pick(odd, s, c) ^ minus_cosine) * radius;
-    *(part_anywhere *)sine = (part)((bits)pick(odd, c, s) ^ minus_sine) * radius;
+    bits swapped = -(high & 1);
+    part x = (part)((bits)pick(swapped, s, c) ^ (low & INT32_MIN));
+    part y = (part)((bits)pick(swapped, c, s) ^ (high & INT32_MIN));
+    *(part_anywhere *)cosine = x * radius;
+    *(part_anywhere *)sine = y * radius;
 }
 
-/* `count` of WORDS cosines and sines, from the block of counters that begins at `first`. */
-INLINE void some_normals(uint64_t first, const uint64_t counter[4], uint64_t seed,
-                         uint64_t purpose, float std, int64_t count, float *cosines,
-                         float *sines) {
-    uint64_t words[WORDS];
-    for (int w = 0; w < count; w += 4) philox(first + w / 4, counter, seed, purpose, words + w);
-    for (int w = 0; w < count; w += WIDE) {
-        bits low, high;
-        halves(words + w, &low, &high);
-        box_muller(low, high, std, cosines + w, sines + w);
+/* `count` of WORDS cosines and sines, from the group of blocks that begins at `first`. A pair of a
+block's words is a word here; the first pairs of all blocks come first. */
+INLINE void some_normals(const uint64_t name[5], uint64_t first, float std, int64_t count,
+                         float *cosines, float *sines) {
+    for (int lane = 0; lane < BLOCKS; lane += WIDE) {
+        lanes words[16];
+        chacha(name, first + lane, words);
+        for (int w = 0; w < count; w += BLOCKS)
+            box_muller((bits)words[w / 8], (bits)words[w / 8 + 1], std, cosines + w + lane,
+                       sines + w + lane);
     }
 }
 
-/* Normals of k streams times `stds` [k]: `out` [k][2 half]. `steps` [k] are the second words of the
-counters, `clients` [k] the third. */
-void raydpfl_normals(int64_t k, int64_t half, uint64_t seed, uint64_t purpose, uint64_t t,
-                     const uint64_t *steps, const uint64_t *clients, const float *stds,
+/* Normals of k streams times `stds` [k]: `out` [k][2 half]. `names` [k][5]: seed, purpose, round,
+client, and the draw over the step. */
+void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float *stds,
                      float *out) {
     for (int64_t i = 0; i < k; i++) {
-        const uint64_t counter[4] = {0, steps[i], clients[i], t};
+        const uint64_t *name = names + 5 * i;
         float *cosines = out + i * 2 * half;
         float *sines = cosines + half;
         int64_t j = 0;
         for (; j + WORDS <= half; j += WORDS)
-            some_normals(1 + j / 4, counter, seed, purpose, stds[i], WORDS, cosines + j, sines + j);
+            some_normals(name, j / 8, stds[i], WORDS, cosines + j, sines + j);
         if (j == half) continue;
         float last[2][WORDS];
-        some_normals(1 + j / 4, counter, seed, purpose, stds[i], padded(half - j), last[0],
-                     last[1]);
+        some_normals(name, j / 8, stds[i], padded(half - j), last[0], last[1]);
         memcpy(cosines + j, last[0], (half - j) * sizeof(float));
         memcpy(sines + j, last[1], (half - j) * sizeof(float));
     }
