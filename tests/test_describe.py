@@ -5,6 +5,8 @@ line says what to do.
 from __future__ import annotations
 
 import json
+import pickle
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +68,10 @@ def users(path):
 
 def prices(path):
     price = (FLOATS.sum(1) * 1000).round(2)
-    csv(path / "a.csv", {"id": range(ROWS), **COLUMNS, "town": NAMES, "price": price}, ";")
+    columns = {"id": range(ROWS), **COLUMNS, "town": NAMES, "price": price}
+    csv(path / "a.csv", columns, ";")
+    written = path / "a.csv"
+    written.write_text(written.read_text().replace(".", ","))
     return ["a.csv"], {"x": ["f0", "f1", "f2", "f3"], "y": "price", "task": "regression"}, "linear"
 
 
@@ -83,7 +88,7 @@ def two_files(path):
 
 
 def listed(path):
-    rows = zip(FLOATS.tolist(), CLASS.tolist(), strict=True)
+    rows = zip(FLOATS.reshape(ROWS, 2, 2).tolist(), CLASS.tolist(), strict=True)
     lines(path / "a.jsonl", [{"features": x, "target": y} for x, y in rows])
     return ["a.jsonl"], {"x": "features", "y": "target"}, "softmax"
 
@@ -213,7 +218,7 @@ def test_images_are_scaled_and_held_by_whom_folders_name(tmp_path):
     natural = {"partition": {"kind": "natural"}}
     split = data.parse({**keys, **natural}).split(0, tmp_path)
     assert split.shape == (3, 6, 6) and split.names == ("ant", "bee") and len(split.sizes) == 2
-    with pytest.raises(ConfigError, match=r"images of one size and mode \(data.size scales"):
+    with pytest.raises(ConfigError, match=r"one size .*; bob/ant/0.png is \(3, 12"):
         data.parse({**keys, **natural, "size": None}).split(0, tmp_path)
 
 
@@ -224,6 +229,13 @@ def text_of(text):
 def sizes(folder):
     images(folder / "a")
     images(folder / "b", (9, 8))
+
+
+def cut(folder):
+    images(folder / "ant")
+    images(folder / "bee")
+    whole = (folder / "bee" / "3.png").read_bytes()
+    (folder / "bee" / "3.png").write_bytes(whole[:80])
 
 
 # How a bad file is made, and what is said of it.
@@ -253,7 +265,16 @@ BAD = {
     ),
     "latin.csv": (
         lambda file: file.write_bytes("a,label\n1,caf\xe9\n2,th\xe9\n".encode("latin-1")),
-        "the column 'label' is no text in UTF-8",
+        "the column 'label' is no text in UTF-8: write it as that",
+    ),
+    "ragged.csv": (text_of("a,label\n1,0\n2\n3,1\n"), "Row #3: Expected 2 columns, got 1: 2"),
+    "tokens.jsonl": (
+        lambda file: lines(file, [{"tokens": ["the", "cat"], "label": 0}] * 4),
+        "data.x = 'tokens': numbers, lists of numbers, or encoded images, not list<item: string>",
+    ),
+    "lengths.jsonl": (
+        lambda file: lines(file, [{"x": [[1.0] * size] * 2, "label": 0} for size in (2, 3)]),
+        "data.x = 'x': lists of one length without gaps (cut or pad them); the lengths here are",
     ),
     "broken.parquet": (text_of("nonsense"), "this is not a parquet file"),
     "array.json": (text_of('[{"a": 1, "label": 0}]'), "give an object per line, JSON lines"),
@@ -264,7 +285,11 @@ BAD = {
     ),
     "objects.npz": (
         lambda file: np.savez(file, x=np.array([{}, {}], dtype=object), label=[0, 1]),
-        "Object arrays cannot be loaded",
+        "the array 'x' has objects: save numbers, rows of one length",
+    ),
+    "pickled.npz": (
+        lambda file: file.write_bytes(pickle.dumps({"x": FLOATS, "y": CLASS})),
+        "it is none that numpy.savez has written whole",
     ),
     "sheet.xlsx": (text_of("PK"), "FILE = 'sheet.xlsx': a CSV, JSON lines, Parquet, Arrow or NPZ"),
     "nobody.txt": (
@@ -275,7 +300,8 @@ BAD = {
         lambda folder: folder.mkdir(),
         "a folder with a folder of images for each class, or one that save_to_disk wrote",
     ),
-    "sizes": (sizes, "images of one size and mode (data.size scales those of an image_folder)"),
+    "sizes": (sizes, "images of one size and mode (data.size and data.channels convert those of"),
+    "cut": (cut, "encoded images; bee/3.png is none of PNG, JPEG"),
 }
 
 
@@ -291,7 +317,12 @@ def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
     columns = {**COLUMNS, "copy": CLASS, "wide": CLASS % 2 * 1e6, "who": NAMES, "label": CLASS}
     csv(tmp_path / "a.csv", columns)
     found = data.understood(["a.csv"], {}, tmp_path)
-    assert any("column copy says what the target label is" in each for each in found.warnings)
+    told = "column copy is left out: it says what the target label is"
+    assert told in found.warnings and "copy" not in found.tree["data"]["x"]
+    assert not any("taken as amounts" in each for each in found.warnings)
+    asked = data.understood(["a.csv"], {"x": ["f0", "copy"]}, tmp_path)
+    assert "column copy says what the target label is: leave it out" in asked.warnings
+    assert asked.tree["data"]["x"] == ["f0", "copy"]
     assert any("column wide has numbers up to 1e+06" in each for each in found.warnings)
     assert found.tree["data"]["client"] == "who"
     given = {"x": ["f0", "f1"], "y": "f2"}
@@ -303,6 +334,55 @@ def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
     with pytest.raises(ConfigError, match=r"data.split_by = 'who': a column that says train or te"):
         keys = {"kind": "table", "train": "a.csv", "x": "f0", "split_by": "who", "clients": 2}
         data.parse(keys).split(0, tmp_path)
+
+
+def test_a_row_in_the_place_of_names_a_word_among_numbers_and_amounts_are_warned_of(tmp_path):
+    csv(
+        tmp_path / "a.csv", {"0.25": range(9), "-1.5": [*range(8), "none"], "7": range(0, 900, 100)}
+    )
+    lines(tmp_path / "b.jsonl", [{"x": row / 7, "zip": 1000 * row} for row in range(ROWS)])
+    warned = data.understood(["a.csv"], {"task": "regression"}, tmp_path).warnings
+    assert (
+        "a column is called 0.25: if the first line is a row, put a line of names above it"
+        in warned
+    )
+    assert any(
+        each.startswith("column -1.5 is left out: row 8 says 'none', which") for each in warned
+    )
+    found = data.understood(["b.jsonl"], {"y": "zip"}, tmp_path)
+    assert any(
+        each.startswith("zip: whole numbers taken as amounts (data.task=")
+        for each in found.warnings
+    )
+    text_of("0,0,1\n1,2,0\n")(tmp_path / "c.csv")
+    with pytest.raises(ConfigError, match=r"the column '0' twice \(is the first line a row\?\)"):
+        data.understood(["c.csv"], {}, tmp_path)
+
+
+def test_images_are_made_grey_or_coloured_and_deep_ones_are_refused(tmp_path):
+    images(tmp_path / "all" / "ant")
+    images(tmp_path / "all" / "bee")
+    with Image.open(tmp_path / "all" / "ant" / "0.png") as image:
+        grey = np.asarray(image.convert("L"))
+    Image.fromarray(grey).save(tmp_path / "all" / "ant" / "0.png")
+    keys = {"kind": "image_folder", "train": "all", "clients": 1, "test_fraction": 0.1}
+    for channels in (1, 3):
+        split = data.parse({**keys, "channels": channels}).split(0, tmp_path)
+        assert split.shape == (channels, 9, 9)
+        every = np.concatenate([split.rows(0, 1)[0], split.test()[0]])
+        assert any((row == grey).all() for row in every)
+    Image.fromarray(grey.astype(np.uint16) * 256).save(tmp_path / "all" / "ant" / "0.png")
+    with pytest.raises(ConfigError, match=r"images of 8 bits a channel .*ant/0.png has more"):
+        data.parse({**keys, "channels": 1, "size": 9}).split(0, tmp_path)
+
+
+def test_decimals_are_numbers(tmp_path):
+    price = [Decimal(row) / 4 for row in range(6)]
+    pq.write_table(pa.table({"price": price, "label": [0, 1] * 3}), tmp_path / "a.parquet")
+    keys = {"kind": "table", "train": "a.parquet", "x": "price", "clients": 1}
+    split = data.parse(keys).split(0, tmp_path)
+    every = np.concatenate([split.rows(0, 1)[0], split.test()[0]])
+    assert sorted(every.ravel()) == [0, 0.25, 0.5, 0.75, 1, 1.25]
 
 
 def test_data_of_another_task_are_other_data(tmp_path):

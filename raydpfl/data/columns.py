@@ -23,7 +23,8 @@ class Columns(dict[str, Any]):
     """The columns of a table by name, each a numpy array or one of Arrow.
 
     `name`: of the table, for messages. `part`: `train` or `test`. `names`: by column of class
-    numbers, the names of its classes, where the file says them, as Hugging Face's do.
+    numbers, the names of its classes, where the file says them, as Hugging Face's do. `rows`: what
+    rows are called in messages, where they have names; else by their numbers, from 0.
     """
 
     def __init__(self, name: str, columns: Mapping[str, Any]):
@@ -31,6 +32,7 @@ class Columns(dict[str, Any]):
         self.name = name
         self.part = "train"
         self.names: dict[str, tuple[str, ...]] = {}
+        self.rows: Sequence[str] = ()
 
 
 def read_columns(path: Path) -> Columns:
@@ -39,21 +41,43 @@ def read_columns(path: Path) -> Columns:
     that is free.
     """
     if path.suffix == ".npz":
-        with zipfile.ZipFile(path) as archive:
-            check_memory(sum(each.file_size for each in archive.infolist()))
-        with np.load(path, allow_pickle=False) as arrays:
-            return Columns(path.name, dict(arrays))
+        return _npz(path)
     if path.suffix not in READERS:
         raise ValueError(f"its name ends in none of {', '.join([*READERS, '.npz'])}")
     return of_table(READERS[path.suffix](path), path.name)
 
 
+def _npz(path: Path) -> Columns:
+    if not zipfile.is_zipfile(path):
+        raise ValueError("it is none that numpy.savez has written whole")
+    with zipfile.ZipFile(path) as archive:
+        check_memory(sum(each.file_size for each in archive.infolist()))
+    found = Columns(path.name, {})
+    with np.load(path, allow_pickle=False) as arrays:
+        for name in arrays:
+            try:
+                found[name] = arrays[name]
+            except ValueError as error:
+                if "Object arrays" not in str(error):
+                    raise
+                reason = f"the array {name!r} has objects: save numbers, rows of one length"
+                raise ValueError(reason) from None
+    return found
+
+
 def of_table(table: pa.Table, name: str) -> Columns:
-    """The columns of a table. Raises ValueError for a column that it has twice."""
+    """The columns of a table, decimals as float64. Raises ValueError for a column that it has
+    twice.
+    """
     twice = [each for each in table.column_names if table.column_names.count(each) > 1]
     if twice:
-        raise ValueError(f"the column {twice[0]!r} twice")
-    found = Columns(name, dict(zip(table.column_names, table.columns, strict=True)))
+        hint = " (is the first line a row?)" if twice[0].replace(".", "").isdigit() else ""
+        raise ValueError(f"the column {twice[0]!r} twice{hint}")
+    columns = [
+        column.cast(pa.float64()) if pa.types.is_decimal(column.type) else column
+        for column in table.columns
+    ]
+    found = Columns(name, dict(zip(table.column_names, columns, strict=True)))
     about = (table.schema.metadata or {}).get(b"huggingface", b"{}")
     features = json.loads(about).get("info", {}).get("features", {})
     for column, feature in features.items():
@@ -63,23 +87,42 @@ def of_table(table: pa.Table, name: str) -> Columns:
 
 
 def _csv(path: Path) -> pa.Table:
-    """Commas, semicolons, tabs or bars between fields, whichever the first line has most of."""
-    from pyarrow import csv
-
+    """Commas, semicolons, tabs or bars between fields, whichever the first line has most of; where
+    these are not commas, a number may have one for its decimal point.
+    """
     check_memory(path.stat().st_size)
     with path.open("rb") as file:
         head = file.readline(1 << 16).decode("utf-8", "replace")
-    table = csv.read_csv(
-        path,
-        parse_options=csv.ParseOptions(
-            delimiter=max(DELIMITERS, key=head.count), newlines_in_values=True
-        ),
-        convert_options=csv.ConvertOptions(strings_can_be_null=True),
-    )
+    delimiter = max(DELIMITERS, key=head.count)
+    try:
+        table = _parsed(path, delimiter)
+        if delimiter != "," and _texts(table):
+            table = min(table, _parsed(path, delimiter, decimal=","), key=_texts)
+    except pa.ArrowInvalid as error:
+        if "CSV parse error: Expected" not in str(error):
+            raise
+        _parsed(path, delimiter, threads=False)  # its message has the number of the row
+        raise
     for field in table.schema:
         if pa.types.is_binary(field.type):
-            raise ValueError(f"the column {field.name!r} is no text in UTF-8")
+            raise ValueError(f"the column {field.name!r} is no text in UTF-8: write it as that")
     return table
+
+
+def _parsed(path: Path, delimiter: str, decimal: str = ".", threads: bool = True) -> pa.Table:
+    from pyarrow import csv
+
+    return csv.read_csv(
+        path,
+        read_options=csv.ReadOptions(use_threads=threads),
+        parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=csv.ConvertOptions(strings_can_be_null=True, decimal_point=decimal),
+    )
+
+
+def _texts(table: pa.Table) -> int:
+    """How many columns are of text."""
+    return sum(pa.types.is_string(kind) for kind in table.schema.types)
 
 
 def _json(path: Path) -> pa.Table:

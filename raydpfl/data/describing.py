@@ -6,6 +6,7 @@ guessed is said, and can be given instead: a field of `data`, as in `data.y=pric
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as compute
 
 from raydpfl.data.columns import KINDS, READERS, Columns, is_list, labels
 from raydpfl.data.inputs import inputs
@@ -35,6 +37,8 @@ SPLITS = ("split", "set", "subset", "partition")
 FEW = 100  # whole numbers of so many values at most are taken for classes
 CLIENTS = 10  # that rows are dealt to where no column says whose they are
 ALIKE = 0.9999  # a correlation from which a column says what the target is
+FRACTION = re.compile(r"-?\d+\.\d+(e-?\d+)?")  # which no column is called
+NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 WIDE = 1e3  # numbers beyond which a column is better scaled
 
 
@@ -76,7 +80,7 @@ def understood(files: list[str], given: Mapping[str, Any], root: Path | None = N
 
 def _whole(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that say where a source is, which is all that is asked of it at first."""
-    wanted = ("kind", "train", "test", "path", "client", "size")
+    wanted = ("kind", "train", "test", "path", "client", "size", "channels")
     return {name: value for name, value in keys.items() if name in wanted}
 
 
@@ -144,7 +148,9 @@ def _columns(train: Columns, keys: dict[str, Any], found: Understood) -> dict[st
         found.notes.append(f"column {name}: {_type(column)}")
     where: dict[str, Any] = {}
     where |= {
-        name: keys[name] for name in ("kind", "train", "test", "path", "size") if name in keys
+        name: keys[name]
+        for name in ("kind", "train", "test", "path", "size", "channels")
+        if name in keys
     }
     left = [name for name in train if name not in _given(keys)]
     client = keys.get("client") or _user(left)
@@ -182,7 +188,8 @@ def _roles(
         y = rest[-1]
         found.warnings.append(f"target: {y}, the last column (another: data.y=NAME)")
     taken = {*_listed(y), client, split}
-    x = keys.get("x") or _inputs(train, [name for name in left if name not in taken], found)
+    free = [name for name in left if name not in taken]
+    x = keys.get("x") or _untold(train, _inputs(train, free, found), _listed(y), found)
     if not x:
         reasons = "".join(f"; {each}" for each in found.warnings if "left out" in each)
         accepted = f"columns of numbers, lists or images, of which {train.name} has none to take"
@@ -192,6 +199,9 @@ def _roles(
     fields |= {"client": client, "split_by": split}
     fields |= _task(train, _listed(y), names, keys)
     fields |= _dtype(train, fields, keys, found)
+    if fields["task"] == "regression" and "task" not in keys and _whole_numbers(train, _listed(y)):
+        remedy = "data.task=classification data.classes=N: as classes 0 to N - 1"
+        found.warnings.append(f"{y}: whole numbers taken as amounts ({remedy})")
     found.notes.append(f"input: {fields['x']}; target: {y}; task: {fields['task']}")
     found.notes.append(f"user: {client or 'no column; rows are dealt evenly'}")
     if split:
@@ -280,12 +290,23 @@ def _unfit(column: Any, name: str) -> str | None:
     try:
         values = inputs(column, name)
     except ConfigError:
-        return f"no numbers but {_type(column)} (encode it as numbers)"
+        return _stray(column) or f"no numbers but {_type(column)} (encode it as numbers)"
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         return "numbers that are not finite (fill them, or leave out these rows)"
     if name.lower().strip() in ROWS and len(np.unique(values)) == len(values):
         return "it numbers the rows"
     return None
+
+
+def _stray(column: Any) -> str | None:
+    """What is none among numbers, in a column of text that are numbers for the most part."""
+    if not isinstance(column, pa.ChunkedArray) or not pa.types.is_string(column.type):
+        return None
+    fits = np.asarray(compute.match_substring_regex(column, NUMBER))
+    if fits.mean() < 0.5 or fits.all():
+        return None
+    row = int(np.argmin(fits))
+    return f"row {row} says {column[row].as_py()!r}, which is no number (mend or empty it)"
 
 
 def _task(
@@ -323,6 +344,14 @@ def _of_single(y: np.ndarray, name: str) -> dict[str, Any]:
     return {"task": "classification"}
 
 
+def _whole_numbers(train: Columns, targets: list[str]) -> bool:
+    """Whether the only target is whole numbers by its type, one to a row."""
+    column = train[targets[0]]
+    if len(targets) > 1 or is_list(column):
+        return False
+    return np.asarray(column).dtype.kind in "iu"
+
+
 def _dtype(
     train: Columns, fields: dict[str, Any], keys: Mapping[str, Any], found: Understood
 ) -> dict[str, Any]:
@@ -345,32 +374,59 @@ def _same(train: Columns, x: list[str], y: np.ndarray) -> bool:
     return is_list(train[name]) and inputs(train[name], name).shape[1:] == y.shape[1:]
 
 
-def _suspicious(train: Columns, x: list[str], targets: list[str], found: Understood) -> None:
-    """Warns of inputs that say what the target is, and of numbers that are far from 1."""
-    if len(targets) != 1 or is_list(train[targets[0]]):
-        return
+def _untold(train: Columns, x: list[str], targets: list[str], found: Understood) -> list[str]:
+    """The inputs that do not say what the target is; all of them, where there is no other."""
+    telling = _telling(train, x, targets)
+    if len(telling) == len(x):
+        return x
+    for name in telling:
+        found.warnings.append(f"column {name} is left out: it says what the target {targets[0]} is")
+    return [name for name in x if name not in telling]
+
+
+def _telling(train: Columns, x: list[str], targets: list[str]) -> list[str]:
+    """The inputs that say what the only target is."""
+    if len(targets) != 1 or targets[0] not in train or is_list(train[targets[0]]):
+        return []
     y = np.asarray(train[targets[0]])
-    if y.ndim != 1:
-        return
-    codes = np.unique(y, return_inverse=True)[1].astype(np.float64)
-    if y.dtype.kind in "biuf":
-        codes = y.astype(np.float64)
+    if y.ndim != 1 or (y.dtype == object and not isinstance(y[0], str)):
+        return []
+    codes = np.unique(y.astype(str) if y.dtype == object else y, return_inverse=True)[1]
+    codes = (y if y.dtype.kind in "biuf" else codes).astype(np.float64)
+    telling = []
+    for name in x:
+        values = _numbers(train, name)
+        if values is None or len(values) != len(codes) or not (values.std() and codes.std()):
+            continue
+        if abs(np.corrcoef(values, codes)[0, 1]) > ALIKE:
+            telling.append(name)
+    return telling
+
+
+def _numbers(train: Columns, name: str) -> np.ndarray | None:
+    """The numbers of a column that has one to a row, float64 [rows]; None for any other."""
+    if name not in train or is_list(train[name]) or _encoded(train[name]):
+        return None
+    values = np.asarray(train[name])
+    return values.astype(np.float64) if values.dtype.kind in "biuf" else None
+
+
+def _suspicious(train: Columns, x: list[str], targets: list[str], found: Understood) -> None:
+    """Warns of inputs that say what the target is, of numbers that are far from 1, and of a first
+    line that is no header.
+    """
+    for name in _telling(train, x, targets):
+        found.warnings.append(f"column {name} says what the target {targets[0]} is: leave it out")
     for name in (*targets, *x):
-        if name not in train or is_list(train[name]) or _encoded(train[name]):
-            continue
-        values = np.asarray(train[name])
-        if values.dtype.kind not in "biuf" or len(values) != len(codes):
-            continue
-        values = values.astype(np.float64)
-        alike = values.std() and codes.std() and name not in targets
-        if alike and abs(np.corrcoef(values, codes)[0, 1]) > ALIKE:
-            found.warnings.append(
-                f"column {name} says what the target {targets[0]} is: leave it out"
-            )
-        if np.abs(values).max() > WIDE:
+        values = _numbers(train, name)
+        if values is not None and np.abs(values).max(initial=0) > WIDE:
             found.warnings.append(
                 f"column {name} has numbers up to {np.abs(values).max():g}: scale it"
             )
+    odd = [name for name in train if FRACTION.fullmatch(name)]
+    if odd:
+        accepted = "if the first line is a row, put a line of names above it"
+        found.warnings.append(f"a column is called {odd[0]}: {accepted}")
 
 
 def _dealt(keys: dict[str, Any], root: Path | None, found: Understood) -> Split:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ RATIO = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
 EIGHT_BITS = "images of 8 bits a channel (scale others, or give them as numbers)"
+ACCEPTED = "numbers, lists of numbers, or encoded images"
 TOKENS = 1 << 20  # whole numbers that are taken for tokens of themselves are below it
 DType = Literal["auto", "float32", "int64"]
 
@@ -64,57 +66,53 @@ def _tokens(x: np.ndarray) -> bool:
     return x.dtype.kind in "iu" and (not x.size or bool(0 <= x.min() <= x.max() < TOKENS))
 
 
-def inputs(column: Any, name: str) -> np.ndarray:
-    """[rows], or [rows, *shape]: uint8 (images), integers or floats as they are. Raises
-    `ConfigError` on the field `data.x`.
+def inputs(column: Any, name: str, called: Sequence[str] = ()) -> np.ndarray:
+    """[rows], or [rows, *shape]: uint8 (images), integers or floats as they are. `called`: the
+    names of rows, for messages. Raises `ConfigError` on the field `data.x`.
     """
     try:
-        return _samples(column, name)
+        return _samples(column, name, called)
     except (pa.ArrowException, NotImplementedError) as error:
-        accepted = f"numbers, lists of numbers, or encoded images, not {column.type} ({error})"
-        raise ConfigError("data.x", name, accepted) from None
+        raise ConfigError("data.x", name, f"{ACCEPTED}, not {column.type} ({error})") from None
 
 
-def _samples(column: Any, name: str) -> np.ndarray:
+def _samples(column: Any, name: str, called: Sequence[str]) -> np.ndarray:
     if isinstance(column, np.ndarray):
-        return _array(column, name)
+        return _array(column, name, column.dtype)
+    kind = column.type
     if column.null_count:
         raise ConfigError(
             "data.x", name, f"a column without gaps; this one lacks {column.null_count} values"
         )
     column = column.combine_chunks()
-    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         column = column.field("bytes")
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-        return _decoded(column, name)
-    if (
-        pa.types.is_fixed_size_list(column.type)
-        or pa.types.is_list(column.type)
-        or pa.types.is_large_list(column.type)
-    ):
-        values = column.flatten()
-        rows = len(column)
-        lengths = (
-            {column.type.list_size}
-            if pa.types.is_fixed_size_list(column.type)
-            else set(column.value_lengths().unique().to_pylist())
-        )
-        if len(lengths) > 1 or values.null_count:
-            raise ConfigError(
-                "data.x",
-                name,
-                f"lists of one length without gaps; the lengths here are {sorted(lengths)[:5]}",
-            )
-        width = max(lengths, default=0) or 0
-        return _array(values.to_numpy(zero_copy_only=False).reshape(rows, width), name)
-    return _array(column.to_numpy(zero_copy_only=False), name)
+        return _decoded(column, name, called)
+    shape = [len(column)]
+    while pa.types.is_nested(column.type) and not pa.types.is_struct(column.type):
+        shape.append(_length(column, name))
+        column = column.flatten()
+    if column.null_count:
+        raise ConfigError("data.x", name, "lists without gaps")
+    return _array(column.to_numpy(zero_copy_only=False).reshape(shape), name, kind)
 
 
-def _array(values: np.ndarray, name: str) -> np.ndarray:
+def _length(column: pa.Array, name: str) -> int:
+    """The length that all lists of a column have. Raises `ConfigError`."""
+    if pa.types.is_fixed_size_list(column.type):
+        return column.type.list_size
+    lengths = sorted(each or 0 for each in column.value_lengths().unique().to_pylist())
+    if len(lengths) > 1:
+        accepted = "lists of one length without gaps (cut or pad them); the lengths here are"
+        raise ConfigError("data.x", name, f"{accepted} {lengths[:5]}")
+    return lengths[0] if lengths else 0
+
+
+def _array(values: np.ndarray, name: str, kind: object) -> np.ndarray:
+    """Numbers as they are, images with channels first. `kind`: what the file calls them."""
     if values.dtype.kind not in "biuf":
-        raise ConfigError(
-            "data.x", name, f"numbers, lists of numbers, or encoded images, not {values.dtype}"
-        )
+        raise ConfigError("data.x", name, f"{ACCEPTED}, not {kind} (encode it as numbers)")
     if not values.ndim or not all(values.shape[1:]):
         raise ConfigError(
             "data.x", name, f"at least one number to a row; this array has shape {values.shape}"
@@ -127,56 +125,56 @@ def _array(values: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if last else values
 
 
-def _decoded(column: pa.Array | pa.ChunkedArray, name: str) -> np.ndarray:
+def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str]) -> np.ndarray:
     """Uint8 [rows, channels, height, width]; grey images have one channel, all others become RGB.
 
     Sizes are those that the images' headers say, and are checked before a pixel is decoded.
     """
     from PIL import Image
 
+    known = called or [f"row {row}" for row in range(len(column))]
     images: np.ndarray | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         for row, data in enumerate(column):
             encoded = data.as_py() or b""
+            which = known[row]
             try:
                 with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                     if image.mode.startswith(DEEP):
-                        accepted = f"{EIGHT_BITS}; row {row} has more ({image.mode})"
+                        accepted = f"{EIGHT_BITS}; {which} has more ({image.mode})"
                         raise ConfigError("data.x", name, accepted)
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
-                    _check_image(encoded, shape, name, row)
+                    _check_image(encoded, shape, name, which)
                     if images is None:
                         _check_images(column, shape, name)
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
-                        others = f"row {row} is {shape}, row 0 is {images.shape[1:]}"
-                        remedy = "data.size scales those of an image_folder"
+                        others = f"{which} is {shape}, {known[0]} is {images.shape[1:]}"
+                        remedy = "data.size and data.channels convert those of an image_folder"
                         accepted = f"images of one size and mode ({remedy}); {others}"
                         raise ConfigError("data.x", name, accepted)
                     pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
             except ConfigError:
                 raise
             except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-                raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has more") from None
+                raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has more") from None
             except Exception as error:  # whatever a broken image makes its decoder raise
-                known = f"{', '.join(FORMATS)} ({type(error).__name__})"
-                accepted = f"encoded images; row {row} is none of {known}"
+                formats = f"{', '.join(FORMATS)} ({type(error).__name__})"
+                accepted = f"encoded images; {which} is none of {formats}"
                 raise ConfigError("data.x", name, accepted) from None
             images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
 
 
-def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, row: int) -> None:
+def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, which: str) -> None:
     """Raises `ConfigError` for an image that is too large, or would take for ever to decode."""
     pixels = shape[1] * shape[2]
     if pixels > PIXELS:
-        raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; row {row} has {pixels:,}")
+        raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has {pixels:,}")
     scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
     if pixels * scans > WORK:  # a progressive JPEG goes over its pixels again in every scan
-        accepted = (
-            f"images that are soon decoded; row {row} has {pixels:,} pixels in {scans:,} scans"
-        )
+        accepted = f"images that are soon decoded; {which} has {pixels:,} pixels in {scans:,} scans"
         raise ConfigError("data.x", name, accepted)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 from pydantic import Field
 
 from raydpfl.data.columns import Columns
-from raydpfl.data.inputs import FORMATS
+from raydpfl.data.inputs import DEEP, FORMATS
 from raydpfl.data.sources.tabular import Tabular
 from raydpfl.errors import ConfigError
 from raydpfl.files import data_root, digest
@@ -24,16 +24,19 @@ class ImageFolder(Tabular):
     `client: client`, for partition natural, in folders of clients, `train/ann/cat/1.png`.
 
     `train`, `test`: folders, absolute, or relative to the data root or the working folder. Images
-    have one size, or with `size` are made that many pixels high and wide.
+    have one size, or with `size` are made that many pixels high and wide; all are grey or none is,
+    or with `channels` they are made grey (1) or RGB (3).
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
+    newer: ClassVar[frozenset[str]] = Tabular.newer | {"channels"}
 
     kind: str = "image_folder"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a folder
     train: str
     test: str | None = None
     size: int | None = Field(default=None, ge=1, le=1 << 12)
+    channels: Literal[1, 3] | None = None
 
     @classmethod
     def located(cls, root: Path) -> str:
@@ -65,6 +68,7 @@ class ImageFolder(Tabular):
         arrays = {name: pa.chunked_array([values]) for name, values in columns.items()}
         found = Columns(folder.name, arrays)
         found.part = part
+        found.rows = ["/".join(place) for place in places]
         return found
 
     def _folder(self, part: str, root: Path | None) -> Path:
@@ -90,17 +94,23 @@ class ImageFolder(Tabular):
         return found
 
     def _encoded(self, path: Path) -> bytes:
-        """The bytes of an image, of `size` pixels each way if asked. Raises `ConfigError`."""
+        """The bytes of an image, of `size` pixels each way and of `channels` if asked. Raises
+        `ConfigError`.
+        """
         given = path.read_bytes()
-        if self.size is None:
+        if self.size is None and self.channels is None:
             return given
         from PIL import Image
 
         try:
             with Image.open(io.BytesIO(given), formats=FORMATS) as image:
-                mode = "L" if image.mode == "L" else "RGB"
-                wanted = (self.size, self.size)
-                scaled = image.convert(mode).resize(wanted, Image.Resampling.BILINEAR)
+                if image.mode.startswith(DEEP):
+                    return given  # it is refused by name where it is decoded
+                grey = self.channels == 1 or (self.channels is None and image.mode == "L")
+                scaled = image.convert("L" if grey else "RGB")
+                if self.size is not None:
+                    wanted = (self.size, self.size)
+                    scaled = scaled.resize(wanted, Image.Resampling.BILINEAR)
         except Exception as error:  # whatever a broken image makes its decoder raise
             accepted = f"encoded images; {path.name} is none ({type(error).__name__})"
             raise ConfigError("data.train", str(path.parent), accepted) from None

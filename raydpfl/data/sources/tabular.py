@@ -219,7 +219,7 @@ class Tabular(Dealt):
 
     def _inputs(self, columns: Columns) -> np.ndarray:
         """Inputs [rows, *shape], as the columns have them."""
-        parts = [inputs(columns[column], column) for column in self.x]
+        parts = [inputs(columns[column], column, columns.rows) for column in self.x]
         if len(parts) > 1 and any(part.ndim > 1 for part in parts):
             accepted = "one column of images or lists, or several of numbers"
             raise ConfigError("data.x", self.x, accepted)
