@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +34,9 @@ from raydpfl.local import (
     checks,
     linear,
     picked,
+    process,
     resolve,
+    tune_allocator,
 )
 from raydpfl.local import way as way_module
 from raydpfl.local.convolutional import Convolutional
@@ -1218,6 +1222,19 @@ def test_two_processes_give_the_same_bits():
         for arguments in (("plain", "1"), ("tuned", "2"))
     ]
     assert said[0] == said[1] and len(set(said[0].splitlines())) == 10
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux's huge pages"
+)
+def test_tensors_come_to_lie_where_huge_pages_are_asked_for():
+    tune_allocator()
+    # a tensor of half the bytes that are asked for: the first huge page begins within it
+    place = torch.empty(process.POOL // 8).data_ptr() + process.HUGE
+    maps = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())[1:]
+    spans = [[int(end, 16) for end in each.split()[0].split("-")] for each in maps]
+    (lies,) = (each for each, (a, b) in zip(maps, spans, strict=True) if a <= place < b)
+    assert "hg" in lies.partition("VmFlags:")[2].split()
 
 
 def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
