@@ -75,7 +75,10 @@ def test_a_client_imports_what_training_and_evaluating_need_and_no_more(tmp_path
     assert not loaded & {*NEVER, *RAY, *ABOVE}
 
 
-def test_the_commands_are_there_without_ray():
-    code = "import sys, raydpfl.runner, raydpfl.cli; print('ray' in sys.modules)"
+READING = "raydpfl.runner, raydpfl.cli, raydpfl.shown, raydpfl.report.figures"
+
+
+def test_the_commands_are_there_and_a_study_is_read_without_ray_and_matplotlib():
+    code = f"import sys, {READING}; print(sorted({{'ray', 'matplotlib'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout == "[]\n", done.stderr

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -709,7 +708,7 @@ def test_an_item_of_a_show_list_names_what_is_wrong_with_it():
     assert parse({"trajectory": {}, "colour": "arm"}, "show[0]", axes).kind == "trajectory"
 
 
-# ---- the command, and what it costs others ----
+# ---- the command ----
 
 
 @pytest.mark.slow
@@ -730,13 +729,6 @@ def test_a_run_and_its_report_by_the_commands(tmp_path, monkeypatch, capsys):
         "Probability of selection over the clients&#x27; sizes",
         "Which classes are taken for which",
     }
-
-
-@pytest.mark.slow
-def test_neither_a_run_nor_reading_a_study_loads_matplotlib():
-    code = "import sys, raydpfl.cli, raydpfl.runner, raydpfl.shown, raydpfl.report.figures\n"
-    code += "sys.exit(any(name.startswith('matplotlib') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_tables_say_the_same_in_three_forms():

@@ -4,14 +4,13 @@ keep the contract, and run privately with the epsilon of what they release.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import experiment
 
-from raydpfl import privacy, run
+from raydpfl import cli, privacy, run
 from raydpfl.check import check, render
 from raydpfl.errors import ConfigError
 from raydpfl.origin import sources
@@ -112,17 +111,25 @@ def test_what_is_no_accountant_is_refused_in_one_line(name, why):
     assert str(caught.value).startswith(f"privacy.accountants = {name!r}: {why}")
 
 
-COMMAND = [sys.executable, "-c", "from raydpfl.cli import main; main()", "check"]
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Runs `raydpfl check` with these arguments: its exit code, and what it prints."""
+    monkeypatch.chdir(HERE)
 
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["raydpfl", "check", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
 
-def said(*arguments: str) -> tuple[int, str, str]:
-    """Exit code and what `raydpfl check` prints."""
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=HERE)
-    return done.returncode, done.stdout, done.stderr
+    return run
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_says_what_is_broken():
+def test_the_command_prints_a_table_and_says_what_is_broken(said):
     code, table, errors = said("amsgrad:AmsGrad", "rounds=2", "server.lr=0.02")
     assert code == 0 and not errors
     assert "kept    no hidden state" in table and "lr=0.02" in table

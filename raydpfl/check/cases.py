@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from raydpfl import data, measure, models, tasks, track
 from raydpfl.check.promise import Untaken, Untried
@@ -121,6 +122,7 @@ class Case:
     section: str
     values: dict[str, Any]  # the section as a config has it
     overrides: tuple[str, ...] = ()
+    module: nn.Module | None = field(default=None, init=False)  # of a model, as it begins
     _failed: bool = field(default=False, init=False)  # the inline run
 
     @cached_property

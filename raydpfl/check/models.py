@@ -82,9 +82,15 @@ def _form(case: Case) -> Form:
     return Shards.open(case.plan.shards).form(case.plan.experiment.data.task)
 
 
-def _built(case: Case, seed: int = 0) -> tuple[nn.Module, Form]:
-    form = _form(case)
-    return models.build(case.plan.experiment.model, form, seed), form
+def _built(case: Case) -> tuple[nn.Module, Form]:
+    """A copy of the module as it begins, which is made once, and its samples."""
+    if case.module is None:
+        case.module = _made(case, 0)
+    return copy.deepcopy(case.module), _form(case)
+
+
+def _made(case: Case, seed: int) -> nn.Module:
+    return models.build(case.plan.experiment.model, _form(case), seed)
 
 
 def shapes(case: Case) -> str:
@@ -121,7 +127,7 @@ def initial_parameters(case: Case) -> str:
     for drawn, seed in ((0, 0), (1, 0), (0, 1)):
         with keyed_globals(drawn):
             np.random.rand(drawn)
-            found.append(models.flatten(_built(case, seed)[0]))
+            found.append(models.flatten(_made(case, seed)))
     hold(torch.equal(found[0], found[1]), "made again, it begins with others")
     return "the same for every seed" if torch.equal(found[0], found[2]) else "by the seed"
 
@@ -173,7 +179,7 @@ def copies(case: Case) -> str:
     x = form.inputs(3, stream(0, Purpose.DATA))
     file = case.folder / "weights.safetensors"
     file.write_bytes(weights.packed(module.state_dict(), file.suffix, {}))
-    other, _ = _built(case, seed=1)
+    other = _made(case, seed=1)
     weights.fill(other, str(file))
     with torch.no_grad():
         expected = module.eval()(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,22 @@ from raydpfl.selection import Cohort
 
 
 class Dealt(Inline):
-    """Several client actors in this process, or one per client (`actors` 0). Everything between
-    them and the coordinator is pickled, and the last result comes first.
+    """Several client actors in this process, or one per client (`actors` 0), each made when it is
+    first asked for something. Everything between them and the coordinator is pickled, and the last
+    result comes first.
     """
 
     def __init__(self, experiment: Experiment, shards: str, actors: int):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
-        count = actors or self.client.shards.clients
-        self.clients = [ClientActor(experiment, shards) for _ in range(count)]
+        self.count = actors or self.client.shards.clients
+        self._make = cache(lambda index: ClientActor(experiment, shards))
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         """See `Inline.shares`."""
         if self.per_client:
             return singles(lanes)
-        return shares(lanes, len(self.clients), Costs().of(lanes))
+        return shares(lanes, self.count, Costs().of(lanes))
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
@@ -49,14 +51,16 @@ class Dealt(Inline):
 
     def _actor(self, index: int, lane: Lane) -> ClientActor:
         if lane.slot is not None and self.per_client:
-            return self.clients[int(lane.clients[lane.slot])]
-        return self.clients[index % len(self.clients)]
+            index = int(lane.clients[lane.slot])
+        return self._make(index % self.count)
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """See `Inline.losses`."""
-        parts = np.array_split(clients, len(self.clients))
-        asked = zip(self.clients, parts, strict=True)
-        found = [actor.losses(model, t, part.tolist(), noise_seed) for actor, part in asked]
+        parts = np.array_split(clients, min(self.count, len(clients)) or 1)
+        found = [
+            self._make(index).losses(model, t, part.tolist(), noise_seed)
+            for index, part in enumerate(parts)
+        ]
         return np.concatenate(found)
 
     def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
@@ -64,7 +68,7 @@ class Dealt(Inline):
         batches = len(self.client.evaluator.batches)
         found: dict[int, list[Scored]] = {}
         for index in reversed(range(batches)):
-            actor = self.clients[index % len(self.clients)]
+            actor = self._make(index % self.count)
             scored = actor.evaluate(model, t, [index], own)
             found[index] = pickle.loads(pickle.dumps(scored))
         return [scored for index in range(batches) for scored in found[index]]

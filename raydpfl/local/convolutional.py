@@ -36,6 +36,7 @@ from raydpfl.local.one_by_one import Descent, OneByOne
 from raydpfl.local.products import add_product_, affine, product
 from raydpfl.local.stack import (
     Activation,
+    Call,
     NoStack,
     backwards,
     check_unhooked,
@@ -350,7 +351,7 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     """
     places = places_of(module)
     chain: list[Link] = []
-    for each in reversed([_found(places, *node) for node in backwards(module)]):
+    for each in reversed([_found(places, call) for call in backwards(module)]):
         if isinstance(each, _Pool):
             _attach(each, chain)
         elif isinstance(each, Pointwise) and chain and isinstance(chain[-1], Pointwise):
@@ -392,18 +393,18 @@ def _channels_last(dense: Link, channels: int) -> Dense:
     return replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
 
 
-def _found(places: dict[int, int], traced: fx.GraphModule, node: fx.Node) -> Link | _Pool | None:
-    """What a node is; None for what changes nothing."""
-    layer = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if isinstance(layer, nn.Conv2d) and type(layer) is nn.Conv2d:
-        return _convolution(places, layer)
-    if isinstance(layer, nn.MaxPool2d) and type(layer) is nn.MaxPool2d:
-        return _pool(layer)
-    if node.target is F.max_pool2d:
-        return _pool_function(node)
-    step = step_of(traced, node)
+def _found(places: dict[int, int], call: nn.Module | Call) -> Link | _Pool | None:
+    """What a layer or a call is; None for what changes nothing."""
+    if type(call) is nn.Conv2d:
+        return _convolution(places, call)
+    if type(call) is nn.MaxPool2d:
+        return _pool(call)
+    if isinstance(call, Call) and call.node.target is F.max_pool2d:
+        return _pool_function(call.node)
+    step = step_of(call)
     if step is None:
-        return None if layer is not None and not isinstance(layer, nn.Flatten) else Flat()
+        idle = isinstance(call, nn.Module) and not isinstance(call, nn.Flatten)
+        return None if idle else Flat()
     if isinstance(step, Activation):
         return Pointwise(step)
     weight, bias = step

@@ -105,8 +105,8 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     places = places_of(module)
     layers: list[Layer] = []
     activation = None
-    for traced, node in backwards(module):
-        step = step_of(traced, node)
+    for call in backwards(module):
+        step = step_of(call)
         if isinstance(step, Activation):
             if activation:
                 raise NoStack(f"{activation.name} follows {step.name}")
@@ -121,21 +121,51 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     return tuple(reversed(layers))
 
 
-def backwards(module: nn.Module) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """The nodes of the traced module from its output back to its input, each the first argument of
-    the one before. Raises `NoStack` where they do not lead there.
+@dataclass(frozen=True)
+class Call:
+    """A function or method in the traced code of a module."""
+
+    root: nn.Module  # by whose attributes the node names parameters
+    node: fx.Node
+
+
+def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
+    """The layers and calls from the module's output back to its input, each taking what the next
+    one gives. Raises `NoStack` where they do not lead there.
     """
+    chain = _sequence(module)
+    if chain is not None:
+        yield from reversed(chain)
+        return
+    root = nn.Sequential(module)  # wrapped, so that a lone Linear is seen as a layer
     try:
-        # wrapped, so that a lone Linear is seen as a layer
-        traced = fx.symbolic_trace(nn.Sequential(module))
+        graph = fx.Tracer().trace(root)
     except RAISED as error:  # whatever the module's own code does when it runs on proxies
         raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
-    node = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    node = next(node for node in graph.nodes if node.op == "output").args[0]
     while isinstance(node, fx.Node) and node.op != "placeholder":
-        yield traced, node
+        layer = node.op == "call_module"
+        yield root.get_submodule(str(node.target)) if layer else Call(root, node)
         node = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(node, fx.Node):
         raise NoStack("it is more than layers one after another")
+
+
+def _sequence(module: nn.Module) -> list[nn.Module] | None:
+    """The layers of a plain `nn.Sequential`, in which others may stand: what torch.fx would find,
+    in a hundredth of the time. None: it has to.
+    """
+    if fx.Tracer().is_leaf_module(module, ""):
+        return [module]
+    if type(module) is not nn.Sequential or "forward" in vars(module) or _hooked(module):
+        return None
+    found: list[nn.Module] = []
+    for each in module:
+        within = _sequence(each)
+        if within is None:
+            return None
+        found += within
+    return found
 
 
 def places_of(module: nn.Module) -> dict[int, int]:
@@ -158,12 +188,13 @@ def taken(
     return places.pop(id(weight)), None if bias is None else places.pop(id(bias))
 
 
-def step_of(traced: fx.GraphModule, node: fx.Node) -> Found:
+def step_of(call: nn.Module | Call) -> Found:
     """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but
     the shape.
     """
-    if node.op == "call_module":
-        return _of_module(traced.get_submodule(str(node.target)))
+    if isinstance(call, nn.Module):
+        return _of_module(call)
+    node = call.node
     arguments = node.args[1:]
     if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
         return ACTIVATIONS[node.target]
@@ -173,7 +204,7 @@ def step_of(traced: fx.GraphModule, node: fx.Node) -> Found:
             raise NoStack("a leaky ReLU whose slope is computed is none of its layers")
         return _leaky(slope)
     if node.target is F.linear:
-        return _of_function(traced, node)
+        return _of_function(call)
     if node.target in (torch.flatten, "flatten"):
         if arguments == (1,) or node.kwargs.get("start_dim") == 1:
             return None
@@ -202,32 +233,37 @@ def _of_module(module: nn.Module) -> Found:
 
 def check_unhooked(module: nn.Module) -> None:
     """Raises `NoStack` for a layer with hooks."""
+    if _hooked(module):
+        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
+
+
+def _hooked(module: nn.Module) -> bool:
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    if any(hooks):
-        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
+    return any(hooks)
 
 
-def _of_function(traced: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The (weight, bias) of a call of `torch.nn.functional.linear`."""
+    node = call.node
     sources = [
         *node.args[1:],
         *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
     ]
-    weight, *bias = (_attribute(traced, source) for source in sources)
+    weight, *bias = (_attribute(call.root, source) for source in sources)
     if weight is None:
         raise NoStack("a linear layer without weight is none of its layers")
     return weight, bias[0] if bias else None
 
 
-def _attribute(traced: fx.GraphModule, source: object) -> torch.Tensor | None:
+def _attribute(root: nn.Module, source: object) -> torch.Tensor | None:
     """The parameter or buffer that an argument is; None for None."""
     if source is None:
         return None
     if not isinstance(source, fx.Node) or source.op != "get_attr":
         raise NoStack("a linear layer whose weight or bias is computed is none of its layers")
-    return operator.attrgetter(str(source.target))(traced)
+    return operator.attrgetter(str(source.target))(root)
