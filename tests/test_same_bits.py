@@ -458,8 +458,10 @@ EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 
 @cache
 def inline_run(method: str) -> tuple[Plan, Watched, pa.Table]:
-    """The plan of a method, carried out inline, and the table of its rounds."""
-    plan = Plan.make(experiment(**{"rounds": 3, **METHODS[method]}))
+    """The plan of a method, carried out inline, and the table of its rounds. The second round has
+    what the first one left of every state.
+    """
+    plan = Plan.make(experiment(**{"rounds": 2, **METHODS[method]}))
     with tempfile.TemporaryDirectory() as out:
         inline = carried_out(plan, Path(out))
         return plan, inline, pq.read_table(Path(out) / "rounds.parquet")
