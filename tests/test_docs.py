@@ -91,6 +91,12 @@ def test_lines_of_text_have_a_hundred_columns(page):
     assert not [line for line in text.splitlines() if len(line) > 100 and line[0] not in "|!"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_snippets_are_no_wider_than_a_page_of_the_site(page):
+    snippets = [text for _, text in FENCE.findall(page.read_text())]
+    assert not [line for text in snippets for line in text.splitlines() if len(line) > 83]
+
+
 @pytest.mark.parametrize("page, words", commands())
 def test_every_command_and_its_options_are_there(page, words, monkeypatch):
     command = get_command(app)
@@ -176,7 +182,7 @@ def test_runs_are_gone_on_with_reported_and_compared_as_the_docs_say(place, tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     block = next(each.values[1] for each in fences("bash") if place in each.values[1])
-    for line in block.splitlines():
+    for line in block.replace("\\\n", " ").splitlines():
         done = CliRunner().invoke(app, line.split()[1:])
         assert done.exit_code == 0, (line, done.output, done.exception)
     made = {"--out runs/first": "model.safetensors", "--out runs/compared": "runs/compared"}

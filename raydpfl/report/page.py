@@ -298,6 +298,7 @@ PAGE = Template("""<!DOCTYPE html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="raydpfl report">
+<link rel="icon" href="data:,">
 <title>$title</title>
 <style>$style</style>
 </head>

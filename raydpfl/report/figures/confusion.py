@@ -73,7 +73,7 @@ class Confusion(Apart):
         return []
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        rounds = sorted({found.round for found in common.values()})
+        rounds = sorted({found.round + 1 for found in common.values()})  # as curves count them
         text = "Of the samples of each class, in a row, the share in percent that was taken for "
         text += f"each class, at the last evaluation (round {', '.join(map(str, rounds))})."
         if any(len(panel.groups[0].runs) > 1 for panel in panels):
