@@ -14,9 +14,11 @@ import os
 import pickle
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ from ray.exceptions import (
 )
 
 from raydpfl import evaluator
-from raydpfl.client import ClientActor
 from raydpfl.config import Client, Experiment
 from raydpfl.data import Shards
 from raydpfl.dealing import Costs, rows, shares, singles
@@ -40,7 +41,9 @@ from raydpfl.delivery import RATE
 from raydpfl.errors import ConfigError, DeviceLost, RunError
 from raydpfl.origin import differences
 from raydpfl.process import Started
+from raydpfl.remote import ClientActor
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
+from raydpfl.shared import AVAILABLE, Gone, Inbox, Outbox, Put
 from raydpfl.slots import cores
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
@@ -57,8 +60,10 @@ SMALL = 1 << 16  # bytes; Ray sends an argument of up to 100 kB with the call
 PIECE = 0.25  # seconds of a piece of a round, of which an actor may take several
 PIECES = 4
 IN_FLIGHT = 64  # calls at once when each client is its own actor
-# the actor is gone, or the node that kept what it had returned
-LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
+# the actor is gone, or the node that kept what it had returned, or the memory that it put it in
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError, Gone)
+# what belongs to one process, of the attributes of `Actors`
+OWN = ("_class", "_outbox", "_inboxes")
 
 
 class Patience:
@@ -135,23 +140,27 @@ class Actors:
         self._facts: dict[int, Started] = {}
         # call -> actor, of those that have been told and have not answered yet
         self._starting: dict[Any, int] = {}
+        self._near: set[int] = set()  # those that share memory with this process
         slots = int(ray.cluster_resources().get("CPU", 1))
         self._wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
-        self._class = self._options()
+        self._begin()
         self._more()
 
-    def _options(self) -> Any:
+    def _begin(self) -> None:
+        """Makes what belongs to this process."""
         client = self._client
-        return ray.remote(ClientActor).options(
+        self._class = ray.remote(ClientActor).options(
             num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
         )
+        self._outbox = Outbox()
+        self._inboxes: defaultdict[int, Inbox] = defaultdict(Inbox)  # by actor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_class"}
+        return {name: value for name, value in vars(self).items() if name not in OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._class = self._options()
+        self._begin()
 
     def told(self, experiment: Experiment, shards: str, capability: Mapping[str, str]) -> None:
         """Tells the actors what they work for: a complete experiment and the folder of its data."""
@@ -168,7 +177,8 @@ class Actors:
 
     def _tell(self, index: int) -> None:
         assert self._given is not None
-        self._starting[self._actors[index].ready.remote(*self._given)] = index
+        seen = self._outbox.put(None)[0] if AVAILABLE else None
+        self._starting[self._actors[index].begin.remote(seen, *self._given)] = index
 
     def _more(self) -> None:
         """Starts as many of the actors that are missing as may start at once."""
@@ -220,38 +230,36 @@ class Actors:
 
         Raises `ClientError` when a client failed, `RunError` when actors keep dying.
         """
-        given = _given(broadcast, len(shares))
         homes = [
             int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares
         ]
-        calls = [(given, work, list(share)) for share in shares]
+        calls = [(work, list(share)) for share in shares]
         costs = [rows(share) for share in shares]
-        for index, result in self._results("train", calls, homes, costs):
+        for index, result in self._results("train", broadcast, calls, homes, costs):
             if not self.per_client:
                 self._costs.took(shares[index], result.seconds)
             yield index, result
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
-        reference = ray.put(model)
         parts = np.array_split(
             clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
         )
         homes = [int(part[0]) if self.per_client else None for part in parts]
-        calls = [(reference, t, part.tolist(), noise_seed) for part in parts]
-        found = dict(self._results("losses", calls, homes, [len(part) for part in parts]))
+        calls = [(t, part.tolist(), noise_seed) for part in parts]
+        found = dict(self._results("losses", model, calls, homes, [len(part) for part in parts]))
         return np.concatenate([found[index] for index in range(len(parts))])
 
     def _results(
         self,
         method: str,
+        given: Any,
         calls: Sequence[tuple],
         homes: Sequence[int | None],
         costs: Sequence[float],
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of `method` called with each of `calls`, as they arrive; on the actor of
-        `homes`, or on any that is free (None).
-        """
+        """(index, result) of each of `calls` as they arrive, of its home or (None) of any actor."""
+        sent = _Sent(given, calls, self._outbox)
         waiting = deque(range(len(calls)))
         flying: dict[Any, _Flight] = {}
         deaths: Counter[Any] = Counter()
@@ -266,7 +274,7 @@ class Actors:
                     break
                 waiting.popleft()
                 seconds = patience.seconds(costs[index], len(late.get(index, ())))
-                call = getattr(self._actors[actor], method).remote(*calls[index])
+                call = sent.to(getattr(self._actors[actor], method), index, actor in self._near)
                 flying[call] = _Flight.begun(index, actor, seconds)
             done = self._wait(flying)
             if done in flying:
@@ -290,6 +298,10 @@ class Actors:
         if facts:
             self._check_alike(facts)
             self._facts[actor] = facts
+            with suppress(Gone):
+                if facts.put:
+                    self._inboxes[actor].take(facts.put)
+                    self._near.add(actor)
         self._more()
 
     def _check_alike(self, facts: Started) -> None:
@@ -321,7 +333,7 @@ class Actors:
     def _taken(self, call: Any, actor: int, of: Any, deaths: Counter) -> Any:
         """The result of a call that is done; None if its actor is dead, which is replaced then."""
         try:
-            return ray.get(call)
+            return self._whole(ray.get(call), actor)
         except LOST as error:
             deaths[of] += 1
             if deaths[of] > DEATHS:
@@ -337,6 +349,12 @@ class Actors:
                 raise reason from None
             self._replace(actor)  # its process cannot use its GPU any more
             return None
+
+    def _whole(self, answer: Any, actor: int) -> Any:
+        """What an actor has answered, by whatever way. Raises `Gone`."""
+        if not isinstance(answer, bytes):
+            return answer
+        return self._inboxes[actor].take(pickle.loads(answer), copied=True)
 
     def _given_up(
         self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str
@@ -370,6 +388,8 @@ class Actors:
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet
         ray.kill(self._actors[actor])  # a process that hangs on must not come back into the pool
+        self._near.discard(actor)
+        self._inboxes.pop(actor, None)
         self._actors[actor] = self._class.remote()
         self._tell(actor)
 
@@ -377,12 +397,12 @@ class Actors:
         self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]
     ) -> list[evaluator.Scored]:
         """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
-        reference = ray.put(model)
         count = len(self._batches)
         edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
         some = [range(*edge) for edge in itertools.pairwise(edges)]
-        calls = [(reference, t, each, self._of_clients(own, each)) for each in some]
-        found = dict(self._results("evaluate", calls, [None] * len(some), [*map(len, some)]))
+        calls = [(t, each, self._of_clients(own, each)) for each in some]
+        costs = [*map(len, some)]
+        found = dict(self._results("evaluate", model, calls, [None] * len(some), costs))
         return [each for index in range(len(some)) for each in found[index]]
 
     def _of_clients(self, own: Mapping[int, np.ndarray], which: range) -> dict[int, np.ndarray]:
@@ -395,13 +415,35 @@ class Actors:
             ray.kill(actor)
 
 
-def _given(broadcast: Broadcast, times: int) -> Any:
-    """What stands for the broadcast in so many calls: itself, where it is small, else a reference
-    to it in the object store, which costs a millisecond.
-    """
-    told = [array.nbytes for state in broadcast.told.values() for array in state.values()]
-    size = broadcast.model.nbytes + sum(told)
-    return broadcast if size <= SMALL and size * times <= 4 * SMALL else ray.put(broadcast)
+class _Sent:
+    """Calls as they are sent, each of what all are given and of something of its own."""
+
+    def __init__(self, given: Any, calls: Sequence[tuple], outbox: Outbox):
+        self._given = given
+        self._calls = calls
+        self._outbox = outbox
+
+    def to(self, method: Any, index: int, near: bool) -> Any:
+        """Makes a call, of a method of an actor that is `near` if it shares memory with this
+        process.
+        """
+        if not near:
+            return method.remote(self._reference, *self._calls[index])
+        given, *calls = self._puts
+        return method.remote(pickle.dumps((given, calls[index])))
+
+    @cached_property
+    def _puts(self) -> list[Put]:
+        return self._outbox.put(self._given, *self._calls)
+
+    @cached_property
+    def _reference(self) -> Any:
+        """What all are given, where it is small; else a reference to it in the object store, which
+        costs a millisecond.
+        """
+        size = len(pickle.dumps(self._given))
+        small = size <= SMALL and size * len(self._calls) <= 4 * SMALL
+        return self._given if small else ray.put(self._given)
 
 
 def _reason(error: RayTaskError) -> Exception:
@@ -447,7 +489,7 @@ def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
         return False, client
 
 
-def _cause(error: RayError) -> str:
+def _cause(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
         remedy = "use fewer client.actors, a smaller client.lane or a node with more memory"

@@ -135,11 +135,11 @@ class Coordinator:
         most = None if at.bound is None else at.bound * plan.weight
         grid = sums.grid(len(cohort), most, std)
         work = Work(t, plan.seed, plan.noise_seed, at.bound, std, grid)
-        arrived = dict(self.pool.run(self._broadcast(), work, shares))
-        results = [arrived[index] for index in range(len(shares))]  # no order of arrival matters
-        at.memory.keep(results)
+        arriving = self.pool.run(self._broadcast(), work, shares)
         apart = width if self.pool.per_client else None
-        return sums.total([each.total for each in results], plan.d, grid, apart), results
+        total, results = sums.gathered(arriving, plan.d, grid, apart)
+        at.memory.keep(results)
+        return total, results
 
     def _broadcast(self) -> Broadcast:
         e = self.experiment

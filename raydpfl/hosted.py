@@ -8,6 +8,7 @@ from typing import Any
 
 from raydpfl import coordinator
 from raydpfl.errors import contained
+from raydpfl.local import tune_allocator
 from raydpfl.placement import Pool
 
 
@@ -34,6 +35,7 @@ class Coordinator(coordinator.Coordinator):
     ) -> tuple[int, list[str]]:
         """As `start`, of a plan that is pickled. `path`: where modules of the user's own are."""
         sys.path.extend(entry for entry in path if entry not in sys.path)
+        tune_allocator()
         super().__init__(pickle.loads(plan), out, pool, resume, anew)
         with contained():
             return self.start()

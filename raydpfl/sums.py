@@ -16,15 +16,17 @@ four million, so rounding to it changes no printed digit of a sensitivity.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from raydpfl.errors import RunError
+from raydpfl.rounds import LaneResult
 
 # no coordinate of a round's sum may exceed this when nothing bounds the updates
 UNBOUNDED = 2.0**20
+NOTHING = np.empty(0)
 TAIL = 40.0  # no Gaussian of float64 precision lies this many standard deviations out
 
 
@@ -80,16 +82,33 @@ def check_range(largest: float, step: float) -> None:
         )
 
 
-def total(sums: Sequence[np.ndarray], d: int, grid: float, width: int | None = None) -> np.ndarray:
-    """The sum, float64 [d], of what actors have returned, float64 [d] each, in client order.
+def gathered(
+    arriving: Iterable[tuple[int, LaneResult]], d: int, grid: float, width: int | None = None
+) -> tuple[np.ndarray, list[LaneResult]]:
+    """What actors have returned, added up while others are at work.
 
-    With `width` each is one client's contribution, and so many of them are a lane, whose sum is
-    formed here; else they are sums of lanes, on the grid already.
+    Args:
+        arriving: each result as it arrives, and its place among them.
+        d: parameters of the model.
+        grid: of the round.
+        width: None: totals are sums of lanes, on the grid already. Else each is one client's
+            contribution, and those at so many places in turn are a lane, whose sum is formed here.
+
+    Returns:
+        The exact sum, float64 [d], whatever the order of arrival, and the results by place.
     """
-    found = np.zeros(d)
-    for start in range(0, len(sums), width or 1):
-        lane = np.zeros(d)
-        for each in sums[start : start + (width or 1)]:
-            lane += each
-        found += snap(lane, grid) if width else lane
-    return found
+    found: dict[int, LaneResult] = {}
+    total = np.zeros(d)
+    for place, result in arriving:
+        found[place] = result
+        if width is None:
+            total += result.total
+            result.total = NOTHING
+    results = [found[place] for place in range(len(found))]
+    if width is not None:
+        for start in range(0, len(results), width):
+            lane = np.zeros(d)
+            for result in results[start : start + width]:
+                lane += result.total
+            total += snap(lane, grid)
+    return total, results

@@ -21,13 +21,13 @@ ORDER = [
     "budget", "audit", "check", "submit", "staging", "archive", "study", "tune", "report", "shown",
     "observers", "runner", "launch", "hosted", "coordinator", "record", "witnessing", "adapting",
     "surveying", "position", "account", "memory", "placement", "actors", "dealing", "slots",
-    "client", "evaluator", "personal", "resident", "process", "delivery", "cluster",
+    "remote", "client", "evaluator", "personal", "resident", "process", "delivery", "cluster",
     # no Ray from here on
     "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding",
     "noise", "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
     "own", "rounds", "rates", "events", "arrow", "keys", "native", "storage", "files", "device",
-    "hints", "errors", "interrupts", "hardware", "reaper",
+    "shared", "hints", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -1,0 +1,119 @@
+"""What a second client actor gains: rounds of one actor, of two, and of none, in turn.
+
+    python experiments/benchmarks/two_actors.py [--rounds 60] [--cohort 80] [--model mlp]
+
+The coordinator is this process, as in a sweep's trial, so that all three take turns, a round each.
+`Processes` is what the machine gives at most: the lanes of a round in each of both actors at the
+same time, against the same lanes in one actor alone, by the clock of the actors themselves, in
+which Ray has no part. Two cores with a common memory and clock do less than twice the work of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from raydpfl import Experiment
+from raydpfl.actors import Actors
+from raydpfl.coordinator import Coordinator
+from raydpfl.origin import of_capability
+from raydpfl.plan import Plan
+from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
+
+WARM = 5  # rounds that are not counted
+MODELS = {"mlp": {"kind": "mlp", "hidden": 200}, "softmax": {"kind": "softmax"}}
+
+
+class Kept(Actors):
+    """Client actors, which also do the last round's work again."""
+
+    last: tuple[Broadcast, Work, list[Lane]]
+
+    def run(self, broadcast, work, shares):
+        self.last = broadcast, work, [lane for share in shares for lane in share]
+        return super().run(broadcast, work, shares)
+
+    def seconds(self, times: int) -> float:
+        """Seconds of an actor for all lanes of the last round, in so many actors at once."""
+        broadcast, work, lanes = self.last
+        found: list[LaneResult] = [
+            result for _, result in super().run(broadcast, work, [lanes] * times)
+        ]
+        return float(np.mean([result.seconds for result in found]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--cohort", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    options = parser.parse_args()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    plan = Plan.make(Experiment.from_dict(tree(options)))
+    seconds: dict[str, list[float]] = {name: [] for name in ("none", "one", "two", "1", "2")}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: started(plan, Path(folder) / name) for name in ("none", "one", "two")}
+        pool = runs["two"].pool
+        assert isinstance(pool, Kept)
+        for _ in range(WARM + options.rounds):
+            for name, coordinator in runs.items():
+                began = time.perf_counter()
+                coordinator.round()
+                seconds[name].append(time.perf_counter() - began)
+            for times in (1, 2):
+                seconds[str(times)].append(pool.seconds(times))
+    counted = {name: np.array(each[WARM:]) * 1e3 for name, each in seconds.items()}
+    for what, share in (("median", 0.5), ("best tenth", 0.1)):
+        ms = {name: float(np.quantile(each, share)) for name, each in counted.items()}
+        rounds = ", ".join(f"{name} {ms[name]:.1f}" for name in ("none", "one", "two"))
+        print(
+            f"{what} ms a round by actors: {rounds}; two against one: {ms['one'] / ms['two']:.2f}"
+        )
+        work = 2 * ms["1"] / ms["2"]
+        print(f"{what}: two processes do {work:.2f} times the work of one", flush=True)
+
+
+def started(plan: Plan, out: Path) -> Coordinator:
+    """A coordinator of the plan with the actors that its directory is called after."""
+    out.mkdir()
+    count = ("none", "one", "two").index(out.name)
+    pool = None
+    if count:
+        pool = Kept(plan.experiment.client, count)
+        pool.told(plan.experiment, str(plan.shards), of_capability(plan.platform))
+        pool.up(count, lambda: None)
+    coordinator = Coordinator(plan, str(out), pool)
+    coordinator.start()
+    return coordinator
+
+
+def tree(options: argparse.Namespace) -> dict:
+    return {
+        "rounds": WARM + options.rounds,
+        "data": {"kind": "fashion_mnist_mini", "clients": 300},
+        "model": MODELS[options.model],
+        "selection": {"kind": "uniform", "cohort": options.cohort},
+        "local": {"kind": "sgd", "steps": options.steps, "batch": options.batch, "lr": 0.1},
+        "bounding": {"kind": "clip", "bound": 1.0},
+        "evaluate": {"every": WARM + options.rounds},
+        "measure": [],
+    }
+
+
+if __name__ == "__main__":
+    main()
