@@ -1291,7 +1291,7 @@ def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
     monkeypatch.setattr(checks, "_drawn_once", beside_a_thread)
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     assert resolve(module, Sgd(), 20, form((1, 28, 28))) == "compiled"
-    assert asked == [None] * 3
+    assert asked == [None] * 2  # one try without is enough
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.25, 0.5, 0.9, 1.0])

@@ -26,8 +26,11 @@ def drawn_from(module: nn.Module, form: Form) -> str | None:
     None where it draws from none. Other threads of the process may draw from them too at any time,
     so only what is seen in each of a few tries is the module's.
     """
-    found = {_drawn_once(module, form) for _ in range(3)}
-    return found.pop() if len(found) == 1 else None
+    found = _drawn_once(module, form)
+    for _ in range(2):
+        if found is None or _drawn_once(module, form) != found:
+            return None
+    return found
 
 
 def _drawn_once(module: nn.Module, form: Form) -> str | None:
