@@ -541,6 +541,12 @@ class Convolutional(OneByOne):
 
     def _of_loss(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss of a batch, and its gradient by the outputs."""
+        if self.task.closed() == "softmax":
+            log_p = torch.log_softmax(outputs, 1)
+            classes = y[:, None]
+            g = log_p.exp()
+            g.scatter_add_(1, classes, torch.full_like(log_p[:, :1], -1))
+            return -log_p.gather(1, classes).mean(), g.div_(len(y))
         with torch.enable_grad():
             outputs.requires_grad_()
             loss = self.task.loss(outputs, y).mean()
