@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -33,7 +32,6 @@ class _Filters(ctypes.Structure):
         ("given", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("inside", "image", "row", "rows", "run")),
         *((name, ctypes.c_int64 * 2) for name in _PAIRS),
-        *((name, ctypes.c_void_p) for name in ("counts", "values", "places")),
     )
 
 
@@ -92,15 +90,11 @@ class Filters:
         self.shape = (channels, window.kernel[0], window.kernel[1] * inputs)
         self.cells = (count, *grid, channels)
         self.where = torch.empty(self.cells, dtype=torch.int32)
-        counts = torch.empty(count, channels, dtype=torch.int64)
-        values = torch.empty(count, channels, prod(grid))
-        self._arrays = (counts, values, torch.empty_like(values, dtype=torch.int32))
         pairs = (outputs, step, grid, *window.pool[:4])
         self._given = _Filters(
             *(count, channels, _pair((height, width * inputs))),
             *(down * row + across * inputs, image, row, *self.shape[1:]),
             *(_pair(pair) for pair in pairs),
-            *(each.data_ptr() for each in self._arrays),
         )
 
     def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -114,12 +108,12 @@ class Filters:
 
     def follow(self, g: torch.Tensor) -> None:
         """Takes the gradient by the maxima, float32 [B, C, h, w], which all below come from."""
-        self._call("raydpfl_cells", g.permute(0, 2, 3, 1).contiguous(), self.where)
+        self.g = g.permute(0, 2, 3, 1).contiguous()
 
     def squares(self) -> torch.Tensor:
         """The squared norm of each sample's gradient, float32 [B]."""
         found = torch.empty(len(self.images))
-        self._call("raydpfl_filters", self.images, None, found, None)
+        self._call("raydpfl_filters", self.images, self.g, self.where, None, found, None)
         return found
 
     def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
@@ -128,7 +122,7 @@ class Filters:
         """
         found = torch.empty(self.shape)
         given = None if factors is None else factors.contiguous()
-        self._call("raydpfl_filters", self.images, given, None, found)
+        self._call("raydpfl_filters", self.images, self.g, self.where, given, None, found)
         return found
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:
@@ -136,7 +130,7 @@ class Filters:
         filters [C, height, width, c].
         """
         found = torch.empty_like(self.given)
-        self._call("raydpfl_by_images", weights.contiguous(), found)
+        self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), found)
         return found.permute(0, 3, 1, 2)
 
     def _call(self, name: str, *arrays: torch.Tensor | None) -> None:

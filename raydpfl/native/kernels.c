@@ -1172,9 +1172,9 @@ void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float
 
 /* --- convolutions that are max-pooled, sample by sample --- */
 
-/* raydpfl/local/filters.py fills it. Images have their channels last, and are padded in here. A cell
-is an output of the pooling. A sample's gradient by a channel's filter is the sum over its cells
-of g times the patch of the image at the output that the cell takes its maximum from. */
+/* raydpfl/local/filters.py fills it. Images have their channels last; they are padded in here. A
+cell is an output of the pooling. A sample's gradient by a channel's filter is the sum, over its
+cells, of g times the patch of the image at the output that the cell takes its maximum from. */
 typedef struct {
     int64_t samples, channels;
     int64_t given[2];      /* of an image that is not padded: rows, and numbers of one */
@@ -1186,11 +1186,14 @@ typedef struct {
     int64_t step[2];       /* floats from an output's patch to the next */
     int64_t grid[2];       /* cells of a channel */
     int64_t kernel[2], stride[2], padding[2], dilation[2]; /* of the pooling, in outputs */
-    /* what raydpfl_cells finds: [samples][channels], and [samples][channels][cells] */
-    int64_t *counts;
-    float *values;
-    int32_t *places;
 } Filters;
+
+/* Of a sample, the cells of each channel whose gradient is not 0. */
+typedef struct {
+    int64_t *counts; /* [channels] */
+    float *values;   /* [channels][cells], their gradients */
+    int32_t *places; /* the same, where their patches begin in the image */
+} Cells;
 
 INLINE int64_t cells_of(const Filters *f) { return f->grid[0] * f->grid[1]; }
 
@@ -1320,32 +1323,33 @@ int raydpfl_maxima(const Filters *f, const float *given, float *images, const fl
     return 0;
 }
 
-/* The cells whose gradient is not 0, their gradients, and where their patches begin. `g` and
-`where` [samples][cells][channels]. 0. */
-int raydpfl_cells(const Filters *f, const float *g, const int32_t *where) {
+INLINE int64_t cells_room(const Filters *f) { return padded(f->channels * (cells_of(f) + 1)) * 4; }
+
+/* `memory` has `cells_room` floats. */
+INLINE Cells cells_in(const Filters *f, float *memory) {
+    int64_t numbers = padded(f->channels * cells_of(f));
+    return (Cells){(int64_t *)(memory + 2 * numbers), memory, (int32_t *)(memory + numbers)};
+}
+
+/* Those of a sample, from `g` and `where` [cells][channels]. */
+static void find_cells(const Filters *f, const float *g, const int32_t *where, Cells *found) {
     int64_t cells = cells_of(f);
-    for (int64_t s = 0; s < f->samples; s++) {
-        int64_t *counts = f->counts + s * f->channels;
-        float *values = f->values + s * f->channels * cells;
-        int32_t *places = f->places + s * f->channels * cells;
-        memset(counts, 0, f->channels * sizeof(int64_t));
-        for (int64_t i = 0; i < cells; i++, g += f->channels, where += f->channels)
-            for (int64_t c = 0; c < f->channels; c++) {
-                int64_t at = c * cells + counts[c];
-                values[at] = g[c];
-                places[at] = where[c];
-                counts[c] += g[c] != 0;
-            }
-    }
-    return 0;
+    memset(found->counts, 0, f->channels * sizeof(int64_t));
+    for (int64_t i = 0; i < cells; i++, g += f->channels, where += f->channels)
+        for (int64_t c = 0; c < f->channels; c++) {
+            int64_t at = c * cells + found->counts[c];
+            found->values[at] = g[c];
+            found->places[at] = where[c];
+            found->counts[c] += g[c] != 0;
+        }
 }
 
 /* acc [R][V vectors] += factor times the patches, of R rows and V vectors, times their values. */
-INLINE void add_patches(const Filters *f, int64_t at, const float *image, float factor, float *acc,
-                        int64_t width, int R, int V) {
-    const float *values = f->values + at * cells_of(f);
-    const int32_t *places = f->places + at * cells_of(f);
-    int64_t count = f->counts[at];
+INLINE void add_patches(const Filters *f, const Cells *cells, int64_t channel, const float *image,
+                        float factor, float *acc, int64_t width, int R, int V) {
+    const float *values = cells->values + channel * cells_of(f);
+    const int32_t *places = cells->places + channel * cells_of(f);
+    int64_t count = cells->counts[channel];
     int64_t row = f->row;
     v16 sums[25];
     UNROLL for (int i = 0; i < R * V; i++) sums[i] = all(0);
@@ -1387,31 +1391,33 @@ INLINE void add_patches(const Filters *f, int64_t at, const float *image, float 
     for (; r < f->rows; r++) DO(1, V);
 
 /* `acc` [rows][padded run] += factor times a channel's filter gradient of a sample. */
-static void add_filter(const Filters *f, int64_t at, const float *image, float factor,
-                       float *acc) {
+static void add_filter(const Filters *f, const Cells *cells, int64_t channel, const float *image,
+                       float factor, float *acc) {
     int64_t width = padded(f->run);
 #define PATCHES(R, V)                                                                           \
-    add_patches(f, at, image + r * f->row + c, factor, acc + r * width + c, width, R, V)
+    add_patches(f, cells, channel, image + r * f->row + c, factor, acc + r * width + c, width, R, V)
     BLOCKS(PATCHES)
 }
 
 /* Of `images`, with 16 floats after each: to `squares` [samples] the squared norm of each sample's
 gradient, or, where that is NULL, to `total` [channels][rows][run] their sum, weighted by `factors`
 [samples] unless that is NULL. 0: done; 1: no memory. */
-int raydpfl_filters(const Filters *f, const float *images, const float *factors, float *squares,
-                    float *total) {
+int raydpfl_filters(const Filters *f, const float *images, const float *g, const int32_t *where,
+                    const float *factors, float *squares, float *total) {
     int64_t width = padded(f->run);
     int64_t size = f->rows * width;
     int64_t floats = (squares ? 1 : f->channels) * size;
-    float *sums = aligned_alloc(64, floats * sizeof(float));
+    int64_t step = f->channels * cells_of(f);
+    float *sums = aligned_alloc(64, (floats + cells_room(f)) * sizeof(float));
     if (!sums) return 1;
+    Cells cells = cells_in(f, sums + floats);
     memset(sums, 0, floats * sizeof(float));
     for (int64_t s = 0; s < f->samples; s++) {
         float square = 0;
+        find_cells(f, g + s * step, where + s * step, &cells);
         for (int64_t c = 0; c < f->channels; c++) {
-            int64_t at = s * f->channels + c;
             float *own = squares ? sums : sums + c * size;
-            add_filter(f, at, images + s * f->image, factors ? factors[s] : 1, own);
+            add_filter(f, &cells, c, images + s * f->image, factors ? factors[s] : 1, own);
             if (!squares) continue;
             for (int64_t r = 0; r < f->rows; r++) {
                 memset(own + r * width + f->run, 0, (width - f->run) * sizeof(float));
@@ -1428,11 +1434,11 @@ int raydpfl_filters(const Filters *f, const float *images, const float *factors,
 }
 
 /* image += the filter `weight` [R][V vectors of `width`] times each value, where its patch is. */
-INLINE void spread(const Filters *f, int64_t at, float *image, const float *weight, int64_t width,
-                   int R, int V) {
-    const float *values = f->values + at * cells_of(f);
-    const int32_t *places = f->places + at * cells_of(f);
-    int64_t count = f->counts[at];
+INLINE void spread(const Filters *f, const Cells *cells, int64_t channel, float *image,
+                   const float *weight, int64_t width, int R, int V) {
+    const float *values = cells->values + channel * cells_of(f);
+    const int32_t *places = cells->places + channel * cells_of(f);
+    int64_t count = cells->counts[channel];
     int64_t row = f->row;
     v16 own[25];
     UNROLL for (int i = 0; i < R * V; i++) own[i] = load(weight + i / V * width + i % V * LANES);
@@ -1448,24 +1454,30 @@ INLINE void spread(const Filters *f, int64_t at, float *image, const float *weig
 }
 
 /* `image` += a channel's part of a sample's gradient by its image; `weight` [rows][padded run]. */
-static void add_image(const Filters *f, int64_t at, const float *weight, float *image) {
+static void add_image(const Filters *f, const Cells *cells, int64_t channel, const float *weight,
+                      float *image) {
     int64_t width = padded(f->run);
-#define SPREAD(R, V) spread(f, at, image + r * f->row + c, weight + r * width + c, width, R, V)
+#define SPREAD(R, V)                                                                            \
+    spread(f, cells, channel, image + r * f->row + c, weight + r * width + c, width, R, V)
     BLOCKS(SPREAD)
 }
 
 /* The gradient by the images, `found` [samples][given], from `weights` [channels][rows][run]. 0:
 done; 1: no memory. */
-int raydpfl_by_images(const Filters *f, const float *weights, float *found) {
+int raydpfl_by_images(const Filters *f, const float *g, const int32_t *where, const float *weights,
+                      float *found) {
     int64_t size = f->rows * padded(f->run);
-    float *own = aligned_alloc(64, padded(f->channels * size + f->image) * sizeof(float));
+    int64_t step = f->channels * cells_of(f);
+    int64_t floats = f->channels * size + padded(f->image);
+    float *own = aligned_alloc(64, (floats + cells_room(f)) * sizeof(float));
     if (!own) return 1;
     float *image = own + f->channels * size;
+    Cells cells = cells_in(f, own + floats);
     copy_rows(weights, f->channels * f->rows, f->run, own);
     for (int64_t s = 0; s < f->samples; s++) {
         memset(image, 0, f->image * sizeof(float));
-        for (int64_t c = 0; c < f->channels; c++)
-            add_image(f, s * f->channels + c, own + c * size, image);
+        find_cells(f, g + s * step, where + s * step, &cells);
+        for (int64_t c = 0; c < f->channels; c++) add_image(f, &cells, c, own + c * size, image);
         for (int64_t r = 0; r < f->given[0]; r++, found += f->given[1])
             memcpy(found, image + f->inside + r * f->row, f->given[1] * sizeof(float));
     }
