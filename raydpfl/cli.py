@@ -105,6 +105,10 @@ Described = Annotated[
         metavar="CONFIG|FILE... [KEY=VALUE]...",
     ),
 ]
+Picture = Annotated[
+    Path | None,
+    typer.Option(help="A picture of the classes of each client: a file .svg, .png or .pdf."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -682,21 +686,36 @@ def data_fetch(
 
 
 @datasets.command("describe")
-def data_describe(files: Described, data_root: DataRoot = None) -> None:
-    """What each client of a config gets, in numbers; or what is understood of data files, as a
-    config that trains on them. `data.y=NAME` and the like say what else to take.
+def data_describe(files: Described, out: Picture = None, data_root: DataRoot = None) -> None:
+    """What each client of a config gets, in numbers, and with --out as a picture; or what is
+    understood of data files, as a config that trains on them. `data.y=NAME` and the like say what
+    else to take.
     """
     from raydpfl import data
 
     config, *overrides = files
     if not _is_config(config):
+        if out is not None:
+            accepted = "with a config alone, as what data describe prints of these files"
+            raise ConfigError("--out", str(out), accepted)
         print(_understood(files, data_root), end="")
         return
+    if out is not None:
+        from raydpfl.report import dealt
+
+        dealt.check(out)
     experiment = _read("data describe", config, overrides, imports=("data",))[0]
-    apart = experiment.evaluate.apart
-    found = data.describe(experiment.data, experiment.seed, data_root, apart)
-    for name, value in found.items():
+    found = data.dealt(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
+    for name, value in found.describe().items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {each:g}" for key, each in value.items())
         print(f"{name}: {value}")
+    if out is not None:
+        counts = found.class_counts()
+        if not counts.shape[1]:
+            raise ConfigError("--out", str(out), "with data whose samples have a class each")
+        dealt.write(out, counts, found.target.names)
+        print(f"Picture: {out}")
 
 
 def _is_config(name: str) -> bool:

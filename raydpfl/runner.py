@@ -442,7 +442,8 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
                         f"{before.get(key)!r}, as in the run to be resumed",
                     )
         elif section not in SHOWS and value != before:
-            raise ConfigError(section, value, f"{before!r}, as in the run to be resumed")
+            more = " or more" if section == "rounds" else ""
+            raise ConfigError(section, value, f"{before!r}{more}, as in the run to be resumed")
 
 
 def _longer(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:

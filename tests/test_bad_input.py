@@ -342,14 +342,14 @@ def test_resuming_another_experiment(tmp_path, monkeypatch, capsys):
 
     from raydpfl import run
 
-    run(experiment(rounds=1), tmp_path / "out")
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"rounds": 1}))
-    said = complain(
-        ["run", tmp_path / "small.yaml", "local.lr=0.2", "--out", tmp_path / "out", "--resume"],
-        monkeypatch,
-        capsys,
-    )
-    assert said == "local.lr = 0.2: 0.1, as in the run to be resumed"
+    run(experiment(rounds=2), tmp_path / "out")
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"rounds": 2}))
+    for change, refused in [
+        ("local.lr=0.2", "local.lr = 0.2: 0.1, as in the run to be resumed"),
+        ("rounds=1", "rounds = 1: 2 or more, as in the run to be resumed"),
+    ]:
+        given = ["run", tmp_path / "small.yaml", change, "--out", tmp_path / "out", "--resume"]
+        assert complain(given, monkeypatch, capsys) == refused
 
 
 def test_an_address_for_a_run_without_ray(tmp_path, monkeypatch, capsys):

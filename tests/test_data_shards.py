@@ -696,3 +696,14 @@ def test_rows_that_are_evaluated_begin_where_torchs_own_tensors_do(name):
             assert x.ctypes.data % shards.ALIGN == 0 and x.dtype == np.float32
             if len(kept) % 40 == 0:
                 break
+
+
+def test_counts_of_classes_are_those_of_the_rows_that_clients_train_on():
+    keys = {"kind": "synthetic", "clients": 7, "samples": 30, "classes": 4}
+    opened = data.dealt(data.parse(keys), validation=0.2)
+    counts = opened.class_counts()
+    assert counts.shape == (7, 4)
+    assert counts.sum(1).tolist() == opened.sizes.tolist()
+    for client in range(7):
+        _, y, n = opened.lane([client], 210)
+        assert counts[client].tolist() == [int((y[0, : n[0]] == each).sum()) for each in range(4)]

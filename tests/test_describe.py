@@ -14,13 +14,16 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from test_bad_input import complain
+from typer.testing import CliRunner
 
 from raydpfl import cli, data, report, run
 from raydpfl.config import Experiment, parse_yaml
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
+from raydpfl.report import dealt
 
 ROWS = 120
 DRAWN = np.random.default_rng(0)
@@ -357,6 +360,47 @@ def test_a_row_in_the_place_of_names_a_word_among_numbers_and_amounts_are_warned
     text_of("0,0,1\n1,2,0\n")(tmp_path / "c.csv")
     with pytest.raises(ConfigError, match=r"the column '0' twice \(is the first line a row\?\)"):
         data.understood(["c.csv"], {}, tmp_path)
+
+
+CONFIG = """
+data: {kind: table, train: a.csv, x: [f0, f1], clients: 3, partition: {kind: dirichlet, psi: 0.3}}
+selection: {kind: uniform, cohort: 2}
+"""
+
+
+def test_what_clients_get_is_printed_and_drawn(tmp_path, monkeypatch):
+    csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES})
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+
+    def described(*arguments):
+        return CliRunner().invoke(cli.app, ["data", "describe", *arguments])
+
+    told = described("mine.yaml", "--out", "pictures/split.svg")
+    assert "samples_per_client: min 36, median 36, max 36" in told.stdout
+    drawn = (tmp_path / "pictures" / "split.svg").read_text()
+    assert all(word in drawn for word in ("cat", "dog", "bird", "training samples"))
+    price = ("data.y=f2", "data.task=regression", "data.partition={kind: iid}", "model.kind=linear")
+    for arguments, reason in [
+        (("mine.yaml", "--out", "split.gif"), "a file that ends in .svg, .png, .pdf"),
+        (("a.csv", "--out", "split.svg"), "with a config alone"),
+        (("mine.yaml", *price, "--out", "split.svg"), "whose samples have a class each"),
+    ]:
+        assert reason in str(described(*arguments).exception)
+    assert not list(tmp_path.glob("split.*"))
+
+
+def test_of_many_classes_the_rare_ones_are_drawn_together():
+    counts = np.random.default_rng(0).integers(1, 9, (5, 23))
+    counts[:, 7] = 0
+    picture = dealt.drawing(counts, [])
+    assert [key.label for key in picture.keys][-1] == "3 others" and len(picture.keys) == 21
+    axes = Figure().subplots()
+    picture.parts[0].draw(axes)
+    tops = {}
+    for bar in axes.patches:
+        tops[bar.get_x()] = tops.get(bar.get_x(), 0) + bar.get_height()
+    assert [*tops.values()] == counts.sum(1).tolist()
 
 
 def test_images_are_made_grey_or_coloured_and_deep_ones_are_refused(tmp_path):

@@ -147,6 +147,7 @@ def test_every_snippet_runs(page, text, tmp_path, monkeypatch):
 # How a config has what snippets define, by its name.
 SECTIONS = {
     "Tanh": {"bounding": {"kind": "mine:Tanh", "bound": 1.0}},
+    "ProxMomentum": {"local": {"kind": "mine:ProxMomentum", "steps": 2}},
     "Smoothed": {"local": {"kind": "mine:Smoothed", "lr": 0.05}},
     "net": {"model": {"kind": "net:net"}},
     "Lines": {"track": ["mine:Lines"]},

@@ -33,6 +33,7 @@ from raydpfl.tune.folder import identity
 from raydpfl.tune.guided import guided
 from raydpfl.tune.results import statement
 from raydpfl.tune.source import Trial
+from raydpfl.tune.sweep import shown
 
 WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
 
@@ -527,6 +528,15 @@ def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swe
         run(other, out, resume=True)
     with pytest.raises(ConfigError, match="a new or empty directory, or --resume"):
         run(sweep, out)
+
+
+def test_a_setting_that_cannot_be_run_is_named_and_sections_are_printed_as_a_config_has_them():
+    boundings = [{"kind": "clip", "bound": 0.5}, {"kind": "quantile_clip"}]
+    accepted = r"bounding.bound = None: required \(in the setting bounding={kind: quantile_clip}\)"
+    with pytest.raises(ConfigError, match=accepted):
+        Sweep.from_dict(tree(bounding={"grid": boundings}))
+    values = {"bounding": boundings[0], "local.lr": 0.123456}
+    assert shown(values) == "bounding={kind: clip, bound: 0.5} local.lr=0.1235"
 
 
 def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(

@@ -36,8 +36,8 @@ from raydpfl.member import choose, own_class
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples",
-    "Shards", "Sizes", "Split", "Understood", "catalogue", "describe", "fetch", "parse", "prepare",
-    "understood",
+    "Shards", "Sizes", "Split", "Understood", "catalogue", "dealt", "describe", "fetch",
+    "parse", "prepare", "understood",
 ]  # fmt: skip
 
 
@@ -88,4 +88,14 @@ def describe(
     """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See
     `prepare` and `Shards.describe`.
     """
-    return Shards.open(prepare(data, seed, root, validation=validation)).describe()
+    return dealt(data, seed, root, validation).describe()
+
+
+def dealt(
+    data: Data,
+    seed: int = 0,
+    root: Path | None = None,
+    validation: float | Mapping[str, float] = 0.0,
+) -> Shards:
+    """The data, prepared, as they are dealt to the clients. The arguments are `prepare`'s."""
+    return Shards.open(prepare(data, seed, root, validation=validation))

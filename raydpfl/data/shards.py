@@ -914,6 +914,17 @@ class Shards:
             if file is not None:
                 file.release()
 
+    def class_counts(self) -> np.ndarray:
+        """Samples of each class that each client trains on, int64 [clients, classes]; no columns
+        where no sample has just one class.
+        """
+        counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
+        for client, size in enumerate(self.sizes.tolist()):
+            if size and counts.shape[1]:
+                _, y, _ = self.lane([client], size)
+                counts[client] = np.bincount(y[0], minlength=self.classes)
+        return counts
+
     def describe(self) -> dict:
         """What the partition did: clients, training samples, test samples, unused samples, samples
         held out for validation if any, distinct training samples if clients share them; and per

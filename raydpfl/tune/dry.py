@@ -15,7 +15,7 @@ from raydpfl.plan import Plan, foretold
 from raydpfl.scores import named
 from raydpfl.tune.estimate import Estimate, Runs, estimate, measure
 from raydpfl.tune.spaces import at
-from raydpfl.tune.sweep import Sweep, short
+from raydpfl.tune.sweep import Sweep, shown
 
 LINES = 50  # settings that are listed
 
@@ -114,7 +114,7 @@ def dry_run(sweep: Sweep, timed: bool, root: Path | None) -> DryRun:
     sweep.check_search()
     found = DryRun(sweep, planned=timed)
     for values in sweep.tried():
-        name = " ".join(f"{key}={short(value)}" for key, value in values.items())
+        name = shown(values)
         try:
             experiment = sweep.setting(values).experiment
             if timed:

@@ -114,7 +114,7 @@ class Setting:
 
     def named(self) -> str:
         """Its values in print, as overrides."""
-        return " ".join(f"{key}={short(value)}" for key, value in self.values.items())
+        return shown(self.values)
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,19 @@ class Sweep:
     @cached_property
     def probes(self) -> list[Experiment]:
         """The experiments that tell whether the sweep can be run, as trials."""
-        return [self.trial(self.setting(values).experiment) for values in self.tried()]
+        return [self._probe(values) for values in self.tried()]
+
+    def _probe(self, values: Mapping[str, Any]) -> Experiment:
+        """What a trial of these values runs. Raises `ConfigError`, which says the values too
+        where its field is none of them.
+        """
+        try:
+            return self.trial(self.setting(values).experiment)
+        except ConfigError as error:
+            if not values or error.field in values:
+                raise
+            where = f"{error.accepted} (in the setting {shown(values)})"
+            raise ConfigError(error.field, error.value, where) from None
 
 
 def inline(experiment: Experiment) -> Experiment:
@@ -370,8 +382,19 @@ def _text(value: Any) -> str:
     return identity({"value": value})
 
 
+def shown(values: Mapping[str, Any]) -> str:
+    """The values of a setting in print, as overrides."""
+    return " ".join(f"{key}={short(value)}" for key, value in values.items())
+
+
 def short(value: Any) -> str:
-    """A value in print."""
+    """A value in print, a section as a config has it.
+
+    >>> short({"kind": "clip", "bound": 0.5})
+    '{kind: clip, bound: 0.5}'
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {short(each)}' for key, each in value.items())}}}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
