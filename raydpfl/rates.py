@@ -35,6 +35,7 @@ class Schedule(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
+    # how the learning rate goes on from step to step, or from round to round
     schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "constant"
     lr_decay: float = Field(default=1.0, gt=0, le=1)  # exponential: the factor of every round
     lr_period: int | None = Field(default=None, ge=1)  # cosine: rounds until it is at its least

@@ -39,8 +39,8 @@ class QuantileClip(Clip):
     kind: str = "quantile_clip"
     # gamma: the share of clients whose update is to be no longer than the bound
     quantile: float = Field(default=0.5, gt=0, lt=1)
-    lr: float = Field(default=0.2, gt=0)
-    share: float = Field(default=0.05, gt=0, lt=1)
+    lr: float = Field(default=0.2, gt=0)  # of the bound's logarithm, by round
+    share: float = Field(default=0.05, gt=0, lt=1)  # of the round's privacy that the count takes
 
     def queries(self) -> tuple[Query, ...]:
         return (Query("count", bound=0.5, share=self.share),)

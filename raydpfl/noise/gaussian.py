@@ -62,6 +62,7 @@ class Gaussian(Noise):
     placement: Literal["auto", "client", "server", "step"] = "auto"
     # of every guarantee, and of what epsilon is calibrated for
     delta: float = Field(default=1e-5, gt=0, lt=1)
+    # the target, from which the noise is calibrated; else `multiplier` or `std` says it
     epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
     # the first rounds, which `epsilon` is for; None: all of the run
     rounds: int | None = Field(default=None, ge=1)
@@ -70,7 +71,7 @@ class Gaussian(Noise):
     # in the units of the bound: of one client (of the sum, if the server draws it)
     std: float | None = Field(default=None, ge=1e-9, le=1e15)
     calibration: Literal["rigorous", "paper", "tcdp"] = "rigorous"  # how epsilon becomes noise
-    v: float = Field(default=4.0, gt=0)
+    v: float = Field(default=4.0, gt=0)  # the constant that 000 and 001 leave open
     # R, the clients of a round that those simulated stand for
     virtual_cohort: int | None = Field(default=None, ge=1)
     # the clients that virtual_cohort is drawn from; by default in proportion

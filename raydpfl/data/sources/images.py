@@ -15,7 +15,7 @@ class Images(Dealt):
     [0, 1].
     """
 
-    normalize: bool = False
+    normalize: bool = False  # by the published mean and std, after scaling to [0, 1]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
 
