@@ -105,24 +105,20 @@ def shared_ray():
     import ray
     from ray._private import node, ray_constants
 
-    place = tempfile.mkdtemp(prefix="raydpfl-forks-")
-    os.environ[forks.SERVER] = f"{place}/socket"
-    command = [sys.executable, "-P", forks.__file__, f"{place}/socket"]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forks.__file__)
-        patch.setattr(node.Node, "start_log_monitor", lambda self: None)
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
-    yield ray
-    ray.shutdown()
-    server.communicate()
-    shutil.rmtree(place)
+    with forks.served() as environment:
+        os.environ.update(environment)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forks.__file__)
+            patch.setattr(node.Node, "start_log_monitor", lambda self: None)
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                logging_level="ERROR",
+                log_to_driver=False,
+            )
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -164,10 +160,21 @@ def s3():
         server.wait()
 
 
+# The files that take longest. They begin first, so that no worker has one left when the others have
+# nothing more.
+LONGEST = (
+    "test_same_bits", "test_gpu", "test_cluster", "test_studies", "test_contract", "test_failures",
+    "test_delivery", "test_submit", "test_study", "test_sweep", "test_local", "test_sweep_folder",
+)  # fmt: skip
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiles the package once, ahead of the processes that tests start: where
-    PYTHONDONTWRITEBYTECODE is set, each would compile it again, which takes a third of a second.
+    """Has test files begin in the order of `LONGEST`, and compiles the package once, ahead of the
+    processes that tests start: where PYTHONDONTWRITEBYTECODE is set, each would compile it again,
+    which takes a third of a second.
     """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist's own order, by the number of tests
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(Path(__file__).parent.parent / "raydpfl", quiet=2)
 
@@ -180,6 +187,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts Ray is slow, besides what is marked so, and of a test of many cases all but the
     first; all else is fast.
     """
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     seen = set()
     for item in items:
         name = item.nodeid.split("[")[0]

@@ -5,13 +5,13 @@ identities hold which the papers' mathematics gives, and what they leave behind.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from raydpfl import cli
 from raydpfl.study import Study, shipped
 
 pytestmark = pytest.mark.slow
@@ -19,14 +19,13 @@ STUDIES = [*shipped.paths()]
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory) -> Path:
+def smoke(shared_ray, tmp_path_factory) -> Path:
     """The directory of all studies, run in one go as by hand: without data sets, in one Ray."""
     out = tmp_path_factory.mktemp("smoke") / "out"
     words = ["reproduce", "all", "--scale", "smoke", "--out", str(out), "--data-root", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "raydpfl", *words], capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["raydpfl", *words])
+        cli.main()
     return out
 
 
