@@ -50,8 +50,8 @@ import torch
 from raydpfl.local.stack import Layer
 from raydpfl.local.way import StepNoise
 
-NORMAL = 100  # products that take as long as a normal
-EXACT = 8  # and as one of two floats in double
+NORMAL = 50  # products that take as long as a normal
+EXACT = 3  # and as one of two floats in double
 NEAR = 1e-6  # squared share of a row outside of the span of the others
 
 

@@ -203,6 +203,9 @@ INLINE v16 exponentials(v16 a, float most, int64_t count) {
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
+/* From one row of n doubles to the next, where vectors may pass a row's end. */
+INLINE int64_t across(int64_t n) { return padded(n) + NUMBERS; }
+
 /* --- products; the last arguments of a tile are constants --- */
 
 /* out[R][V vectors] = start + a[R rows, of `stride`][k] b[k][`width`], for one tile. */
@@ -291,6 +294,7 @@ static void multiply_rows(const float *a, int64_t a_width, const float *b, int64
     for (; r + 4 <= m; r += 4) {
         int64_t s = half ? r : 0;
         for (; s + 4 <= n; s += 4) DOTS(4, 4);
+        for (; s + 2 <= n; s += 2) DOTS(4, 2);
         for (; s < n; s++) DOTS(4, 1);
     }
     for (; r < m; r++) {
@@ -344,10 +348,10 @@ typedef struct {
     float *scratch;                      /* a row of weights, padded */
     float *drawn;                        /* normals, of a step or of the end */
     float *noise; /* the first layer's: what is added to its update in the end */
-    float *field;                        /* [outputs][padded p]: noise on the first weights */
+    float *field; /* [outputs][padded p]: noise on the first weights, where p is not padded */
     float *seen, *along, *sums; /* [n][padded outputs]: a step's on the outputs, and along L */
     float *lower;                        /* [n][padded n]: L */
-    double *exact, *solved;              /* [n][n], [n][padded outputs] */
+    double *exact, *inverse, *solved; /* [n][across(n)], [n], [n][padded outputs] */
     Layer *layer;                        /* [layers] */
     int noised, spanned;                 /* of the client in training */
 } Room;
@@ -386,14 +390,15 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     PART(room->some, job->batch * padded(n));
     PART(room->scratch, widest(job));
     if (job->noised) {
-        PART(room->drawn, job->d + 1);
+        PART(room->drawn, job->d + 1 + LANES);
         PART(room->noise, job->d + 1);
-        PART(room->field, job->outputs[0] * padded(job->p));
+        PART(room->field, job->p % LANES ? job->outputs[0] * padded(job->p) : 0);
         PART(room->seen, n * o);
         PART(room->along, n * o);
         PART(room->sums, n * o);
         PART(room->lower, n * padded(n));
-        DOUBLES(room->exact, n * n);
+        DOUBLES(room->exact, n * across(n));
+        DOUBLES(room->inverse, n);
         DOUBLES(room->solved, n * o);
     }
     for (int64_t l = 0; l < job->layers; l++) {
@@ -491,20 +496,25 @@ static void finish_step(const Job *job, float *now, float *speed, const float *f
     scale_add(now, count, 1.0f, speed, -job->lr);
 }
 
-static void begin(const Job *job, Room *room, const float *x, int64_t rows) {
+/* The products of the rows with one another, with those of their ones. */
+static void find_kernel(const Job *job, Room *room, const float *x, int64_t rows) {
     int64_t width = padded(job->p);
-    int64_t o = padded(job->outputs[0]);
     int64_t wide = padded(job->n);
     float one = job->biases[0] < 0 ? 0 : 1;
-    multiply(x, width, 1, job->columns, o, rows, job->p, o, 0, 1, room->z, o);
-    for (int64_t r = 0; r < rows; r++)
-        scale_add(room->z + r * o, o, 1, job->columns + job->p * o, 1);
     multiply_rows(x, width, x, width, rows, rows, width, room->kernel, wide, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t s = r; s < rows; s++) {
             float value = room->kernel[r * wide + s] + one;
             room->kernel[r * wide + s] = room->kernel[s * wide + r] = value;
         }
+}
+
+static void begin(const Job *job, Room *room, const float *x, int64_t rows) {
+    int64_t width = padded(job->p);
+    int64_t o = padded(job->outputs[0]);
+    multiply(x, width, 1, job->columns, o, rows, job->p, o, 0, 1, room->z, o);
+    for (int64_t r = 0; r < rows; r++)
+        scale_add(room->z + r * o, o, 1, job->columns + job->p * o, 1);
     memset(room->coef, 0, rows * o * sizeof(float));
     if (job->proximal != 0) memcpy(room->z_first, room->z, rows * o * sizeof(float));
     if (job->momentum != 0) memset(room->z_speed, 0, rows * o * sizeof(float));
@@ -621,7 +631,8 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
 
 /* --- noise on steps; raydpfl/local/spanned.py says what is drawn, and why --- */
 
-enum { NORMAL = 100, EXACT = 8 }; /* products that take as long as a normal, or one in double */
+enum { PARTIAL = 8, SIDE = WIDE == 16 ? 4 : 2 }; /* sums of an exact dot; rows of a tile of them */
+enum { NORMAL = 50, EXACT = 3 }; /* products that take as long as a normal, or one in double */
 static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
 
 void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float *stds,
@@ -655,48 +666,60 @@ static int span_pays(const Job *job, int64_t n, int64_t steps) {
     return spanned + EXACT * n * n * (numbers / o / 2 + o) < plain;
 }
 
-/* Dots of R rows with S rows, each as 16 sums of every 16th product, which are added by halves. A
-product of floats is exact in double, so that it may be fused with a sum. */
+/* Dots of R rows with S rows, each as 8 sums of every 8th product, which are added by halves. A
+product of floats is exact in double, so that it may be fused with a sum. `same`: of R rows with
+themselves, on and above the diagonal. */
 INLINE void exact_dots(const float *a, const float *b, int64_t width, double *out, int64_t down,
-                       int R, int S) {
-    enum { EACH_ROW = LANES / NUMBERS };
-    doubles acc[8 * EACH_ROW];
-    UNROLL for (int i = 0; i < R * S * EACH_ROW; i++) acc[i] = (doubles){};
-    for (int64_t j = 0; j < width; j += LANES)
-        UNROLL for (int i = 0; i < EACH_ROW; i++) {
-            doubles right[2];
-            UNROLL for (int s = 0; s < S; s++) right[s] = widened(b + s * width + j + i * NUMBERS);
+                       int R, int S, int same) {
+    double sums[16][PARTIAL];
+    for (int from = 0; from < PARTIAL; from += NUMBERS) {
+        doubles acc[16];
+        UNROLL for (int i = 0; i < R * S; i++) acc[i] = (doubles){};
+        for (int64_t j = from; j < width; j += PARTIAL) {
+            doubles right[4];
+            UNROLL for (int s = 0; s < S; s++) right[s] = widened(b + s * width + j);
             UNROLL for (int r = 0; r < R; r++) {
-                doubles left = widened(a + r * width + j + i * NUMBERS);
-                UNROLL for (int s = 0; s < S; s++)
-                    acc[(i * R + r) * S + s] =
-                        fused_doubles(left, right[s], acc[(i * R + r) * S + s]);
+                doubles left = same ? right[r] : widened(a + r * width + j);
+                UNROLL for (int s = same ? r : 0; s < S; s++)
+                    acc[r * S + s] = fused_doubles(left, right[s], acc[r * S + s]);
             }
         }
-    UNROLL for (int at = 0; at < R * S; at++) {
-        double sums[LANES];
-        UNROLL for (int i = 0; i < EACH_ROW; i++)
-            *(doubles_anywhere *)(sums + i * NUMBERS) = acc[i * R * S + at];
-        UNROLL for (int half = LANES / 2; half; half /= 2)
-            UNROLL for (int l = 0; l < half; l++) sums[l] += sums[l + half];
-        out[at / S * down + at % S] = sums[0];
+        UNROLL for (int i = 0; i < R * S; i++) *(doubles_anywhere *)(sums[i] + from) = acc[i];
     }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int s = same ? r : 0; s < S; s++) {
+            double *sum = sums[r * S + s];
+            UNROLL for (int half = PARTIAL / 2; half; half /= 2)
+                UNROLL for (int l = 0; l < half; l++) sum[l] += sum[l + half];
+            out[r * down + s] = sum[0];
+        }
 }
 
-/* K = X X^T (+ 1) on and below the diagonal: products are exact, sums in double. */
+/* K = X X^T (+ 1): the products exact, their sums in double on and above the diagonal; and rounded,
+all of it. */
 static void exact_kernel(const Job *job, Room *room, const float *x, int64_t n) {
     int64_t width = padded(job->p);
-    int64_t r = 0;
+    int64_t down = across(n);
+    int64_t wide = padded(job->n);
     double *k = room->exact;
-#define EXACT_DOTS(R, S) exact_dots(x + r * width, x + s * width, width, k + r * n + s, n, R, S)
-    for (; r + 4 <= n; r += 4)
-        for (int64_t s = 0; s < r + 4; s += 2) EXACT_DOTS(4, 2);
-    for (; r < n; r++) {
-        int64_t s = 0;
-        for (; s + 2 <= r + 1; s += 2) EXACT_DOTS(1, 2);
-        for (; s <= r; s++) EXACT_DOTS(1, 1);
+    double one = job->biases[0] < 0 ? 0 : 1;
+    int64_t r = 0;
+#define EXACT_DOTS(R, S, same)                                                                  \
+    exact_dots(x + r * width, x + s * width, width, k + r * down + s, down, R, S, same)
+    for (; r + SIDE <= n; r += SIDE) {
+        int64_t s = r;
+        EXACT_DOTS(SIDE, SIDE, 1);
+        for (s += SIDE; s + SIDE <= n; s += SIDE) EXACT_DOTS(SIDE, SIDE, 0);
+        for (; s < n; s++) EXACT_DOTS(SIDE, 1, 0);
     }
-    for (int64_t i = 0; i < n * n && job->biases[0] >= 0; i++) k[i] += 1;
+    for (; r < n; r++)
+        for (int64_t s = r; s < n; s++) EXACT_DOTS(1, 1, 0);
+    for (r = 0; r < n; r++)
+        for (int64_t s = r; s < n; s++) {
+            k[r * down + s] += one;
+            room->kernel[r * wide + s] = room->kernel[s * wide + r] = k[r * down + s];
+        }
+    for (r = 0; r < n; r++) memset(k + r * down + n, 0, (down - n) * sizeof(double));
 }
 
 static int has_twin(const float *x, int64_t width, int64_t row) {
@@ -705,38 +728,51 @@ static int has_twin(const float *x, int64_t width, int64_t row) {
     return 0;
 }
 
-/* L of K = L L^T, whose columns are 0 for rows equal to an earlier one. 0: some row is so near to
-the span of those before that L would not be exact. */
+/* to [count] -= factor what, by whole vectors, which may pass the end. */
+INLINE void subtract(double *to, int64_t count, double factor, const double *what) {
+    for (int64_t c = 0; c < count; c += NUMBERS) {
+        doubles product = *(const doubles_anywhere *)(what + c) * factor;
+        *(doubles_anywhere *)(to + c) -= product;
+    }
+}
+
+INLINE void scale(double *to, int64_t count, double factor) {
+    for (int64_t c = 0; c < count; c += NUMBERS) *(doubles_anywhere *)(to + c) *= factor;
+}
+
+/* L of K = L L^T: its transpose to `exact`, and the inverse of its diagonal. Its columns are 0 for
+rows equal to an earlier one. 0: some row is so near to the span of those before that L would not
+be exact. */
 static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
     int64_t wide = padded(job->n);
-    double *k = room->exact;
-    exact_kernel(job, room, x, n);
-    memset(room->lower, 0, n * wide * sizeof(float));
-    for (int64_t r = 0; r < n; r++) {
-        double *row = k + r * n;
-        double left = row[r];
-        for (int64_t s = 0; s < r; s++) {
-            const double *other = k + s * n;
-            double value = row[s];
-            for (int64_t m = 0; m < s; m++) value -= row[m] * other[m];
-            row[s] = other[s] == 0 ? 0 : value / other[s];
-            left -= row[s] * row[s];
-        }
-        if (!(left >= NEAR * row[r])) {
-            if (!has_twin(x, padded(job->p), r)) return 0;
+    int64_t down = across(n);
+    for (int64_t s = 0; s < n; s++) {
+        double *row = room->exact + s * down;
+        double left = row[s];
+        if (!(left >= NEAR * room->kernel[s * wide + s])) {
+            if (!has_twin(x, padded(job->p), s)) return 0;
             left = 0;
         }
-        row[r] = sqrt(left);
-        for (int64_t s = 0; s <= r; s++) room->lower[r * wide + s] = row[s];
+        room->inverse[s] = left == 0 ? 0 : 1 / sqrt(left);
+        scale(row + s, n - s, room->inverse[s]);
+        for (int64_t r = s + 1; r < n; r++)
+            subtract(room->exact + r * down + r, n - r, row[r], row + r);
+        for (int64_t r = 0; r < n; r++) room->lower[r * wide + s] = r < s ? 0 : row[r];
     }
     return 1;
 }
 
-/* Which noise the client draws, and where a step's is found for the layers after the first. */
+/* The products of the rows; which noise the client draws, and where a step's is found for the
+layers after the first. */
 static void begin_noise(const Job *job, Room *room, const Client *client, const float *x) {
     int64_t n = client->n;
     room->noised = job->noised && client->std > 0;
-    room->spanned = room->noised && span_pays(job, n, client->steps) && triangle(job, room, x, n);
+    room->spanned = room->noised && span_pays(job, n, client->steps);
+    if (room->spanned)
+        exact_kernel(job, room, x, n);
+    else
+        find_kernel(job, room, x, n);
+    room->spanned = room->spanned && triangle(job, room, x, n);
     const float *at = room->drawn + n * job->outputs[0];
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
@@ -750,7 +786,7 @@ static void begin_noise(const Job *job, Room *room, const Client *client, const 
     }
     if (!room->noised) return;
     memset(room->sums, 0, n * padded(job->outputs[0]) * sizeof(float));
-    memset(room->noise, 0, first_numbers(job) * sizeof(float));
+    if (!room->spanned) memset(room->noise, 0, first_numbers(job) * sizeof(float));
 }
 
 /* What noise on the first layer's weights and biases does to its outputs on the rows: `seen`. */
@@ -758,9 +794,10 @@ static void see(const Job *job, Room *room, const float *x, int64_t n, const flo
                 const float *biases) {
     int64_t o = padded(job->outputs[0]);
     int64_t width = padded(job->p);
-    copy_rows(weights, job->outputs[0], job->p, room->field);
+    if (job->p % LANES) copy_rows(weights, job->outputs[0], job->p, room->field);
+    const float *field = job->p % LANES ? room->field : weights;
     memset(room->seen, 0, n * o * sizeof(float));
-    multiply_rows(x, width, room->field, width, n, job->outputs[0], width, room->seen, o, 0);
+    multiply_rows(x, width, field, width, n, job->outputs[0], width, room->seen, o, 0);
     for (int64_t r = 0; r < n && job->biases[0] >= 0; r++)
         add_scaled(room->seen + r * o, job->outputs[0], biases, 1);
 }
@@ -775,9 +812,18 @@ static void noise_step(const Job *job, Room *room, const Client *client, const f
         int64_t later = job->d - first_numbers(job);
         int64_t wide = padded(job->n);
         draw(job, client, k, n * outputs + later, client->std, room->drawn);
-        copy_rows(room->drawn, n, outputs, room->along);
-        multiply(room->lower, wide, 1, room->along, o, n, n, o, 0, 1, room->seen, o);
-        scale_add(room->sums, n * o, 1, room->along, response);
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t c = 0; c < o; c += LANES) {
+                v16 a = first(load(room->drawn + r * outputs + c), outputs - c, 0);
+                float *sum = room->sums + r * o + c;
+                store(room->along + r * o + c, a);
+                store(sum, fma16(a, all(response), load(sum)));
+            }
+        for (int64_t r = 0; r < n; r += 10) {
+            int64_t end = r + 10 < n ? r + 10 : n;
+            multiply(room->lower + r * wide, wide, 1, room->along, o, end - r, end, o, 0, 1,
+                     room->seen + r * o, o);
+        }
         return;
     }
     draw(job, client, k, job->d, client->std, room->drawn);
@@ -788,43 +834,32 @@ static void noise_step(const Job *job, Room *room, const Client *client, const f
     if (job->biases[0] >= 0) add_scaled(room->noise + outputs * job->p, outputs, biases, response);
 }
 
-/* to [o] -= factor what, o a multiple of 16. */
-static void subtract(double *to, int64_t o, double factor, const double *what) {
-    for (int64_t c = 0; c < o; c += NUMBERS) {
-        doubles product = *(const doubles_anywhere *)(what + c) * factor;
-        *(doubles_anywhere *)(to + c) -= product;
-    }
-}
-
-static void divide(double *to, int64_t o, double by) {
-    for (int64_t c = 0; c < o; c++) to[c] = by == 0 ? 0 : to[c] / by;
-}
-
 /* Draws B, the noise of all steps where the rows do not reach, and puts into the coefficients what
 makes it that of the steps where they do: L^-T (S - L^-1 X B). */
 static void end_noise(const Job *job, Room *room, const Client *client, const float *x,
                       const float *responses) {
     int64_t n = client->n;
     int64_t o = padded(job->outputs[0]);
-    const double *l = room->exact;
+    int64_t down = across(n);
+    const double *upper = room->exact;
     double *solved = room->solved;
     double squares = 0;
     for (int64_t k = 0; k < client->steps; k++) squares += (double)responses[k] * responses[k];
     draw(job, client, client->steps, first_numbers(job), client->std * sqrt(squares), room->noise);
     see(job, room, x, n, room->noise, room->noise + job->outputs[0] * job->p);
-    for (int64_t r = 0; r < n; r++) {
-        for (int64_t c = 0; c < o; c++) solved[r * o + c] = room->seen[r * o + c];
-        for (int64_t m = 0; m < r; m++)
-            subtract(solved + r * o, o, l[r * n + m], solved + m * o);
-        divide(solved + r * o, o, l[r * n + r]);
+    for (int64_t i = 0; i < n * o; i++) solved[i] = room->seen[i];
+    for (int64_t m = 0; m < n; m++) {
+        scale(solved + m * o, o, room->inverse[m]);
+        for (int64_t r = m + 1; r < n; r++)
+            subtract(solved + r * o, o, upper[m * down + r], solved + m * o);
     }
     for (int64_t i = 0; i < n * o; i++) solved[i] = room->sums[i] - solved[i];
-    for (int64_t r = n - 1; r >= 0; r--) {
-        for (int64_t m = r + 1; m < n; m++)
-            subtract(solved + r * o, o, l[m * n + r], solved + m * o);
-        divide(solved + r * o, o, l[r * n + r]);
-        for (int64_t c = 0; c < o; c++) room->coef[r * o + c] += (float)solved[r * o + c];
+    for (int64_t m = n - 1; m >= 0; m--) {
+        scale(solved + m * o, o, room->inverse[m]);
+        for (int64_t r = 0; r < m; r++)
+            subtract(solved + r * o, o, upper[r * down + m], solved + m * o);
     }
+    for (int64_t i = 0; i < n * o; i++) room->coef[i] += (float)solved[i];
 }
 
 static void add_noise(const Job *job, Room *room, float *update) {
