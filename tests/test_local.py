@@ -36,6 +36,7 @@ from raydpfl.local import (
     picked,
     process,
     resolve,
+    trial,
     tune_allocator,
 )
 from raydpfl.local import way as way_module
@@ -1045,6 +1046,19 @@ def test_a_way_that_leaves_out_the_proximal_term_is_noticed(way, monkeypatch):
     )
     monkeypatch.setattr(way, "run", without)
     assert resolve(module, local, 20, form(SHAPE)) == "loop"
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_maximum_that_rounds_the_other_way_on_some_rows_is_no_mismatch(always, monkeypatch):
+    def flipped(*given):
+        ours, theirs = steps(*given)
+        ours[0 if always else given[-1]] *= 1.01
+        return ours, theirs
+
+    steps = trial.first_steps
+    monkeypatch.setattr(trial, "first_steps", flipped)
+    reason = trial.mismatch(made("mlp"), Sgd(), form(SHAPE), "fused", None)
+    assert reason == ("its first step is off by 1.0e-02 of the loop's" if always else None)
 
 
 @pytest.mark.parametrize("way", [Fused, Vmap])

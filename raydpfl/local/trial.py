@@ -22,9 +22,9 @@ from raydpfl.local.way import Starts
 from raydpfl.local.ways import REFERENCE
 from raydpfl.tasks import Form, Task
 
-# of the step's norm: rounding gives 1e-6, a ReLU whose input rounds across 0 gives 1e-4, a wrong
-# gradient about 1
+# of the step's norm: rounding gives 1e-6, a wrong gradient about 1
 TOLERANCE = 1e-3
+ATTEMPTS = 3  # on other rows: a ReLU or a maximum that rounds the other way can give 1e-2 on some
 LIMIT = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 SIZES = [6, 5, 3]  # rows of the three clients
@@ -49,26 +49,32 @@ def mismatch(
     """Why `way` cannot train `module`, or None: its first steps against the loop's.
 
     With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
-    half of them are clipped.
+    half of them are clipped. Each client is to take the loop's steps on one attempt's rows.
     """
+    uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
+    far = torch.full((len(SIZES),), torch.inf)
     late = TimeoutError(f"three steps take more than {LIMIT:g} s")
     try:
         with limited(LIMIT, late):
-            ours, theirs = first_steps(module, local, form, way, clip)
+            for seed in range(ATTEMPTS):
+                ours, theirs = first_steps(module, local, form, way, clip, seed)
+                apart = (ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)
+                far = torch.minimum(far, apart.cpu())
+                if far.max() <= TOLERANCE:
+                    return None
     except (NoStack, NotLayerwise) as error:
         return str(error)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
-    far = float(((ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)).max())
-    return None if far <= TOLERANCE else f"its first step is off by {far:.1e} of the loop's"
+    return f"its first step is off by {float(far.max()):.1e} of the loop's"
 
 
 def first_steps(
-    module: nn.Module, local: Local, form: Form, way: str, clip: float | None
+    module: nn.Module, local: Local, form: Form, way: str, clip: float | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What three clients come to by `way` and by the loop, float32 [3, d] each; arguments as for
-    `mismatch`. Raises whatever the way does with a module that it cannot train.
+    """What three clients come to by `way` and by the loop, float32 [3, d] each, on rows drawn by
+    `seed`; other arguments as for `mismatch`. Raises whatever the way does with a module that it
+    cannot train.
     """
     module = _without_zeros(module)
     # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
@@ -78,7 +84,7 @@ def first_steps(
             if isinstance(layer, _DropoutNd):
                 layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
     short = _short(local)
-    rows = _rows(module, short, form, clip)
+    rows = _rows(module, short, form, clip, seed)
     ours, theirs = (_updates(module, short, form.task, each, rows) for each in (way, REFERENCE))
     return ours, theirs
 
@@ -112,8 +118,8 @@ def _short(local: Local) -> Local:
     return local.model_copy(update=few)
 
 
-def _rows(module: nn.Module, local: Local, form: Form, clip: float | None) -> _Rows:
-    generator = stream(0, Purpose.DATA)
+def _rows(module: nn.Module, local: Local, form: Form, clip: float | None, seed: int) -> _Rows:
+    generator = stream(seed, Purpose.DATA)
     x = form.inputs(18, generator).view(3, 6, *form.shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         outputs = copy.deepcopy(module)(x[0])
