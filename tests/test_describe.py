@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from decimal import Decimal
 from pathlib import Path
 
@@ -189,6 +190,16 @@ def test_a_good_file_trains_from_the_advice_alone(made, tmp_path, monkeypatch, c
     tree |= {"rounds": 2, "client": {"actors": 0}, "measure": []}
     found = run(Experiment.from_dict(tree), out=tmp_path / "out")
     assert np.isfinite(found.summary["test_loss"])
+
+
+def test_the_advice_is_made_private_as_it_says(tmp_path, monkeypatch):
+    csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES, "user_id": np.arange(ROWS) % 12})
+    monkeypatch.chdir(tmp_path)
+    found = data.understood(["a.csv"], {}, tmp_path)
+    told = found.notes[-1].removeprefix("no noise; private for each client with ")
+    experiment = Experiment.from_dict(found.tree, overrides=shlex.split(told))
+    assert experiment.private and experiment.noise.epsilon == 8
+    assert experiment.noise.protects() == "client"
 
 
 def test_names_of_classes_are_those_that_the_file_gives(tmp_path):

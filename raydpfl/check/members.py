@@ -21,11 +21,14 @@ def example(case: Case) -> str:
 
 
 def fits(case: Case) -> str:
-    """A small experiment takes it: see `raydpfl.check.cases.AROUNDS`."""
+    """A small experiment takes it.
+
+    The experiments are `raydpfl.check.cases.AROUNDS`, or those of its section.
+    """
     try:
         experiment = case.plan.experiment
     except Untaken as error:
-        raise Broken(f"the first that is tried says {error}") from None
+        raise Broken(f"the first of those that were tried says {error}") from None
     if experiment.private:
         return f"private, with selection {experiment.selection.kind}"
     return f"not private: {case.why}" if case.why else "not private: without noise"

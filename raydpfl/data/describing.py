@@ -34,6 +34,8 @@ INPUTS = (
 )  # fmt: skip
 ROWS = ("id", "index", "idx", "row", "row_id", "unnamed: 0", "")  # numbers of rows
 SPLITS = ("split", "set", "subset", "partition")
+# What makes the advice private for clients, as overrides.
+PRIVATE = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 8}'"
 FEW = 100  # whole numbers of so many values at most are taken for classes
 CLIENTS = 10  # that rows are dealt to where no column says whose they are
 ALIKE = 0.9999  # a correlation from which a column says what the target is
@@ -74,6 +76,7 @@ def understood(files: list[str], given: Mapping[str, Any], root: Path | None = N
     told = ", ".join(f"{name}: {value}" for name, value in where.items())
     found.notes.insert(0, f"data: {told}")
     split = _dealt(keys, root, found)
+    found.notes.append(f"no noise; private for each client with {PRIVATE}")
     found.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, keys)}
     return found
 

@@ -38,12 +38,15 @@ class Tabular(Dealt):
     test_fraction: float = Field(default=0.1, gt=0, lt=1)  # share of the rows that is for testing
     x: tuple[str, ...] = ("image",)  # the columns of the input
     y: str | tuple[str, ...] = "label"  # the column, or columns, of the target
+    # how many there are, or their labels in the order of their numbers; None: as the data say
     classes: int | tuple[str, ...] | None = None
+    # of inputs; auto: lists of whole numbers stay such, as tokens, all else is float32
     dtype: DType = "auto"
     client: str | None = None  # the column that names the client of each row
     split_by: str | None = None  # the column that says which rows are for testing
+    # of each channel, in [0, 1], to normalise images by: public constants
     mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()  # as `mean`
 
     @field_validator("x", mode="before")
     @classmethod
