@@ -265,7 +265,9 @@ class Places:
                 self._check_open()
             asked = self.client.actors
             count = asked if isinstance(asked, int) else self._count
-            logical = max(cores(), int(count * self.client.num_cpus + 0.999))
+            # one more than the clients take: Ray starts as many processes at once as it has CPUs,
+            # and the coordinator's is among them
+            logical = max(cores(), int(count * self.client.num_cpus + 0.999)) + 1
             self.session = Session(
                 "local", relied=not self.late, num_cpus=logical, include_dashboard=False
             )
