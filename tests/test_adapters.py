@@ -20,7 +20,17 @@ from raydpfl.check.runs import carried_out
 from raydpfl.cli import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.local import Sgd, Trainer, one_batch, products, resolve
+from raydpfl.local import (
+    Sgd,
+    Trainer,
+    activations,
+    adapters,
+    one_batch,
+    products,
+    resolve,
+)
+from raydpfl.local.adapters import adapted
+from raydpfl.native import gelu
 from raydpfl.plan import Plan
 
 SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
@@ -241,6 +251,58 @@ def test_a_lane_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change
         for slot in (0, 3):
             alone = train("one_batch", module, local, clip, lane=(slot,))
             assert torch.equal(alone[slot], whole[slot])
+
+
+@pytest.mark.parametrize("into", [True, False])
+def test_an_adapted_layer_and_its_gradients_are_those_of_its_two_terms(into):
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 7).requires_grad_(False)
+    x = torch.randn(6, 4, 5, requires_grad=into)  # two clients, three samples of four positions
+    a = torch.randn(2, 3, 5, requires_grad=True)
+    b = torch.randn(2, 7, 3, requires_grad=True)
+    each = x.unflatten(0, (2, 3))
+    expected = layer(x) + 0.5 * (each @ a.mT[:, None] @ b.mT[:, None]).flatten(0, 1)
+    found = adapters.adapted(layer, layer.weight.T, 0.5, x, a, b)
+    assert torch.allclose(found, expected, atol=1e-6)
+    parts = [a, b, x] if into else [a, b]
+    g = torch.randn_like(found)
+    ours = torch.autograd.grad(found, parts, g)
+    theirs = torch.autograd.grad(expected, parts, g)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, atol=1e-5)
+
+
+class Hooked(nn.Module):
+    """A module that does something of its own after a layer, and GELU in two forms."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 8)
+        self.plain = nn.Linear(8, 8)
+        self.own = nn.Linear(8, 6)
+        self.own.register_forward_hook(lambda layer, given, made: made.tanh())
+        self.act = nn.GELU(approximate="tanh")
+
+    def forward(self, x):
+        return self.own(self.act(F.gelu(self.plain(input=self.embed(x)))))
+
+
+def test_a_layer_with_a_hook_of_its_own_keeps_it_and_others_take_adapter_and_layer_as_one(
+    monkeypatch,
+):
+    module = build({"kind": f"{__name__}:Hooked", "lora": LORA})
+    local = Sgd(steps=2, batch=2, lr=0.5)
+    expected = train("loop", module, local)
+    ranks, activated = [], []
+    monkeypatch.setattr(
+        one_batch, "adapted", lambda *given: (ranks.append(given[5].shape), adapted(*given))[1]
+    )
+    monkeypatch.setattr(
+        activations.native, "gelu", lambda *given: (activated.append(1), gelu(*given))[1]
+    )
+    assert close(train("one_batch", module, local), expected)
+    # once for a sample alone, to count, and once a step
+    assert ranks == [(1, 8, 2), (4, 8, 2), (4, 8, 2)] and len(activated) == 3
 
 
 class Dropping(nn.Module):

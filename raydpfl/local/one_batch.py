@@ -27,24 +27,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.module import register_module_forward_hook
 
+from raydpfl.local.activations import faster
+from raydpfl.local.adapters import adapted
 from raydpfl.local.base import Local
 from raydpfl.local.masks import Masks
 from raydpfl.local.products import speed_up
 from raydpfl.local.vmap import Gradients, Named, Vmap
 from raydpfl.local.way import LaneData, clip_factors
+from raydpfl.models import lora
 from raydpfl.tasks import Classification, Task  # noqa: F401  (the example above)
 
 # bytes of activations in a pass, about: more clients at once lie in no cache
 LIMIT = 1 << 26
-# activations of other libraries that torch has in one operation, by the name of their class
-SAME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "NewGELUActivation": partial(F.gelu, approximate="tanh"),
-}
 
 
 class NotOneBatch(Exception):
@@ -60,6 +58,18 @@ class _Pass:
     clients: int = 1
     samples: int = 1  # of all clients
     now: Named = field(default_factory=dict)
+
+    def of_samples(self, kind: str, given: Any) -> torch.Tensor:
+        """An input of a layer of this kind, for every sample where it is one for all, as positions
+        are. Raises `NotOneBatch`.
+        """
+        if not isinstance(given, torch.Tensor) or not given.dim():
+            raise NotOneBatch(f"{kind} takes more than tensors")
+        if len(given) == 1:
+            return given.expand(self.samples, *given.shape[1:])
+        if len(given) != self.samples:
+            raise NotOneBatch(f"the first axis of {kind}'s input is not that of the samples")
+        return given
 
 
 class _Plain(nn.Module):
@@ -90,24 +100,13 @@ class _Apart:
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
         if named:
             raise NotOneBatch(f"{self.kind} is given {next(iter(named))} by name")
-        every = [self._of_samples(each) for each in inputs]
+        every = [self.at.of_samples(self.kind, each) for each in inputs]
         own = {name: self.at.now[place] for name, place in self.names.items()}
         if self.products:
             (x,) = every
             return self._product(x, own)
         apart = [each.unflatten(0, (self.at.clients, -1)) for each in every]
         return vmap(self._client, randomness="error")(own, *apart).flatten(0, 1)
-
-    def _of_samples(self, given: Any) -> torch.Tensor:
-        """An input, for every sample where it is one for all, as positions are."""
-        if not isinstance(given, torch.Tensor) or not given.dim():
-            raise NotOneBatch(f"{self.kind} takes more than tensors")
-        if len(given) == 1:
-            return given.expand(self.at.samples, *given.shape[1:])
-        if len(given) != self.at.samples:
-            reason = "input is not that of the samples"
-            raise NotOneBatch(f"the first axis of {self.kind}'s {reason}")
-        return given
 
     def _product(self, x: torch.Tensor, own: Named) -> torch.Tensor:
         weight = own["weight"]
@@ -122,6 +121,25 @@ class _Apart:
     def _client(self, own: Named, *inputs: torch.Tensor) -> torch.Tensor:
         inside = {f"layer.{name}": part for name, part in own.items()}
         return functional_call(self.plain, inside, inputs)
+
+
+class _Adapted:
+    """The forward of a frozen linear layer with an adapter that is each client's own."""
+
+    def __init__(self, layer: nn.Module, scale: float, names: list[str], at: _Pass):
+        """`names`: of the adapter's A and B in the module."""
+        self.kind = type(layer).__name__
+        self.plain = layer.forward
+        self.weight = lora.inputs_first(layer)
+        self.scale = scale
+        self.names = names
+        self.at = at
+
+    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        (given,) = inputs or named.values()
+        x = self.at.of_samples(self.kind, given)
+        a, b = (self.at.now[name] for name in self.names)
+        return adapted(self.plain, self.weight, self.scale, x, a, b)
 
 
 class OneBatch(Vmap):
@@ -140,15 +158,27 @@ class OneBatch(Vmap):
         self.drops = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in layers)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for layer in layers:
-            own = {
-                name: names[id(parameter)]
-                for name, parameter in layer.named_parameters(recurse=False)
-                if parameter.requires_grad
-            }
-            if own:
-                layer.forward = _Apart(layer, own, self.at)
-            elif type(layer).__name__ in SAME:
-                layer.forward = SAME[type(layer).__name__]
+            instead = self._instead_of(layer, names)
+            if instead is not None:
+                layer.forward = instead
+
+    def _instead_of(self, layer: nn.Module, names: dict[int, str]) -> Callable[..., Any] | None:
+        """What a layer does in a pass in the place of its forward, if anything; `names`: of the
+        module's parameters, by their identity.
+        """
+        own = {
+            name: names[id(parameter)]
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        if own:
+            return _Apart(layer, own, self.at)
+        halves = lora.halves(layer)
+        if halves and all(half.requires_grad for half in halves):
+            scale = lora.take_off(layer)
+            if scale is not None:
+                return _Adapted(layer, scale, [names[id(half)] for half in halves], self.at)
+        return faster(layer)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """See `raydpfl.local.way.Way`. The bits of what is one product for all clients may depend

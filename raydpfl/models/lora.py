@@ -141,6 +141,38 @@ def adapters(module: nn.Module) -> set[str]:
     return {name for name in names if name.split(".")[-2:-1] in ([A], [B])}
 
 
+def halves(layer: nn.Module) -> tuple[nn.Parameter, ...]:
+    """A and B of a layer's adapter; nothing where it has none."""
+    own = dict(layer.named_parameters())
+    names = (f"{A}.weight", f"{B}.weight")
+    return tuple(own[name] for name in names if name in own)
+
+
+def take_off(layer: nn.Module) -> float | None:
+    """Takes a layer's adapter out of its forward, in place, which is then that of the frozen layer.
+
+    Returns:
+        The adapter's scale; None, and nothing is changed, where there is none, or where the layer
+        is of a class of its own or does something else as well.
+    """
+    kept = layer._forward_hooks
+    hooks = list(kept.values())
+    if len(hooks) != 1 or not isinstance(hooks[0], partial) or hooks[0].func is not _adapted:
+        return None
+    if type(layer) is not nn.Linear and not _is_transposed(layer):
+        return None
+    (place,) = kept
+    del kept[place]
+    layer._forward_hooks_with_kwargs.pop(place, None)
+    return hooks[0].args[0]
+
+
+def inputs_first(layer: nn.Module) -> torch.Tensor:
+    """The weight of a linear layer, [in, out]."""
+    weight = layer.get_parameter("weight")
+    return weight if _is_transposed(layer) else weight.T
+
+
 def merged(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module without adapters that does what this one does, under
     the names that they had before.
