@@ -293,7 +293,8 @@ def test_a_layer_with_a_hook_of_its_own_keeps_it_and_others_take_adapter_and_lay
     module = build({"kind": f"{__name__}:Hooked", "lora": LORA})
     local = Sgd(steps=2, batch=2, lr=0.5)
     expected = train("loop", module, local)
-    ranks, activated = [], []
+    ranks: list[tuple[int, ...]] = []
+    activated: list[int] = []
     monkeypatch.setattr(
         one_batch, "adapted", lambda *given: (ranks.append(given[5].shape), adapted(*given))[1]
     )

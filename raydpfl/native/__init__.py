@@ -215,7 +215,8 @@ def gelu(x: np.ndarray, y: np.ndarray, slope: np.ndarray | None = None) -> None:
 
 def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What raydpfl_gelu of `kernels.c` computes, operation by operation."""
-    one, cube = np.float32(1), np.float32(0.044715)
+    one = np.float32(1)
+    cube = np.float32(0.044715)
     q = x * x
     scaled = x * np.float32(1.5957691216057308)
     z = scaled * (q * cube + one)
@@ -228,7 +229,8 @@ def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _decay(x: np.ndarray) -> np.ndarray:
     """decay_of of `kernels.c`: e^x for x <= 0."""
-    least, magic = np.float32(-87), np.float32(12582912)
+    least = np.float32(-87)
+    magic = np.float32(12582912)
     start = np.where(x < least, least, x)
     t = start * np.float32(1.44269504088896341) + magic
     k = t - magic
