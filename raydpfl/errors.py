@@ -7,11 +7,12 @@ raydpfl.errors.ConfigError: selection.cohort = 500: at most the 300 clients of d
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 # What a user's own code may raise by mistake: sys.exit() in a module must not end a run.
@@ -21,6 +22,8 @@ _INSTALLED = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
+
+_THEIRS: set[str] = set()  # the files of users' own modules, as far as they are known
 
 
 class ConfigError(ValueError):
@@ -80,8 +83,8 @@ def exited(error: SystemExit) -> str:
 @contextmanager
 def contained(where: str = "") -> Iterator[None]:
     """Turns what a user's own code raises within into a `RunError` that shows their frames first
-    (`told`), and a SystemExit, which nobody else raises. Errors of files and of memory stay what
-    they are.
+    (`told`), and a SystemExit, which nobody else raises. Errors of memory stay what they are, and
+    those of files that no module of the user's has raised (`is_theirs`).
 
     Args:
         where: in which part of a run, in words.
@@ -90,10 +93,10 @@ def contained(where: str = "") -> Iterator[None]:
         yield
     except SystemExit as error:
         raise RunError(f"code that the config names {exited(error)}") from None
-    except (ConfigError, RunError, OSError, MemoryError):
+    except (ConfigError, RunError, MemoryError):
         raise
     except Exception as error:
-        if not frames_of_user(error):
+        if not (is_theirs(error) if isinstance(error, OSError) else frames_of_user(error)):
             raise
         raise RunError(told(error, where)) from error
 
@@ -148,6 +151,22 @@ def frames_of_user(error: BaseException) -> list[tuple[traceback.FrameSummary, s
     named = [frame.f_code.co_qualname for frame, _ in walked]
     found = zip(traceback.StackSummary.extract(iter(walked)), named, strict=True)
     return [each for each in found if not each[0].filename.startswith((*_INSTALLED, "<"))]
+
+
+def know(module: str) -> None:
+    """Notes that a module is a user's own, which a config names or has a class of."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file and not file.startswith(_INSTALLED):
+        _THEIRS.add(file)
+
+
+def is_theirs(error: BaseException) -> bool:
+    """Whether an exception was raised in a module of the user's own (`know`), or in what that
+    called, and not in this package.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    within = takewhile(lambda file: not _ours(file), reversed(files))
+    return not _THEIRS.isdisjoint(within)
 
 
 def told(error: BaseException, where: str = "") -> str:

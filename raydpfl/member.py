@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raydpfl import hints, own
-from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.errors import RAISED, ConfigError, in_line, know
 from raydpfl.files import digest
 
 if TYPE_CHECKING:
@@ -61,6 +61,13 @@ class Member(Section):
     newer: ClassVar[frozenset[str]] = frozenset()
 
     kind: str = ""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Notes whose a class is: on an actor it comes with the experiment, and is not loaded."""
+        super().__pydantic_init_subclass__(**options)
+        if own.is_own(cls):
+            know(cls.__module__)
 
     @property
     def is_own(self) -> bool:
@@ -332,6 +339,7 @@ def load(path: str, field: str) -> Any:
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         found: Any = importlib.import_module(module)
+        know(module)
         *outer, last = name.split(".")
         for part in outer:
             found = getattr(found, part)

@@ -15,8 +15,9 @@ import yaml
 from conftest import SMALL, experiment
 from test_bad_input import complain
 
-from raydpfl import cli, run
-from raydpfl.errors import ConfigError, RunError, brief, told
+from raydpfl import cli, files, run
+from raydpfl.errors import ConfigError, RunError, brief, contained, told
+from raydpfl.member import load
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 
@@ -181,11 +182,47 @@ def test_a_hook_is_named_with_its_round(sections, hook, tmp_path, monkeypatch):
     assert source == '    return {}["x"]' and where == f"in {hook}"
 
 
+@pytest.mark.parametrize("section", ["bounding", "server"])
+def test_a_file_that_the_users_code_misses_is_told_with_its_line(section, tmp_path, monkeypatch):
+    (tmp_path / "reading.py").write_text(READING)
+    (tmp_path / "rows_file.py").write_text("def read():\n    return open('/nowhere/at/all')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds = {"bounding": {"kind": "reading:Rule", "bound": 1.0}, "server": {"kind": "reading:Mine"}}
+    with pytest.raises(RunError) as failed:
+        run(experiment(**{section: kinds[section]}), tmp_path / "o")
+    said = brief(str(failed.value)).splitlines()
+    assert said[0].startswith(f"{tmp_path / 'rows_file.py'}:2: FileNotFoundError: [Errno 2]")
+    assert said[2].startswith(f"  called by {tmp_path / 'reading.py'}:")
+    assert said[4] in ("in Rule.factor, round 0", "in Mine.direction, round 0")
+
+
+def test_a_file_that_the_project_misses_for_a_user_is_not_laid_to_their_code(tmp_path, monkeypatch):
+    (tmp_path / "asking.py").write_text("def ask(path):\n    return files.digest(path)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    load("asking:ask", "x").__globals__["files"] = files
+    with pytest.raises(FileNotFoundError), contained():
+        load("asking:ask", "x")(tmp_path / "nothing")
+
+
+READING = """
+import rows_file
+from raydpfl.bounding import Clip
+from raydpfl.server import Server
+class Rule(Clip):
+    def factor(self, norm, bound):
+        return rows_file.read()
+class Mine(Server):
+    def direction(self, update, state):
+        return rows_file.read()
+"""
+
+
 def test_what_is_raised_on_an_actor_is_told_as_here(tmp_path, monkeypatch, shared_ray):
     (tmp_path / "hooks.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     for sections, hook in (
         ({"bounding": {"kind": "hooks:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
+        ({"bounding": {"kind": "hooks:Reads", "bound": 1.0}}, "Reads.factor, round 0"),
         ({"server": {"kind": "hooks:Mine"}}, "Mine.direction, round 0"),
     ):
         with pytest.raises(RunError) as failed:
@@ -212,6 +249,9 @@ class Mine(Server):
 class Rule(Clip):
     def factor(self, norm, bound):
         return {}["x"]
+class Reads(Clip):
+    def factor(self, norm, bound):
+        return open("/nowhere/at/all")
 class Weigh(Weights):
     def of(self, sizes, samples, cohort):
         return {}["x"]
