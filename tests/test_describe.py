@@ -266,7 +266,7 @@ BAD = {
     ),
     "unlabelled.csv": (
         lambda file: csv(file, {"a": range(6), "label": [0, "", 1] * 2}),
-        "data.y = 'label': a column without gaps; this one lacks 2 values",
+        "data.y = 'label': a column without gaps; this one lacks 2 values (leave out these rows)",
     ),
     "single.csv": (
         lambda file: csv(file, {**COLUMNS, "label": ["one"] * ROWS}),
@@ -328,7 +328,14 @@ def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, cap
 
 
 def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
-    columns = {**COLUMNS, "copy": CLASS, "wide": CLASS % 2 * 1e6, "who": NAMES, "label": CLASS}
+    columns = {
+        **COLUMNS,
+        "copy": CLASS,
+        "wide": CLASS % 2 * 1e6,
+        "huge": 2**62 + CLASS % 2,
+        "who": NAMES,
+        "label": CLASS,
+    }
     csv(tmp_path / "a.csv", columns)
     found = data.understood(["a.csv"], {}, tmp_path)
     told = "column copy is left out: it says what the target label is"
@@ -338,6 +345,8 @@ def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
     assert "column copy says what the target label is: leave it out" in asked.warnings
     assert asked.tree["data"]["x"] == ["f0", "copy"]
     assert any("column wide has numbers up to 1e+06" in each for each in found.warnings)
+    assert "column huge is left out: numbers up to 4.61169e+18 (scale it)" in found.warnings
+    assert found.tree["data"]["x"] == [*COLUMNS, "wide"]
     assert found.tree["data"]["client"] == "who"
     given = {"x": ["f0", "f1"], "y": "f2"}
     found = data.understood(["a.csv"], given, tmp_path)

@@ -179,9 +179,8 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
     if not isinstance(column, np.ndarray):
         if column.null_count:
-            raise ConfigError(
-                field, name, f"a column without gaps; this one lacks {column.null_count} values"
-            )
+            lacks = f"this one lacks {column.null_count} values (leave out these rows)"
+            raise ConfigError(field, name, f"a column without gaps; {lacks}")
         if pa.types.is_nested(column.type):
             raise ConfigError(field, name, f"one number or name to a row, not {column.type}")
         listed = pa.types.is_dictionary(column.type)

@@ -41,6 +41,7 @@ CLIENTS = 10  # that rows are dealt to where no column says whose they are
 ALIKE = 0.9999  # a correlation from which a column says what the target is
 FRACTION = re.compile(r"-?\d+\.\d+(e-?\d+)?")  # which no column is called
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+HUGE = 1e12  # numbers beyond which gradients may overflow, however they are bounded
 WIDE = 1e3  # numbers beyond which a column is better scaled
 
 
@@ -296,6 +297,9 @@ def _unfit(column: Any, name: str) -> str | None:
         return _stray(column) or f"no numbers but {_type(column)} (encode it as numbers)"
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         return "numbers that are not finite (fill them, or leave out these rows)"
+    most = np.abs(values.astype(np.float64)).max(initial=0)
+    if most > HUGE:
+        return f"numbers up to {most:g} (scale it)"
     if name.lower().strip() in ROWS and len(np.unique(values)) == len(values):
         return "it numbers the rows"
     return None
