@@ -32,7 +32,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
-from raydpfl.local import engine, linear, products, way
+from raydpfl.local import convolutional, engine, linear, products, way
 from raydpfl.origin import check_node, differences, of, of_capability, of_device
 from raydpfl.plan import Plan
 from raydpfl.process import Started
@@ -74,6 +74,7 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(linear, "PICK", 1 << 60)
         patch.setattr(products, "_dnnl", None)
+        patch.setattr(convolutional.Convolution, "compiled", False)
         patch.setattr(client, "_scales", lambda _: False)
         patch.setattr(ClientActor, "_lengths", lambda _, vectors: device.norms(vectors))
         return numbers_of(plan, out)

@@ -151,8 +151,10 @@ class Balance(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
         given = dict(attributes)
+        if tag == "link" and given == {"rel": "icon", "href": "data:,"}:  # asks for none
+            return
+        self.tags.add(tag)
         self.ids += [given["id"]] if "id" in given else []
         self.links += [given[name] for name in ("href", "src") if name in given]
         if tag not in self.VOID:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -852,10 +853,11 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
 def test_the_list_names_every_study_what_it_shows_and_what_is_lost(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["raydpfl", "reproduce", "--list"])
     cli.main()
-    said = capsys.readouterr().out
+    shown = capsys.readouterr().out
+    said = re.sub(r"\n +", " ", shown).replace("  ", " ")
     for name, path in shipped.paths().items():
         about = shipped.header(path)
-        assert f"{name}  {about['title']}" in said
+        assert f"{name} {about['title']}" in said
         assert all(other in said for other in about.get("answers", ()))
     assert "smoke: " in said and "lost: " in said
 

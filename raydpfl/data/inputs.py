@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raydpfl.errors import ConfigError
 from raydpfl.files import check_memory
@@ -85,6 +86,8 @@ def _samples(column: Any, name: str, called: Sequence[str]) -> np.ndarray:
             "data.x", name, f"a column without gaps; this one lacks {column.null_count} values"
         )
     column = column.combine_chunks()
+    if pa.types.is_run_end_encoded(kind):
+        column = pc.run_end_decode(column)
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         column = column.field("bytes")
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):

@@ -544,8 +544,7 @@ class Convolutional(OneByOne):
         if self.task.closed() == "softmax":
             log_p = torch.log_softmax(outputs, 1)
             classes = y[:, None]
-            g = log_p.exp()
-            g.scatter_add_(1, classes, torch.full_like(log_p[:, :1], -1))
+            g = log_p.exp().sub_(torch.zeros_like(log_p).scatter_(1, classes, 1.0))
             return -log_p.gather(1, classes).mean(), g.div_(len(y))
         with torch.enable_grad():
             outputs.requires_grad_()
