@@ -161,10 +161,11 @@ def s3():
 
 
 # The files that take longest. They begin first, so that no worker has one left when the others have
-# nothing more.
+# nothing more; files that wait for processes of their own stand between files that compute.
 LONGEST = (
-    "test_same_bits", "test_gpu", "test_cluster", "test_studies", "test_contract", "test_failures",
-    "test_delivery", "test_submit", "test_study", "test_sweep", "test_local", "test_sweep_folder",
+    "test_cluster", "test_same_bits", "test_contract", "test_sweep", "test_gpu", "test_failures",
+    "test_studies", "test_local", "test_study", "test_submit", "test_native", "test_launch",
+    "test_delivery", "test_run", "test_audit", "test_sweep_folder", "test_budget",
 )  # fmt: skip
 
 
