@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -116,4 +117,8 @@ def tree(options: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
+    if "OMP_NUM_THREADS" not in os.environ:
+        # numpy makes threads when it is imported, which would wait for work on a core of the actors
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], alone)
     main()

@@ -460,11 +460,12 @@ class _Mapped:
         self.map = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
         self.held = len(self.map) <= HELD
         reader = pa.ipc.open_file(pa.py_buffer(self.map))
-        batches = [reader.get_batch(index).columns for index in range(reader.num_record_batches)]
-        self.columns = [
-            [numbers(getattr(column, "values", column)) for column in columns]
-            for columns in batches
-        ]
+        self.columns = []
+        for index in range(reader.num_record_batches):
+            columns = reader.get_batch(index).columns
+            self.columns.append([numbers(getattr(each, "values", each)) for each in columns])
+            if index % 4 == 0:  # the system maps pages around each place that was looked at
+                self.release()
 
     def shape_targets(self, shape: tuple[int, ...]) -> None:
         """Gives y of each batch this shape for a sample."""
