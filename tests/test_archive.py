@@ -167,6 +167,7 @@ def metadata(told: dict, *output, **more) -> submit.JobServer:
 
 def test_a_head_has_no_say_in_where_a_run_directory_goes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))  # which remembers no job
     (tmp_path / "site-packages").mkdir()
     data = packed(FOLDER, member("job/data"))
     printed = f"{submit.BEGIN}\n{base64.b64encode(data).decode()}\n{submit.END}\n"
