@@ -615,8 +615,6 @@ def test_every_number_is_shown_whole_in_80_columns():
     found = budget.of_config(
         experiment(
             **step,
-            data={"clients": 20},
-            selection={"cohort": 6},
             noise={"kind": "gaussian", "epsilon": law, "delta": 1e-3},
             privacy={"accountants": ["pld", "rdp", "paper"]},
         )

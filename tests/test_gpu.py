@@ -122,8 +122,7 @@ EVERY = [
 
 
 def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
-    """The second round has what the first one left of every state."""
-    plan = on_gpu(**{"rounds": 2, **METHODS[method]})
+    plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept(), pretended(monkeypatch) as counts:
         found = numbers_of(plan, tmp_path / "gpu")
@@ -370,7 +369,7 @@ class Faulty(FAMILY["clip"]):
 @pytest.mark.slow
 def test_an_actor_that_has_lost_its_gpu_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
     bounding = {"kind": f"{__name__}:Faulty", "bound": 1.0, "flag": str(tmp_path / "flag")}
-    faulty = run(experiment(bounding=bounding, client={"actors": 1}), tmp_path / "faulty").summary
+    faulty = run(experiment(bounding=bounding, client={"actors": 2}), tmp_path / "faulty").summary
     assert faulty["replaced_actors"] == 1
     again = run(experiment(bounding=bounding, client={"actors": 0}), tmp_path / "again").summary
     assert faulty["model_sha256"] == again["model_sha256"]

@@ -128,8 +128,8 @@ def test_error_feedback_takes_the_bias_of_normalising_away(tmp_path):
             **QUADRATICS,
             "bounding": bounding,
             "local": gradient_descent,
-            "rounds": 300,
-            "evaluate": {"every": 300},
+            "rounds": 600,
+            "evaluate": {"every": 600},
         }
         found[kind] = np.linalg.norm(flat(run(experiment(**sections), tmp_path / kind)))
     assert found["alpha_norm_ec"] < 1e-3
@@ -910,8 +910,8 @@ def test_scaffold_reaches_the_optimum_whatever_the_cohorts_sizes_and_repeats(sel
                 **QUADRATICS,
                 "selection": selection,
                 "local": steps,
-                "rounds": 250,
-                "evaluate": {"every": 250},
+                "rounds": 800,
+                "evaluate": {"every": 800},
             }
         ),
         tmp_path / "out",

@@ -242,6 +242,15 @@ def test_a_run_that_goes_on_has_the_same_scores(tmp_path):
     assert pq.read_table(tmp_path / "part" / file).equals(pq.read_table(tmp_path / "whole" / file))
 
 
+@pytest.mark.slow
+def test_scores_are_the_same_on_actors(tmp_path, shared_ray):
+    found = [
+        run(experiment(client={"actors": place}), tmp_path / str(place)).rounds for place in (0, 2)
+    ]
+    names = [name for name in found[0].column_names if scores.is_score(name)]
+    assert found[0].select(names).equals(found[1].select(names))
+
+
 class Brier(Metric):
     """The mean squared distance of the probabilities from what is right."""
 
@@ -433,14 +442,12 @@ def test_scores_of_clients_are_not_private_and_the_guarantees_say_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_scores_are_the_same_on_actors_and_after_a_resume(tmp_path, shared_ray):
-    """Those of all clients together, and of each."""
+def test_scores_of_clients_are_the_same_on_actors_and_after_a_resume(tmp_path, shared_ray):
     asked = {"per_client": "auc", "validation": 0.3, "batch": 20}
-    here = experiment(evaluate=asked)
-    whole = run(here, tmp_path / "whole")
+    whole = run(experiment(evaluate=asked), tmp_path / "whole")
     spread = experiment(evaluate=asked, client={"actors": 2})
     run(spread, tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] == 1)
-    again = run(here, tmp_path / "cut", resume=True)
+    again = run(spread, tmp_path / "cut", resume=True)
     names = [name for name in whole.rounds.column_names if scores.is_score(name)]
     assert again.rounds.select(names).equals(whole.rounds.select(names))
     file = "client_scores.parquet"
