@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import compileall
 import copy
+import gc
+import importlib
 import itertools
 import os
 import shutil
@@ -14,11 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import forks
 import pytest
 
+gc.disable()  # until all is imported, which makes much and leaves little behind
+sys.dont_write_bytecode = False  # pytest rewrites a test file once, and not in each process
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # of those that share the tests
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+SHARED = os.environ.get("RAYDPFL_CACHE", "") if WORKERS > 1 else ""  # of who started the workers
 # The caches of data and calibrations are the tests' own, and shared by the processes they start.
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
@@ -180,7 +188,32 @@ def pytest_configure(config: pytest.Config) -> None:
         compileall.compile_dir(Path(__file__).parent.parent / "raydpfl", quiet=2)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What one worker compiles, none compiles again: each imports a share of the test files ahead
+    of the others, which then find them rewritten; and they have one folder of compiled libraries.
+    """
+    if WORKERS == 1:
+        return
+    compiled = Path(SHARED, "native")
+    compiled.mkdir(exist_ok=True)
+    Path(os.environ["RAYDPFL_CACHE"], "native").symlink_to(compiled)
+    if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    files = sorted(Path(__file__).parent.glob("test_*.py"), key=lambda file: file.stat().st_size)
+    for file in files[WORKER::WORKERS]:
+        # pytest imports it once more and tells what is wrong with it
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(file.stem)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays, so nobody needs to look through it for garbage."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish() -> None:
+    gc.unfreeze()
     shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
 
 

@@ -9,7 +9,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torchvision.models import ResNet18_Weights, resnet18
 
 from raydpfl import data
 from raydpfl.data import Shards, prepare
@@ -32,6 +31,8 @@ def net():
     """A ResNet-18 whose parameters and running statistics are made up, so that no layer is the
     identity by chance.
     """
+    from torchvision.models import resnet18
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         made = resnet18()
@@ -160,6 +161,8 @@ def test_a_file_of_components_that_do_not_fit_is_refused(arrays, tmp_path):
 def test_features_are_the_nets_without_its_last_layer_on_images_as_the_weights_ask(
     channels, net, tmp_path
 ):
+    from torchvision.models import ResNet18_Weights
+
     torch.save(net.state_dict(), tmp_path / "net.pt")
     x = images(5, channels)
     test_x = images(2, channels, seed=3)

@@ -8,7 +8,6 @@ import types
 import numpy as np
 import pytest
 import torch
-import torchvision
 from conftest import form
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -153,16 +152,20 @@ def test_a_narrow_net_has_its_share_of_every_hidden_layer(kind):
 
 @pytest.mark.parametrize("width", [0.25, 0.5, 1, 1.4])
 def test_mobilenet_is_as_wide_as_torchvisions_of_that_width(width):
-    theirs = torchvision.models.mobilenet_v2(num_classes=7, width_mult=width)
+    from torchvision.models import mobilenet_v2
+
+    theirs = mobilenet_v2(num_classes=7, width_mult=width)
     ours = build(COLOUR, 7, kind="mobilenet_v2", width=width)
     assert channels(ours) == channels(theirs)
     assert models.parameter_count(ours) == models.parameter_count(theirs)
 
 
 def test_resnet18_is_torchvisions_but_for_the_first_convolution():
+    from torchvision.models import resnet18
+
     with keyed_globals(5):
         torch.set_rng_state(torch_stream(5, Purpose.MODEL).get_state())
-        theirs = torchvision.models.resnet18(num_classes=10)
+        theirs = resnet18(num_classes=10)
     ours = build(COLOUR, kind="resnet18", seed=5)
     assert models.parameter_count(ours) == (
         models.parameter_count(theirs) - 64 * 3 * 7 * 7 + 64 * 3 * 3 * 3
