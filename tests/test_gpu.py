@@ -462,12 +462,13 @@ ASKED_FOR = (
     "torch.backends.cudnn.allow_tf32 = False",
     "",
 )
-# each in a process of its own, forked once torch is imported
+# each in a process of its own, forked once torch is imported, with what `settle` has it import
 TF32 = """
 import os
 import traceback
 
 import torch
+import torch._inductor.config
 from raydpfl import device
 
 def check(asked):

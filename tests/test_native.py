@@ -336,10 +336,27 @@ def test_a_compiler_that_fails_leaves_nothing_behind(no_compiler, monkeypatch):
     assert not [*no_compiler.rglob("*.so")]
 
 
+@pytest.fixture(scope="module")
+def compiled_here(tmp_path_factory):
+    """A cache with nothing but what these tests compile: what one command has made is there for
+    others that mean the same one.
+    """
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Compiles as everyone does, but for the optimiser, which takes two thirds of the time."""
+    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+
+
 @pytest.mark.slow
 @needs
 @pytest.mark.parametrize("compiler", ["", " ", "cc -g0"])
-def test_cc_may_be_empty_or_have_arguments(compiler, no_compiler, monkeypatch):
+def test_cc_may_be_empty_or_have_arguments(
+    compiler, no_compiler, compiled_here, quickly, monkeypatch
+):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(compiled_here))
     monkeypatch.setenv("CC", compiler)
     native.found.cache_clear()
     assert native.library() is not None
@@ -349,7 +366,7 @@ def test_cc_may_be_empty_or_have_arguments(compiler, no_compiler, monkeypatch):
 @needs
 @pytest.mark.parametrize("broken", [False, True])
 def test_without_a_library_in_the_cache_a_process_compiles_its_own(
-    broken, no_compiler, monkeypatch
+    broken, no_compiler, quickly, monkeypatch
 ):
     """Where nothing can be written there, and where what is there cannot be loaded."""
     monkeypatch.setenv("CC", "cc")
@@ -371,7 +388,10 @@ def test_without_a_library_in_the_cache_a_process_compiles_its_own(
 
 @pytest.mark.slow
 @needs
-def test_a_node_without_a_compiler_is_named_with_what_to_do(no_compiler, monkeypatch):
+def test_a_node_without_a_compiler_is_named_with_what_to_do(
+    no_compiler, compiled_here, quickly, monkeypatch
+):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(compiled_here))
     with monkeypatch.context() as home:
         home.setenv("CC", "cc")
         native.found.cache_clear()
@@ -385,12 +405,13 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(no_compiler, monkeyp
 @needs
 @pytest.mark.slow
 def test_processes_that_compile_at_once_all_get_the_library(tmp_path, monkeypatch):
-    """Forked once torch is imported."""
+    """Forked once torch is imported; without the optimiser, see `quickly`."""
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     code = """
 import os
 from raydpfl import native
 
+native.FLAGS = ("-O0", *native.FLAGS[1:])
 children = []
 while len(children) < 3:
     child = os.fork()
