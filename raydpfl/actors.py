@@ -39,12 +39,12 @@ from raydpfl.data import Shards
 from raydpfl.dealing import Costs, rows, shares, singles
 from raydpfl.delivery import RATE
 from raydpfl.errors import ConfigError, DeviceLost, RunError
+from raydpfl.hardware import cores
 from raydpfl.origin import differences
 from raydpfl.process import Started
 from raydpfl.remote import ClientActor
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
 from raydpfl.shared import AVAILABLE, Gone, Inbox, Outbox, Put
-from raydpfl.slots import cores
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # actors that one share of a round may cost before the run gives up

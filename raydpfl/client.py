@@ -43,6 +43,7 @@ from raydpfl.errors import (
     told,
 )
 from raydpfl.evaluator import Evaluator, Scored
+from raydpfl.hardware import threads
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.way import Block
@@ -118,6 +119,7 @@ class ClientActor(Process):
     def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
         tune_allocator()
+        native.use(threads() if self.here else int(experiment.client.num_cpus))
         self.experiment = experiment
         self.shards = Shards.open(shards)
         self.form = self.shards.form(experiment.data.task)
@@ -365,7 +367,7 @@ class ClientActor(Process):
         and `_reduce` do, where that is their updates, scaled, without the vectors in float64.
         """
         slots = block.slots
-        lengths = native.norms(block.updates)
+        lengths = native.norms(block.updates) if block.norms is None else block.norms
         norms = lengths.copy()
         for place in (~np.isfinite(norms)).nonzero()[0]:
             self._fault(tally, lane, int(slots[place]), float(norms[place]))

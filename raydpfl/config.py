@@ -128,7 +128,8 @@ class Client(Section):
 
     # auto: in this process, until actors that start behind the rounds pay (`raydpfl.launch`)
     actors: Whole | Literal["auto", "per-client"] = "auto"
-    num_cpus: float = Field(default=1, ge=0)  # cores of each actor, of those that Ray has
+    # cores of each actor, of those that Ray has, and the threads of compiled code in it
+    num_cpus: float = Field(default=1, ge=0)
     # share of a GPU of each actor; 0: it trains on the CPU
     num_gpus: float = Field(default=0, ge=0)
     # what the products of training are taken in; parameters, losses and updates are float32

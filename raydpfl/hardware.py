@@ -1,8 +1,9 @@
-"""What the processor is, as far as arithmetic differs by it."""
+"""What the processor is, as far as arithmetic differs by it, and how much of it may be used."""
 
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -45,3 +46,18 @@ def flags() -> frozenset[str]:
     """Its instruction sets, as Linux names them; empty elsewhere."""
     described = _described()
     return frozenset((described.get("flags") or described.get("Features") or "").split())
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads() -> int:
+    """The threads that train in this process: a core each, or as many as OMP_NUM_THREADS says,
+    which Ray sets for the trials of a sweep.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores(), int(asked))) if asked.isdecimal() else cores()

@@ -32,10 +32,12 @@ from raydpfl.cluster import LOOK, Session, at_work, free
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError, FileError, RunError, contained, told
+from raydpfl.hardware import cores, threads
+from raydpfl.local.ways import WAYS
 from raydpfl.origin import of_capability, of_device
 from raydpfl.placement import Moving, Pool
 from raydpfl.plan import Plan
-from raydpfl.slots import cores, wanted
+from raydpfl.slots import wanted
 
 if TYPE_CHECKING:
     from raydpfl.actors import Actors
@@ -47,7 +49,7 @@ FREE = 120.0  # seconds that a GPU of the cluster is waited for
 TICK = 0.05  # seconds between two looks of who waits
 HERE = "client.actors is 0"
 SHORT = "the run was over before it would have been up"
-NO_GAIN = "one client actor would be no faster than this process"
+NO_GAIN = "client actors would be no faster than the threads of this process"
 
 
 @contextmanager
@@ -77,9 +79,10 @@ class _Closed(Exception):
 class Worth:
     """Whether to start Ray for the rounds that are left.
 
-    n actors take about 1/n of the time that this process takes, once they are up. While they come
-    up, `STARTS` seconds (`SOON` where Ray is up), the rounds go on here. The clock is that of the
-    processor: on a machine that others use, rounds and start are slower alike.
+    n actors take about m/n of the time that this process takes with m threads, once they are up.
+    While they come up, `STARTS` seconds (`SOON` where Ray is up), the rounds go on here. The clock
+    is that of the processor, over the threads: on a machine that others use, rounds and start are
+    slower alike.
     """
 
     STARTS = 8.0  # Ray, and a process that imports torch for each actor, on two cores
@@ -87,9 +90,9 @@ class Worth:
     SURE = 1.0  # seconds of rounds that are enough to judge by
     FIRST = 2.0  # seconds of a round that is not over, likewise
 
-    def __init__(self, rounds: int, actors: int, starts: float):
+    def __init__(self, rounds: int, actors: int, starts: float, threads: int = 1):
         self._rounds = rounds
-        self._share = 1 - 1 / max(actors, 1)
+        self._share = 1 - threads / max(actors, threads)
         self._starts = starts
         self._ended: list[float] = []  # when the first round and the last one have
 
@@ -143,6 +146,7 @@ class Places:
         self._host: Any = None  # the coordinator's actor
         self._plan: Plan | None = None
         self._count = 0
+        self._threads = 1  # that train here
         self._worth: Worth | None = None
         self._failure: BaseException | None = None
         self._planned = threading.Event()
@@ -310,11 +314,15 @@ class Places:
                 self._check_open()
             ray.get(warm)
 
+    def _clock(self) -> float:
+        """Seconds of the processor for each thread that trains here."""
+        return time.process_time() / self._threads
+
     def _when_it_pays(self) -> None:
         worth = self._worth
         assert worth is not None
         while not self._closing.wait(4 * TICK):
-            if worth.gains(time.process_time()):
+            if worth.gains(self._clock()):
                 self._bring_up()
                 return
 
@@ -364,6 +372,7 @@ class Places:
         count = wanted(client, population, most, nodes, self.elastic, plan.d, left, self.late)
         self._plan = plan
         self._count = count
+        self._threads = threads() if WAYS[experiment.client.way].threads else 1
         self._planned.set()
         return count
 
@@ -376,7 +385,7 @@ class Places:
                 return _inline(Coordinator(plan, out, resume=resume, anew=fresh_noise))
             if self.late:
                 starts = Worth.STARTS if self.elastic else Worth.SOON
-                self._worth = Worth(plan.experiment.rounds, self._count, starts)
+                self._worth = Worth(plan.experiment.rounds, self._count, starts, self._threads)
                 pool = Moving(plan.experiment, str(plan.shards), self._taking_over)
                 return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
             self._wait(self._up)
@@ -390,8 +399,8 @@ class Places:
         """The first round begins; so many are done from before."""
         self._done = done
         if self._worth:
-            self._worth.begin(done, time.process_time())
-            if self._count > 1:
+            self._worth.begin(done, self._clock())
+            if self._count > self._threads:
                 self._begin(self._when_it_pays)
 
     def after_round(self, call: Call, out: str, done: int) -> Call:
@@ -402,7 +411,7 @@ class Places:
         plan = self._plan
         if plan is None or self._worth is None:
             return call
-        self._worth.round(time.process_time())
+        self._worth.round(self._clock())
         if done == plan.experiment.rounds or self._taking_over() is None:
             return call
         call("save")
@@ -444,7 +453,7 @@ class Places:
         elif not used and self._failure is not None:
             why = str(self._failure)
         elif not used:
-            why = NO_GAIN if self._count == 1 else SHORT
+            why = NO_GAIN if self._count <= self._threads else SHORT
         count = self._count if used else 0
         found = {"asked": not self.inline, "used": used, "from_round": self._from}
         return found | {"actors": count, "why_not": why}

@@ -76,6 +76,7 @@ class Process:
 
     def __init__(self, experiment: Experiment | None = None, shards: str = ""):
         self.own = False  # whether code of the user's own takes part
+        self.here = experiment is not None  # in the process of the caller
         self.progress = Progress(shared=experiment is None)
         if experiment is not None:
             self.make(experiment, shards)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -32,13 +31,6 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]
             fits.append(int(node.get("GPU", 0)) * int(1 / num_gpus + 1e-9))
         total += min(fits, default=sys.maxsize)
     return total
-
-
-def cores() -> int:
-    """The cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def wanted(

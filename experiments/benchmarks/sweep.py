@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from raydpfl.cluster import Session
-from raydpfl.slots import cores
+from raydpfl.hardware import cores
 from raydpfl.tune import Sweep, run
 
 CONFIG = {

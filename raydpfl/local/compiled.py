@@ -4,7 +4,8 @@ The mathematics is that of `raydpfl.local.linear`, sample space: the first layer
 within the span of the client's rows, so that a step takes its outputs on these rows and the
 products of the rows with one another; the later layers have their weights. The code is
 `raydpfl/native/kernels.c`. It needs no array of a whole lane, so that all of a client's stay in the
-cache, and what a client gets depends on its own rows and batches alone. Where each sample's
+cache, and what a client gets depends on its own rows and batches alone, so that several threads
+take up one client after another while Python adds up those that are done. Where each sample's
 gradient is clipped, noise on the steps is drawn in that span too (`raydpfl.local.spanned`).
 
 >>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.Tanh(), nn.Linear(200, 10))))
@@ -14,6 +15,7 @@ gradient is clipped, noise on the steps is drawn in that span too (`raydpfl.loca
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -55,6 +57,7 @@ class Compiled(Way):
     linear = True
     corrects = False
     padded = False
+    threads = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
@@ -87,17 +90,8 @@ class Compiled(Way):
         job, kept = self._job(parameters, lane, linear, columns, np.array(answers, np.float32))
         d = parameters.numel()
         _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
-        for _, slots in lane.blocks(d):
-            updates = torch.empty(len(slots), d)
-            losses = np.empty(len(slots))
-            failed = compiled.raydpfl_train(
-                ctypes.byref(job),
-                ctypes.c_int64(len(slots)),
-                *map(_at, (slots, *arrays, updates.numpy(), losses, clipped)),
-            )
-            if failed:
-                raise MemoryError("no memory for the outputs of a client's rows")
-            yield Block(slots, updates, losses)
+        blocks = [slots for _, slots in lane.blocks(d)]
+        yield from _trained(job, blocks, [*arrays, clipped], d)
         del kept
 
     def _job(
@@ -133,6 +127,41 @@ class Compiled(Way):
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`. Wherever a client's rows lie, it has the same bits."""
         return (-(-rows * features // 4) * 4,)
+
+
+def _trained(
+    job: _Job, blocks: Sequence[np.ndarray], arrays: Sequence[np.ndarray | None], d: int
+) -> Iterator[Block]:
+    """The blocks of a lane, of clients at these slots, some of which threads train ahead of what is
+    asked for. `arrays`: what raydpfl_begin is given of the lane.
+    """
+    compiled = native.library()
+    assert compiled is not None  # as the way says
+    ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
+    count = sum(map(len, blocks))
+    places = np.zeros(count, np.uintp)
+    losses, norms = np.empty((2, count))
+    done = np.zeros(count, np.uint8)
+    given = (np.concatenate([np.empty(0, np.int64), *blocks]), *arrays, places, losses, norms, done)
+    compiled.raydpfl_begin.restype = ctypes.c_void_p
+    begun = compiled.raydpfl_begin(ctypes.byref(job), ctypes.c_int64(count), *map(_at, given))
+    if not begun:
+        raise MemoryError("no memory for the outputs of a client's rows")
+    try:
+        ahead = 2 * native.threads() - 1
+        room: deque[torch.Tensor] = deque()  # of this block and those ahead
+        for k, slots in enumerate(blocks):
+            for each in range(k + len(room), min(k + ahead, len(blocks))):
+                some = len(blocks[each])
+                room.append(torch.empty(some, d))
+                first = room[-1].data_ptr()
+                places[ends[each] - some : ends[each]] = first + 4 * d * np.arange(some)
+            bounds = map(ctypes.c_int64, (ends[k], ends[k + len(room) - 1]))
+            compiled.raydpfl_train(ctypes.c_void_p(begun), *bounds)
+            here = slice(ends[k] - len(slots), ends[k])
+            yield Block(slots, room.popleft(), losses[here], norms=norms[here])
+    finally:
+        compiled.raydpfl_end(ctypes.c_void_p(begun))
 
 
 def unfit(layers: tuple[Layer, ...]) -> str | None:

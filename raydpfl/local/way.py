@@ -47,11 +47,15 @@ class Block:
     updates: torch.Tensor  # float32 [k, d], on the device
     losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
     own: torch.Tensor | None = None  # float32 [k, own]: what stays with them, if anything does
+    # float64 [k]: the L2 norms of the updates (`native.norms`), where they are known already
+    norms: np.ndarray | None = None
 
     def part(self, some: slice, further: int = 0) -> Block:
         """Some of its clients, at slots that are so much further on."""
         own = None if self.own is None else self.own[some]
-        return Block(self.slots[some] + further, self.updates[some], self.losses[some], own)
+        norms = None if self.norms is None else self.norms[some]
+        parts = (self.updates[some], self.losses[some], own, norms)
+        return Block(self.slots[some] + further, *parts)
 
     def apart(self) -> Iterator[Block]:
         """A block of each of its clients alone."""
@@ -350,6 +354,8 @@ class Way:
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
+    # whether the threads of compiled code (`raydpfl.native.use`) train its clients
+    threads: ClassVar[bool] = False
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
     # whether clients can begin at `LaneData.starts`; and with buffers of their own too
     starts: ClassVar[bool] = False

@@ -7,8 +7,9 @@ written to, or that nothing may be run from, or another machine's C library) the
 one for itself. Where there is no compiler `library` is None: sums then take numpy, with the same
 bits, and training another way (`raydpfl.local.ways`).
 
-The bits of what the library computes depend neither on the processor nor on who calls it: every sum
-has an order of its own, and every vector length gives the same.
+The bits of what the library computes depend neither on the processor nor on who calls it, nor on
+the number of threads (`use`): every sum has an order of its own, and every vector length gives the
+same.
 
 >>> rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
 >>> norms(rows)
@@ -36,7 +37,7 @@ import torch
 from raydpfl.files import cache_root
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-w")
+FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-w")
 # by what torch calls it; one by one, as compilers before 2021 know no names for them together
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
@@ -123,6 +124,23 @@ def _compile(command: list[str], path: Path) -> None:
         done = [*command, "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
         made.replace(path)
+
+
+def use(count: int) -> None:
+    """Has so many threads of this process, the caller's among them, take up clients in training and
+    parts of sums from now on, one after another, while Python goes on with what is done.
+
+    Where two threads of Python call at once, one of them has these threads.
+    """
+    compiled = library()
+    if compiled is not None:
+        compiled.raydpfl_threads(ctypes.c_int64(count))
+
+
+def threads() -> int:
+    """How many `use` has asked for; 1 before, and where nothing is compiled."""
+    compiled = library()
+    return 1 if compiled is None else compiled.raydpfl_wanted()
 
 
 def norms(rows: torch.Tensor) -> np.ndarray:

@@ -3,19 +3,171 @@
 raydpfl/native/__init__.py says what is computed; here is how. A client is trained alone, and every
 sum is taken in an order that depends on its own shapes only: the same bits in any lane, on any
 number of threads, with vectors of any length. Products are accumulated by fused multiply-adds, 16
-columns at once (v16), so rows are padded to a multiple of 16 floats. Nothing here keeps state.
+columns at once (v16), so rows are padded to a multiple of 16 floats. Nothing here keeps state but
+the threads, which take up clients, or parts of sums, one after another.
 */
 
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#define RELAX _mm_pause()
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
+#define RELAX __asm__ volatile("yield")
+#else
+#define RELAX (void)0
 #endif
+
+/* --- threads ---
+
+One piece of work at a time is done by several threads, the caller's among them, piece by piece. All
+others wait for the next. */
+
+/* Does a piece in thread `thread`, below `crew.wanted`. */
+typedef void (*Work)(void *what, int64_t piece, int64_t thread);
+
+enum { CREW = 256, SPINS = 1000 };
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t called, done;
+    Work work;
+    void *what;
+    int64_t started, inside, asleep;  /* threads: in all, at work, and waiting for a call */
+    int64_t members;                  /* how many of them this work is for */
+    pid_t process;                    /* whose they are: a fork has none of them */
+    atomic_int_fast64_t wanted;       /* how many there are to be, the caller's among them */
+    atomic_int_fast64_t next, limit;  /* the next piece, and the first that may not be done yet */
+    atomic_int busy, waiting;         /* with some work, and its caller for a piece */
+} crew = {.lock = PTHREAD_MUTEX_INITIALIZER,
+          .called = PTHREAD_COND_INITIALIZER,
+          .done = PTHREAD_COND_INITIALIZER,
+          .wanted = 1};
+
+/* Does the next piece, if there is one. */
+static int do_one(int64_t thread) {
+    int64_t piece = atomic_load(&crew.next);
+    do
+        if (piece >= atomic_load(&crew.limit)) return 0;
+    while (!atomic_compare_exchange_weak(&crew.next, &piece, piece + 1));
+    crew.work(crew.what, piece, thread);
+    return 1;
+}
+
+static int called(int64_t thread) {
+    return atomic_load(&crew.next) < atomic_load(&crew.limit) && thread < crew.members;
+}
+
+static void *serve(void *number) {
+    int64_t thread = (intptr_t)number;
+    for (;;) {
+        for (int i = 0; i < SPINS && !called(thread); i++) RELAX;
+        pthread_mutex_lock(&crew.lock);
+        crew.asleep++;
+        while (!called(thread)) pthread_cond_wait(&crew.called, &crew.lock);
+        crew.asleep--;
+        crew.inside++;
+        pthread_mutex_unlock(&crew.lock);
+        while (do_one(thread))
+            if (atomic_load(&crew.waiting)) {
+                pthread_mutex_lock(&crew.lock);
+                pthread_cond_signal(&crew.done);
+                pthread_mutex_unlock(&crew.lock);
+            }
+        pthread_mutex_lock(&crew.lock);
+        crew.inside--;
+        pthread_cond_signal(&crew.done);
+        pthread_mutex_unlock(&crew.lock);
+    }
+    return NULL;
+}
+
+/* Starts the threads that are missing; the caller has the lock. Signals are not for them. */
+static void hire(void) {
+    pthread_attr_t detached;
+    pthread_t thread;
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    for (; crew.started < crew.members; crew.started++)
+        if (pthread_create(&thread, &detached, serve, (void *)(intptr_t)crew.started)) break;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+}
+
+/* Whether the crew is the caller's now, for this work: not where it is another thread's. */
+static int engage(Work work, void *what) {
+    int idle = 0;
+    if (crew.wanted < 2 || !atomic_compare_exchange_strong(&crew.busy, &idle, 1)) return 0;
+    if (crew.process != getpid()) {
+        pthread_mutex_init(&crew.lock, NULL);
+        pthread_cond_init(&crew.called, NULL);
+        pthread_cond_init(&crew.done, NULL);
+        crew.process = getpid();
+        crew.started = 1;
+        crew.inside = crew.asleep = 0;
+    }
+    crew.members = crew.wanted;
+    crew.work = work;
+    crew.what = what;
+    return 1;
+}
+
+/* Has pieces below `limit` done, from now on. */
+static void allow(int64_t limit) {
+    pthread_mutex_lock(&crew.lock);
+    hire();
+    atomic_store(&crew.limit, limit);
+    if (crew.asleep) pthread_cond_broadcast(&crew.called);
+    pthread_mutex_unlock(&crew.lock);
+}
+
+/* Waits until `*done`, which a piece that is being done sets. */
+static void await(const atomic_uchar *done) {
+    for (int i = 0; i < SPINS && !atomic_load(done); i++) RELAX;
+    if (atomic_load(done)) return;
+    pthread_mutex_lock(&crew.lock);
+    atomic_store(&crew.waiting, 1);
+    while (!atomic_load(done)) pthread_cond_wait(&crew.done, &crew.lock);
+    atomic_store(&crew.waiting, 0);
+    pthread_mutex_unlock(&crew.lock);
+}
+
+/* Ends the work: pieces that nobody has begun are not done. */
+static void dismiss(void) {
+    pthread_mutex_lock(&crew.lock);
+    atomic_store(&crew.limit, 0);
+    while (crew.inside) pthread_cond_wait(&crew.done, &crew.lock);
+    atomic_store(&crew.next, 0);
+    pthread_mutex_unlock(&crew.lock);
+    atomic_store(&crew.busy, 0);
+}
+
+/* Does all `count` pieces. */
+static void share(int64_t count, Work work, void *what) {
+    if (count < 2 || !engage(work, what)) {
+        for (int64_t piece = 0; piece < count; piece++) work(what, piece, 0);
+        return;
+    }
+    allow(count);
+    while (do_one(0)) continue;
+    dismiss();
+}
+
+/* How many threads there are to be from now on, the caller's among them. */
+void raydpfl_threads(int64_t count) { crew.wanted = count < 1 ? 1 : count < CREW ? count : CREW; }
+
+int raydpfl_wanted(void) { return crew.wanted; }
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
@@ -991,88 +1143,177 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
     return loss / client->steps;
 }
 
-/* Trains `count` clients of a lane: those at `slots`, [count]. `x` [C, n, p], `y` [C, n], int64, or
-float32 [C, n, outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches` [C], `steps`
-and `gammas` [C]; of noise `stds`, `clients` and `draws` [C]. Gives `updates` [count, d], `losses`
-[count] and, unless it is NULL, `clipped` [C]. 0: done; 1: no memory. */
-int raydpfl_train(const Job *job, int64_t count, const int64_t *slots, const float *x,
-                  const char *y, const int64_t *sizes, const int64_t *index,
-                  const int64_t *batches, const int64_t *steps, const float *gammas,
-                  const float *stds, const uint64_t *clients, const uint64_t *draws,
-                  float *updates, double *losses, double *clipped) {
-    Layer layers[MOST];
-    Room room = {.layer = layers};
-    if (job->layers > MOST) return 1;
-    memset(layers, 0, sizeof layers);
-    int64_t floats = furnish(job, &room, NULL);
-    float *memory = aligned_alloc(64, padded(floats) * sizeof(float));
-    if (!memory) return 1;
-    furnish(job, &room, memory);
-    int64_t width = job->squares ? 4 * job->outputs[job->layers - 1] : 8; /* bytes of a target */
-    for (int64_t i = 0; i < count; i++) {
-        int64_t slot = slots[i];
-        Client client = {
-            .x = x + slot * job->n * job->p,
-            .y = y + slot * job->n * width,
-            .index = index + slot * job->steps * job->batch,
-            .n = sizes[slot],
-            .b = batches[slot],
-            .steps = steps[slot],
-            .gamma = gammas[slot],
-        };
-        if (job->noised) {
-            client.std = stds[slot];
-            client.id = clients[slot];
-            client.draw = draws[slot];
-        }
-        losses[i] = train_one(job, &room, &client, updates + i * job->d,
-                              clipped ? clipped + slot : NULL);
-    }
-    free(memory);
-    return 0;
-}
-
 /* --- sums of updates --- */
 
 #define SUMS (64 / NUMBERS)
 
-/* The L2 norms of rows [k, d]: 64 partial sums of squares, which are added up by halves. */
-#define NORMS(name, number, some)                                                               \
-    void name(int64_t k, int64_t d, const number *rows, double *norms) {                        \
-        for (int64_t i = 0; i < k; i++) {                                                       \
-            const number *row = rows + i * d;                                                   \
-            doubles acc[SUMS];                                                                  \
-            UNROLL for (int a = 0; a < SUMS; a++) acc[a] = (doubles){};                         \
-            int64_t j = 0;                                                                      \
-            for (; j + 64 <= d; j += 64) UNROLL for (int a = 0; a < SUMS; a++) {                \
-                    const some *at = (const some *)(row + j + NUMBERS * a);                     \
-                    doubles v = __builtin_convertvector(*at, doubles);                          \
-                    acc[a] += v * v;                                                            \
-                }                                                                               \
-            double s[64];                                                                       \
-            memcpy(s, acc, sizeof s);                                                           \
-            for (; j < d; j++) s[j % 64] += (double)row[j] * row[j];                            \
-            for (int half = 32; half; half /= 2)                                                \
-                for (int l = 0; l < half; l++) s[l] += s[l + half];                             \
-            norms[i] = sqrt(s[0]);                                                              \
-        }                                                                                       \
+/* The L2 norm of a row [d]: 64 partial sums of squares, which are added up by halves. */
+#define NORM(name, number, some)                                                                \
+    static double name(int64_t d, const number *row) {                                          \
+        doubles acc[SUMS];                                                                      \
+        UNROLL for (int a = 0; a < SUMS; a++) acc[a] = (doubles){};                             \
+        int64_t j = 0;                                                                          \
+        for (; j + 64 <= d; j += 64) UNROLL for (int a = 0; a < SUMS; a++) {                    \
+                const some *at = (const some *)(row + j + NUMBERS * a);                         \
+                doubles v = __builtin_convertvector(*at, doubles);                              \
+                acc[a] += v * v;                                                                \
+            }                                                                                   \
+        double s[64];                                                                           \
+        memcpy(s, acc, sizeof s);                                                               \
+        for (; j < d; j++) s[j % 64] += (double)row[j] * row[j];                                \
+        for (int half = 32; half; half /= 2)                                                    \
+            for (int l = 0; l < half; l++) s[l] += s[l + half];                                 \
+        return sqrt(s[0]);                                                                      \
     }
 
-NORMS(raydpfl_norms32, float, floats_anywhere)
-NORMS(raydpfl_norms64, double, doubles_anywhere)
+NORM(norm32, float, floats_anywhere)
+NORM(norm64, double, doubles_anywhere)
 
-/* total [d] += factors[i] rows[i] (+ noise[i]) for each i in turn, each product and each sum
-rounded. `noise` [k, d] or NULL. */
-void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
-                 const double *noise, double *total) {
-    for (int64_t from = 0; from < d; from += 2048) {
-        int64_t end = from + 2048 < d ? from + 2048 : d;
-        for (int64_t i = 0; i < k; i++) {
-            const float *row = rows + i * d;
-            double factor = factors[i];
-            if (noise)
+/* Clients of a lane in training. Of all C: `x` [C, n, p], `y` [C, n], int64, or float32 [C, n,
+outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches`, `steps` and `gammas` [C]; of
+noise `stds`, `clients` and `draws` [C]; `clipped` [C], which is given, or NULL. Of those to train:
+`slots` [count], and where to write their `updates` [count][d], `losses`, `norms` and whether they
+are `done` [count]. */
+typedef struct {
+    const Job *job;
+    int64_t count;
+    const int64_t *slots;
+    const float *x;
+    const char *y;
+    const int64_t *sizes, *index, *batches, *steps;
+    const float *gammas, *stds;
+    const uint64_t *clients, *draws;
+    double *clipped;
+    float *const *updates;
+    double *losses, *norms;
+    atomic_uchar *done;
+    Room *rooms; /* of each thread */
+    Layer *layers;
+    float *memory;
+    int64_t trained; /* the first so many */
+    int shared;      /* with the crew */
+} Lane;
+
+static void train_slot(void *what, int64_t place, int64_t thread) {
+    const Lane *lane = what;
+    const Job *job = lane->job;
+    int64_t slot = lane->slots[place];
+    int64_t width = job->squares ? 4 * job->outputs[job->layers - 1] : 8; /* bytes of a target */
+    Client client = {
+        .x = lane->x + slot * job->n * job->p,
+        .y = lane->y + slot * job->n * width,
+        .index = lane->index + slot * job->steps * job->batch,
+        .n = lane->sizes[slot],
+        .b = lane->batches[slot],
+        .steps = lane->steps[slot],
+        .gamma = lane->gammas[slot],
+    };
+    if (job->noised) {
+        client.std = lane->stds[slot];
+        client.id = lane->clients[slot];
+        client.draw = lane->draws[slot];
+    }
+    float *update = lane->updates[place];
+    double *clipped = lane->clipped ? lane->clipped + slot : NULL;
+    lane->losses[place] = train_one(job, lane->rooms + thread, &client, update, clipped);
+    lane->norms[place] = norm32(job->d, update);
+    atomic_store(lane->done + place, 1);
+}
+
+/* Ends the training of a lane, and frees what it has taken. */
+void raydpfl_end(Lane *lane) {
+    if (lane->shared) dismiss();
+    free(lane->memory);
+    free(lane->rooms);
+    free(lane->layers);
+    free(lane);
+}
+
+/* Begins to train the clients of a lane; NULL: no memory. Whatever it is given must stay. */
+Lane *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const float *x,
+                    const char *y, const int64_t *sizes, const int64_t *index,
+                    const int64_t *batches, const int64_t *steps, const float *gammas,
+                    const float *stds, const uint64_t *clients, const uint64_t *draws,
+                    double *clipped, float *const *updates, double *losses, double *norms,
+                    atomic_uchar *done) {
+    Lane *lane = job->layers > MOST ? NULL : malloc(sizeof(Lane));
+    if (!lane) return NULL;
+    *lane = (Lane){job,   count,   slots, x,       y,       sizes,   index,  batches, steps, gammas,
+                   stds, clients, draws, clipped, updates, losses, norms,   done};
+    lane->shared = engage(train_slot, lane);
+    int64_t threads = lane->shared ? crew.members : 1;
+    Room room = {0};
+    int64_t floats = padded(furnish(job, &room, NULL));
+    lane->memory = aligned_alloc(64, threads * floats * sizeof(float));
+    lane->rooms = calloc(threads, sizeof(Room));
+    lane->layers = calloc(threads * job->layers, sizeof(Layer));
+    if (!lane->memory || !lane->rooms || !lane->layers) {
+        raydpfl_end(lane);
+        return NULL;
+    }
+    for (int64_t i = 0; i < threads; i++) {
+        lane->rooms[i].layer = lane->layers + i * job->layers;
+        furnish(job, lane->rooms + i, lane->memory + i * floats);
+    }
+    return lane;
+}
+
+/* Comes back when the first `end` of a lane's clients are trained. Those below `limit`, whose
+`updates` are known, may be. */
+void raydpfl_train(Lane *lane, int64_t end, int64_t limit) {
+    if (!lane->shared) {
+        for (; lane->trained < end; lane->trained++) train_slot(lane, lane->trained, 0);
+        return;
+    }
+    allow(limit);
+    for (; lane->trained < end; lane->trained++)
+        while (!atomic_load(lane->done + lane->trained))
+            if (!do_one(0)) await(lane->done + lane->trained);
+}
+
+/* Rows [k, d], and what is made of them. */
+typedef struct {
+    int64_t k, d;
+    const void *rows;
+    const double *factors, *noise;
+    double *found;
+} Rows;
+
+static void find_norm32(void *what, int64_t place, int64_t thread) {
+    const Rows *r = what;
+    r->found[place] = norm32(r->d, (const float *)r->rows + place * r->d);
+}
+
+static void find_norm64(void *what, int64_t place, int64_t thread) {
+    const Rows *r = what;
+    r->found[place] = norm64(r->d, (const double *)r->rows + place * r->d);
+}
+
+/* The L2 norms of rows [k, d]. */
+void raydpfl_norms32(int64_t k, int64_t d, const float *rows, double *norms) {
+    Rows r = {.d = d, .rows = rows, .found = norms};
+    share(k, find_norm32, &r);
+}
+
+void raydpfl_norms64(int64_t k, int64_t d, const double *rows, double *norms) {
+    Rows r = {.d = d, .rows = rows, .found = norms};
+    share(k, find_norm64, &r);
+}
+
+enum { COLUMNS = 2048, PIECE = 8 * COLUMNS };
+
+static void add_piece(void *what, int64_t place, int64_t thread) {
+    const Rows *r = what;
+    double *total = r->found;
+    int64_t last = (place + 1) * PIECE < r->d ? (place + 1) * PIECE : r->d;
+    for (int64_t from = place * PIECE; from < last; from += COLUMNS) {
+        int64_t end = from + COLUMNS < last ? from + COLUMNS : last;
+        for (int64_t i = 0; i < r->k; i++) {
+            const float *row = (const float *)r->rows + i * r->d;
+            double factor = r->factors[i];
+            if (r->noise)
                 for (int64_t j = from; j < end; j++) {
-                    double sent = factor * row[j] + noise[i * d + j];
+                    double sent = factor * row[j] + r->noise[i * r->d + j];
                     total[j] += sent;
                 }
             else
@@ -1082,6 +1323,14 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
                 }
         }
     }
+}
+
+/* total [d] += factors[i] rows[i] (+ noise[i]) for each i in turn, each product and each sum
+rounded. `noise` [k, d] or NULL. */
+void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
+                 const double *noise, double *total) {
+    Rows r = {k, d, rows, factors, noise, total};
+    share((d + PIECE - 1) / PIECE, add_piece, &r);
 }
 
 /* --- keyed normals --- */

@@ -17,8 +17,8 @@ from pathlib import Path
 from raydpfl import runner
 from raydpfl.config import Experiment
 from raydpfl.files import cache_root, keep_json, read_json
+from raydpfl.hardware import cores
 from raydpfl.plan import Plan
-from raydpfl.slots import cores
 from raydpfl.tune.folder import name_of
 from raydpfl.tune.limits import like, work
 

@@ -14,7 +14,8 @@ from raydpfl.cluster import Session
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.slots import capacity, cores
+from raydpfl.hardware import cores
+from raydpfl.slots import capacity
 
 
 class Room:

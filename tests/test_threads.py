@@ -1,0 +1,166 @@
+"""Threads of compiled code in one process: the same bits on any number of them, whoever stops or
+forks in the midst.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from conftest import experiment
+from torch import nn
+
+from raydpfl import hardware, models, native, run
+from raydpfl.local import Sgd, Trainer
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
+CLIENTS = 23
+NOISED = {"clip": 0.8, "stds": np.linspace(0, 0.3, CLIENTS)}
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    native.use(1)
+
+
+@cache
+def given(hidden: int) -> tuple:
+    """A module, and a lane's rows, of which one client has none and one has huge ones."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(61, hidden), nn.ReLU(), nn.Linear(hidden, 7))
+    x = torch.randn(CLIENTS, 9, 61)
+    x[7] *= 1e30
+    sizes = np.arange(CLIENTS) % 9 + 1
+    sizes[4] = 0
+    return module, (models.flatten(module), x, torch.randint(0, 7, (CLIENTS, 9)), sizes)
+
+
+def lane(hidden: int, clip: float | None = None, **more):
+    """The blocks of a lane in training."""
+    module, lane = given(hidden)
+    local = Sgd(steps=5, batch=4, lr=0.2, momentum=0.5)
+    trainer = Trainer(module, local, way="compiled", seed=1, clip=clip)
+    return trainer.lane(*lane, t=0, clients=range(CLIENTS), draws=[0] * CLIENTS, **more)
+
+
+def found(blocks) -> bytes:
+    """What clients have trained to, as bytes; their norms must be those of their updates."""
+    parts = []
+    for block in blocks:
+        parts += [block.slots.tobytes(), block.updates.numpy().tobytes(), block.losses.tobytes()]
+        if block.norms is not None:
+            np.testing.assert_array_equal(block.norms, native.norms(block.updates))
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("hidden", [19, 4000])  # a block of all clients, and of one
+@pytest.mark.parametrize("more", [{}, NOISED])
+def test_clients_train_to_the_same_bits_on_any_number_of_threads(more, hidden):
+    native.use(1)
+    alone = found(lane(hidden, **more))
+    for count in (2, 3, 8):
+        native.use(count)
+        assert native.threads() == count
+        assert found(lane(hidden, **more)) == alone
+
+
+def test_sums_and_norms_have_the_same_bits_on_any_number_of_threads():
+    generator = np.random.default_rng(0)
+    for k, d in [(1, 1), (2, 3), (5, 20_000), (40, 16_384), (3, 200_001)]:
+        rows = generator.standard_normal((k, d)).astype(np.float32)
+        factors = generator.random(k)
+        noise = generator.standard_normal((k, d))
+        expected = None
+        for count in (1, 2, 5):
+            native.use(count)
+            total = np.zeros(d)
+            native.add(total, rows, factors, noise)
+            norms = native.norms(torch.from_numpy(rows)), native.norms(torch.from_numpy(noise))
+            made = total.tobytes() + b"".join(each.tobytes() for each in norms)
+            expected = expected or made
+            assert made == expected
+
+
+def test_short_pieces_of_work_one_after_another_are_all_done():
+    """Where threads come late, or find nothing left."""
+    native.use(4)
+    generator = np.random.default_rng(1)
+    rows = torch.from_numpy(generator.standard_normal((60, 70)).astype(np.float32))
+    expected = native.norms(rows)
+    for k in generator.integers(1, 60, 3000).tolist():
+        np.testing.assert_array_equal(native.norms(rows[:k]), expected[:k])
+
+
+def test_a_lane_that_is_left_in_the_midst_leaves_the_threads_free():
+    native.use(3)
+    expected = found(lane(4000))
+    for taken in (0, 1, 5):
+        blocks = lane(4000)
+        for _ in range(taken):
+            next(blocks)
+        del blocks
+        assert found(lane(4000)) == expected
+
+
+def test_lanes_trained_at_once_get_the_bits_of_each_alone():
+    """In two threads of Python, of which one has those of compiled code; and one in the other."""
+    native.use(3)
+    expected = found(lane(4000)), found(lane(19, **NOISED))
+    barrier = threading.Barrier(2)
+
+    def trained(*given, **more) -> bytes:
+        barrier.wait()
+        return found(lane(*given, **more))
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            both = pool.submit(trained, 4000), pool.submit(trained, 19, **NOISED)
+            assert tuple(each.result() for each in both) == expected
+    outer = lane(4000)
+    first = next(outer)
+    assert found(lane(19, **NOISED)) == expected[1]
+    assert found([first, *outer]) == expected[0]
+
+
+def test_a_fork_has_threads_of_its_own():
+    """Between two lanes, and in the midst of one."""
+    native.use(3)
+    expected = found(lane(4000))
+    outer = lane(4000)
+    next(outer)
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            os._exit(found(lane(4000)) != expected)
+        assert os.waitpid(child, 0)[1] == 0
+        outer.close()
+
+
+def test_a_run_has_the_same_bits_on_any_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "cores", lambda: 4)
+    hashes = set()
+    for count in ("1", "3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", count)
+        result = run(experiment(client={"actors": 0, "way": "compiled"}), tmp_path / count)
+        assert native.threads() == int(count)
+        hashes.add(result.summary["model_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, 4), ("2", 2), ("9", 4), ("0", 1), ("4,2", 4), ("", 4)]
+)
+def test_a_process_has_a_thread_for_each_core_or_as_many_as_it_is_told(
+    asked, expected, monkeypatch
+):
+    monkeypatch.setattr(hardware, "cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert hardware.threads() == expected
