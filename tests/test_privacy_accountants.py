@@ -13,6 +13,7 @@ from dp_accounting import dp_event, privacy_accountant
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from scipy.special import logsumexp
 from scipy.stats import binom, norm
 
 from raydpfl.errors import ConfigError
@@ -29,6 +30,7 @@ from raydpfl.privacy import (
     gaussian_epsilon,
     guarantees,
     noise_for,
+    pld,
 )
 
 RELATIONS = privacy_accountant.NeighboringRelation
@@ -166,6 +168,29 @@ def test_a_concrete_pair_of_neighbours_stays_below_the_curve(kind, cohort):
     for eps in (0.0, 0.1, 0.5, 1.0, 3.0):
         true = np.maximum(here - math.exp(eps) * there, 0).sum() * (x[1] - x[0])
         assert true <= delta(one_round, "replace_one", eps) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rounds", [[1], [500], [1, 4, 7, 60]], ids=str)
+def test_the_order_that_bounds_a_sum_of_losses_best_is_found_without_trying_all(rounds):
+    """Of a Gaussian over everyone, too, once in three rounds; all orders are the reference."""
+    count = np.array(rounds)
+    pairs = [pld.poisson_curves(0.05, 0.3)[0]]
+    ((loss, other),) = pld.and_gaussian(pairs, every=3, other=0.2)
+    orders = np.geomspace(1e-4, 1e3, 60)
+    parts = []
+    for each, n in ((loss, count), (other, count // 3)):
+        with np.errstate(divide="ignore"):
+            logs = np.log(each.masses)
+        index = np.arange(len(logs)) - len(logs) // 2
+        parts.append((logs, index, n))
+    for sign in (1, -1):
+        by_order = [
+            (sum(n * logsumexp(logs + sign * order * index) for logs, index, n in parts) + 34.5)
+            / order
+            for order in orders
+        ]
+        found = pld._chernoff(parts, sign, 34.5, orders)
+        np.testing.assert_allclose(found, np.min(by_order, axis=0), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

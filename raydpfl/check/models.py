@@ -29,7 +29,7 @@ from raydpfl.keys import Purpose, keyed_globals, stream
 from raydpfl.local import resolve
 from raydpfl.local.checks import check_apart, drawn_from
 from raydpfl.local.sgd import Sgd
-from raydpfl.local.trial import TOLERANCE, first_steps
+from raydpfl.local.trial import TOLERANCE, FirstSteps
 from raydpfl.local.ways import REFERENCE, WAYS
 from raydpfl.models import weights
 from raydpfl.tasks import Form, Target, Task
@@ -209,12 +209,13 @@ def _ways(case: Case, clip: float | None) -> str:
     module, form = _built(case)
     local = Sgd()
     drawn = drawn_from(module, form)
+    steps = FirstSteps(module, local, form, clip)
     fits = {REFERENCE: REFERENCE}
     others: dict[str, list[str]] = {}
     for way, kind in WAYS.items():
         if way in (REFERENCE, "noop") or kind.lacks(local, clip):
             continue
-        found = _way(module, form, way, clip)
+        found = _way(module, steps, way)
         if drawn and not kind.one_by_one:
             found = f"it draws from {drawn}, client by client"
         if isinstance(found, str):
@@ -242,11 +243,11 @@ def _unsaid() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _way(module: nn.Module, form: Form, way: str, clip: float | None) -> float | str:
+def _way(module: nn.Module, steps: FirstSteps, way: str) -> float | str:
     """How far from where the loop comes to, over the model's norm; or why the way does not fit."""
     try:
         with _unsaid():
-            ours, theirs = first_steps(module, Sgd(), form, way, clip)
+            ours, theirs = steps.by(way)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return " ".join(str(error).split())[:80] or type(error).__name__
     off = (ours - theirs).norm(dim=1)

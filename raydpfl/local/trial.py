@@ -72,21 +72,45 @@ def mismatch(
 def first_steps(
     module: nn.Module, local: Local, form: Form, way: str, clip: float | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What three clients come to by `way` and by the loop, float32 [3, d] each, on rows drawn by
-    `seed`; other arguments as for `mismatch`. Raises whatever the way does with a module that it
-    cannot train.
+    """What three clients come to by `way` and by the loop: see `FirstSteps`."""
+    return FirstSteps(module, local, form, clip, seed).by(way)
+
+
+class FirstSteps:
+    """What three clients come to on rows drawn by `seed`, by the loop once for all ways; other
+    arguments as for `mismatch`.
     """
-    module = _without_zeros(module)
-    # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
-    # another
-    if way == "layerwise" or (way == "one_batch" and clip is not None):
-        for layer in module.modules():
-            if isinstance(layer, _DropoutNd):
-                layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
-    short = _short(local)
-    rows = _rows(module, short, form, clip, seed)
-    ours, theirs = (_updates(module, short, form.task, each, rows) for each in (way, REFERENCE))
-    return ours, theirs
+
+    def __init__(
+        self, module: nn.Module, local: Local, form: Form, clip: float | None, seed: int = 0
+    ) -> None:
+        self.module = _without_zeros(module)
+        self.local = _short(local)
+        self.form = form
+        self.clip = clip
+        self.seed = seed
+        self._theirs: dict[bool, torch.Tensor] = {}
+
+    def by(self, way: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """By `way` and by the loop, float32 [3, d] each. Raises whatever the way does with a module
+        that it cannot train.
+        """
+        module = copy.deepcopy(self.module)
+        # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
+        # another
+        apart = way == "layerwise" or (way == "one_batch" and self.clip is not None)
+        dropouts = [layer for layer in module.modules() if isinstance(layer, _DropoutNd)]
+        still = apart and bool(dropouts)
+        for layer in dropouts if still else ():
+            layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
+        rows = _rows(module, self.local, self.form, self.clip, self.seed)
+        ours = self._updates(module, way, rows)
+        if still not in self._theirs:
+            self._theirs[still] = self._updates(module, REFERENCE, rows)
+        return ours, self._theirs[still]
+
+    def _updates(self, module: nn.Module, way: str, rows: _Rows) -> torch.Tensor:
+        return _updates(module, self.local, self.form.task, way, rows)
 
 
 def _without_zeros(module: nn.Module) -> nn.Module:

@@ -33,8 +33,10 @@ References:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -44,6 +46,8 @@ from raydpfl.privacy.roots import halved
 # accounting needs scipy.
 
 Curve = Callable[[np.ndarray], np.ndarray]  # delta at each epsilon >= 0
+# of some number of rounds: the logarithms of the masses, their grid indices, how many rounds
+_Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 Recursion = Callable[[np.ndarray, float, float], np.ndarray]  # see `_recursion`
 
 _STEPS_PER_STD = 40
@@ -221,16 +225,10 @@ class LossDistribution:
                 (np.log(loss.masses), np.arange(-h, h + 1), n)
                 for loss, h, n in ((self, half, rounds), (other, other_half, times))
             ]
-        upper = most
-        lower = -most
-        for order in orders:
-            up, down = (
-                sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
-                for sign in (1, -1)
-            )
-            upper = np.minimum(upper, np.ceil((up + surprise) / order))
-            lower = np.maximum(lower, -np.ceil((down + surprise) / order))
-        return np.maximum(upper, 1).astype(int), np.minimum(lower, 0).astype(int)
+        upper, below = (
+            np.minimum(most, np.ceil(_chernoff(parts, sign, surprise, orders))) for sign in (1, -1)
+        )
+        return np.maximum(upper, 1).astype(int), np.minimum(-below, 0).astype(int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,6 +308,30 @@ def _plain_recursion(values: np.ndarray, gain: float, decay: float) -> np.ndarra
         last = value + decay * last
         found.append(last)
     return np.array(found)
+
+
+def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.ndarray) -> np.ndarray:
+    """What sums of losses are above (`sign` 1) or below (-1; both as a size) with probability at
+    most e^-surprise, by the best of some orders, for each number of rounds.
+
+    The bound (n K(order) + surprise) / order, K convex, first falls and then rises with the order,
+    and more rounds are served best by a smaller one. So the best for the most rounds and the best
+    for the fewest are searched for, and all between them are tried.
+    """
+
+    @cache
+    def bound(i: int) -> np.ndarray:
+        order = orders[i]
+        found = sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
+        return np.asarray((found + surprise) / order)
+
+    def best(place: int) -> int:
+        """For one of the numbers of rounds."""
+        rising = range(len(orders) - 1)
+        return bisect_left(rising, True, key=lambda i: bool(bound(i)[place] <= bound(i + 1)[place]))
+
+    first, last = sorted((best(-1), best(0)))
+    return np.min([bound(i) for i in range(first, last + 1)], axis=0)
 
 
 def _log_sum(logs: np.ndarray) -> float:
