@@ -209,10 +209,11 @@ class ClientActor(Process):
         self.trainer.noise_seed = work.noise_seed
         tally = self._tally(broadcast, work)
         total = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
-        members = np.concatenate([lane.members for lane in lanes])
-        self.shards.prefetch(members, max(lane.rows for lane in lanes))
+        joined = list(self._joined(lanes))
+        for lane in joined[1:]:  # the first is read at once
+            self.shards.prefetch(lane.members, lane.rows)
         with device.blamed(self.device):
-            for lane in self._joined(lanes):
+            for lane in joined:
                 total += self._sum(tally, lane)
             summed = total.cpu().numpy()
             if tally.largest:

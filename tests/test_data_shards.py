@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from conftest import experiment
 
-from raydpfl import data
+from raydpfl import data, native
 from raydpfl.data import Room, Shards, prepare, shards, sources
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan
@@ -34,6 +34,12 @@ def cache(tmp_path, monkeypatch):
 def large(monkeypatch):
     """Every file is too large to stay mapped."""
     monkeypatch.setattr(shards, "HELD", 0)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Nothing is compiled."""
+    monkeypatch.setattr(native, "library", lambda: None)
 
 
 def mini(**keys):
@@ -221,8 +227,10 @@ def test_fields_that_are_newer_than_a_prepared_folder_leave_its_name():
 
 def test_targets_of_shared_samples_are_read_from_the_file_where_they_are_many(monkeypatch):
     opened = Shards.open(prepare(shared("even"), 5))
+    assert opened._targets is not None
     monkeypatch.setattr(shards, "TARGETS", 10)
     large = Shards.open(opened.folder)
+    assert large._targets is None
     picked = [None, np.array([0, 7, 119])]
     assert np.array_equal(opened.lane([1, 2], 120, picked)[1], large.lane([1, 2], 120, picked)[1])
 
@@ -325,7 +333,7 @@ def test_rows_of_a_small_file_and_of_a_large_one_are_the_same(described, monkeyp
     assert np.array_equal(small.lane(clients, rows)[0], large.lane(clients, rows)[0])
 
 
-def test_clients_who_follow_one_another_in_the_file_are_read_at_once(large, monkeypatch):
+def test_clients_who_follow_one_another_in_the_file_are_read_at_once(large, plain, monkeypatch):
     opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
     rows = int(opened.sizes.min())
     assert rows == opened.sizes.max()
@@ -341,6 +349,59 @@ def test_clients_who_follow_one_another_in_the_file_are_read_at_once(large, monk
     x, read_y, _ = again.lane([4, 5, 6, 7, 9], rows)
     assert len(calls) == 4 and np.array_equal(x, expected)  # x and y of both
     assert np.array_equal(y, read_y)
+
+
+@pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
+@pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
+def test_compiled_code_reads_all_clients_at_once_and_what_is_read_one_by_one(
+    described, large, monkeypatch
+):
+    folder = prepare(described, seed=5)
+    monkeypatch.setattr(shards, "TARGETS", 0)
+    opened = Shards.open(folder)
+    rows = int(opened.sizes.max())
+    clients = [-1, 3, 8, 19, 20, 2, 21, -1, 5, 5]
+    picked = [None] * len(clients)
+    picked[3] = np.array([0, 2])
+    calls = []
+    read = native.read
+    monkeypatch.setattr(native, "read", lambda *given: calls.append(given) or read(*given))
+    found = [opened.lane(clients, rows, some) for some in (None, picked)]
+    assert len(calls) == 4  # x and y of both
+    monkeypatch.setattr(native, "library", lambda: None)
+    for (x, y, n), some in zip(found, (None, picked), strict=True):
+        expected = opened.lane(clients, rows, some)
+        assert all(map(np.array_equal, (x, y, n), expected))
+        alone = slow_lane(described, 5, clients, rows)
+        assert some or (np.allclose(x, alone[0], atol=2e-6) and np.array_equal(y, alone[1]))
+
+
+@pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
+def test_a_file_that_was_cut_short_is_told(large):
+    opened = Shards.open(prepare(synthetic(), seed=5))
+    last = int(opened.sizes.nonzero()[0][-1])
+    opened.lane([last], 30)
+    os.truncate(opened.folder / "train.arrow", opened._at(0, np.array([last]), 240)[0] + 1)
+    with pytest.raises(OSError, match=r"train\.arrow is cut short"):
+        opened.lane([0, last], 30)
+
+
+@pytest.mark.parametrize(
+    "labels,kind",
+    [([0, 255, 3, 7], np.uint8), ([-100, 3, 3, 2], np.int16), ([70_000, 0, 1, 1], np.int32)],
+)
+def test_targets_are_held_in_the_smallest_type_that_keeps_them(labels, kind, monkeypatch):
+    opened = Shards.open(prepare(synthetic(), seed=5))
+    rng = np.random.default_rng(0)
+    columns = [(x, rng.choice(labels, len(y))) for x, y in opened._train.columns]
+    columns[-1][1][-4:] = labels
+    monkeypatch.setattr(opened._train, "columns", columns)
+    expected = np.concatenate([y for _, y in columns])
+    assert opened._targets.dtype == kind and np.array_equal(opened._targets, expected)
+    more = Shards.open(opened.folder)
+    monkeypatch.setattr(more._train, "columns", columns)
+    monkeypatch.setattr(shards, "TARGETS", expected.size * np.dtype(kind).itemsize - 1)
+    assert more._targets is None  # it would take more
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="needs Linux")
@@ -360,7 +421,7 @@ def test_clients_that_are_in_memory_are_not_asked_for(large, monkeypatch):
     assert len(asked) == 4
 
 
-def test_a_read_that_stops_short_goes_on(large, monkeypatch):
+def test_a_read_that_stops_short_goes_on(large, plain, monkeypatch):
     opened = Shards.open(prepare(synthetic(), seed=5))
     x, y, _ = opened.lane([3, 7], 30)
     read = os.preadv

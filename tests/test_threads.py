@@ -87,6 +87,29 @@ def test_sums_and_norms_have_the_same_bits_on_any_number_of_threads():
             assert made == expected
 
 
+def test_rows_are_read_to_their_places_on_any_number_of_threads_and_by_two_callers(tmp_path):
+    generator = np.random.default_rng(0)
+    content = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
+    (tmp_path / "f").write_bytes(content.tobytes())
+    lengths = generator.integers(1, 20_000, 200)
+    at = generator.integers(0, len(content) - 20_000, 200)
+    places = np.cumsum(lengths) - lengths
+    rows = [content[start : start + size] for start, size in zip(at, lengths, strict=True)]
+    expected = np.concatenate(rows)
+    with (tmp_path / "f").open("rb", buffering=0) as file, ThreadPoolExecutor(2) as callers:
+
+        def read(_: int) -> bool:
+            into = np.zeros_like(expected)
+            native.read(file.fileno(), at, lengths, into, places, most=7000)
+            return np.array_equal(into, expected)
+
+        for count in (1, 2, 5):
+            native.use(count)
+            assert all(callers.map(read, range(6)))
+            with pytest.raises(EOFError):
+                native.read(file.fileno(), at + 2**20, lengths, np.zeros_like(expected), places)
+
+
 def test_short_pieces_of_work_one_after_another_are_all_done():
     """Where threads come late, or find nothing left."""
     native.use(4)

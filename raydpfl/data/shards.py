@@ -33,7 +33,8 @@ All files are memory-mapped, the page cache's one copy for all processes. Traini
 of up to `HELD` bytes are gathered from the map. Those of a larger one are read at the place in the
 file that the map names, straight into the caller's arrays: a page that is mapped counts as memory
 of the process, and one touch maps its whole neighbourhood, so that 4,800 clients of 4.8 kB out of a
-million made 3 GB, and nothing when read.
+million made 3 GB, and nothing when read. All rows of a lane are read by one call of compiled code,
+those in memory first, while the system fetches the others.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raydpfl import native
 from raydpfl.arrow import numbers, packed
 from raydpfl.data.heldout import HeldOut, held_out, per_client
 from raydpfl.data.sources import Data, Split
@@ -76,7 +78,7 @@ CACHED = 160 << 10  # bytes of pixels that are scaled at once
 # need not copy them (`raydpfl.local.way.LaneData.rows`)
 ALIGN = 64
 SHARED_BYTES = 256 << 20  # the same where clients share samples, and read rows from all over it
-TARGETS = 1 << 23  # bytes of targets that a process holds beside the map
+TARGETS = 1 << 25  # bytes of targets that a process holds beside the map
 # who is asked for prepared data by a process whose node may not have the files that they are of
 ELSEWHERE: ContextVar[Callable[[Data, int, Any], Path] | None] = ContextVar("asked", default=None)
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
@@ -483,6 +485,22 @@ class _Mapped:
                 raise OSError(f"{self.file.name} is cut short")
             count += more
 
+    def read_each(
+        self, into: np.ndarray, places: np.ndarray, at: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        """Fills `into`, uint8, from each of `places` on with the bytes that stand from `at` on,
+        `lengths` of them, int64 [k] each. Raises OSError.
+        """
+        try:
+            if native.read(self.file.fileno(), at, lengths, into, places):
+                return
+        except EOFError:
+            raise OSError(f"{self.file.name} is cut short") from None
+        apart = into.data
+        runs = (column.tolist() for column in (places, at, lengths))
+        for place, start, length in zip(*runs, strict=True):
+            self.read(apart[place : place + length], start)
+
     def take(self, into: np.ndarray, at: int, count: int, rows: np.ndarray) -> None:
         """Of `count` rows from `at` on, those at `rows`, ascending."""
         width = into[0].nbytes
@@ -577,7 +595,6 @@ class Shards:
         places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
         self._places = np.array(places, np.int64)
         self._target_bytes = self._test_y.itemsize * math.prod(self.target.shape)
-        self._targets = self._small_targets()
         self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
         self._normalise_by(about)
         self.release()  # finding the batches touched pages all over the files
@@ -593,11 +610,35 @@ class Shards:
         self._shift = np.float32(-mean / std)
         self._shifted = bool(self._shift.any())
 
-    def _small_targets(self) -> np.ndarray | None:
-        """y of all rows, where that is little: a read for each client costs more than all of it."""
-        if int(self._starts[-1]) * self._target_bytes > TARGETS:
+    @cached_property
+    def _targets(self) -> np.ndarray | None:
+        """y of all rows, in the smallest type that holds it, where that is little: a read for each
+        client, who are anywhere in the file, costs more than all of it.
+        """
+        shape = (int(self._starts[-1]), *self.target.shape)
+        if not 0 < math.prod(shape) <= TARGETS:
             return None
-        return np.concatenate([y for _, y in self._train.columns] or [self._test_y[:0]])
+        kind = self._target_kind()
+        if math.prod(shape) * kind.itemsize > TARGETS:
+            return None
+        held = np.empty(shape, kind)
+        for start, (_, y) in zip(self._starts.tolist(), self._train.columns, strict=False):
+            held[start : start + len(y)] = y
+            self._train.release()
+        return held
+
+    def _target_kind(self) -> np.dtype:
+        """The smallest type that every training row's y is kept in unchanged."""
+        if self._test_y.dtype.kind == "f":
+            return self._test_y.dtype
+        low = 0
+        high = 0
+        for _, y in self._train.columns:
+            low = min(low, int(y.min(initial=0)))
+            high = max(high, int(y.max(initial=0)))
+            self._train.release()
+        every = (np.iinfo(kind) for kind in (np.uint8, np.int16, np.int32, np.int64))
+        return next(kind.dtype for kind in every if kind.min <= low and high <= kind.max)
 
     @classmethod
     def open(cls, folder: Path | str) -> Shards:
@@ -691,7 +732,7 @@ class Shards:
         if self._targets is None:
             self._read(1, y, members, sizes, apart)
         else:
-            np.take(self._targets, wanted, axis=0, mode="clip", out=y)
+            y[...] = np.take(self._targets, wanted, axis=0, mode="clip")
         for slot in np.flatnonzero(n < rows).tolist():
             x[slot, n[slot] :] = 0
             y[slot, n[slot] :] = 0
@@ -740,21 +781,20 @@ class Shards:
         width = into[0, :1].nbytes
         at = self._at(part, members, width)
         lengths = sizes * width
+        lengths[list(apart)] = 0
         slot_bytes = into[0].nbytes
         whole = lengths == slot_bytes
-        whole[list(apart)] = False
         joined = whole[1:] & whole[:-1] & (at[1:] == at[:-1] + slot_bytes)
         starts = np.flatnonzero(np.concatenate([[True], ~joined]))
         ends = np.append(starts[1:], len(members))
-        view = into.reshape(-1).data.cast("B")
-        runs = (starts, ends, at[starts], lengths[starts])
-        for slot, end, place, length in zip(*(run.tolist() for run in runs), strict=True):
-            if slot in apart:
-                rows = apart[slot]
-                self._train.take(into[slot, : len(rows)], place, int(sizes[slot]), rows)
-            elif length:
-                first = slot * slot_bytes
-                self._train.read(view[first : first + (end - slot) * length], place)
+        there = lengths[starts] > 0
+        starts = starts[there]
+        counts = (ends[there] - starts) * lengths[starts]
+        memory = into.reshape(-1).view(np.uint8)
+        self._train.read_each(memory, starts * slot_bytes, at[starts], counts)
+        for slot, rows in apart.items():
+            own = into[slot, : len(rows)]
+            self._train.take(own, int(at[slot]), int(sizes[slot]), rows)
 
     def _gather(
         self,

@@ -5,7 +5,7 @@ machine (`cc`, or what CC names), and keeps the library in the cache directory, 
 source and the command. Where a library from there cannot be had or loaded (a folder that cannot be
 written to, or that nothing may be run from, or another machine's C library) the process compiles
 one for itself. Where there is no compiler `library` is None: sums then take numpy, with the same
-bits, and training another way (`raydpfl.local.ways`).
+bits, clients' rows are read one by one, and training takes another way (`raydpfl.local.ways`).
 
 The bits of what the library computes depend neither on the processor nor on who calls it, nor on
 the number of threads (`use`): every sum has an order of its own, and every vector length gives the
@@ -23,6 +23,7 @@ array([1.5, 4. ])
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -206,6 +207,47 @@ def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
     rows, numbers = out.shape
     sizes = ctypes.c_int64(rows), ctypes.c_int64(numbers // 2)
     compiled.raydpfl_normals(*sizes, *map(_at, (names, stds, out)))
+    return True
+
+
+def read(
+    file: int,
+    at: np.ndarray,
+    lengths: np.ndarray,
+    into: np.ndarray,
+    places: np.ndarray,
+    most: int = 1 << 30,
+) -> bool:
+    """Reads stretches of a file, those in memory first, while the system fetches the others; False
+    where nothing is compiled.
+
+    Args:
+        file: its descriptor.
+        at: where each begins in the file, in bytes, int64 [k].
+        lengths: bytes of each, int64 [k].
+        into: uint8 [n].
+        places: where each goes in `into`, int64 [k].
+        most: bytes that are read at once, at most.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    done = np.zeros(len(at), np.int64)
+    given = [np.ascontiguousarray(each, np.int64) for each in (at, lengths, places)]
+    assert (places >= 0).all() and (places + lengths <= into.size).all()
+    arrays = [*map(_at, (*given[:2], into, given[2]))]
+    failed = errno.EINTR
+    while failed == errno.EINTR:  # here Python looks at what the signal was
+        sizes = ctypes.c_int(file), ctypes.c_int64(len(done))
+        failed = compiled.raydpfl_read(*sizes, *arrays, ctypes.c_int64(most), _at(done))
+    if failed < 0:
+        raise EOFError
+    if failed:
+        raise OSError(failed, os.strerror(failed))
     return True
 
 

@@ -1,4 +1,5 @@
-/* Training of stacks of linear layers in the span of each client's rows, and sums of updates.
+/* Training of stacks of linear layers in the span of each client's rows, sums of updates, and
+reading the rows of many clients.
 
 raydpfl/native/__init__.py says what is computed; here is how. A client is trained alone, and every
 sum is taken in an order that depends on its own shapes only: the same bits in any lane, on any
@@ -7,6 +8,9 @@ columns at once (v16), so rows are padded to a multiple of 16 floats. Nothing he
 the threads, which take up clients, or parts of sums, one after another.
 */
 
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -14,6 +18,7 @@ the threads, which take up clients, or parts of sums, one after another.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -1824,4 +1829,56 @@ void raydpfl_gelu(int64_t count, const float *x, float *y, float *slope) {
     gelu16(left[0], left[1], left[2]);
     memcpy(y + whole, left[1], bytes);
     if (slope) memcpy(slope + whole, left[2], bytes);
+}
+
+/* --- rows of a file --- */
+
+typedef struct {
+    int file;
+    const int64_t *at, *lengths, *places;
+    char *to;
+    int64_t most, *done;
+    atomic_int failed;
+} Reading;
+
+/* Reads of a stretch what is in memory, and has the system begin to fetch the rest. */
+static void read_present(void *what, int64_t i, int64_t thread) {
+    Reading *r = what;
+    if (r->done[i]) return;
+#ifdef RWF_NOWAIT
+    struct iovec into = {r->to + r->places[i], r->lengths[i] < r->most ? r->lengths[i] : r->most};
+    ssize_t got = preadv2(r->file, &into, 1, r->at[i], RWF_NOWAIT);
+    if (got > 0) r->done[i] = got;
+    if (got >= 0 || errno == EAGAIN) return;
+#endif
+#ifdef POSIX_FADV_WILLNEED
+    posix_fadvise(r->file, r->at[i], r->lengths[i], POSIX_FADV_WILLNEED);
+#endif
+}
+
+static void read_rest(void *what, int64_t i, int64_t thread) {
+    Reading *r = what;
+    while (r->done[i] < r->lengths[i]) {
+        int64_t done = r->done[i], left = r->lengths[i] - done;
+        char *to = r->to + r->places[i] + done;
+        ssize_t got = pread(r->file, to, left < r->most ? left : r->most, r->at[i] + done);
+        if (got <= 0) {
+            r->failed = got ? errno : -1;
+            return;
+        }
+        r->done[i] += got;
+    }
+}
+
+/* Reads lengths[i] bytes from at[i] on to to + places[i], at most `most` at once, for each i.
+`done` [count]: how many bytes of each are read, 0 at first, so that a call that was interrupted goes
+on. Returns 0, an error's number, or -1 where the file ends before. */
+int raydpfl_read(int file, int64_t count, const int64_t *at, const int64_t *lengths, char *to,
+                 const int64_t *places, int64_t most, int64_t *done) {
+    Reading r = {file, at, lengths, places, to, most, done, 0};
+    int64_t whole = 0;
+    share(count, read_present, &r);
+    while (whole < count && done[whole] == lengths[whole]) whole++;
+    if (whole < count) share(count, read_rest, &r);
+    return r.failed;
 }
