@@ -632,7 +632,7 @@ def one_key_for_all_steps(patch):
 )
 def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
     control(monkeypatch)
-    done = audit(stepping(), canaries=600)
+    done = audit(stepping(client={"way": "fused"}), canaries=600)
     assert not done.passed and failed(done) == {noticed}
 
 

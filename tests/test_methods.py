@@ -190,6 +190,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
         rounds=1,
         data={"clients": 300, "sizes": {"kind": "spread"}},
         selection={"cohort": 5},
+        client={"way": "fused"},  # which draws the noise on all weights for every client
     )
     result = run(plain, tmp_path / "out")
     plan = Plan.make(plain)

@@ -24,6 +24,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, clients_normals
 from raydpfl.local import Sgd, Trainer, resolve
 from raydpfl.local.filters import Filters, Window
+from raydpfl.local.spanned import spanned_pays
 from raydpfl.plan import Plan
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 1000, 2049, 7850]
@@ -254,12 +255,12 @@ def test_the_maximum_of_outputs_with_a_nan_is_nan():
         assert math.isnan(maxima[0, 0, 0, 0]) and maxima[0, 0, 0, 1] == -math.inf
 
 
-def trained(clip: float | None = None, **noise: object) -> bytes:
-    """Updates and losses of some clients, as bytes."""
+def trained(clip: float | None = None, steps: int = 9, **noise: object) -> bytes:
+    """Updates and losses of some clients, as bytes; with one step they train by their weights."""
     torch.manual_seed(0)
     layers = (nn.Flatten(), nn.Linear(61, 19), nn.ReLU(), nn.Linear(19, 7))
     module = nn.Sequential(*layers)
-    local = Sgd(steps=9, batch=5, lr=0.2, momentum=0.5, weight_decay=0.01, proximal=0.1)
+    local = Sgd(steps=steps, batch=5, lr=0.2, momentum=0.5, weight_decay=0.01, proximal=0.1)
     x = torch.randn(4, 11, 61)
     y = torch.randint(0, 7, (4, 11))
     trainer = Trainer(module, local, way="compiled", seed=1, clip=clip)
@@ -272,7 +273,8 @@ def trained(clip: float | None = None, **noise: object) -> bytes:
 @pytest.mark.slow
 def test_shorter_vectors_give_the_same_bits(monkeypatch):
     noised = {"clip": 0.8, "stds": np.array([0.3, 0.2, 0.1, 0.0])}
-    expected = trained(), trained(**noised), filtered()
+    weights = {**noised, "steps": 1}
+    expected = trained(), trained(**noised), trained(**weights), filtered()
     sums = native.norms(torch.from_numpy(hostile(1000, np.float32)))
     noise = drawn(1001, None)
     gelu = activated(1001)
@@ -281,7 +283,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     monkeypatch.setitem(native.KINDS, "AVX512", native.KINDS["AVX2"])
     native.found.cache_clear()
     try:
-        assert (trained(), trained(**noised), filtered()) == expected
+        assert (trained(), trained(**noised), trained(**weights), filtered()) == expected
         found = native.norms(torch.from_numpy(hostile(1000, np.float32)))
         np.testing.assert_array_equal(found, sums)
         np.testing.assert_array_equal(drawn(1001, None), noise)
@@ -315,6 +317,43 @@ def test_clients_with_steps_of_their_own_train_as_the_loop_has_them_trained(samp
     theirs, expected = steps_of("loop", module, local, x, y, sizes)
     assert ((ours - theirs).norm(dim=1) <= 1e-5 * theirs.norm(dim=1)).all()
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def private_steps(way: str, module: nn.Module, local: Sgd, x, y, sizes, stds):
+    """Updates and losses of the clients with rows, and each one's share of clipped gradients."""
+    trainer = Trainer(module, local, way=way, seed=1, clip=0.8)
+    clipped = np.empty(len(sizes))
+    who = {"clients": [3, 1, -1, 7], "draws": [0, 1, 0, 0]}
+    lane = trainer.lane(models.flatten(module), x, y, sizes, t=0, **who, stds=stds, clipped=clipped)
+    trained = [each for block in lane for each in block.clients() if sizes[each[0]]]
+    losses = [loss for _, _, loss in trained]
+    return torch.stack([update for _, update, _ in trained]), losses, clipped[np.array(sizes) > 0]
+
+
+@needs
+@pytest.mark.parametrize("stds", [None, np.array([0.3, 0.2, 0.0, 0.1])], ids=["quiet", "noised"])
+@pytest.mark.parametrize("features,hidden", [(61, 18), (64, None)])
+def test_clients_with_many_rows_for_their_steps_train_by_weights_as_the_loop_does(
+    features, hidden, stds
+):
+    """With all terms of a linear rule and unequal steps, and each sample's gradient clipped."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(features, 5)]
+    if hidden:
+        layers = [nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 5)]
+    module = nn.Sequential(*layers)
+    extra = {"momentum": 0.6, "weight_decay": 0.1, "proximal": 0.3}
+    local = Sgd(epochs=0.2, batch=4, lr=0.2, **extra)
+    x = torch.randn(4, 60, features)
+    y = torch.randint(0, 5, (4, 60))
+    for n, steps in ((60, 3), (33, 2), (21, 1)):
+        assert not spanned_pays(n, features, hidden or 5, True, steps, 4)
+    given = (module, local, x, y, [60, 33, 0, 21], stds)
+    updates, losses, clipped = private_steps("compiled", *given)
+    expected, mean_losses, shares = private_steps("loop", *given)
+    assert ((updates - expected).norm(dim=1) <= 1e-5 * expected.norm(dim=1)).all()
+    assert losses == pytest.approx(mean_losses, rel=1e-5)
+    assert (clipped == shares).all() and 0 < clipped.mean() <= 1
 
 
 @needs

@@ -112,7 +112,7 @@ def test_the_rows_tell_in_which_form_the_noise_is_drawn():
     full = Trainer(module, LOCALS["plain"], way="fused", seed=SEED, clip=CLIP)
     plain = full.noises(x[0, :7].numpy(), d=d, **keyed)
     assert [np.array_equal(drawn[slot], plain) for slot in drawn] == [False, False, True]
-    assert spanned_pays(20, 784, 10, True, 20) and not spanned_pays(20, 784, 10, True, 1)
+    assert spanned_pays(20, 784, 10, True, 20, 10) and not spanned_pays(20, 784, 10, True, 1, 10)
 
 
 def noised_alike(module, local, x, y, clients: int, std: float, clip: float) -> np.ndarray:
@@ -145,7 +145,7 @@ def test_noise_alone_has_the_law_of_a_full_draw_inside_and_outside_of_the_span(n
     x[2] = x[0] + near * x[2]
     local = Sgd(steps=5, batch=2, lr=0.3, **ALL_TERMS)
     module = nn.Linear(6, CLASSES)
-    assert spanned_pays(3, 6, CLASSES, True, 5)
+    assert spanned_pays(3, 6, CLASSES, True, 5, 2)
     assert triangle(np.concatenate([x.double().numpy(), np.ones((3, 1))], 1)) is not None
     updates = noised_alike(module, local, x, torch.tensor([0, 1, 3]), 1500, 0.5, 1e-9)
     start = models.flatten(module).numpy()
@@ -173,7 +173,7 @@ def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
     y = torch.randn(4, outputs, generator=generator)
     local = Sgd(steps=steps, batch=2, lr=0.4, momentum=0.5, weight_decay=0.1)
     module = nn.Linear(p, outputs)
-    assert spanned_pays(4, p, outputs, True, steps)
+    assert spanned_pays(4, p, outputs, True, steps, 2)
     updates = noised_alike(module, local, x, y, 1500, 0.3, 1e6)
     start = models.flatten(module)
     d = len(start)

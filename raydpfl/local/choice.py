@@ -162,7 +162,7 @@ def _suited(
     if form.task.closed() is None:
         return ["vmap"] if clip is None else ["layerwise", "vmap"]
     spanned = SampleSpace.pays(layers, rows, local)
-    compiled = _compiled(layers) if spanned and not gpu else []
+    compiled = _compiled(layers) if (spanned or clip is not None) and not gpu else []
     if clip is not None:
         return [*compiled, "fused", "layerwise", "vmap"]
     return [*compiled, *["sample_space"] * spanned, "fused", "vmap"]

@@ -1,12 +1,13 @@
-"""Stacks of linear layers in sample space, client by client, in compiled code.
+"""Stacks of linear layers, client by client, in compiled code.
 
-The mathematics is that of `raydpfl.local.linear`, sample space: the first layer's weights move
-within the span of the client's rows, so that a step takes its outputs on these rows and the
-products of the rows with one another; the later layers have their weights. The code is
-`raydpfl/native/kernels.c`. It needs no array of a whole lane, so that all of a client's stay in the
-cache, and what a client gets depends on its own rows and batches alone, so that several threads
-take up one client after another while Python adds up those that are done. Where each sample's
-gradient is clipped, noise on the steps is drawn in that span too (`raydpfl.local.spanned`).
+The mathematics is that of `raydpfl.local.linear`. A client whose steps are many for its rows trains
+in sample space: the first layer's weights move within the span of the rows, so that a step takes
+its outputs on these rows and the products of the rows with one another; noise on the steps is drawn
+in that span too (`raydpfl.local.spanned`). Any other client trains the first layer as the later
+ones, by its weights. The code is `raydpfl/native/kernels.c`. It needs no array of a whole lane, so
+that all of a client's stay in the cache, and what a client gets depends on its own rows and batches
+alone, so that several threads take up one client after another while Python adds up those that are
+done.
 
 >>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.Tanh(), nn.Linear(200, 10))))
 'tanh is not compiled'
@@ -122,7 +123,8 @@ class Compiled(Way):
         linear = self.local.linear()
         assert linear is not None  # as the way says
         answers = responses(linear, lr, steps)[1]
-        return step_noises(noise, self.layers, x.reshape(len(x), -1), answers)
+        batch = int(self.local.batch_sizes(np.array([len(x)]))[0])
+        return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.local.way.Way`. Wherever a client's rows lie, it has the same bits."""

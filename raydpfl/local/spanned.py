@@ -30,12 +30,12 @@ would look at the weights between the steps. What a client keeps of its update i
 Exactness. K is summed in double from exact products, so that M M^T = I to 1e-14 over the smallest
 squared share of a row that lies outside of the span of those before it. A row equal to an earlier
 one is in its span altogether, and has its noise. Where for any other row this squared share is
-below 1e-6, the client draws z_t in full, as it does where that takes less time. What is left to
-rounding, 1e-8 of the variance, is below that of the std in float32.
+below 1e-6, the client trains by its weights and draws z_t in full, as it does where that takes less
+time. What is left to rounding, 1e-8 of the variance, is below that of the std in float32.
 
->>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20)
+>>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
 True
->>> spanned_pays(n=600, p=784, outputs=10, bias=True, steps=50)
+>>> spanned_pays(n=600, p=784, outputs=10, bias=True, steps=50, batch=10)
 False
 """
 
@@ -52,17 +52,19 @@ from raydpfl.local.way import StepNoise
 
 NORMAL = 50  # products that take as long as a normal
 EXACT = 3  # and as one of two floats in double
+MEMORY = 8  # and as reading and writing a weight
 NEAR = 1e-6  # squared share of a row outside of the span of the others
 
 
-def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int) -> bool:
-    """Whether so much noise takes less time where it is drawn in the span of n rows of p numbers;
-    `span_pays` of kernels.c.
+def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: int) -> bool:
+    """Whether steps on batches of so many of n rows, of p numbers, and their noise take less time
+    in the span of the rows than by the weights; `span_pays` of kernels.c.
     """
     numbers = outputs * (p + bias)
-    plain = steps * numbers * (NORMAL + n)
-    spanned = steps * n * outputs * (NORMAL + n) + numbers * (NORMAL + n)
-    return spanned + EXACT * n * n * (numbers // outputs // 2 + outputs) < plain
+    products = n * n * (p + bias) // 2
+    weights = steps * numbers * (2 * batch + MEMORY + NORMAL)
+    span = 2 * n * numbers + steps * n * batch * outputs + EXACT * (products + n * n * outputs)
+    return span + (steps * n * outputs + numbers) * (NORMAL + n) < weights
 
 
 def triangle(x: np.ndarray) -> np.ndarray | None:
@@ -85,7 +87,7 @@ def triangle(x: np.ndarray) -> np.ndarray | None:
 
 
 def step_noises(
-    noise: StepNoise, layers: Sequence[Layer], x: np.ndarray, responses: Sequence[float]
+    noise: StepNoise, layers: Sequence[Layer], x: np.ndarray, batch: int, responses: Sequence[float]
 ) -> np.ndarray:
     """Noises of all steps that would lead the plain loop to the update of way `compiled`, of which
     this is the plain reference.
@@ -96,6 +98,7 @@ def step_noises(
         noise: of one client.
         layers: the model's.
         x: float32 [n, p], the rows that the client's batches take.
+        batch: rows of a batch.
         responses: c_t of its steps, [Q].
 
     Returns:
@@ -103,10 +106,10 @@ def step_noises(
     """
     first = layers[0]
     steps = len(responses)
-    bias = first.bias is not None
-    rows = np.concatenate([x, np.ones((len(x), 1))], 1) if bias else x.astype(np.float64)
-    pays = spanned_pays(len(x), first.inputs, first.outputs, bias, steps)
-    lower = triangle(rows) if pays else None
+    rows = x.astype(np.float64)
+    if first.bias is not None:
+        rows = np.concatenate([rows, np.ones((len(x), 1))], 1)
+    lower = _lower(first, rows, steps, batch)
     if lower is None:
         return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
     alive = np.flatnonzero(lower.diagonal())
@@ -123,6 +126,12 @@ def step_noises(
         _place(flat, first, basis.T @ along + c[k] / (c @ c) * rest)
         _spread(flat, layers[1:], drawn[count:])
     return found
+
+
+def _lower(first: Layer, rows: np.ndarray, steps: int, batch: int) -> np.ndarray | None:
+    """L of the rows, where the noise on steps of the first layer is drawn in their span."""
+    shape = (len(rows), first.inputs, first.outputs, first.bias is not None)
+    return triangle(rows) if spanned_pays(*shape, steps, batch) else None
 
 
 def _columns(layer: Layer, drawn: np.ndarray) -> np.ndarray:

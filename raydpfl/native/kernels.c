@@ -1,5 +1,5 @@
-/* Training of stacks of linear layers in the span of each client's rows, sums of updates, and
-reading the rows of many clients.
+/* Training of stacks of linear layers, the first in the span of each client's rows or by its weights,
+sums of updates, and reading the rows of many clients.
 
 raydpfl/native/__init__.py says what is computed; here is how. A client is trained alone, and every
 sum is taken in an order that depends on its own shapes only: the same bits in any lane, on any
@@ -500,6 +500,7 @@ typedef struct {
 
 typedef struct {
     float *rows;                         /* [n][padded p], where p is no multiple of 16 */
+    float *taken;                        /* [batch][padded p]: the rows of a batch */
     float *z, *z_first, *z_speed, *coef; /* [n][padded outputs of the first layer] */
     float *kernel, *some;                /* [n][padded n], and these rows of a batch */
     float *scratch;                      /* a row of weights, padded */
@@ -510,10 +511,15 @@ typedef struct {
     float *lower;                        /* [n][padded n]: L */
     double *exact, *inverse, *solved; /* [n][across(n)], [n], [n][padded outputs] */
     Layer *layer;                        /* [layers] */
+    int64_t most;                        /* rows of a client that trains in their span: n here */
     int noised, spanned;                 /* of the client in training */
 } Room;
 
 enum { MOST = 64 };
+
+INLINE int64_t first_numbers(const Job *job) {
+    return job->outputs[0] * (job->p + (job->biases[0] < 0 ? 0 : 1));
+}
 
 INLINE int64_t widest(const Job *job) {
     int64_t most = padded(job->p);
@@ -525,8 +531,9 @@ INLINE int64_t widest(const Job *job) {
 /* Cuts memory, if it is given, into a room; returns how many floats that takes. */
 static int64_t furnish(const Job *job, Room *room, float *memory) {
     int64_t used = 0;
-    int64_t n = job->n;
+    int64_t n = room->most;
     int64_t o = padded(job->outputs[0]);
+    int64_t later = job->d - first_numbers(job);
 #define PART(place, count)                                                                      \
     {                                                                                           \
         int64_t size = padded(count);                                                           \
@@ -539,6 +546,7 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
         used += padded(2 * (count));                                                            \
     }
     PART(room->rows, job->p % LANES ? n * padded(job->p) : 0);
+    PART(room->taken, job->batch * padded(job->p));
     PART(room->z, n * o);
     PART(room->z_first, job->proximal != 0 ? n * o : 0);
     PART(room->z_speed, job->momentum != 0 ? n * o : 0);
@@ -547,8 +555,10 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     PART(room->some, job->batch * padded(n));
     PART(room->scratch, widest(job));
     if (job->noised) {
-        PART(room->drawn, job->d + 1 + LANES);
-        PART(room->noise, job->d + 1);
+        int64_t numbers = first_numbers(job);
+        int64_t along = n * job->outputs[0];
+        PART(room->drawn, later + (along > numbers ? along : numbers) + 1 + LANES);
+        PART(room->noise, numbers + 1);
         PART(room->field, job->p % LANES ? job->outputs[0] * padded(job->p) : 0);
         PART(room->seen, n * o);
         PART(room->along, n * o);
@@ -561,7 +571,7 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         int64_t out = padded(job->outputs[l]);
-        int64_t weights = l ? job->outputs[l] * padded(job->inputs[l]) : 0;
+        int64_t weights = job->outputs[l] * padded(job->inputs[l]);
         PART(layer->weight, weights);
         PART(layer->bias, out);
         PART(layer->w_speed, job->momentum != 0 ? weights : 0);
@@ -656,7 +666,7 @@ static void finish_step(const Job *job, float *now, float *speed, const float *f
 /* The products of the rows with one another, with those of their ones. */
 static void find_kernel(const Job *job, Room *room, const float *x, int64_t rows) {
     int64_t width = padded(job->p);
-    int64_t wide = padded(job->n);
+    int64_t wide = padded(room->most);
     float one = job->biases[0] < 0 ? 0 : 1;
     multiply_rows(x, width, x, width, rows, rows, width, room->kernel, wide, 1);
     for (int64_t r = 0; r < rows; r++)
@@ -666,7 +676,7 @@ static void find_kernel(const Job *job, Room *room, const float *x, int64_t rows
         }
 }
 
-static void begin(const Job *job, Room *room, const float *x, int64_t rows) {
+static void begin_span(const Job *job, Room *room, const float *x, int64_t rows) {
     int64_t width = padded(job->p);
     int64_t o = padded(job->outputs[0]);
     multiply(x, width, 1, job->columns, o, rows, job->p, o, 0, 1, room->z, o);
@@ -675,7 +685,11 @@ static void begin(const Job *job, Room *room, const float *x, int64_t rows) {
     memset(room->coef, 0, rows * o * sizeof(float));
     if (job->proximal != 0) memcpy(room->z_first, room->z, rows * o * sizeof(float));
     if (job->momentum != 0) memset(room->z_speed, 0, rows * o * sizeof(float));
-    for (int64_t l = 1; l < job->layers; l++) {
+}
+
+/* The weights of the layers that are trained by them. */
+static void begin_layers(const Job *job, Room *room) {
+    for (int64_t l = room->spanned; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         int64_t out = job->outputs[l];
         int64_t weights = out * padded(job->inputs[l]);
@@ -689,19 +703,36 @@ static void begin(const Job *job, Room *room, const float *x, int64_t rows) {
     }
 }
 
+/* The rows of the batch of step k, for a first layer that is trained by its weights; those of the
+next are asked of the memory meanwhile. */
+static void take_rows(const Job *job, Room *room, const Client *client, int64_t k) {
+    const int64_t *rows = client->index + k * job->batch;
+    for (int64_t j = 0; j < client->b; j++) {
+        copy_rows(client->x + rows[j] * job->p, 1, job->p, room->taken + j * padded(job->p));
+        if (k + 1 == client->steps) continue;
+        const float *next = client->x + rows[job->batch + j] * job->p;
+        for (int64_t i = 0; i < job->p; i += LANES) __builtin_prefetch(next + i, 0, 2);
+    }
+}
+
+/* What a layer is given: [b][padded inputs]. */
+INLINE const float *given_to(const Room *room, int64_t l) {
+    return l ? room->layer[l - 1].a : room->taken;
+}
+
 /* The outputs of all layers for the batch `rows`, [b]. */
 static void forward(const Job *job, Room *room, const int64_t *rows, int64_t b) {
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         int64_t o = padded(job->outputs[l]);
-        if (l == 0) {
+        if (l == 0 && room->spanned) {
             for (int64_t j = 0; j < b; j++)
                 copy(room->z + rows[j] * o, o, layer->a + j * o);
         } else {
             int64_t width = padded(job->inputs[l]);
             memset(layer->a, 0, b * o * sizeof(float));
-            multiply_rows(room->layer[l - 1].a, width, layer->weight, width, b, job->outputs[l],
-                          width, layer->a, o, 0);
+            multiply_rows(given_to(room, l), width, layer->weight, width, b, job->outputs[l], width,
+                          layer->a, o, 0);
             for (int64_t j = 0; j < b; j++) scale_add(layer->a + j * o, o, 1, layer->bias, 1);
         }
         if (!job->relu[l]) continue;
@@ -758,18 +789,18 @@ INLINE float squares_of(const float *a, int64_t width) {
 /* Scales the gradients of each sample to the bound, and by its share of the mean; how many were
 longer. The squared norm of a sample's is the sum over the layers of (|a|^2 + 1) |g|^2. */
 static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int64_t b) {
-    int64_t wide = padded(job->n);
+    int64_t wide = padded(room->most);
     int64_t longer = 0;
     for (int64_t j = 0; j < b; j++) {
         float square = 0;
         for (int64_t l = 0; l < job->layers; l++) {
             int64_t o = padded(job->outputs[l]);
-            float inputs = room->kernel[rows[j] * wide + rows[j]];
-            if (l) {
-                int64_t width = padded(job->inputs[l]);
-                inputs = squares_of(room->layer[l - 1].a + j * width, width);
-                inputs += job->biases[l] < 0 ? 0 : 1;
-            }
+            float inputs = job->biases[l] < 0 ? 0 : 1;
+            int64_t width = padded(job->inputs[l]);
+            if (l == 0 && room->spanned)
+                inputs = room->kernel[rows[j] * wide + rows[j]];
+            else
+                inputs += squares_of(given_to(room, l) + j * width, width);
             square += inputs * squares_of(room->layer[l].g + j * o, o);
         }
         float norm = sqrtf(square);
@@ -789,7 +820,8 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
 /* --- noise on steps; raydpfl/local/spanned.py says what is drawn, and why --- */
 
 enum { PARTIAL = 8, SIDE = WIDE == 16 ? 4 : 2 }; /* sums of an exact dot; rows of a tile of them */
-enum { NORMAL = 50, EXACT = 3 }; /* products that take as long as a normal, or one in double */
+/* products that take as long as a normal, one in double, and reading and writing a weight */
+enum { NORMAL = 50, EXACT = 3, MEMORY = 8 };
 static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
 
 void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float *stds,
@@ -802,6 +834,13 @@ static void draw(const Job *job, const Client *client, int64_t step, int64_t cou
     raydpfl_normals(1, (count + 1) / 2, name, &std, out);
 }
 
+/* to [count] = a - b. */
+static void subtract_floats(const float *a, const float *b, int64_t count, float *to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, plus(load(a + i), times(load(b + i), -1)));
+    for (; i < count; i++) to[i] = a[i] - b[i];
+}
+
 /* to [count] += scale what. */
 static void add_scaled(float *to, int64_t count, const float *what, float scale) {
     int64_t i = 0;
@@ -810,17 +849,22 @@ static void add_scaled(float *to, int64_t count, const float *what, float scale)
     for (; i < count; i++) to[i] = fmaf(what[i], scale, to[i]);
 }
 
-INLINE int64_t first_numbers(const Job *job) {
-    return job->outputs[0] * (job->p + (job->biases[0] < 0 ? 0 : 1));
-}
-
-/* Whether noise in the span of a client's rows takes less time than noise on all weights. */
-static int span_pays(const Job *job, int64_t n, int64_t steps) {
+/* Whether a client's first layer takes less time in the span of its rows, with the noise on its
+steps, than by its weights. */
+static int span_pays(const Job *job, const Client *client) {
+    int64_t n = client->n;
     int64_t o = job->outputs[0];
+    int64_t steps = client->steps;
     int64_t numbers = first_numbers(job);
-    int64_t plain = steps * numbers * (NORMAL + n);
-    int64_t spanned = steps * n * o * (NORMAL + n) + numbers * (NORMAL + n);
-    return spanned + EXACT * n * n * (numbers / o / 2 + o) < plain;
+    int64_t products = n * n * (numbers / o) / 2;
+    int64_t weights = steps * numbers * (2 * client->b + MEMORY);
+    int64_t span = 2 * n * numbers + products + steps * n * client->b * o;
+    if (job->noised && client->std > 0) {
+        weights += steps * numbers * NORMAL;
+        span += (EXACT - 1) * products + EXACT * n * n * o;
+        span += (steps * n * o + numbers) * (NORMAL + n);
+    }
+    return span < weights;
 }
 
 /* Dots of R rows with S rows, each as 8 sums of every 8th product, which are added by halves. A
@@ -857,7 +901,7 @@ all of it. */
 static void exact_kernel(const Job *job, Room *room, const float *x, int64_t n) {
     int64_t width = padded(job->p);
     int64_t down = across(n);
-    int64_t wide = padded(job->n);
+    int64_t wide = padded(room->most);
     double *k = room->exact;
     double one = job->biases[0] < 0 ? 0 : 1;
     int64_t r = 0;
@@ -901,7 +945,7 @@ INLINE void scale(double *to, int64_t count, double factor) {
 rows equal to an earlier one. 0: some row is so near to the span of those before that L would not
 be exact. */
 static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
-    int64_t wide = padded(job->n);
+    int64_t wide = padded(room->most);
     int64_t down = across(n);
     for (int64_t s = 0; s < n; s++) {
         double *row = room->exact + s * down;
@@ -919,31 +963,31 @@ static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
     return 1;
 }
 
-/* The products of the rows; which noise the client draws, and where a step's is found for the
-layers after the first. */
-static void begin_noise(const Job *job, Room *room, const Client *client, const float *x) {
-    int64_t n = client->n;
-    room->noised = job->noised && client->std > 0;
-    room->spanned = room->noised && span_pays(job, n, client->steps);
-    if (room->spanned)
-        exact_kernel(job, room, x, n);
-    else
-        find_kernel(job, room, x, n);
-    room->spanned = room->spanned && triangle(job, room, x, n);
-    const float *at = room->drawn + n * job->outputs[0];
+/* Whether the first layer is trained in the span of the rows `x`; their products, if it is. */
+static int has_span(const Job *job, Room *room, const Client *client, const float *x) {
+    if (!room->noised) {
+        find_kernel(job, room, x, client->n);
+        return 1;
+    }
+    exact_kernel(job, room, x, client->n);
+    return triangle(job, room, x, client->n);
+}
+
+/* Where the noise of a step is found, for the layers that are trained by their weights. */
+static void begin_noise(const Job *job, Room *room, const Client *client) {
+    const float *at = room->drawn + client->n * job->outputs[0];
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         layer->w_noise = layer->b_noise = NULL;
-        if (!room->noised || l == 0) continue;
+        if (!room->noised || (l == 0 && room->spanned)) continue;
         layer->w_noise = room->spanned ? at : room->drawn + job->weights[l];
         at += job->outputs[l] * job->inputs[l];
         if (job->biases[l] < 0) continue;
         layer->b_noise = room->spanned ? at : room->drawn + job->biases[l];
         at += job->outputs[l];
     }
-    if (!room->noised) return;
-    memset(room->sums, 0, n * padded(job->outputs[0]) * sizeof(float));
-    if (!room->spanned) memset(room->noise, 0, first_numbers(job) * sizeof(float));
+    if (room->spanned && room->noised)
+        memset(room->sums, 0, client->n * padded(job->outputs[0]) * sizeof(float));
 }
 
 /* What noise on the first layer's weights and biases does to its outputs on the rows: `seen`. */
@@ -960,35 +1004,30 @@ static void see(const Job *job, Room *room, const float *x, int64_t n, const flo
 }
 
 /* Draws step k's noise, whose part in the update is `response` times it. */
-static void noise_step(const Job *job, Room *room, const Client *client, const float *x, int64_t k,
+static void noise_step(const Job *job, Room *room, const Client *client, int64_t k,
                        float response) {
+    if (!room->spanned) {
+        draw(job, client, k, job->d, client->std, room->drawn);
+        return;
+    }
     int64_t outputs = job->outputs[0];
     int64_t o = padded(outputs);
     int64_t n = client->n;
-    if (room->spanned) {
-        int64_t later = job->d - first_numbers(job);
-        int64_t wide = padded(job->n);
-        draw(job, client, k, n * outputs + later, client->std, room->drawn);
-        for (int64_t r = 0; r < n; r++)
-            for (int64_t c = 0; c < o; c += LANES) {
-                v16 a = first(load(room->drawn + r * outputs + c), outputs - c, 0);
-                float *sum = room->sums + r * o + c;
-                store(room->along + r * o + c, a);
-                store(sum, fma16(a, all(response), load(sum)));
-            }
-        for (int64_t r = 0; r < n; r += 10) {
-            int64_t end = r + 10 < n ? r + 10 : n;
-            multiply(room->lower + r * wide, wide, 1, room->along, o, end - r, end, o, 0, 1,
-                     room->seen + r * o, o);
+    int64_t later = job->d - first_numbers(job);
+    int64_t wide = padded(room->most);
+    draw(job, client, k, n * outputs + later, client->std, room->drawn);
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t c = 0; c < o; c += LANES) {
+            v16 a = first(load(room->drawn + r * outputs + c), outputs - c, 0);
+            float *sum = room->sums + r * o + c;
+            store(room->along + r * o + c, a);
+            store(sum, fma16(a, all(response), load(sum)));
         }
-        return;
+    for (int64_t r = 0; r < n; r += 10) {
+        int64_t end = r + 10 < n ? r + 10 : n;
+        multiply(room->lower + r * wide, wide, 1, room->along, o, end - r, end, o, 0, 1,
+                 room->seen + r * o, o);
     }
-    draw(job, client, k, job->d, client->std, room->drawn);
-    const float *weights = room->drawn + job->weights[0];
-    const float *biases = room->drawn + job->biases[0];
-    see(job, room, x, n, weights, biases);
-    add_scaled(room->noise, outputs * job->p, weights, response);
-    if (job->biases[0] >= 0) add_scaled(room->noise + outputs * job->p, outputs, biases, response);
 }
 
 /* Draws B, the noise of all steps where the rows do not reach, and puts into the coefficients what
@@ -1031,7 +1070,7 @@ static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b
     int64_t o = padded(job->outputs[0]);
     const float *g = room->layer[0].g;
     float *moved = job->momentum != 0 ? room->z_speed : room->z;
-    int64_t wide = padded(job->n);
+    int64_t wide = padded(room->most);
     for (int64_t j = 0; j < b; j++)
         copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
     multiply(room->some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
@@ -1043,12 +1082,12 @@ static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b
 
 static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
     Layer *layer = &room->layer[l];
-    const Layer *before = &room->layer[l - 1];
     int64_t width = padded(job->inputs[l]);
     int64_t o = padded(job->outputs[l]);
     int64_t out = job->outputs[l];
     float *moved = job->momentum != 0 ? layer->w_speed : layer->weight;
-    multiply(layer->g, 1, o, before->a, width, out, b, width, job->keep, job->step, moved, width);
+    multiply(layer->g, 1, o, given_to(room, l), width, out, b, width, job->keep, job->step, moved,
+             width);
     for (int64_t c = 0; c < out; c++) {
         const float *first = job->model + job->weights[l] + c * job->inputs[l];
         if (job->proximal != 0) {
@@ -1102,19 +1141,18 @@ static void write_span(const Job *job, Room *room, const float *x, int64_t n, fl
     }
 }
 
-static void write_update(const Job *job, Room *room, const float *x, int64_t n, float gamma,
-                         float *update) {
-    write_span(job, room, x, n, gamma, update);
-    for (int64_t l = 1; l < job->layers; l++) {
+static void write_layers(const Job *job, const Room *room, float *update) {
+    for (int64_t l = room->spanned; l < job->layers; l++) {
         const Layer *layer = &room->layer[l];
         int64_t width = padded(job->inputs[l]);
         for (int64_t c = 0; c < job->outputs[l]; c++) {
             int64_t at = job->weights[l] + c * job->inputs[l];
-            for (int64_t i = 0; i < job->inputs[l]; i++)
-                update[at + i] = layer->weight[c * width + i] - job->model[at + i];
+            subtract_floats(layer->weight + c * width, job->model + at, job->inputs[l],
+                            update + at);
         }
-        for (int64_t c = 0; c < job->outputs[l] && job->biases[l] >= 0; c++)
-            update[job->biases[l] + c] = layer->bias[c] - job->model[job->biases[l] + c];
+        if (job->biases[l] >= 0)
+            subtract_floats(layer->bias, job->model + job->biases[l], job->outputs[l],
+                            update + job->biases[l]);
     }
 }
 
@@ -1123,27 +1161,36 @@ with a gradient longer than the bound. */
 static double train_one(const Job *job, Room *room, const Client *client, float *update,
                         double *clipped) {
     const float *x = client->x;
-    if (job->p % LANES) {
+    room->noised = job->noised && client->std > 0;
+    room->spanned = span_pays(job, client);
+    if (room->spanned && job->p % LANES) {
         copy_rows(x, client->n, job->p, room->rows);
         x = room->rows;
     }
-    begin(job, room, x, client->n);
-    begin_noise(job, room, client, x);
+    room->spanned = room->spanned && has_span(job, room, client, x);
+    if (room->spanned) begin_span(job, room, x, client->n);
+    begin_layers(job, room);
+    begin_noise(job, room, client);
     const float *responses = job->responses + job->steps - client->steps;
     double loss = 0;
     int64_t longer = 0;
     for (int64_t k = 0; k < client->steps; k++) {
         const int64_t *rows = client->index + k * job->batch;
+        if (!room->spanned) take_rows(job, room, client, k);
         forward(job, room, rows, client->b);
         loss += backward(job, room, rows, client->b, client->y);
         if (job->clip > 0) longer += clip_samples(job, room, rows, client->b);
-        if (room->noised) noise_step(job, room, client, x, k, responses[k]);
-        for (int64_t l = job->layers - 1; l > 0; l--) step_layer(job, room, l, client->b);
-        step_span(job, room, rows, client->b, client->n, responses[k]);
+        if (room->noised) noise_step(job, room, client, k, responses[k]);
+        for (int64_t l = job->layers - 1; l >= room->spanned; l--)
+            step_layer(job, room, l, client->b);
+        if (room->spanned) step_span(job, room, rows, client->b, client->n, responses[k]);
     }
-    if (room->spanned) end_noise(job, room, client, x, responses);
-    write_update(job, room, x, client->n, client->gamma, update);
-    if (room->noised) add_noise(job, room, update);
+    if (room->spanned) {
+        if (room->noised) end_noise(job, room, client, x, responses);
+        write_span(job, room, x, client->n, client->gamma, update);
+        if (room->noised) add_noise(job, room, update);
+    }
+    write_layers(job, room, update);
     if (clipped) *clipped = (double)longer / (client->steps * client->b);
     return loss / client->steps;
 }
@@ -1199,8 +1246,7 @@ typedef struct {
     int shared;      /* with the crew */
 } Lane;
 
-static void train_slot(void *what, int64_t place, int64_t thread) {
-    const Lane *lane = what;
+static Client client_at(const Lane *lane, int64_t place) {
     const Job *job = lane->job;
     int64_t slot = lane->slots[place];
     int64_t width = job->squares ? 4 * job->outputs[job->layers - 1] : 8; /* bytes of a target */
@@ -1218,11 +1264,28 @@ static void train_slot(void *what, int64_t place, int64_t thread) {
         client.id = lane->clients[slot];
         client.draw = lane->draws[slot];
     }
+    return client;
+}
+
+static void train_slot(void *what, int64_t place, int64_t thread) {
+    const Lane *lane = what;
+    const Job *job = lane->job;
+    Client client = client_at(lane, place);
     float *update = lane->updates[place];
-    double *clipped = lane->clipped ? lane->clipped + slot : NULL;
+    double *clipped = lane->clipped ? lane->clipped + lane->slots[place] : NULL;
     lane->losses[place] = train_one(job, lane->rooms + thread, &client, update, clipped);
     lane->norms[place] = norm32(job->d, update);
     atomic_store(lane->done + place, 1);
+}
+
+/* The most rows of a client that is to be trained in the span of its rows; 0: none is. */
+static int64_t most_spanned(const Lane *lane) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < lane->count; i++) {
+        const Client client = client_at(lane, i);
+        if (client.n > most && span_pays(lane->job, &client)) most = client.n;
+    }
+    return most;
 }
 
 /* Ends the training of a lane, and frees what it has taken. */
@@ -1247,7 +1310,7 @@ Lane *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const f
                    stds, clients, draws, clipped, updates, losses, norms,   done};
     lane->shared = engage(train_slot, lane);
     int64_t threads = lane->shared ? crew.members : 1;
-    Room room = {0};
+    Room room = {.most = most_spanned(lane)};
     int64_t floats = padded(furnish(job, &room, NULL));
     lane->memory = aligned_alloc(64, threads * floats * sizeof(float));
     lane->rooms = calloc(threads, sizeof(Room));
@@ -1258,6 +1321,7 @@ Lane *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const f
     }
     for (int64_t i = 0; i < threads; i++) {
         lane->rooms[i].layer = lane->layers + i * job->layers;
+        lane->rooms[i].most = room.most;
         furnish(job, lane->rooms + i, lane->memory + i * floats);
     }
     return lane;
