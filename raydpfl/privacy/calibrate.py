@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -110,7 +111,7 @@ def cached(question: list, compute: Callable[[], Any], length: int | None = None
         compute: gives one noise multiplier, or a list of `length` of them.
         length: None: one number.
     """
-    question = [_VERSION, version("dp-accounting"), version("scipy"), version("numpy"), *question]
+    question = [_VERSION, *_versions(), *question]
     path = cache_root() / f"noise-{check(question)}.json"
     try:
         answer = read_json(path)
@@ -126,6 +127,12 @@ def cached(question: list, compute: Callable[[], Any], length: int | None = None
     answer = {"noise_multiplier": found, "question": question, "check": check(question, found)}
     keep_json(path, answer)
     return found
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """Of what numbers are computed with."""
+    return version("dp-accounting"), version("scipy"), version("numpy")
 
 
 def _search(

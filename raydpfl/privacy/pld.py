@@ -33,6 +33,7 @@ References:
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -291,10 +292,10 @@ def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarra
 
 def _recursion(steps: int) -> Recursion:
     """What gives y_k = decay y_(k-1) + gain x_k from x (float64 [n]), gain and decay, by the same
-    operations in the same order: scipy's for many `steps` altogether, which it takes 0.6 s to
-    import, else Python's.
+    operations in the same order: scipy's where it is imported, which takes 0.6 s, or for many
+    `steps` altogether, else Python's.
     """
-    if steps < _SHORT:
+    if steps < _SHORT and "scipy.signal" not in sys.modules:
         return _plain_recursion
     from scipy.signal import lfilter
 
@@ -389,9 +390,10 @@ def _dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
 
 def _reach(curve: Curve) -> float:
     """The epsilon at which the curve has fallen to 1e-17."""
-    high = np.array([1e-9])
-    while curve(high)[0] > _TAIL:
-        high = 2 * high
+    high = 1e-9 * 2.0 ** np.arange(8)
+    while curve(high[-1:])[0] > _TAIL:
+        high = 2.0**8 * high
+    high = high[np.argmax(curve(high) <= _TAIL), None]
     return float(halved(lambda x: curve(x) > _TAIL, high / 2, high, times=5)[0])
 
 
