@@ -27,6 +27,7 @@ from raydpfl.tasks import Form
 log = logging.getLogger("raydpfl")
 
 LANE = 32  # clients at most, for the ways that train a whole lane at once
+KNOWN: set[bytes] = set()  # ways of training that this process has compared with the loop
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> st
         clip=experiment.bounding.sample_bound,
         gpu=client.num_gpus > 0,
         precision=client.precision,
+        known=KNOWN,
     )
 
 

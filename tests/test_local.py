@@ -1061,6 +1061,40 @@ def test_a_maximum_that_rounds_the_other_way_on_some_rows_is_no_mismatch(always,
     assert reason == ("its first step is off by 1.0e-02 of the loop's" if always else None)
 
 
+def test_what_was_compared_and_agreed_is_not_compared_again_and_nothing_else_is_taken_for_it(
+    monkeypatch,
+):
+    def counted(*given):
+        seen.append(given)
+        return steps(*given)
+
+    def asked(module, local=None, way="fused", clip=None):
+        before = len(seen)
+        trial.mismatch(module, local or Sgd(), form(SHAPE), way, clip, known)
+        return len(seen) > before
+
+    class Own(nn.Sequential):
+        """Of the user's own, which may be another by the same name."""
+
+        def __init__(self):
+            super().__init__(*made("mlp"))
+
+    steps = trial.first_steps
+    seen = []
+    known = set()
+    monkeypatch.setattr(trial, "first_steps", counted)
+    assert asked(made("mlp")) and not asked(made("mlp")) and not asked(copy.deepcopy(made("mlp")))
+    other = made("mlp")
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-6
+    assert asked(other)
+    assert asked(made("mlp"), Sgd(lr=0.2)) and asked(made("mlp"), way="vmap")
+    assert asked(made("mlp"), clip=1.0) and not asked(made("mlp"), clip=1.0)
+    assert all(asked(Own()) for _ in range(2))
+    # what does not fit, however often
+    assert all(asked(OTHERS["batch norm"](), way="vmap") for _ in range(2))
+
+
 @pytest.mark.parametrize("way", [Fused, Vmap])
 def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
     straight = way.run

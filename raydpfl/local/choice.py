@@ -55,11 +55,12 @@ def resolve(
     clip: float | None = None,
     gpu: bool = False,
     precision: Precision = "float32",
+    known: set[bytes] | None = None,
 ) -> str:
     """The way to train `module` on samples of this form when a typical client has `rows` of them.
 
     With `way` auto it is a function of all that is given and of whether there is a C compiler,
-    never of timing; see the module. `gpu`: whether clients train on one.
+    never of timing; see the module. `gpu`: whether clients train on one. `known`: see `mismatch`.
 
     Raises:
         ConfigError: for a way that does not fit and was asked for by name; for a module that has
@@ -73,13 +74,12 @@ def resolve(
         check_apart(module, form)
     choices = _choices(module, local, rows, form, clip, gpu, precision) if way == "auto" else [way]
     drawn = drawn_from(module, form)
-    if drawn:
-        choices = [_one_by_one(way, drawn)]
+    choices = [_one_by_one(way, drawn)] if drawn else choices
     for chosen, other in pairwise([*choices, REFERENCE]):
         check_way(chosen, local, clip, precision, Split.of(module))
         if chosen in (REFERENCE, "noop"):
             return chosen
-        reason = mismatch(module, local, form, chosen, clip)
+        reason = mismatch(module, local, form, chosen, clip, known)
         if reason is None:
             return chosen
         if way != "auto":

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import io
+import pickle
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ ATTEMPTS = 3  # on other rows: a ReLU or a maximum that rounds the other way can
 LIMIT = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 SIZES = [6, 5, 3]  # rows of the three clients
+SETTLED = {"torch", "raydpfl", "builtins", "collections", "copyreg"}  # code that stays as it is
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,31 @@ def mismatch(
     form: Form,
     way: str,
     clip: float | None,
+    known: set[bytes] | None = None,
 ) -> str | None:
     """Why `way` cannot train `module`, or None: its first steps against the loop's.
 
     With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
     half of them are clipped. Each client is to take the loop's steps on one attempt's rows.
+
+    `known`: digests of what was compared before and agreed, which is not compared again; what does
+    now is added. None: everything is compared.
     """
+    if known is None:
+        return _compared(module, local, form, way, clip)
+    digest = _digest(module, local, form, way, clip)
+    if digest in known:
+        return None
+    reason = _compared(module, local, form, way, clip)
+    if reason is None and digest is not None:
+        known.add(digest)
+    return reason
+
+
+def _compared(
+    module: nn.Module, local: Local, form: Form, way: str, clip: float | None
+) -> str | None:
+    """See `mismatch`."""
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     far = torch.full((len(SIZES),), torch.inf)
     late = TimeoutError(f"three steps take more than {LIMIT:g} s")
@@ -67,6 +91,32 @@ def mismatch(
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"its first step is off by {float(far.max()):.1e} of the loop's"
+
+
+def _digest(*compared: object) -> bytes | None:
+    """Tells a comparison from any other; None where there is code of others in it, which may be
+    another by the same name.
+    """
+    written = io.BytesIO()
+    try:
+        _Facts(written).dump(compared)
+    except Exception:  # a module may hold anything
+        return None
+    return hashlib.sha256(written.getvalue()).digest()
+
+
+class _Facts(pickle.Pickler):
+    """Writes tensors as what is in them, and refuses code that is not `SETTLED`."""
+
+    def persistent_id(self, value: object) -> object:
+        code = value.__module__ if isinstance(value, type | FunctionType) else "builtins"
+        if code.partition(".")[0] not in SETTLED:
+            raise pickle.PicklingError(code)
+        if not isinstance(value, torch.Tensor):
+            return None
+        numbers: Any = value.detach().cpu().contiguous().numpy()
+        content = hashlib.sha256(numbers).digest()
+        return str(value.dtype), tuple(value.shape), value.requires_grad, content
 
 
 def first_steps(
