@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -235,6 +236,7 @@ CORRECTED = {
     "scaffold": Scaffold(steps=5, batch=6, lr=0.3, weight_decay=0.1),
     "all": Corrected(steps=6, batch=6, lr=0.1, momentum=0.7, weight_decay=0.05, proximal=0.8),
 }
+METHODS = LOCALS | CORRECTED
 # one with fewer rows than a batch, one empty slot, one with exactly a batch
 SIZES = [13, 4, 9, 0, 6]
 CLIENTS = [2, 5, 5, -1, 30]
@@ -321,17 +323,37 @@ def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t
         return {slot: (delta, loss) for block in lane for slot, delta, loss in block.clients()}
 
 
-def check_against_the_plain_loop(way, module, local, x, y, corrections=None):
+def given(name: str, method: str, regression: bool) -> tuple:
+    """A module, the rows, and the corrections of a method that has them."""
+    module = made(name, outputs=1 if regression else CLASSES)
+    corrections = None
+    if method in CORRECTED:
+        corrections = corrected(SIZES, models.parameter_count(module))
+    return module, *rows(regression=regression), corrections
+
+
+@cache
+def by_the_plain_loop(name: str, method: str, regression: bool) -> dict:
+    """The update and loss of each client by the book, which every way is compared with."""
+    module, x, y, corrections = given(name, method, regression)
+    local = METHODS[method]
+    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
+    found = {}
+    for slot in (0, 1, 2, 4):
+        correction = None if corrections is None else corrections[slot]
+        taken = index[slot, :, : batch_sizes[slot]]
+        found[slot] = reference(module, local, x[slot], y[slot], taken, 2, correction)
+    return found
+
+
+def check_against_the_plain_loop(way, name, method, regression=False):
+    module, x, y, corrections = given(name, method, regression)
     before = models.flatten(module)
-    got = train(way, module, local, x, y, corrections=corrections)
+    got = train(way, module, METHODS[method], x, y, corrections=corrections)
     assert torch.equal(models.flatten(module), before)
     assert list(got) == [0, 1, 2, 4]
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
     for slot, (delta, loss) in got.items():
-        correction = None if corrections is None else corrections[slot]
-        expected, expected_loss = reference(
-            module, local, x[slot], y[slot], index[slot, :, : batch_sizes[slot]], 2, correction
-        )
+        expected, expected_loss = by_the_plain_loop(name, method, regression)[slot]
         assert torch.linalg.vector_norm(delta - expected) <= 2e-5 * torch.linalg.vector_norm(
             expected
         )
@@ -348,16 +370,14 @@ def check_against_the_plain_loop(way, module, local, x, y, corrections=None):
     ],
 )
 def test_every_way_does_what_the_plain_loop_with_an_optimizer_does(way, name, method):
-    check_against_the_plain_loop(way, made(name), LOCALS[method], *rows())
+    check_against_the_plain_loop(way, name, method)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way,name", PAIRS)
 def test_every_way_does_regression_as_the_plain_loop_does(way, name):
     for method in ("plain", "full gradient", "proximal and all"):
-        check_against_the_plain_loop(
-            way, made(name, outputs=1), LOCALS[method], *rows(regression=True)
-        )
+        check_against_the_plain_loop(way, name, method, regression=True)
 
 
 @pytest.mark.parametrize("method", CORRECTED)
@@ -365,14 +385,7 @@ def test_every_way_does_regression_as_the_plain_loop_does(way, name):
     "way,name", [(way, name) for way, name in PAIRS if not way.startswith(SPANS)]
 )
 def test_every_way_that_takes_corrections_adds_them_to_every_gradient(way, name, method):
-    module = made(name)
-    check_against_the_plain_loop(
-        way,
-        module,
-        CORRECTED[method],
-        *rows(),
-        corrections=corrected(SIZES, models.parameter_count(module)),
-    )
+    check_against_the_plain_loop(way, name, method)
 
 
 def put(rows, into, slot):
