@@ -19,7 +19,6 @@ from torch._C import _functorch as functorch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -43,8 +42,15 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _tensors(tree) -> list[torch.Tensor]:
-    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+def _tensors(given) -> list[torch.Tensor]:
+    """All in what is given to an operation, or made by one; torch's own trees take far longer."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if isinstance(given, dict):
+        given = given.values()
+    elif not isinstance(given, (tuple, list)):
+        return []
+    return [tensor for each in given for tensor in _tensors(each)]
 
 
 def _is_cuda(device) -> bool:
