@@ -111,7 +111,12 @@ def stream(
 
 
 def bit_streams(
-    seed: int, purpose: Purpose, *, t: int, clients: Sequence[int], draws: Sequence[int]
+    seed: int,
+    purpose: Purpose,
+    *,
+    t: int,
+    clients: Sequence[int] | np.ndarray,
+    draws: Sequence[int] | np.ndarray,
 ) -> Iterator[np.random.Philox]:
     """The bit generators of clients' streams, one after another, in a third of the time.
 
@@ -133,6 +138,43 @@ def bit_streams(
         counter[2] = client
         philox.state = state
         yield philox
+
+
+def words(
+    seed: int,
+    purpose: Purpose,
+    *,
+    t: int,
+    clients: Sequence[int] | np.ndarray,
+    draws: Sequence[int] | np.ndarray,
+    steps: np.ndarray,
+    sizes: np.ndarray,
+) -> np.ndarray:
+    """The first random words of clients' streams, a row of them for each step.
+
+    Args:
+        seed: as for `stream`.
+        purpose: as for `stream`.
+        t: the round.
+        clients: [C].
+        draws: [C], as `draw` of `stream`.
+        steps: int64 [C], how many rows each client has.
+        sizes: int64 [C], how many words a row of the client has.
+
+    Returns:
+        uint64 [C, Q, n], Q the most steps and n the most words of a row; all bits are set in rows
+        and words that a client does not have.
+    """
+    shape = (len(steps), int(steps.max(initial=0)), int(sizes.max(initial=0)))
+    found = np.empty(shape, np.uint64)
+    who = (np.asarray(clients), np.asarray(draws))
+    if native.words((seed, purpose, t), *who, steps, sizes, found):
+        return found
+    found.fill(np.iinfo(np.uint64).max)
+    streams = bit_streams(seed, purpose, t=t, clients=who[0], draws=who[1])
+    for place, (step, size, bits) in enumerate(zip(steps, sizes, streams, strict=True)):
+        found[place, :step, :size] = bits.random_raw(int(step * size)).reshape(step, size)
+    return found
 
 
 BLOCKS = 16  # of a group of blocks of the stream of normals

@@ -21,7 +21,7 @@ from torch import nn
 from raydpfl import models, native
 from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, clients_normals
+from raydpfl.keys import Purpose, clients_normals, stream, words
 from raydpfl.local import Sgd, Trainer, resolve
 from raydpfl.local.filters import Filters, Window
 from raydpfl.local.spanned import spanned_pays
@@ -155,6 +155,25 @@ def test_normals_have_the_bits_of_those_in_numpy(n, scaled, monkeypatch):
     compiled = drawn(n, stds)
     monkeypatch.setattr(native, "library", lambda: None)
     np.testing.assert_array_equal(compiled, drawn(n, stds))
+
+
+@needs
+def test_words_are_those_of_numpys_generators(monkeypatch):
+    who = {"clients": [0, 5, 2**40, 7], "draws": [0, 1, 2**32 - 1, 3]}
+    counts = {"steps": np.array([3, 1, 4, 0]), "sizes": np.array([5, 1, 7, 7])}
+    given = (2**64 - 1, Purpose.BATCH)
+    compiled = words(*given, t=2**33, **who, **counts)
+    assert compiled.shape == (4, 4, 7)
+    for place, (client, draw) in enumerate(zip(*who.values(), strict=True)):
+        steps = counts["steps"][place]
+        size = counts["sizes"][place]
+        bits = stream(*given, t=2**33, client=client, draw=draw).bit_generator
+        expected = bits.random_raw(int(steps * size)).reshape(steps, size)
+        np.testing.assert_array_equal(compiled[place, :steps, :size], expected)
+        assert (compiled[place, steps:] == 2**64 - 1).all()
+        assert (compiled[place, :, size:] == 2**64 - 1).all()
+    monkeypatch.setattr(native, "library", lambda: None)
+    np.testing.assert_array_equal(compiled, words(*given, t=2**33, **who, **counts))
 
 
 def activated(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from raydpfl.keys import Purpose, bit_streams, stream
+from raydpfl.keys import Purpose, stream, words
 from raydpfl.local.base import Local
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 
@@ -51,16 +52,16 @@ def batches(
     index[every] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
     fresh = ~every & (local.sampling == "fresh")
     few = fresh & (counts <= RANKED * batch_sizes)
+    of = _Streams(seed, t, np.asarray(clients), np.asarray(draws))
     # A client with many rows ranks them alone: how many bits they take may not show in the others.
     ranked = np.flatnonzero(few & (counts <= 1 << BITS))
     if len(ranked):
-        words = _words(seed, t, clients, draws, counts, ranked, steps)
-        _rank(index, ranked, words, batch_sizes[ranked])
+        _rank(index, ranked, of.words(ranked, steps[ranked], counts[ranked]), batch_sizes[ranked])
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
         alike = np.flatnonzero(many == b)
-        uniform = _uniform(seed, t, clients, draws, alike, (int(steps[alike].max()), b))
-        index[alike, : uniform.shape[1], :b] = _floyd(uniform, counts[alike])
+        chosen = _floyd(of.uniform(alike, int(steps[alike].max()), b), counts[alike])
+        index[alike, : chosen.shape[1], :b] = chosen
     for slot in np.flatnonzero(~every & (~fresh | (few & (counts > 1 << BITS)))).tolist():
         keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
         found = _drawn_alone(keyed, int(counts[slot]), int(steps[slot]), local)
@@ -68,53 +69,31 @@ def batches(
     return index, batch_sizes
 
 
-def _rank(index: np.ndarray, slots: np.ndarray, words: np.ndarray, batch_sizes: np.ndarray) -> None:
-    """Writes the batches of slots, of so many rows each, from random words (`_words`)."""
+@dataclass(frozen=True)
+class _Streams:
+    """The streams of a lane's clients in a round: int64 [C] each, who, and which of its draws."""
+
+    seed: int
+    t: int
+    clients: np.ndarray
+    draws: np.ndarray
+
+    def words(self, slots: np.ndarray, steps: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """See `raydpfl.keys.words`; of the clients at these slots."""
+        who = {"clients": self.clients[slots], "draws": self.draws[slots]}
+        return words(self.seed, Purpose.BATCH, t=self.t, **who, steps=steps, sizes=sizes)
+
+    def uniform(self, slots: np.ndarray, steps: int, b: int) -> np.ndarray:
+        """Numbers in [0, 1), float64 [slots, steps, b], as numpy's generators make them."""
+        drawn = self.words(slots, np.full(len(slots), steps), np.full(len(slots), b))
+        return (drawn >> np.uint64(11)) * 2.0**-53
+
+
+def _rank(index: np.ndarray, slots: np.ndarray, drawn: np.ndarray, batch_sizes: np.ndarray) -> None:
+    """Writes batches of slots, of so many rows each, from random words, uint64 [slots, Q, n]."""
     most = int(batch_sizes.max())
     real = np.arange(most) < batch_sizes[:, None, None]
-    index[slots, :, :most] = np.where(real, _shuffled(words)[:, :, :most], 0)
-
-
-def _words(
-    seed: int,
-    t: int,
-    clients: Integers,
-    draws: Integers,
-    sizes: np.ndarray,
-    slots: np.ndarray,
-    steps: np.ndarray,
-) -> np.ndarray:
-    """Random words, uint64 [slots, Q, n], n the most rows that one of the slots has; all bits
-    are set where a slot has fewer, or makes fewer steps.
-    """
-    n = int(sizes[slots].max())
-    most = int(steps.max())
-    words = np.full((len(slots), most * n), np.iinfo(np.uint64).max)
-    who = {"clients": np.asarray(clients)[slots], "draws": np.asarray(draws)[slots]}
-    streams = bit_streams(seed, Purpose.BATCH, t=t, **who)
-    for place, (size, bits) in enumerate(zip(sizes[slots].tolist(), streams, strict=True)):
-        own = int(steps[slots[place]])
-        drawn = bits.random_raw(own * size)
-        if size == n:
-            words[place, : own * n] = drawn
-        else:
-            words[place].reshape(most, n)[:own, :size] = drawn.reshape(own, size)
-    return words.reshape(len(slots), most, n)
-
-
-def _uniform(
-    seed: int,
-    t: int,
-    clients: Integers,
-    draws: Integers,
-    slots: np.ndarray,
-    shape: tuple[int, ...],
-) -> np.ndarray:
-    """Uniform numbers in [0, 1), float64 [slots, *shape], as numpy's generators make them."""
-    who = {"clients": np.asarray(clients)[slots], "draws": np.asarray(draws)[slots]}
-    streams = bit_streams(seed, Purpose.BATCH, t=t, **who)
-    words = np.stack([bits.random_raw(math.prod(shape)) for bits in streams])
-    return ((words >> np.uint64(11)) * 2.0**-53).reshape(len(slots), *shape)
+    index[slots, :, :most] = np.where(real, _shuffled(drawn)[:, :, :most], 0)
 
 
 def _drawn_alone(keyed: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:

@@ -251,6 +251,36 @@ def read(
     return True
 
 
+def words(
+    key: tuple[int, int, int],
+    clients: np.ndarray,
+    draws: np.ndarray,
+    steps: np.ndarray,
+    sizes: np.ndarray,
+    out: np.ndarray,
+) -> bool:
+    """Writes keyed words (`raydpfl.keys.words`) to `out`; False where nothing is compiled.
+
+    Args:
+        key: seed, purpose and round.
+        clients: int64 [C].
+        draws: int64 [C], below 2^32.
+        steps: int64 [C], how many rows of words a stream fills, Q at most.
+        sizes: int64 [C], how many words of each row, n at most.
+        out: uint64 [C, Q, n]; all bits are set where nothing is written.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    most, width = out.shape[1:]
+    assert (steps <= most).all() and (sizes <= width).all()  # nothing is written beside it
+    given = [np.ascontiguousarray(each, np.int64) for each in (clients, draws, steps, sizes)]
+    seeds = (ctypes.c_uint64(each) for each in key)
+    shape = (ctypes.c_int64(most), ctypes.c_int64(width))
+    compiled.raydpfl_words(ctypes.c_int64(len(out)), *seeds, *map(_at, given), *shape, _at(out))
+    return True
+
+
 def gelu(x: np.ndarray, y: np.ndarray, slope: np.ndarray | None = None) -> None:
     """GELU by tanh, x / 2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), to a few 1e-7 of x.
 

@@ -1402,6 +1402,61 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
     share((d + PIECE - 1) / PIECE, add_piece, &r);
 }
 
+/* --- keyed words --- */
+
+/* Streams, as raydpfl_words is given them. */
+typedef struct {
+    uint64_t key[2], round;
+    const uint64_t *clients, *draws;
+    const int64_t *steps, *sizes;
+    int64_t most, width;
+    uint64_t *found;
+} Streams;
+
+/* A block of Philox of 4 words of 64 bits, 10 rounds (Salmon et al. 2011). */
+static void philox(const uint64_t key[2], const uint64_t counter[4], uint64_t words[4]) {
+    uint64_t first = key[0], second = key[1];
+    uint64_t a = counter[0], b = counter[1], c = counter[2], d = counter[3];
+    for (int i = 0; i < 10; i++) {
+        unsigned __int128 low = (unsigned __int128)0xD2E7470EE14C6C93u * a;
+        unsigned __int128 high = (unsigned __int128)0xCA5A826395121157u * c;
+        a = (uint64_t)(high >> 64) ^ b ^ first;
+        b = (uint64_t)high;
+        c = (uint64_t)(low >> 64) ^ d ^ second;
+        d = (uint64_t)low;
+        first += 0x9E3779B97F4A7C15u;
+        second += 0xBB67AE8584CAA73Bu;
+    }
+    words[0] = a, words[1] = b, words[2] = c, words[3] = d;
+}
+
+static void draw_words(void *what, int64_t place, int64_t thread) {
+    const Streams *s = what;
+    uint64_t *to = s->found + place * s->most * s->width;
+    uint64_t counter[4] = {0, s->draws[place] << 32, s->clients[place], s->round};
+    uint64_t words[4];
+    int left = 0;
+    memset(to, 0xFF, s->most * s->width * sizeof *to);
+    for (int64_t step = 0; step < s->steps[place]; step++)
+        for (int64_t i = 0; i < s->sizes[place]; i++) {
+            if (!left) {
+                counter[0]++;
+                philox(s->key, counter, words);
+                left = 4;
+            }
+            to[step * s->width + i] = words[4 - left--];
+        }
+}
+
+/* The words of k streams, of which each fills the first sizes[i] of a row of `width`, in the first
+steps[i] of `most` rows; all bits are set elsewhere. `found` [k][most][width]. */
+void raydpfl_words(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
+                   const uint64_t *clients, const uint64_t *draws, const int64_t *steps,
+                   const int64_t *sizes, int64_t most, int64_t width, uint64_t *found) {
+    Streams s = {{seed, purpose}, round, clients, draws, steps, sizes, most, width, found};
+    share(k, draw_words, &s);
+}
+
 /* --- keyed normals --- */
 
 typedef uint32_t lanes __attribute__((vector_size(4 * WIDE)));
