@@ -108,25 +108,22 @@ def undisturbed(monkeypatch):
 @pytest.fixture(scope="session")
 def shared_ray():
     """One Ray with room for what the small experiments ask, however few cores there are. Its
-    workers are forked (`forks`), and nobody follows their logs.
+    processes are forked (`forks`), and nobody follows the logs of its workers.
     """
     import ray
-    from ray._private import node, ray_constants
+    from ray._private import node
 
-    with forks.served() as environment:
-        os.environ.update(environment)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", forks.__file__)
-            patch.setattr(node.Node, "start_log_monitor", lambda self: None)
-            ray.init(
-                address="local",
-                num_cpus=2,
-                include_dashboard=False,
-                logging_level="ERROR",
-                log_to_driver=False,
-            )
-        yield ray
-        ray.shutdown()
+    with forks.forking(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node.Node, "start_log_monitor", lambda self: None)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -212,8 +209,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+    forks.end()
     shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
 
 

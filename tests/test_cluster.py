@@ -16,6 +16,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import forks
 import jsonschema
 import pyarrow.parquet as pq
 import pytest
@@ -60,7 +61,7 @@ def cluster():
     environment = token_environment(folder)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
+        process = forks.Popen(
             [sys.executable, "-c", HOST],
             env=environment,
             stderr=log,
@@ -107,7 +108,7 @@ def start(config: Path, out: Path, environment: dict, *more: str) -> subprocess.
         "--quiet",
         *more,
     ]
-    return subprocess.Popen(
+    return forks.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
@@ -140,7 +141,7 @@ def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
         "--address",
         "auto",
     ]
-    done = subprocess.run(command, timeout=240, capture_output=True, text=True, env=cluster[1])
+    done = forks.run(command, timeout=240, env=cluster[1])
     assert done.returncode == 0, done.stderr[-3000:]
     rows = pq.read_table(out / "results.parquet").to_pylist()
     assert [row["local.lr"] for row in rows] == [0.05, 0.1]
@@ -156,12 +157,10 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     (whole,) = reproduce(Study.named(config), out=tmp_path / "whole")
     out = tmp_path / "out"
     there = ("--address", "auto")
-    process = subprocess.Popen(
-        command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL
-    )
+    process = forks.Popen(command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL)
     done = cut_short(process, out, 4, signal.SIGKILL)
     resume = command(config, out, "--resume", *there)
-    last = subprocess.run(resume, timeout=600, capture_output=True, text=True, env=cluster[1])
+    last = forks.run(resume, timeout=600, env=cluster[1])
     assert last.returncode == 0, last.stderr[-3000:]
     assert done.items() <= written(out).items()
     check_same_tables(whole.out, out)

@@ -12,6 +12,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forks
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -106,9 +107,7 @@ def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, 
     config.write_text(experiment(**told, client=client).to_yaml())
     command = [sys.executable, "-m", "raydpfl", "run", str(config), "--address", "auto"]
     command += ["--out", str(hidden / "out")]
-    done = subprocess.run(
-        command, timeout=240, capture_output=True, text=True, env=environment, cwd=hidden
-    )
+    done = forks.run(command, timeout=240, env=environment, cwd=hidden)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((hidden / "out" / "summary.json").read_text())
     assert summary["model_sha256"] == alone.summary["model_sha256"]
@@ -132,14 +131,7 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
     config.write_text(yaml.safe_dump(tree))
     place = f"local://{tmp_path}/store/sweep"
     command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--address", "auto"]
-    done = subprocess.run(
-        [*command, "--out", place],
-        timeout=240,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=hidden,
-    )
+    done = forks.run([*command, "--out", place], timeout=240, env=environment, cwd=hidden)
     assert done.returncode == 0, done.stderr[-3000:]
     with storage.reading(place) as folder:
         (row,) = pq.read_table(folder / "results.parquet").to_pylist()

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import forks
 import numpy as np
 import psutil
 import pytest
@@ -246,9 +247,8 @@ def running(tmp_path):
         str(tmp_path / "out"),
         "--quiet",
     ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = forks.Popen(command, ray=False, start_new_session=True, **pipes)
     deadline = time.monotonic() + 120
     while (
         not list((tmp_path / "out").glob("checkpoints/round-*[1-9]*.npz"))
@@ -339,12 +339,8 @@ def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, 
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(experiment(client={"actors": 2}).to_dict()))
     code = LOSES.format(name=name, then=then) + RUN
-    done = subprocess.run(
-        [sys.executable, "-c", code, "run", str(config), "--out", str(tmp_path / "out"), "--quiet"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code, "run", str(config), "--out", str(tmp_path / "out")]
+    done = forks.run([*command, "--quiet"])
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import pickle
 import runpy
-import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
 
+import forks
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -505,7 +505,7 @@ print(failed)
 )
 def test_however_a_process_has_asked_for_tf32_none_is_used_and_that_is_undone():
     code = TF32.format(asked=ASKED_FOR)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", code])
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -559,7 +559,7 @@ def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp
     asked = experiment(client={"actors": 1, "num_gpus": 1, "num_cpus": 1})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asked.to_dict()))
     command = [sys.executable, "-c", COUNTED, tmp_path / "config.yaml", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks.run(command, timeout=300)
     assert done.stdout.splitlines()[-1].startswith(
         "ConfigError client.num_gpus = 1.0: 0; torch can"
     )

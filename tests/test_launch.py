@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 
+import forks
 import numpy as np
 import psutil
 import pytest
@@ -211,7 +212,8 @@ def test_a_run_that_ends_while_ray_starts_behind_it_leaves_no_process(end, tmp_p
     config = tmp_path / "long.yaml"
     config.write_text(yaml.safe_dump(experiment(rounds=100_000, client=AUTO).to_dict()))
     command = [sys.executable, "-c", BEHIND, "run", config, "--out", tmp_path / "out", "--quiet"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    process = forks.Popen(command, ray=False, start_new_session=True, **pipes)
     children: list[psutil.Process] = []
     deadline = time.monotonic() + 120
     while not any(_named(each, "gcs_server") for each in children):

@@ -14,11 +14,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 from raydpfl import Experiment, runner, tracking
@@ -209,9 +209,7 @@ def fire(base: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fifty_kills_lose_no_spending_and_change_no_bit(tmp_path):
-    program = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
+    program = forks.run([sys.executable, __file__, str(tmp_path)], timeout=300)
     assert program.returncode == 0, program.stderr[-3000:]
     report = json.loads(program.stdout.splitlines()[-1])
     assert len(report["hits"]) == KILLS and report["hits"].count("write") >= 15

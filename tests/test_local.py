@@ -7,13 +7,13 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -1321,7 +1321,7 @@ for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("convolutional", "l
 def test_two_processes_give_the_same_bits(monkeypatch, capsys):
     """This one, and one whose allocator is tuned."""
     command = [sys.executable, "-c", HASHES, "tuned", "2"]
-    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    theirs = forks.run(command, check=True).stdout
     monkeypatch.setattr(sys, "argv", ["-c", "plain", "1"])
     with torch.random.fork_rng(devices=[]):
         exec(HASHES, {})

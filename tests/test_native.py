@@ -8,9 +8,9 @@ import os
 import pickle
 import shutil
 import socket
-import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -537,7 +537,7 @@ while len(children) < 3:
     children.append(child)
 print([os.waitpid(child, 0)[1] for child in children])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forks.run([sys.executable, "-c", code])
     assert done.stdout == "[0, 0, 0]\n", done.stderr
     assert len([*tmp_path.rglob("*.so")]) == 1
     assert [each.name for each in (tmp_path / "native").iterdir()] == [

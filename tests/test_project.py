@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import forks
 import pytest
 from test_bad_input import complain
 
@@ -39,7 +39,7 @@ def test_a_projects_config_is_its_own_method_and_its_tests_pass(made, tmp_path):
 @pytest.mark.slow
 def test_a_project_passes_as_its_readme_says(made):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=300)
+    done = forks.run(command, cwd=made, timeout=300)
     assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import forks
 import pytest
 import yaml
 from conftest import SMALL
@@ -16,6 +17,7 @@ from test_same_bits import RUN
 pytestmark = pytest.mark.slow
 
 IGNORING = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+IGNORED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # as it begins then
 # Commands whose work is a wait that says when it begins.
 WAITING = {
     "sweep": "from raydpfl import tune as module; module.run = wait",
@@ -36,9 +38,13 @@ def start():
     begun = []
 
     def start(code: str, *words: object) -> subprocess.Popen:
-        command = [*IGNORING, sys.executable, "-c", code, *map(str, words)]
+        command = [sys.executable, "-c", code, *map(str, words)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        begun.append(subprocess.Popen(command, **pipes))
+        if code == RUN:
+            begun.append(subprocess.Popen([*IGNORING, *command], **pipes))
+        else:
+            command[2] = f"{IGNORED}\n{code}"
+            begun.append(forks.Popen(command, **pipes))
         return begun[-1]
 
     yield start

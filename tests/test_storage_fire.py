@@ -12,12 +12,12 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import forks
 import pytest
 from test_ledger_fire import EXPERIMENT, released, spawned
 
@@ -180,7 +180,7 @@ def fire(base: Path, bucket: Bucket) -> None:
 def test_a_run_on_s3_that_is_killed_again_and_again_loses_nothing(s3, tmp_path):
     bucket = s3().partition("://")[2]
     command = [sys.executable, __file__, str(tmp_path), bucket]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = forks.run(command, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["kills"]) == KILLS and report["finished"]

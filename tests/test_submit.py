@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import yaml
 from conftest import experiment
@@ -123,7 +124,7 @@ def head():
 
 def start(head: dict, folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "raydpfl", "submit", *words]
-    return subprocess.Popen(
+    return forks.Popen(
         command, env=head, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
