@@ -6,6 +6,7 @@ line, no traceback), 130 Ctrl-C.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -46,6 +47,20 @@ READ = "A YAML file, or the directory of a run. The import paths in it are code 
 CLUSTER = "A running Ray cluster to join; auto finds the local one."
 CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
 FRESH = "With --resume, where code or processor have changed: new noise, both releases count."
+
+
+def _load() -> None:
+    """Imports torch, and all that a config names, in five sixths of the time: none of it is ever
+    garbage, and nobody looks through it for some.
+    """
+    if "raydpfl.config" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import raydpfl.config  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
@@ -145,6 +160,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Run one experiment."""
+    _load()
     from raydpfl import runner, shown
 
     experiment, folder = _read("run", config, overrides)
@@ -193,6 +209,7 @@ def export(
     merged: Annotated[bool, typer.Option("--merged", help=MERGED)] = False,
 ) -> None:
     """Write the model of a run to a file: of one with adapters what was trained."""
+    _load()
     from raydpfl import saved
 
     with directed("export", folder):
@@ -214,6 +231,7 @@ def sweep(
     """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray
     Tune.
     """
+    _load()
     from raydpfl import tune
 
     reading = storage.reading(config, "config", CONFIGS.__contains__)
@@ -275,6 +293,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
+    _load()
     from raydpfl import study as room
 
     console = _console(quiet)
@@ -398,6 +417,7 @@ def show(
     stand as written. Of a sweep or a study also what it would run, whether each of it can be, and
     how long it takes.
     """
+    _load()
     from raydpfl.defaults import MARK
     from raydpfl.outline import outline
 
@@ -484,6 +504,7 @@ def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any])
     """The experiment, whose own model and server are not imported. Raises `ConfigError` where an
     option is `given` besides, other than where data sets lie.
     """
+    _load()
     from raydpfl.config import Experiment
 
     for name, value in given.items():
@@ -513,6 +534,7 @@ def audit(
     """Run an experiment with canaries in it: what they prove of its privacy, beside what is
     claimed. Exit code 1: not as claimed.
     """
+    _load()
     from raydpfl import audit as auditor
 
     experiment, _ = _read("audit", config, overrides)
@@ -562,6 +584,7 @@ def check(
     """Whether a member keeps the promises of its family, with each of its examples. Exit code 1:
     one is broken.
     """
+    _load()
     from raydpfl import check as contract
 
     found = contract.check(member, overrides or ())
@@ -592,6 +615,7 @@ def kinds(
     """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
     paper that it is of. Of own classes `raydpfl check` says more.
     """
+    _load()
     from raydpfl import kinds as reference
 
     found = reference.of(name)
@@ -611,6 +635,7 @@ def report(
     out: Annotated[str | None, _option(WRITTEN)] = None,
 ) -> None:
     """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
+    _load()
     from raydpfl.report import write
 
     with directed("report", *directories):
@@ -633,6 +658,7 @@ def compare(
     and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is
     trained.
     """
+    _load()
     from raydpfl import report as reports
     from raydpfl.report import printed
 
@@ -664,6 +690,7 @@ app.add_typer(datasets, name="data")
 @datasets.command("list")
 def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
     """All kinds of data, and where each would be read from; with kinds, these alone."""
+    _load()
     from raydpfl import data
 
     console = _console()
@@ -680,6 +707,7 @@ def data_fetch(
     data_root: DataRoot = None,
 ) -> None:
     """Download a data set, unless it is there."""
+    _load()
     from raydpfl import data
 
     print(data.fetch(kind, data_root))
@@ -691,6 +719,7 @@ def data_describe(files: Described, out: Picture = None, data_root: DataRoot = N
     understood of data files, as a config that trains on them. `data.y=NAME` and the like say what
     else to take.
     """
+    _load()
     from raydpfl import data
 
     config, *overrides = files

@@ -24,9 +24,10 @@ RAY = ("ray", "raydpfl.actors")
 # what accounting, tables and pages need, and those who train do not
 ABOVE = ("scipy", "rich", "typer", "raydpfl.coordinator", "raydpfl.plan")
 COMMAND = """
-import json, sys
+import gc, json, sys
 from raydpfl.cli import main
 main()
+assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it was off while torch was imported
 print(json.dumps(sorted(sys.modules)))
 """
 
