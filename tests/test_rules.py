@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -157,6 +158,34 @@ def by_the_book(name, module, x, y, index, slot, clip=None, std=0.0, correction=
     return models.flatten(module) - start
 
 
+STDS = np.array([0.01, 0.0, 0.02, 0.0, 0.005])
+
+
+def bound(model: str) -> float:
+    """One that clips some samples of the rows."""
+    x, y = rows()
+    return float(gradient_of(made(model), x[0, :1], y[0, :1]).norm()) * 0.8
+
+
+@cache
+def expected(model: str, name: str, clipped: bool) -> dict[int, torch.Tensor]:
+    """Each client's update by the book, clipped and noised or else corrected, which every way is
+    compared with.
+    """
+    module = made(model)
+    x, y = rows()
+    corrections = corrected(CLIENTS, models.parameter_count(module))
+    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, RULES[name])
+    found = {}
+    for slot in (0, 1, 2, 4):
+        more = {"correction": corrections[slot]}
+        if clipped:
+            more = {"clip": bound(model), "std": STDS[slot]}
+        batch = index[slot, :, : batch_sizes[slot]]
+        found[slot] = by_the_book(name, module, x[slot], y[slot], batch, slot, **more)
+    return found
+
+
 def trained(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, **more):
     trainer = Trainer(module, local, way=way, seed=4, clip=clip)
     name = {"t": 2, "clients": clients, "draws": DRAWS, **more}
@@ -175,15 +204,10 @@ def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
     x, y = rows()
     d = models.parameter_count(module)
     corrections = corrected(CLIENTS, d)
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, RULES[name])
     got = trained(way, module, RULES[name], None, x, y, corrections=corrections)
     assert list(got) == [0, 1, 2, 4]
-    for slot, (delta, _) in got.items():
-        batch = index[slot, :, : batch_sizes[slot]]
-        expected = by_the_book(
-            name, module, x[slot], y[slot], batch, slot, correction=corrections[slot]
-        )
-        assert (delta - expected).norm() <= 1e-4 * expected.norm()
+    for slot, update in expected(model, name, clipped=False).items():
+        assert (got[slot][0] - update).norm() <= 1e-4 * update.norm()
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -200,16 +224,10 @@ def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
 def test_a_rule_of_ones_own_is_given_clipped_and_noised_gradients(way, model, name):
     module = made(model)
     x, y = rows()
-    stds = np.array([0.01, 0.0, 0.02, 0.0, 0.005])
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, RULES[name])
-    clip = float(gradient_of(module, x[0, :1], y[0, :1]).norm()) * 0.8
-    got = trained(way, module, RULES[name], clip, x, y, stds=stds)
-    for slot, (delta, _) in got.items():
-        batch = index[slot, :, : batch_sizes[slot]]
-        expected = by_the_book(
-            name, module, x[slot], y[slot], batch, slot, clip=clip, std=stds[slot]
-        )
-        assert (delta - expected).norm() <= 1e-4 * expected.norm()
+    got = trained(way, module, RULES[name], bound(model), x, y, stds=STDS)
+    assert list(got) == [0, 1, 2, 4]
+    for slot, update in expected(model, name, clipped=True).items():
+        assert (got[slot][0] - update).norm() <= 1e-4 * update.norm()
 
 
 @pytest.mark.parametrize(

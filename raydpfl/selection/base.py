@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
+from raydpfl.keys import Purpose, bit_streams
 from raydpfl.member import Member
 from raydpfl.privacy import Query, Sampling
 
@@ -223,11 +223,9 @@ class Selection(Member):
         """`cohort` without the clients that fail in round t."""
         if not self.dropout:
             return cohort
-        drawn = zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True)
-        coins = [
-            stream(seed, Purpose.DROPOUT, t=t, client=client, draw=draw).random()
-            for client, draw in drawn
-        ]
+        who = {"clients": cohort.clients, "draws": cohort.draws}
+        streams = bit_streams(seed, Purpose.DROPOUT, t=t, **who)
+        coins = [np.random.Generator(each).random() for each in streams]
         kept = np.array(coins) >= self.dropout
         return Cohort(cohort.clients[kept], cohort.draws[kept], cohort.lost + int((~kept).sum()))
 
