@@ -13,7 +13,7 @@ from dp_accounting import dp_event, privacy_accountant
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from scipy.special import logsumexp
+from scipy.special import logsumexp, ndtr
 from scipy.stats import binom, norm
 
 from raydpfl.errors import ConfigError
@@ -62,14 +62,15 @@ def formula(kind, population, cohort, mu):
     q = cohort / population
 
     def delta_g(eps, mu):
-        return norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * norm.cdf(-mu / 2 - eps / mu)
+        return ndtr(mu / 2 - eps / mu) - math.exp(eps) * ndtr(-mu / 2 - eps / mu)
 
     if kind == "with_replacement":
         p = 1 - (1 - 1 / population) ** cohort
+        times = range(1, cohort + 1)
+        chances = binom.pmf(times, cohort, 1 / population)
         return lambda eps: sum(
-            binom.pmf(k, cohort, 1 / population)
-            * delta_g(math.log(1 + (math.exp(eps) - 1) / p), k * mu)
-            for k in range(1, cohort + 1)
+            chance * delta_g(math.log(1 + (math.exp(eps) - 1) / p), k * mu)
+            for k, chance in zip(times, chances, strict=True)
         )
     return lambda eps: q * delta_g(math.log(1 + (math.exp(eps) - 1) / q), mu)
 
