@@ -154,8 +154,7 @@ def _settings_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _result(plan: Plan, folder: Path, summary: dict[str, Any], model: np.ndarray) -> Result:
-    module, _ = _module(plan, model)
+def _result(plan: Plan, folder: Path, summary: dict[str, Any], module: torch.nn.Module) -> Result:
     guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
     path = folder / "rounds.parquet"
     # a run that released nothing has no rows
@@ -257,7 +256,7 @@ class _Drive:
 
     def begin(
         self, places: Places, resume: bool, fresh_noise: bool
-    ) -> tuple[dict[str, Any], np.ndarray]:
+    ) -> tuple[dict[str, Any], torch.nn.Module]:
         """Takes the directory and starts what the run needs; then as `carry_out`."""
         track.installed(self.plan.experiment.track)
         if places.waits:
@@ -279,8 +278,8 @@ class _Drive:
             self.on_stage(FIRST)
             return self.carry_out()
 
-    def carry_out(self) -> tuple[dict[str, Any], np.ndarray]:
-        """What `summary.json` holds in the end, and the model, float32 [d].
+    def carry_out(self) -> tuple[dict[str, Any], torch.nn.Module]:
+        """What `summary.json` holds in the end, and the model.
 
         Raises:
             KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
@@ -291,7 +290,7 @@ class _Drive:
         try:
             with interrupts.deferred():
                 status, failure, whole = self._rounds(done)
-                summary, model = self._summary(status, failure, whole)
+                summary, module = self._summary(status, failure, whole)
         finally:
             for sender in self.senders:
                 sender.close(summary, RUSHED if interrupts.asked() else PATIENCE)
@@ -303,7 +302,7 @@ class _Drive:
             write_json(self.folder / "summary.json", summary)
         if failure and status != "budget":
             raise failure
-        return summary, model
+        return summary, module
 
     def _rounds(self, done: int) -> tuple[str, BaseException | None, bool]:
         """Does the rounds that are left after `done`: the status they end with, what ended them
@@ -343,11 +342,11 @@ class _Drive:
 
     def _summary(
         self, status: str, failure: BaseException | None, whole: bool
-    ) -> tuple[dict[str, Any], np.ndarray]:
+    ) -> tuple[dict[str, Any], torch.nn.Module]:
         """Writes `summary.json`; what it holds, and the model."""
         try:
             summary = _finish(self.call, status, failure, whole)
-            model = summary.pop("model")
+            module, form = _module(self.plan, summary.pop("model"))
             by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
             summary["peak_rss_mb_by_process"] = by_process
             summary["peak_rss_mb"] = max(by_process.values())
@@ -359,13 +358,13 @@ class _Drive:
             if left:  # it may take longer than the run, which is whole without it
                 summary |= {kind: None for kind in left}
                 summary["reason"] = MISSING.format(", ".join(left))
-            saved.keep(self.folder, *_module(self.plan, model), summary)
+            saved.keep(self.folder, module, form, summary)
             write_json(self.folder / "summary.json", summary)
         except RunError:
             if status == "failed" and failure:
                 raise failure from None
             raise
-        return summary, model
+        return summary, module
 
 
 def _senders(plan: Plan, folder: Path, done: int, anew: bool) -> list[Sender]:
