@@ -28,8 +28,8 @@ from raydpfl.plan import Plan
 
 pytestmark = pytest.mark.slow
 
-# A head of one CPU, and a node of two whose processes do not see the folder HIDDEN and have a cache
-# of their own.
+# A head of one CPU, and a node of two whose processes, all started anew, do not see the folder
+# HIDDEN and have a cache of their own.
 HOST = """
 import os, sys
 from ray.cluster_utils import Cluster
@@ -37,6 +37,7 @@ from ray.cluster_utils import Cluster
 node = {"num_cpus": 1, "object_store_memory": 80_000_000}
 head = {**node, "include_dashboard": False}
 cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
+sys.executable = sys.argv[4]
 apart = {"RAYDPFL_CACHE": sys.argv[1], "HIDDEN": sys.argv[2], "PYTHONPATH": sys.argv[3]}
 cluster.add_node(**{**node, "num_cpus": 2}, env_vars=apart)
 cluster.wait_for_nodes()
@@ -82,12 +83,10 @@ def apart(tmp_path_factory):
     hidden = base / "hidden"
     hidden.mkdir()
     path = f"{blind}:{environment.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-c", HOST, str(theirs), str(hidden), path]
+    command = [sys.executable, "-c", HOST, str(theirs), str(hidden), path, sys.executable]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stderr=log, start_new_session=True, **pipes
-        )
+        process = forks.Popen(command, env=environment, stderr=log, start_new_session=True, **pipes)
     address = until(process, "address", folder / "log").split()[1]
     mine = {"RAY_ADDRESS": address, "RAYDPFL_CACHE": str(hidden / "cache")}
     yield {**environment, **mine}, hidden, theirs
