@@ -38,6 +38,8 @@ MODULES = {
     "softmax": (129, lambda p: [nn.Linear(p, CLASSES)]),
     "without bias": (128, lambda p: [nn.Linear(p, CLASSES, bias=False)]),
     "mlp": (130, lambda p: [nn.Linear(p, 17), nn.ReLU(), nn.Linear(17, CLASSES)]),
+    # steps are drawn together by two and by one
+    "wide mlp": (130, lambda p: [nn.Linear(p, 400), nn.ReLU(), nn.Linear(400, CLASSES)]),
     "few features": (6, lambda p: [nn.Linear(p, CLASSES)]),
 }
 STDS = np.array([0.05, 0.1, 0.02, 0.0, 0.0])

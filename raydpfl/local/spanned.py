@@ -15,7 +15,8 @@ only, where sum_t c_t b_t = B ~ N(0, s^2 sum_t c_t^2 I): one draw in the place o
     sum_t c_t z_t = B + X^T L^-T (S - L^-1 X B),    S = sum_t c_t a_t,
 
 n coefficients an output beside B, as the gradients have. So n Q + p normals an output take the
-place of p Q.
+place of p Q. As no a_t depends on what is computed, those of many steps are drawn together, and
+multiplied by L together.
 
 What this means for privacy. The steps' noises, the outputs on the client's rows at every step and
 the update have together the very law that they have where z_t is drawn in full. Whatever is
@@ -42,7 +43,7 @@ False
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ from raydpfl.local.way import StepNoise
 NORMAL = 50  # products that take as long as a normal
 EXACT = 3  # and as one of two floats in double
 MEMORY = 8  # and as reading and writing a weight
+TOGETHER = 1 << 13  # normals of steps that are drawn together
 NEAR = 1e-6  # squared share of a row outside of the span of the others
 
 
@@ -115,17 +117,30 @@ def step_noises(
     alive = np.flatnonzero(lower.diagonal())
     basis = np.linalg.solve(lower[np.ix_(alive, alive)], rows[alive])
     c = np.array(responses)
-    count = len(x) * first.outputs
     numbers = first.outputs * rows.shape[1]
     rest = _columns(first, np.linalg.norm(c) * noise.of_one(steps, numbers))
     rest -= basis.T @ (basis @ rest)
     found = np.empty((steps, noise.d))
-    for k, flat in enumerate(found):
-        drawn = noise.of_one(k, count + noise.d - numbers)
-        along = drawn[:count].reshape(len(x), -1)[alive]
-        _place(flat, first, basis.T @ along + c[k] / (c @ c) * rest)
-        _spread(flat, layers[1:], drawn[count:])
+    shape = (len(x), first.outputs, noise.d - numbers)
+    for k, (along, others) in enumerate(_drawn(noise, steps, *shape)):
+        _place(found[k], first, basis.T @ along[alive] + c[k] / (c @ c) * rest)
+        _spread(found[k], layers[1:], others)
     return found
+
+
+def _drawn(
+    noise: StepNoise, steps: int, n: int, outputs: int, others: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each step a_t [n, outputs], and the numbers of the later layers, so many `others`. Steps
+    whose numbers are no more than `TOGETHER` are drawn together.
+    """
+    most = max(1, TOGETHER // (n * outputs + others))
+    for first in range(0, steps, most):
+        count = min(most, steps - first)
+        drawn = noise.of_one(first, count * (n * outputs + others))
+        along, rest = np.split(drawn, [count * n * outputs])
+        for nth in range(count):
+            yield along.reshape(n, count, outputs)[:, nth], rest.reshape(count, others)[nth]
 
 
 def _lower(first: Layer, rows: np.ndarray, steps: int, batch: int) -> np.ndarray | None:

@@ -244,7 +244,13 @@ INLINE doubles widened(const float *at) {
 }
 
 /* a where the mask is -1, b where it is 0. */
-INLINE part pick(bits mask, part a, part b) { return (part)((mask & (bits)a) | (~mask & (bits)b)); }
+INLINE part pick(bits mask, part a, part b) {
+#if WIDE == 16
+    return (part)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xCA);
+#else
+    return (part)((mask & (bits)a) | (~mask & (bits)b));
+#endif
+}
 
 INLINE v16 all(float value) {
     v16 found;
@@ -420,10 +426,10 @@ static void multiply(const float *a, int64_t down, int64_t across, const float *
 
 INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_width, int64_t k,
                  float out[], int R, int S) {
-    v16 acc[16];
+    v16 acc[25];
     UNROLL for (int i = 0; i < R * S; i++) acc[i] = all(0);
     for (int64_t j = 0; j < k; j += LANES) {
-        v16 right[4];
+        v16 right[5];
         UNROLL for (int s = 0; s < S; s++) right[s] = load(b + s * b_width + j);
         UNROLL for (int r = 0; r < R; r++) {
             v16 x = load(a + r * a_width + j);
@@ -442,23 +448,28 @@ INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_widt
                 out[(r + i) * out_width + s + j] = found[i * (S) + j];                          \
     }
 
+enum { FIVES = WIDE == 16 };
+
+/* R rows of a with all of b, from row `from` of it on. Where the registers hold them, fives come
+first if fours leave some. */
+#define ROW_DOTS(R, from)                                                                       \
+    {                                                                                           \
+        int64_t s = from;                                                                       \
+        for (; FIVES && s + 5 <= n && (n - s) % 4; s += 5) DOTS(R, 5);                          \
+        for (; s + 4 <= n; s += 4) DOTS(R, 4);                                                  \
+        for (; s + 2 <= n; s += 2) DOTS(R, 2);                                                  \
+        for (; s < n; s++) DOTS(R, 1);                                                          \
+    }
+
 /* out[m][n] = a[m][k] b[n][k]^T, k a multiple of 16; with `half`, where a is b, the part on and
-above the diagonal alone (in tiles of 4). */
+above the diagonal alone (in tiles). */
 static void multiply_rows(const float *a, int64_t a_width, const float *b, int64_t b_width,
                           int64_t m, int64_t n, int64_t k, float *out, int64_t out_width,
                           int half) {
     int64_t r = 0;
-    for (; r + 4 <= m; r += 4) {
-        int64_t s = half ? r : 0;
-        for (; s + 4 <= n; s += 4) DOTS(4, 4);
-        for (; s + 2 <= n; s += 2) DOTS(4, 2);
-        for (; s < n; s++) DOTS(4, 1);
-    }
-    for (; r < m; r++) {
-        int64_t s = half ? r : 0;
-        for (; s + 4 <= n; s += 4) DOTS(1, 4);
-        for (; s < n; s++) DOTS(1, 1);
-    }
+    for (; FIVES && r + 5 <= m && (m - r) % 4; r += 5) ROW_DOTS(5, half ? r : 0);
+    for (; r + 4 <= m; r += 4) ROW_DOTS(4, half ? r : 0);
+    for (; r < m; r++) ROW_DOTS(1, half ? r : 0);
 }
 
 /* --- a client --- */
@@ -504,18 +515,21 @@ typedef struct {
     float *z, *z_first, *z_speed, *coef; /* [n][padded outputs of the first layer] */
     float *kernel, *some;                /* [n][padded n], and these rows of a batch */
     float *scratch;                      /* a row of weights, padded */
-    float *drawn;                        /* normals, of a step or of the end */
+    float *drawn;                        /* normals, of steps that are drawn together */
     float *noise; /* the first layer's: what is added to its update in the end */
     float *field; /* [outputs][padded p]: noise on the first weights, where p is not padded */
-    float *seen, *along, *sums; /* [n][padded outputs]: a step's on the outputs, and along L */
+    float *seen; /* [n][padded steps outputs]: of steps drawn together, on the outputs */
+    float *sums; /* [n][padded outputs]: the sum of c_t a_t */
     float *lower;                        /* [n][padded n]: L */
     double *exact, *inverse, *solved; /* [n][across(n)], [n], [n][padded outputs] */
     Layer *layer;                        /* [layers] */
+    const float *step_seen; /* a step's part of what is seen: [n][step_width] */
+    int64_t step_width;
     int64_t most;                        /* rows of a client that trains in their span: n here */
     int noised, spanned;                 /* of the client in training */
 } Room;
 
-enum { MOST = 64 };
+enum { MOST = 64, TOGETHER = 1 << 13 }; /* layers; normals of steps that are drawn together */
 
 INLINE int64_t first_numbers(const Job *job) {
     return job->outputs[0] * (job->p + (job->biases[0] < 0 ? 0 : 1));
@@ -556,12 +570,12 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     PART(room->scratch, widest(job));
     if (job->noised) {
         int64_t numbers = first_numbers(job);
-        int64_t along = n * job->outputs[0];
-        PART(room->drawn, later + (along > numbers ? along : numbers) + 1 + LANES);
+        int64_t most = n * job->outputs[0] + later;
+        if (most < TOGETHER) most = TOGETHER;
+        PART(room->drawn, (most > job->d ? most : job->d) + 1 + LANES);
         PART(room->noise, numbers + 1);
         PART(room->field, job->p % LANES ? job->outputs[0] * padded(job->p) : 0);
-        PART(room->seen, n * o);
-        PART(room->along, n * o);
+        PART(room->seen, most + n * o + LANES);
         PART(room->sums, n * o);
         PART(room->lower, n * padded(n));
         DOUBLES(room->exact, n * across(n));
@@ -819,7 +833,7 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
 
 /* --- noise on steps; raydpfl/local/spanned.py says what is drawn, and why --- */
 
-enum { PARTIAL = 8, SIDE = WIDE == 16 ? 4 : 2 }; /* sums of an exact dot; rows of a tile of them */
+enum { PARTIAL = 8, SIDE = FIVES ? 5 : 2 }; /* sums of an exact dot; rows of a tile of them */
 /* products that take as long as a normal, one in double, and reading and writing a weight */
 enum { NORMAL = 50, EXACT = 3, MEMORY = 8 };
 static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
@@ -872,12 +886,12 @@ product of floats is exact in double, so that it may be fused with a sum. `same`
 themselves, on and above the diagonal. */
 INLINE void exact_dots(const float *a, const float *b, int64_t width, double *out, int64_t down,
                        int R, int S, int same) {
-    double sums[16][PARTIAL];
+    double sums[25][PARTIAL];
     for (int from = 0; from < PARTIAL; from += NUMBERS) {
-        doubles acc[16];
+        doubles acc[25];
         UNROLL for (int i = 0; i < R * S; i++) acc[i] = (doubles){};
         for (int64_t j = from; j < width; j += PARTIAL) {
-            doubles right[4];
+            doubles right[5];
             UNROLL for (int s = 0; s < S; s++) right[s] = widened(b + s * width + j);
             UNROLL for (int r = 0; r < R; r++) {
                 doubles left = same ? right[r] : widened(a + r * width + j);
@@ -911,10 +925,14 @@ static void exact_kernel(const Job *job, Room *room, const float *x, int64_t n) 
         int64_t s = r;
         EXACT_DOTS(SIDE, SIDE, 1);
         for (s += SIDE; s + SIDE <= n; s += SIDE) EXACT_DOTS(SIDE, SIDE, 0);
+        for (; s + 2 <= n; s += 2) EXACT_DOTS(SIDE, 2, 0);
         for (; s < n; s++) EXACT_DOTS(SIDE, 1, 0);
     }
-    for (; r < n; r++)
-        for (int64_t s = r; s < n; s++) EXACT_DOTS(1, 1, 0);
+    for (; r < n; r++) {
+        int64_t s = r;
+        for (; s + 2 <= n; s += 2) EXACT_DOTS(1, 2, 0);
+        for (; s < n; s++) EXACT_DOTS(1, 1, 0);
+    }
     for (r = 0; r < n; r++)
         for (int64_t s = r; s < n; s++) {
             k[r * down + s] += one;
@@ -973,19 +991,22 @@ static int has_span(const Job *job, Room *room, const Client *client, const floa
     return triangle(job, room, x, client->n);
 }
 
-/* Where the noise of a step is found, for the layers that are trained by their weights. */
-static void begin_noise(const Job *job, Room *room, const Client *client) {
-    const float *at = room->drawn + client->n * job->outputs[0];
-    for (int64_t l = 0; l < job->layers; l++) {
+/* Puts down where the noise of a step is, for the layers that are trained by their weights; `later`:
+that of those after the first. */
+static void place_noise(const Job *job, Room *room, const float *later) {
+    for (int64_t l = room->spanned; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
-        layer->w_noise = layer->b_noise = NULL;
-        if (!room->noised || (l == 0 && room->spanned)) continue;
-        layer->w_noise = room->spanned ? at : room->drawn + job->weights[l];
-        at += job->outputs[l] * job->inputs[l];
+        layer->w_noise = room->spanned ? later : room->drawn + job->weights[l];
+        later += job->outputs[l] * job->inputs[l];
         if (job->biases[l] < 0) continue;
-        layer->b_noise = room->spanned ? at : room->drawn + job->biases[l];
-        at += job->outputs[l];
+        layer->b_noise = room->spanned ? later : room->drawn + job->biases[l];
+        later += job->outputs[l];
     }
+}
+
+static void begin_noise(const Job *job, Room *room, const Client *client) {
+    for (int64_t l = 0; l < job->layers; l++)
+        room->layer[l].w_noise = room->layer[l].b_noise = NULL;
     if (room->spanned && room->noised)
         memset(room->sums, 0, client->n * padded(job->outputs[0]) * sizeof(float));
 }
@@ -1003,31 +1024,63 @@ static void see(const Job *job, Room *room, const float *x, int64_t n, const flo
         add_scaled(room->seen + r * o, job->outputs[0], biases, 1);
 }
 
-/* Draws step k's noise, whose part in the update is `response` times it. */
-static void noise_step(const Job *job, Room *room, const Client *client, int64_t k,
-                       float response) {
-    if (!room->spanned) {
-        draw(job, client, k, job->d, client->std, room->drawn);
-        return;
-    }
+/* Draws the a_t of `count` steps from the k-th on, [n][count][outputs], and what the layers after
+the first have of each; adds c_t a_t to the sums, and finds L a_t. */
+static void draw_along(const Job *job, Room *room, const Client *client, int64_t k, int64_t count,
+                       const float *responses) {
     int64_t outputs = job->outputs[0];
     int64_t o = padded(outputs);
     int64_t n = client->n;
     int64_t later = job->d - first_numbers(job);
     int64_t wide = padded(room->most);
-    draw(job, client, k, n * outputs + later, client->std, room->drawn);
+    int64_t run = count * outputs;
+    int64_t width = padded(run);
+    draw(job, client, k, n * run + count * later, client->std, room->drawn);
     for (int64_t r = 0; r < n; r++)
         for (int64_t c = 0; c < o; c += LANES) {
-            v16 a = first(load(room->drawn + r * outputs + c), outputs - c, 0);
             float *sum = room->sums + r * o + c;
-            store(room->along + r * o + c, a);
-            store(sum, fma16(a, all(response), load(sum)));
+            v16 total = load(sum);
+            for (int64_t t = 0; t < count; t++)
+                total = fma16(load(room->drawn + r * run + t * outputs + c), all(responses[k + t]),
+                              total);
+            store(sum, first(total, outputs - c, 0));
         }
-    for (int64_t r = 0; r < n; r += 10) {
-        int64_t end = r + 10 < n ? r + 10 : n;
-        multiply(room->lower + r * wide, wide, 1, room->along, o, end - r, end, o, 0, 1,
-                 room->seen + r * o, o);
+    for (int64_t r = 0; r < n; r += 5) {
+        int64_t end = r + 5 < n ? r + 5 : n;
+        multiply(room->lower + r * wide, wide, 1, room->drawn, run, end - r, end, width, 0, 1,
+                 room->seen + r * width, width);
     }
+}
+
+/* What step k's noise adds to the outputs on the rows, times `step`. */
+static void see_step(float *moved, const float *seen, int64_t n, int64_t outputs, int64_t width,
+                     float step) {
+    int64_t o = padded(outputs);
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t c = 0; c < o; c += LANES) {
+            v16 noise = first(load(seen + r * width + c), outputs - c, 0);
+            store(moved + r * o + c, fma16(noise, all(step), load(moved + r * o + c)));
+        }
+}
+
+/* Draws step k's noise; in the span that of several steps together. */
+static void noise_step(const Job *job, Room *room, const Client *client, int64_t k,
+                       const float *responses) {
+    if (!room->spanned) {
+        draw(job, client, k, job->d, client->std, room->drawn);
+        place_noise(job, room, NULL);
+        return;
+    }
+    int64_t outputs = job->outputs[0];
+    int64_t later = job->d - first_numbers(job);
+    int64_t most = TOGETHER / (client->n * outputs + later);
+    int64_t nth = most > 1 ? k % most : 0;
+    int64_t count = client->steps - k + nth;
+    if (most < count) count = most > 1 ? most : 1;
+    if (nth == 0) draw_along(job, room, client, k, count, responses);
+    room->step_seen = room->seen + nth * outputs;
+    room->step_width = padded(count * outputs);
+    place_noise(job, room, room->drawn + client->n * count * outputs + nth * later);
 }
 
 /* Draws B, the noise of all steps where the rows do not reach, and puts into the coefficients what
@@ -1058,13 +1111,6 @@ static void end_noise(const Job *job, Room *room, const Client *client, const fl
     for (int64_t i = 0; i < n * o; i++) room->coef[i] += (float)solved[i];
 }
 
-static void add_noise(const Job *job, Room *room, float *update) {
-    int64_t weights = job->outputs[0] * job->p;
-    add_scaled(update + job->weights[0], weights, room->noise, 1);
-    if (job->biases[0] >= 0)
-        add_scaled(update + job->biases[0], job->outputs[0], room->noise + weights, 1);
-}
-
 static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b, int64_t n,
                       float response) {
     int64_t o = padded(job->outputs[0]);
@@ -1074,7 +1120,8 @@ static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b
     for (int64_t j = 0; j < b; j++)
         copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
     multiply(room->some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
-    if (room->noised) scale_add(moved, n * o, 1, room->seen, job->step);
+    if (room->noised)
+        see_step(moved, room->step_seen, n, job->outputs[0], room->step_width, job->step);
     finish_step(job, room->z, room->z_speed, room->z_first, n * o);
     for (int64_t j = 0; j < b; j++)
         scale_add(room->coef + rows[j] * o, o, 1, g + j * o, response);
@@ -1109,33 +1156,33 @@ static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
     finish_step(job, layer->bias, layer->b_speed, room->scratch, o);
 }
 
+/* The first layer's update, which begins with the noise where there is some. */
 static void write_span(const Job *job, Room *room, const float *x, int64_t n, float gamma,
                        float *update) {
     int64_t width = padded(job->p);
     int64_t o = padded(job->outputs[0]);
     int64_t whole = job->p / LANES * LANES;
+    int64_t numbers = job->outputs[0] * job->p;
     float shrunk = gamma - 1;
-    float *out = update + job->weights[0];
+    float *to = update + job->weights[0];
+    float *out = room->noised ? room->noise : to;
     const float *model = job->model + job->weights[0];
-    multiply(room->coef, 1, o, x, width, job->outputs[0], n, whole, 0, 1, out, job->p);
+    multiply(room->coef, 1, o, x, width, job->outputs[0], n, whole, room->noised, 1, out, job->p);
     for (int64_t c = 0; c < job->outputs[0] && whole < job->p; c++) {
+        float *end = out + c * job->p + whole;
         v16 tail = all(0);
         for (int64_t r = 0; r < n; r++)
             tail = fma16(load(x + r * width + whole), all(room->coef[r * o + c]), tail);
         float last[LANES];
         store(last, tail);
-        memcpy(out + c * job->p + whole, last, (job->p - whole) * sizeof(float));
+        for (int64_t i = 0; i < job->p - whole; i++)
+            end[i] = room->noised ? end[i] + last[i] : last[i];
     }
-    int64_t numbers = job->outputs[0] * job->p;
-    int64_t i = 0;
-    if (shrunk != 0) {
-        for (; i + LANES <= numbers; i += LANES)
-            store(out + i, fma16(load(model + i), all(shrunk), load(out + i)));
-        for (; i < numbers; i++) out[i] = fmaf(model[i], shrunk, out[i]);
-    }
+    if (room->noised) memcpy(to, out, numbers * sizeof(float));
+    if (shrunk != 0) add_scaled(to, numbers, model, shrunk);
     if (job->biases[0] < 0) return;
     for (int64_t c = 0; c < job->outputs[0]; c++) {
-        float sum = 0;
+        float sum = room->noised ? room->noise[numbers + c] : 0;
         for (int64_t r = 0; r < n; r++) sum += room->coef[r * o + c];
         update[job->biases[0] + c] = fmaf(job->model[job->biases[0] + c], shrunk, sum);
     }
@@ -1167,8 +1214,8 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
         copy_rows(x, client->n, job->p, room->rows);
         x = room->rows;
     }
-    room->spanned = room->spanned && has_span(job, room, client, x);
     if (room->spanned) begin_span(job, room, x, client->n);
+    room->spanned = room->spanned && has_span(job, room, client, x);
     begin_layers(job, room);
     begin_noise(job, room, client);
     const float *responses = job->responses + job->steps - client->steps;
@@ -1180,7 +1227,7 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
         forward(job, room, rows, client->b);
         loss += backward(job, room, rows, client->b, client->y);
         if (job->clip > 0) longer += clip_samples(job, room, rows, client->b);
-        if (room->noised) noise_step(job, room, client, k, responses[k]);
+        if (room->noised) noise_step(job, room, client, k, responses);
         for (int64_t l = job->layers - 1; l >= room->spanned; l--)
             step_layer(job, room, l, client->b);
         if (room->spanned) step_span(job, room, rows, client->b, client->n, responses[k]);
@@ -1188,7 +1235,6 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
     if (room->spanned) {
         if (room->noised) end_noise(job, room, client, x, responses);
         write_span(job, room, x, client->n, client->gamma, update);
-        if (room->noised) add_noise(job, room, update);
     }
     write_layers(job, room, update);
     if (clipped) *clipped = (double)longer / (client->steps * client->b);
