@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from raydpfl import completion, interrupts, storage
+from raydpfl import compiling, completion, interrupts, storage
 from raydpfl.directing import directed
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, told
 
@@ -160,6 +160,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Run one experiment."""
+    compiling.ahead()
     _load()
     from raydpfl import runner, shown
 

@@ -26,8 +26,8 @@ ORDER = [
     "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding",
     "noise", "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
-    "own", "rounds", "rates", "events", "arrow", "keys", "native", "storage", "files", "device",
-    "shared", "hints", "errors", "interrupts", "hardware", "reaper",
+    "own", "rounds", "rates", "events", "arrow", "keys", "native", "compiling", "storage",
+    "files", "device", "shared", "hints", "errors", "interrupts", "hardware", "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import pickle
+import platform
 import shutil
 import socket
 import sys
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from conftest import experiment, form
 from torch import nn
 
-from raydpfl import models, native
+from raydpfl import compiling, hardware, models, native
 from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, clients_normals, stream, words
@@ -299,7 +300,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     gelu = activated(1001)
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
-    monkeypatch.setitem(native.KINDS, "AVX512", native.KINDS["AVX2"])
+    monkeypatch.setitem(compiling.KINDS, "AVX512", compiling.KINDS["AVX2"])
     native.found.cache_clear()
     try:
         assert (trained(), trained(**noised), trained(**weights), filtered()) == expected
@@ -464,7 +465,37 @@ def compiled_here(tmp_path_factory):
 @pytest.fixture
 def quickly(monkeypatch):
     """Compiles as everyone does, but for the optimiser, which takes two thirds of the time."""
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    monkeypatch.setattr(compiling, "FLAGS", ("-O0", *compiling.FLAGS[1:]))
+
+
+def test_the_processor_is_known_before_torch_is_imported():
+    kinds = {torch.backends.cpu.get_cpu_capability(), ""}
+    assert hardware.vectors() in kinds if platform.machine() == "x86_64" else True
+
+
+@needs
+@pytest.mark.slow
+def test_what_is_compiled_ahead_is_waited_for_and_not_compiled_again(
+    no_compiler, quickly, monkeypatch
+):
+    monkeypatch.setenv("CC", "cc")
+    compiling.ahead()
+    compiling.ahead()
+    if not compiling._under_way:
+        pytest.skip("nobody here knows the processor before torch does")
+    calls = []
+    monkeypatch.setattr(compiling, "_compile", lambda *given: calls.append(given))
+    assert native.library() is not None
+    assert not calls and not compiling._under_way
+    assert len([*(no_compiler / "native").iterdir()]) == 1
+    compiling.ahead()
+    assert not compiling._under_way  # it is there
+
+
+def test_a_compiler_that_fails_ahead_is_told_of_by_whoever_needs_it(no_compiler, monkeypatch):
+    compiling.ahead()
+    assert "no-such-compiler" in str(native.found())
+    assert not compiling._under_way
 
 
 @pytest.mark.slow
@@ -526,9 +557,9 @@ def test_processes_that_compile_at_once_all_get_the_library(tmp_path, monkeypatc
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     code = """
 import os
-from raydpfl import native
+from raydpfl import compiling, native
 
-native.FLAGS = ("-O0", *native.FLAGS[1:])
+compiling.FLAGS = ("-O0", *compiling.FLAGS[1:])
 children = []
 while len(children) < 3:
     child = os.fork()

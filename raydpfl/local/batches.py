@@ -93,7 +93,7 @@ def _rank(index: np.ndarray, slots: np.ndarray, drawn: np.ndarray, batch_sizes: 
     """Writes batches of slots, of so many rows each, from random words, uint64 [slots, Q, n]."""
     most = int(batch_sizes.max())
     real = np.arange(most) < batch_sizes[:, None, None]
-    index[slots, :, :most] = np.where(real, _shuffled(drawn)[:, :, :most], 0)
+    index[slots, : drawn.shape[1], :most] = np.where(real, _shuffled(drawn)[:, :, :most], 0)
 
 
 def _drawn_alone(keyed: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:

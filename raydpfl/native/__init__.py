@@ -1,11 +1,12 @@
 """The parts of the engine that are compiled, from `kernels.c`.
 
-The first process that needs them compiles them, in about a second, with the C compiler of the
+The first process that needs them compiles them, in some two seconds, with the C compiler of the
 machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
-source and the command. Where a library from there cannot be had or loaded (a folder that cannot be
-written to, or that nothing may be run from, or another machine's C library) the process compiles
-one for itself. Where there is no compiler `library` is None: sums then take numpy, with the same
-bits, clients' rows are read one by one, and training takes another way (`raydpfl.local.ways`).
+source and the command (`raydpfl.compiling`). Where a library from there cannot be had or loaded (a
+folder that cannot be written to, or that nothing may be run from, or another machine's C library)
+the process compiles one for itself. Where there is no compiler `library` is None: sums then take
+numpy, with the same bits, clients' rows are read one by one, and training takes another way
+(`raydpfl.local.ways`).
 
 The bits of what the library computes depend neither on the processor nor on who calls it, nor on
 the number of threads (`use`): every sum has an order of its own, and every vector length gives the
@@ -25,9 +26,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import hashlib
 import os
-import platform
 import subprocess
 import tempfile
 from pathlib import Path
@@ -35,15 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raydpfl.files import cache_root
+from raydpfl import compiling
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-w")
-# by what torch calls it; one by one, as compilers before 2021 know no names for them together
-AVX2 = ("-mavx2", "-mfma")
-AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
-KINDS = {"AVX512": (*AVX2, *AVX512), "AVX2": AVX2}
-LIMIT = 120  # seconds for the compiler
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
 PARTIAL = 64  # partial sums of a norm
@@ -66,13 +58,11 @@ def found() -> ctypes.CDLL | str:
     """The compiled library, or why there is none and what to do: no compiler, or no kind of code
     for this processor (x86-64 from AVX2 on, and 64-bit ARM).
     """
-    command = _command()
+    command = compiling.command(torch.backends.cpu.get_cpu_capability())
     if command is None:
         return "no code is written for this processor"
-    text = SOURCE.read_bytes() + " ".join(command).encode()
-    name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
     try:
-        return _opened(command, name)
+        return _opened(command, compiling.name(command))
     except (OSError, subprocess.SubprocessError) as error:
         reason = _line(error)
     return f"nothing is compiled here ({reason}); install a C compiler, or name one in CC"
@@ -89,42 +79,18 @@ def _line(error: Exception) -> str:
 
 def _opened(command: list[str], name: str) -> ctypes.CDLL:
     """The library, from the cache or, where it cannot be, from a folder of this process alone.
-    Raises what `_compile` does.
+    Raises what `compiling.compiled` does.
     """
-    path = cache_root() / "native" / name
+    path = compiling.place(name)
     try:
         if not path.exists():
-            _compile(command, path)
+            compiling.compiled(command, path)
         return ctypes.CDLL(str(path))
     except OSError:
         with tempfile.TemporaryDirectory() as folder:
             own = Path(folder) / name
-            _compile(command, own)
+            compiling.compiled(command, own)
             return ctypes.CDLL(str(own))
-
-
-def _command() -> list[str] | None:
-    """What compiles; None for a processor that nothing is written for."""
-    compiler = os.environ.get("CC", "").split() or ["cc"]
-    if platform.machine() in ("aarch64", "arm64"):
-        return [*compiler, *FLAGS]
-    kind = KINDS.get(torch.backends.cpu.get_cpu_capability())
-    return None if kind is None else [*compiler, *FLAGS, *kind]
-
-
-def _compile(command: list[str], path: Path) -> None:
-    """Compiles to `path`, where another process may be doing the same.
-
-    Raises:
-        OSError: there is no compiler, or nowhere to write to.
-        subprocess.SubprocessError: it fails.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        done = [*command, "-o", str(made), str(SOURCE), "-lm"]
-        subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
-        made.replace(path)
 
 
 def use(count: int) -> None:
