@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 import numpy as np
@@ -112,13 +113,18 @@ class Lone:
 
     def renyi(self, order: float) -> float:
         """The divergence at an order above 1, in the worse direction."""
-        ways = ((self.p, self.q), (self.q, self.p))
+        p, q = self._logs
         found = []
-        for a, b in ways:
-            here = (a > 1e-280) & (b > 1e-280)
-            logs = order * np.log(a[here]) + (1 - order) * np.log(b[here])
+        for a, b in ((p, q), (q, p)):
+            logs = order * a + (1 - order) * b
             found.append(math.log(float(np.exp(logs).sum() * self.step)) / (order - 1))
         return max(found)
+
+    @cached_property
+    def _logs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of both densities, where there is something of both."""
+        here = (self.p > 1e-280) & (self.q > 1e-280)
+        return np.log(self.p[here]), np.log(self.q[here])
 
 
 def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
