@@ -127,8 +127,8 @@ def first_steps(
 
 
 class FirstSteps:
-    """What three clients come to on rows drawn by `seed`, by the loop once for all ways; other
-    arguments as for `mismatch`.
+    """What three clients come to on rows drawn by `seed`: the rows are drawn, and the loop is run,
+    once for all ways. Other arguments as for `mismatch`.
     """
 
     def __init__(
@@ -139,6 +139,8 @@ class FirstSteps:
         self.form = form
         self.clip = clip
         self.seed = seed
+        # by whether dropout layers stand still
+        self._rows: dict[bool, _Rows] = {}
         self._theirs: dict[bool, torch.Tensor] = {}
 
     def by(self, way: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +155,9 @@ class FirstSteps:
         still = apart and bool(dropouts)
         for layer in dropouts if still else ():
             layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
-        rows = _rows(module, self.local, self.form, self.clip, self.seed)
+        if still not in self._rows:
+            self._rows[still] = _rows(module, self.local, self.form, self.clip, self.seed)
+        rows = self._rows[still]
         ours = self._updates(module, way, rows)
         if still not in self._theirs:
             self._theirs[still] = self._updates(module, REFERENCE, rows)
