@@ -406,6 +406,7 @@ def test_targets_are_held_in_the_smallest_type_that_keeps_them(labels, kind, mon
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="needs Linux")
 def test_clients_that_are_in_memory_are_not_asked_for(large, monkeypatch):
+    monkeypatch.setattr(shards, "TARGETS", 0)
     opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *given: asked.append(given))
@@ -612,6 +613,7 @@ def test_clients_without_samples_may_stand_anywhere():
 )
 def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, large, monkeypatch):
     monkeypatch.setattr(shards, "NEAR", near)  # a row is 8 bytes
+    monkeypatch.setattr(shards, "TARGETS", 0)
     opened = Shards.open(prepare(Gaps(), 0))
     asked = []
     places = {opened._places[0][0] + 8 * first: client for client, first in ((1, 0), (3, 2))}
@@ -619,6 +621,12 @@ def test_clients_that_are_read_whole_are_asked_for_ahead(near, rows, wanted, lar
     monkeypatch.setattr(opened._train, "cached", lambda places: False)
     opened.prefetch(np.array([0, 1, -1, 2, 3, 4]), rows)
     assert [places[at] for at in asked if at in places] == wanted and len(asked) == 2 * len(wanted)
+    monkeypatch.setattr(shards, "TARGETS", 100)
+    holds = Shards.open(opened.folder)
+    monkeypatch.setattr(holds._train, "cached", lambda places: False)
+    asked.clear()
+    holds.prefetch(np.array([0, 1, -1, 2, 3, 4]), rows)
+    assert [places[at] for at in asked] == wanted  # labels are in memory
 
 
 def test_shards_are_pickled_by_their_path():

@@ -889,7 +889,8 @@ class Shards:
         if self._train.cached(places[:: max(1, len(places) // LOOKS)].tolist()):
             return
         descriptor = self._train.file.fileno()
-        for part, width in enumerate((self._row_bytes, self._target_bytes)):
+        widths = (self._row_bytes, self._target_bytes)
+        for part, width in enumerate(widths if self._targets is None else widths[:1]):
             at = self._at(part, members, width)
             for place, length in zip(at.tolist(), (sizes * width).tolist(), strict=True):
                 os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
