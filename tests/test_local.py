@@ -27,6 +27,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream, torch_stream
 from raydpfl.local import (
     FAMILY,
+    Adam,
     Local,
     Scaffold,
     Sgd,
@@ -999,7 +1000,7 @@ class Mixing(nn.Module):
 
 @pytest.mark.parametrize(
     "module,way",
-    [(Mixing(), "fused"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
+    [(Mixing(), "compiled"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
 )
 def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_says_so(
     module, way, caplog
@@ -1009,8 +1010,9 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
         f"clients are trained by the loop; {way}"
     )
-    with pytest.raises(ConfigError, match=rf"client\.way = '{way}': auto or loop"):
-        resolve(module, Sgd(), 20, form(SHAPE), way)
+    for each in {way, "fused" if isinstance(module, Mixing) else way}:
+        with pytest.raises(ConfigError, match=rf"client\.way = '{each}': auto or loop"):
+            resolve(module, Sgd(), 20, form(SHAPE), each)
 
 
 @pytest.mark.parametrize("name", ["mlp", "residual", "cnn"])
@@ -1029,18 +1031,23 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     "kind,shape,rows,local,way",
     [
         ("softmax", (1, 28, 28), 20, Sgd(steps=20, batch=10), "compiled"),
-        ("softmax", (1, 28, 28), 600, Sgd(steps=300, batch=10), "fused"),
-        ("softmax", (1, 28, 28), 20, Sgd(steps=1, batch=10), "fused"),
+        ("softmax", (1, 28, 28), 600, Sgd(steps=300, batch=10), "compiled"),
+        ("softmax", (1, 28, 28), 20, Sgd(steps=1, batch=10), "compiled"),
+        ("softmax", (1, 28, 28), 600, Adam(steps=300, batch=10), "fused"),
         ("softmax", (60,), 20, Sgd(steps=20, batch=10), "compiled"),
         ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch=16), "compiled"),
         ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch="full"), "compiled"),
-        ("mlp", (1, 28, 28), 600, Sgd(steps=10, batch=64), "fused"),
+        ("mlp", (1, 28, 28), 600, Sgd(steps=10, batch=64), "compiled"),
+        ("mlp", (1, 28, 28), 600, Scaffold(steps=10, batch=64), "fused"),
         ("cnn", (1, 28, 28), 64, Sgd(), "convolutional"),
     ],
 )
-def test_the_way_follows_from_the_architecture_and_the_shapes(kind, shape, rows, local, way):
+def test_the_way_follows_from_the_architecture_and_the_shapes(
+    kind, shape, rows, local, way, caplog
+):
     module = models.build(models.parse({"kind": kind}), form(shape), seed=0)
     assert resolve(module, local, rows, form(shape)) == way
+    assert not caplog.messages
     assert resolve(module, local, rows, form(shape), "loop") == "loop"
 
 

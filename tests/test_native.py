@@ -322,6 +322,71 @@ def steps_of(way: str, module: nn.Module, local: Sgd, x, y, sizes) -> tuple[torc
     return torch.cat([block.updates for block in blocks]), losses
 
 
+def in_span(n: int, p: int, outputs: int, batch: int, steps: int, bias: bool = True) -> bool:
+    """span_pays of kernels.c, for steps without noise."""
+    numbers = outputs * (p + bias)
+    products = n * n * (p + bias) // 2
+    span = 2 * n * numbers + products + steps * n * batch * outputs
+    return span < steps * numbers * (2 * batch + 8)
+
+
+@needs
+@pytest.mark.parametrize("features", [128, 61])
+def test_a_clients_own_rows_tell_whether_its_first_layer_is_in_their_span(features):
+    """In the span, a row that is not finite shows though it is in no batch."""
+    sizes = [3, 16, 17, 40, 90, 400]
+    module = nn.Linear(features, 5)
+    x = torch.ones(6, 400, features)
+    for slot, size in enumerate(sizes):
+        x[slot, size - 1] = torch.nan
+    y = torch.zeros(6, 400, dtype=torch.long)
+    index = np.zeros((6, 6, 2), np.int64)
+    index[:, :, 1] = 1
+    drawn = index, np.full(6, 2), np.full(6, 6)
+    trainer = Trainer(module, Sgd(steps=6, batch=2), way="compiled", seed=0)
+    who = {"t": 0, "clients": range(6), "draws": [0] * 6, "drawn": drawn}
+    lane = trainer.lane(models.flatten(module), x, y, sizes, **who)
+    found = torch.cat([block.updates for block in lane]).isnan().any(1).tolist()
+    assert found == [in_span(size, features, 5, 2, 6) for size in sizes]
+    assert len(set(found)) == 2
+
+
+@needs
+@pytest.mark.parametrize("behind,moves", [(-63.0, True), (-65.0, False), (-86.5, False)])
+@pytest.mark.parametrize("rows", [2, 200])
+def test_no_gradient_comes_of_a_class_so_unlikely_that_it_would_be_subnormal(rows, behind, moves):
+    assert in_span(rows, 3, 2, 2, 20) == (rows == 2)
+    module = nn.Linear(3, 2)
+    nn.init.zeros_(module.weight)
+    module.bias.data = torch.tensor([0.0, behind])
+    y = torch.zeros(1, rows, dtype=torch.long)
+    x = torch.ones(1, rows, 3)
+    update, _ = steps_of("compiled", module, Sgd(steps=20, batch=2, lr=0.2), x, y, [rows])
+    expected = -20 * 0.2 * math.exp(behind) if moves else 0.0
+    assert update[0, 3:6].tolist() == pytest.approx([expected] * 3, rel=1e-5, abs=0)
+
+
+@needs
+@pytest.mark.parametrize("batch", [4, "full"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("features", [32, 21])
+def test_clients_in_the_span_of_their_rows_and_by_weights_train_as_the_loop_has_them_trained(
+    features, bias, batch
+):
+    torch.manual_seed(4)
+    layers = nn.Linear(features, 18, bias=bias), nn.ReLU(), nn.Linear(18, 5)
+    local = Sgd(steps=6, batch=batch, lr=0.2, momentum=0.6, weight_decay=0.1, proximal=0.3)
+    x = torch.randn(5, 90, features)
+    y = torch.randint(0, 5, (5, 90))
+    sizes = [90, 3, 60, 7, 75]
+    taken = [in_span(n, features, 18, min(n, batch) if batch == 4 else n, 6, bias) for n in sizes]
+    assert taken == [n < 10 for n in sizes]
+    ours, losses = steps_of("compiled", nn.Sequential(*layers), local, x, y, sizes)
+    theirs, expected = steps_of("loop", nn.Sequential(*layers), local, x, y, sizes)
+    assert ((ours - theirs).norm(dim=1) <= 1e-5 * theirs.norm(dim=1)).all()
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @needs
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
 def test_clients_with_steps_of_their_own_train_as_the_loop_has_them_trained(sampling):

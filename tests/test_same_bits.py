@@ -293,6 +293,12 @@ METHODS |= {
         "local": {"kind": "sgd", "steps": 8, "batch": 2, "momentum": 0.5},
         "client": {"way": "fused", "lane": 4},
     },
+    "lognormal sizes, all rows, compiled": {  # some in the span of their rows, some by weights
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "steps": 8, "batch": "full", "momentum": 0.5},
+        "client": {"way": "compiled", "lane": 4},
+    },
     "batches by share, per-sample clipping": {
         **TINY,
         "data": LOGNORMAL,
@@ -739,7 +745,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     assert taken
 
 
-@pytest.mark.parametrize(("way", "joined"), [("fused", True), ("sample_space", False)])
+@pytest.mark.parametrize(("way", "joined"), [("fused", 2), ("sample_space", 0), ("compiled", 1)])
 def test_lanes_of_unequal_clients_are_trained_together_where_the_bits_allow_it(way, joined):
     method = METHODS["lognormal sizes, fused"]
     plan = Plan.make(experiment(**{**method, "client": {"way": way, "lane": 4}}))
@@ -751,8 +757,8 @@ def test_lanes_of_unequal_clients_are_trained_together_where_the_bits_allow_it(w
     assert np.array_equal(np.sort(together[together >= 0]), clients)
     assert all((sizes[lane.members[lane.members >= 0]] <= lane.rows).all() for lane in found)
     rows = {lane.rows for lane in cut}
-    # clients whose batch is all of their rows are taken otherwise, and apart
-    assert len(rows) > 4 and len(found) == (2 if joined else len(rows))
+    # fused takes clients whose batch is all of their rows otherwise, and apart
+    assert len(rows) > 4 and len(found) == (joined or len(rows))
 
 
 def test_shared_samples_that_are_read_from_the_file_give_the_bits_of_those_on_the_map(

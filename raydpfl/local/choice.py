@@ -1,14 +1,14 @@
 """Which way trains a model.
 
-A stack of linear layers is trained in sample space (if the rule is linear) or fused, whichever
-takes fewer operations: in sample space by compiled code, where its activations are ReLUs and there
-is a C compiler, else by torch. Convolutions with linear layers after them are trained by hand; any
-other module with convolutions or recurrent layers by the loop; any other by vmap. Of these only the
-last three train parts of the model that are clients' own. On a GPU all convolutions are trained by
-vmap, as one client after another keeps it waiting for the host. With a bound on every sample's
-gradient: a stack of linear layers by compiled code, where sample space would take fewer operations,
-or else fused, convolutions that are max-pooled by hand, any other module layerwise, or else by
-vmap, with recurrent layers by the loop. A module with frozen parameters goes through as one batch,
+A stack of linear layers is trained by compiled code, where its activations are ReLUs, the rule is
+linear and there is a C compiler; else by torch, in sample space (if the rule is linear) or fused,
+whichever takes fewer operations for the largest client. Convolutions with linear layers after them
+are trained by hand; any other module with convolutions or recurrent layers by the loop; any other
+by vmap. Of these only the last three train parts of the model that are clients' own. On a GPU all
+convolutions are trained by vmap, as one client after another keeps it waiting for the host. With a
+bound on every sample's gradient: a stack of linear layers likewise by compiled code, or else fused,
+convolutions that are max-pooled by hand, any other module layerwise, or else by vmap, with
+recurrent layers by the loop. A module with frozen parameters goes through as one batch,
 with such a bound or without. The way's first steps are compared with the loop's on made-up rows.
 Where they fail or differ the next way is taken, in the end the loop, and the log says why.
 
@@ -31,7 +31,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.hardware import Precision
 from raydpfl.local.base import Local
 from raydpfl.local.checks import check_apart, check_loss, check_rule, drawn_from
-from raydpfl.local.compiled import unfit
+from raydpfl.local.compiled import Compiled, unfit
 from raydpfl.local.convolutional import links, unpooled
 from raydpfl.local.linear import SampleSpace
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
@@ -57,7 +57,7 @@ def resolve(
     precision: Precision = "float32",
     known: set[bytes] | None = None,
 ) -> str:
-    """The way to train `module` on samples of this form when a typical client has `rows` of them.
+    """The way to train `module` on samples of this form when the largest client has `rows` of them.
 
     With `way` auto it is a function of all that is given and of whether there is a C compiler,
     never of timing; see the module. `gpu`: whether clients train on one. `known`: see `mismatch`.
@@ -162,7 +162,8 @@ def _suited(
     if form.task.closed() is None:
         return ["vmap"] if clip is None else ["layerwise", "vmap"]
     spanned = SampleSpace.pays(layers, rows, local)
-    compiled = _compiled(layers) if (spanned or clip is not None) and not gpu else []
+    able = spanned or Compiled.lacks(local, clip) is None
+    compiled = _compiled(layers) if able and not gpu else []
     if clip is not None:
         return [*compiled, "fused", "layerwise", "vmap"]
     return [*compiled, *["sample_space"] * spanned, "fused", "vmap"]

@@ -58,6 +58,7 @@ class Compiled(Way):
     linear = True
     corrects = False
     padded = False
+    alone = True
     threads = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):

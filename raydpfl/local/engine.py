@@ -230,6 +230,8 @@ class Trainer:
 
     def alike(self, rows: int) -> tuple[int, int, int]:
         """The same for lanes padded to different numbers of `rows` that may be trained together."""
+        if self._way.alone:
+            return 0, 0, 0
         batch = self.local.batch_size(rows)
         steps = int(self.local.step_counts(np.array([rows]))[0])
         return batch, rows if self._way.padded or batch == rows else 0, steps

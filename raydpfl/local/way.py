@@ -349,6 +349,8 @@ class Way:
     linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
     # whether a client's bits may depend on how many rows it is padded to, beyond a batch's
     padded: ClassVar[bool] = True
+    # whether they depend on the client's own rows, batches and steps alone, whatever they lie among
+    alone: ClassVar[bool] = False
     twice: ClassVar[bool] = False  # whether it can take two gradients a step (`Local.perturb`)
     trains: ClassVar[bool] = False  # whether it can leave training to `Local.train`
     # whether a slot is trained when it is asked for, and not before

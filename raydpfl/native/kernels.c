@@ -340,11 +340,12 @@ INLINE float largest_of(v16 v) {
     return found[0];
 }
 
-/* e^x for x <= 0, to 1e-7 of it (Cephes); NaN stays. */
-INLINE part exp_of(part x) {
+/* e^x for x <= 0, to 1e-7 of it (Cephes); NaN stays. 0 below e^-64, of which a gradient would come
+to numbers that are subnormal, and take a hundred times as long. */
+INLINE part exp_of(part given) {
     const part zero = {};
     const part magic = zero + 12582912.0f; /* 1.5 2^23: its last bit counts ones */
-    x = pick(x < -87.0f, zero - 87.0f, x);
+    part x = pick(given < -64.0f, zero - 64.0f, given);
     part t = fused(x, zero + 1.44269504088896341f, magic);
     part k = t - magic;
     part r = fused(k, zero + 2.12194440e-4f, fused(k, zero - 0.693359375f, x));
@@ -355,7 +356,7 @@ INLINE part exp_of(part x) {
     y = fused(y, r, zero + 1.6666665459e-1f);
     y = fused(y, r, zero + 5.0000001201e-1f);
     y = fused(y, r * r, r) + 1.0f;
-    return y * (part)(((bits)t + 127) << 23);
+    return pick(given < -64.0f, zero, y * (part)(((bits)t + 127) << 23));
 }
 
 /* e^(a - most), of the first `count` lanes, and 0. */
@@ -448,17 +449,17 @@ INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_widt
                 out[(r + i) * out_width + s + j] = found[i * (S) + j];                          \
     }
 
-enum { FIVES = WIDE == 16 };
+enum { FIVES = WIDE == 16, HELD = 1 << 17 }; /* HELD: floats that stay while others pass */
 
-/* R rows of a with all of b, from row `from` of it on. Where the registers hold them, fives come
-first if fours leave some. */
-#define ROW_DOTS(R, from)                                                                       \
+/* R rows of a with those of b from row `from` on, before `end`. Where the registers hold them, fives
+come first if fours leave some. */
+#define ROW_DOTS(R, from, end)                                                                  \
     {                                                                                           \
         int64_t s = from;                                                                       \
-        for (; FIVES && s + 5 <= n && (n - s) % 4; s += 5) DOTS(R, 5);                          \
-        for (; s + 4 <= n; s += 4) DOTS(R, 4);                                                  \
-        for (; s + 2 <= n; s += 2) DOTS(R, 2);                                                  \
-        for (; s < n; s++) DOTS(R, 1);                                                          \
+        for (; FIVES && s + 5 <= end && (end - s) % 4; s += 5) DOTS(R, 5);                      \
+        for (; s + 4 <= end; s += 4) DOTS(R, 4);                                                \
+        for (; s + 2 <= end; s += 2) DOTS(R, 2);                                                \
+        for (; s < end; s++) DOTS(R, 1);                                                        \
     }
 
 /* out[m][n] = a[m][k] b[n][k]^T, k a multiple of 16; with `half`, where a is b, the part on and
@@ -466,10 +467,15 @@ above the diagonal alone (in tiles). */
 static void multiply_rows(const float *a, int64_t a_width, const float *b, int64_t b_width,
                           int64_t m, int64_t n, int64_t k, float *out, int64_t out_width,
                           int half) {
-    int64_t r = 0;
-    for (; FIVES && r + 5 <= m && (m - r) % 4; r += 5) ROW_DOTS(5, half ? r : 0);
-    for (; r + 4 <= m; r += 4) ROW_DOTS(4, half ? r : 0);
-    for (; r < m; r++) ROW_DOTS(1, half ? r : 0);
+    int64_t held = HELD / b_width / 4 * 4 + 4;
+    for (int64_t from = 0; from < n; from += held) {
+        int64_t end = from + held < n ? from + held : n;
+        int64_t r = 0;
+        for (; FIVES && r + 5 <= m && (m - r) % 4; r += 5)
+            ROW_DOTS(5, half && r > from ? r : from, end);
+        for (; r + 4 <= m; r += 4) ROW_DOTS(4, half && r > from ? r : from, end);
+        for (; r < m; r++) ROW_DOTS(1, half && r > from ? r : from, end);
+    }
 }
 
 /* --- a client --- */
@@ -717,10 +723,18 @@ static void begin_layers(const Job *job, Room *room) {
     }
 }
 
-/* The rows of the batch of step k, for a first layer that is trained by its weights; those of the
-next are asked of the memory meanwhile. */
+/* Whether a batch is a client's first rows in their order. */
+INLINE int in_order(const int64_t *rows, int64_t b) {
+    int64_t j = 0;
+    while (j < b && rows[j] == j) j++;
+    return j == b;
+}
+
+/* The rows of the batch of step k, for a first layer that is trained by its weights, unless they
+are those of the step before; those of the next are asked of the memory meanwhile. */
 static void take_rows(const Job *job, Room *room, const Client *client, int64_t k) {
     const int64_t *rows = client->index + k * job->batch;
+    if (k && in_order(rows, client->b) && in_order(rows - job->batch, client->b)) return;
     for (int64_t j = 0; j < client->b; j++) {
         copy_rows(client->x + rows[j] * job->p, 1, job->p, room->taken + j * padded(job->p));
         if (k + 1 == client->steps) continue;
@@ -1117,9 +1131,13 @@ static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b
     const float *g = room->layer[0].g;
     float *moved = job->momentum != 0 ? room->z_speed : room->z;
     int64_t wide = padded(room->most);
-    for (int64_t j = 0; j < b; j++)
-        copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
-    multiply(room->some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
+    const float *some = room->kernel; /* of all rows in their order */
+    if (!in_order(rows, b)) {
+        for (int64_t j = 0; j < b; j++)
+            copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
+        some = room->some;
+    }
+    multiply(some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
     if (room->noised)
         see_step(moved, room->step_seen, n, job->outputs[0], room->step_width, job->step);
     finish_step(job, room->z, room->z_speed, room->z_first, n * o);
