@@ -38,6 +38,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # waits for the disk in every small run.
 os.fsync = lambda descriptor: None
 
+collect_ignore = ["forked.py"]  # a program, which would look for its server
+
 SMALL = {
     "seed": 3,
     "rounds": 4,
