@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -24,7 +25,8 @@ AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
 KINDS = {"AVX512": (*AVX2, *AVX512), "AVX2": AVX2}
 LIMIT = 120  # seconds for the compiler
 
-_under_way: dict[Path, Thread] = {}
+# by where a library is to be: who compiles it ahead, and the folder of this process in which
+_under_way: dict[Path, tuple[Thread, tempfile.TemporaryDirectory[str]]] = {}
 
 
 def command(kind: str) -> list[str] | None:
@@ -51,33 +53,42 @@ def place(name: str) -> Path:
 
 
 def compiled(command: list[str], path: Path) -> None:
-    """Compiles to `path`, where another process may be doing the same; or waits for what this
-    process compiles to there.
+    """Compiles to `path`, where another process may be doing the same; or takes what this process
+    has compiled ahead.
 
     Raises:
         OSError: there is no compiler, or nowhere to write to.
         subprocess.SubprocessError: it fails.
     """
-    thread = _under_way.pop(path, None)
-    if thread is not None:
-        thread.join()
-        if path.exists():
-            return
-    _compile(command, path)
-
-
-def _compile(command: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        done = [*command, "-o", str(made), str(SOURCE), "-lm"]
-        subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
+        if not _taken(path, made):
+            _compile(command, made)
         made.replace(path)
+
+
+def _compile(command: list[str], made: Path) -> None:
+    done = [*command, "-o", str(made), str(SOURCE), "-lm"]
+    subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
+
+
+def _taken(path: Path, made: Path) -> bool:
+    """Whether what was compiled ahead for `path` is now in `made`."""
+    if path not in _under_way:
+        return False
+    thread, folder = _under_way.pop(path)
+    thread.join()
+    with folder as name, suppress(FileNotFoundError):
+        shutil.copyfile(Path(name) / path.name, made)
+        return True
+    return False
 
 
 def ahead() -> None:
     """Begins to compile in a thread, where the cache lacks the library, for the processor that
-    Linux names. Raises nothing: whoever needs the library meets what is in the way.
+    Linux names. Nothing is left of it in a process that needs no library, and nothing is raised:
+    whoever needs one meets what is in the way.
     """
     made = command(hardware.vectors())
     if made is None:
@@ -85,10 +96,11 @@ def ahead() -> None:
     path = place(name(made))
     if path.exists() or path in _under_way:
         return
+    folder = tempfile.TemporaryDirectory(prefix="raydpfl-compiling-")
 
     def work() -> None:
         with suppress(OSError, subprocess.SubprocessError):
-            _compile(made, path)
+            _compile(made, Path(folder.name) / path.name)
 
-    _under_way[path] = Thread(target=work, name="raydpfl-compiling")
-    _under_way[path].start()
+    _under_way[path] = Thread(target=work, name="raydpfl-compiling"), folder
+    _under_way[path][0].start()

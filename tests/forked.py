@@ -19,6 +19,7 @@ with socket.socket(socket.AF_UNIX) as server:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "deaf": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "held": True,
     }
     text = json.dumps(asked).encode()

@@ -175,6 +175,7 @@ class Popen(subprocess.Popen):
             arguments=[os.fspath(each) for each in told["args"][1:]],
             environment=environment,
             folder=os.fspath(told["cwd"] or os.getcwd()),
+            deaf=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             session=told["start_new_session"],
             ray=self.ray,
         )
@@ -285,15 +286,16 @@ def become(
     environment: dict[str, str],
     folder: str,
     blocked: list[int] = (),
+    deaf: bool = False,
     session: bool = False,
     ray: bool = True,
     held: bool = False,
 ) -> None:
-    """This process becomes what was asked for."""
+    """This process becomes what was asked for: `deaf`, where who started it ignores SIGINT."""
     if session:
         os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     os.chdir(folder)
     os.environ.clear()

@@ -40,8 +40,16 @@ def said(command: list[str], started, **options) -> tuple[int, str, str]:
     return process.returncode, *told
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN])
+def interrupts(request):
+    """What this process does when it is interrupted."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("session", [False, True])
-def test_a_command_that_is_forked_finds_what_a_started_one_does(session, tmp_path):
+def test_a_command_that_is_forked_finds_what_a_started_one_does(session, interrupts, tmp_path):
     options = {
         "cwd": tmp_path,
         "env": {**os.environ, "TOLD": "1"},
