@@ -57,15 +57,20 @@ COMMAND = (
     "ray.dashboard.dashboard",
 )
 # Variables that are read as modules are imported, if their names begin so; and those of them that
-# are read later, or again.
+# are read later, or again, or that a process that has used Ray or a GPU sets to what they mean if
+# they are not set.
 AT_IMPORT = ("ATEN", "CUBLAS", "CUDA", "LD_", "MKL", "OMP", "OPENBLAS", "PYTHON", "RAY_", "TORCH")
 LATER = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTHONBREAKPOINT",
     "RAY_ADDRESS",
     "RAY_AIR_NEW_OUTPUT",
     "RAY_API_SERVER_ADDRESS",
     "RAY_AUTH_",
+    "RAY_CLIENT_MODE",
     "RAY_TMPDIR",
     "RAY_USAGE_STATS_ENABLED",
+    "TORCHINDUCTOR_CACHE_DIR",
 )
 # prctl's
 DIES_WITH_PARENT = 1
