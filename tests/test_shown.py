@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -200,3 +203,10 @@ def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
     with cli._resumable(None, "reproduce"):
         pass
     assert cli._interrupted() == "interrupted"
+
+
+def test_a_command_knows_when_it_was_started():
+    before = time.time()
+    command = [sys.executable, "-c", "from raydpfl import cli; print(cli._started())"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert before - 0.05 <= float(said) <= before + 0.5
