@@ -1,5 +1,8 @@
 """How the code of `raydpfl.native` is compiled: when it is first needed, or ahead of that, beside
 what a command imports.
+
+>>> place(name(["cc", *FLAGS])).parts[-2:]  # doctest: +ELLIPSIS
+('native', 'kernels-....so')
 """
 
 from __future__ import annotations
@@ -99,8 +102,10 @@ def ahead() -> None:
     folder = tempfile.TemporaryDirectory(prefix="raydpfl-compiling-")
 
     def work() -> None:
+        whole = Path(folder.name) / path.name  # there once the compiler has ended well
         with suppress(OSError, subprocess.SubprocessError):
-            _compile(made, Path(folder.name) / path.name)
+            _compile(made, whole.with_suffix(".part"))
+            whole.with_suffix(".part").replace(whole)
 
     _under_way[path] = Thread(target=work, name="raydpfl-compiling"), folder
     _under_way[path][0].start()

@@ -52,10 +52,10 @@ def vectors() -> str:
     """What torch will call the vectors of an x86 processor, by what Linux says of it: AVX512, AVX2,
     or "" for others, or where ATEN_CPU_CAPABILITY says otherwise.
     """
-    flags = set(_described().get("flags", "").split())
-    if "ATEN_CPU_CAPABILITY" in os.environ or not {"avx2", "fma"} <= flags:
+    found = flags()
+    if "ATEN_CPU_CAPABILITY" in os.environ or not {"avx2", "fma"} <= found:
         return ""
-    return "AVX512" if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= flags else "AVX2"
+    return "AVX512" if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= found else "AVX2"
 
 
 def cores() -> int:

@@ -77,7 +77,7 @@ class Process:
     def __init__(self, experiment: Experiment | None = None, shards: str = ""):
         self.own = False  # whether code of the user's own takes part
         self.here = experiment is not None  # in the process of the caller
-        self.progress = Progress(shared=experiment is None)
+        self.progress = Progress(shared=not self.here)
         if experiment is not None:
             self.make(experiment, shards)
             self.check()

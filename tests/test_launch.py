@@ -17,7 +17,7 @@ import yaml
 from conftest import experiment
 from test_same_bits import METHODS, RUN, assert_same_bits
 
-from raydpfl import launch, run
+from raydpfl import hardware, launch, native, run
 from raydpfl.check.runs import Dealt, Watched, carried_out
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import RunError
@@ -28,9 +28,11 @@ from raydpfl.plan import Plan
 AUTO = {"actors": "auto", "num_cpus": 1}
 
 
-def judged(rounds: list[float], of: int, actors: int = 2, starts: float = 8.0) -> list[bool]:
+def judged(
+    rounds: list[float], of: int, actors: int = 2, starts: float = 8.0, threads: int = 1
+) -> list[bool]:
     """Whether Ray was found worth its start after each round, which took so many seconds."""
-    worth = Worth(of, actors, starts)
+    worth = Worth(of, actors, starts, threads)
     worth.begin(0, 0.0)
     ends = np.cumsum(rounds).tolist()
     found = []
@@ -63,6 +65,15 @@ def test_one_actor_is_never_worth_a_start_and_many_are_sooner():
     # as long as 15/16 of what is left, a second a round, takes longer than the start: 9 rounds
     assert judged(slow, of=14, actors=16) == [False] + [True] * 4 + [False] * 7
     assert not any(judged(slow, of=14, actors=2))
+
+
+def test_actors_are_worth_a_start_only_where_they_are_more_than_the_threads_here():
+    slow = [1.0] * 12
+    for actors in (1, 2, 4):
+        assert not any(judged(slow, of=10_000, actors=actors, threads=4))
+    # as 2 of 2 threads: half of what is left takes longer than the start, 16 rounds
+    assert judged(slow, of=20, actors=8, threads=4) == judged(slow, of=20, actors=2)
+    assert any(judged(slow, of=20, actors=8, threads=4))
 
 
 class Others(Dealt):
@@ -201,6 +212,20 @@ def test_a_short_run_starts_no_ray_and_its_summary_says_so(tmp_path, monkeypatch
         "actors": 0,
         "why_not": launch.SHORT,
     }
+
+
+@pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
+@pytest.mark.parametrize(("way", "reason"), [("compiled", launch.NO_GAIN), ("vmap", launch.SHORT)])
+def test_no_ray_is_started_for_what_trains_in_threads_here(way, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    begun = []
+    monkeypatch.setattr(Places, "_begin", lambda places, what: begun.append(what))
+    found = run(experiment(client={**AUTO, "way": way}), tmp_path / "out")
+    native.use(1)
+    assert found.summary["ray"]["why_not"] == reason
+    assert len(begun) == (way == "vmap")  # what looks whether Ray would pay
 
 
 BEHIND = "from raydpfl.launch import Worth; Worth.gains = lambda *_: True\n" + RUN

@@ -534,8 +534,10 @@ def quickly(monkeypatch):
 
 
 def test_the_processor_is_known_before_torch_is_imported():
-    kinds = {torch.backends.cpu.get_cpu_capability(), ""}
-    assert hardware.vectors() in kinds if platform.machine() == "x86_64" else True
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("Linux does not say it here")
+    kind = torch.backends.cpu.get_cpu_capability()
+    assert hardware.vectors() == (kind if kind in compiling.KINDS else "")
 
 
 @needs

@@ -16,7 +16,9 @@ from conftest import experiment
 from torch import nn
 
 from raydpfl import hardware, models, native, run
+from raydpfl.client import ClientActor
 from raydpfl.local import Sgd, Trainer
+from raydpfl.plan import Plan
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 CLIENTS = 23
@@ -174,6 +176,14 @@ def test_a_run_has_the_same_bits_on_any_number_of_threads(tmp_path, monkeypatch)
         assert native.threads() == int(count)
         hashes.add(result.summary["model_sha256"])
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(("cpus", "count"), [(3, 3), (2.5, 2), (0.5, 1)])
+def test_an_actor_has_the_threads_of_its_cores(cpus, count):
+    plan = Plan.make(experiment(client={"num_cpus": cpus}))
+    actor = ClientActor()
+    actor.make(plan.experiment, str(plan.shards))
+    assert native.threads() == count
 
 
 @pytest.mark.parametrize(

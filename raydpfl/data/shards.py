@@ -629,7 +629,7 @@ class Shards:
 
     def _target_kind(self) -> np.dtype:
         """The smallest type that every training row's y is kept in unchanged."""
-        if self._test_y.dtype.kind == "f":
+        if np.issubdtype(self._test_y.dtype, np.floating):
             return self._test_y.dtype
         low = 0
         high = 0
