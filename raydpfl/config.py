@@ -685,6 +685,14 @@ def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
+def at(tree: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    node: Any = tree
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
 def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
     """A copy of the tree `values` with every override `section.key=value` put in (`changed`)."""
     if not isinstance(values, Mapping):
@@ -785,9 +793,7 @@ def takes(tree: Mapping[str, Any], path: str) -> bool:
     section, _, key = path.rpartition(".")
     if section in SECTIONS or not section:
         return key in (SECTIONS[section] if section else Experiment).model_fields
-    node: Any = {**DEFAULTS, **tree}
-    for name in section.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
+    node = at({**DEFAULTS, **tree}, section)
     usual = "sgd" if KINDS.get(section) is local.FAMILY else None
     kind = node.get("kind", usual) if isinstance(node, Mapping) else None
     return key == "kind" or (isinstance(kind, str) and key in _fields(section, kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def bounds(views: Sequence[dict[str, Any]]) -> Piece:
     """Of every observer: the epsilon that is claimed, the least that is proven, the estimate."""
     if not views:
         return Missing("Bounds against claims", "needs the views of audit.json")
-    parts = [Part(observer(view), _drawer(view)) for view in views]
+    parts = [Part(observer(view), partial(_bounds, view=view)) for view in views]
     caption = (
         "Proven: the least epsilon that the canaries' guesses leave possible, with the confidence "
         "of the audit. Estimated: what their scores look like, with its interval. The claim should "
@@ -47,10 +48,6 @@ def observer(view: dict[str, Any]) -> str:
     claimed = view["claimed"]
     text = f"{claimed['observer']} ({claimed['sampling'].split(';')[0]})"
     return textwrap.shorten(text, 2 * CHARACTERS - 4, placeholder=" ...")
-
-
-def _drawer(view: dict[str, Any]) -> Any:
-    return lambda axes: _bounds(axes, view)
 
 
 def _bounds(axes: Axes, view: dict[str, Any]) -> None:

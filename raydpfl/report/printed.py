@@ -29,7 +29,7 @@ def table(compared: Compared) -> Table:
     """A row for each setting: what tells it apart, the score in the last round and the best one
     (means and standard deviations over the seeds), the epsilon that holds, rounds and seconds.
     """
-    accountants = _accountants(compared)
+    accountants = sorted({name for each in compared.settings for name in each.accountants})
     of = f" ({accountants[0]})" if len(accountants) == 1 else ""
     percent = quantity(compared.metric).percent
     several = any(len(each.runs) > 1 for each in compared.settings)
@@ -61,10 +61,6 @@ def notes(compared: Compared) -> Iterator[str]:
         yield f"The epsilons are not of one kind. They differ in {compared.mixed}."
     if any(each.private for each in settings):
         yield OWN
-
-
-def _accountants(compared: Compared) -> list[str]:
-    return sorted({name for each in compared.settings for name in each.accountants})
 
 
 def _epsilon(setting: Setting, named: bool) -> str:

@@ -102,14 +102,10 @@ def tuned(
             (facet, arm, [one for one in tried if one.scores and key in one.values])
             for facet, arm, tried in cells
         ]
-        known = [each for each in inside if _several(each[2], key)]
+        known = [each for each in inside if len({one.values[key] for one in each[2]}) > 1]
         if known:
             found.append(_tuned(known, key, arms, metric, sign))
     return found
-
-
-def _several(tried: Sequence[Tried], key: str) -> bool:
-    return len({one.values[key] for one in tried}) > 1
 
 
 def _tuned(
@@ -156,14 +152,11 @@ def _tuned_drawer(
             axes.plot(*zip(*sorted(best.items()), strict=True), color=drawn.colour, ls=drawn.dash)
             for one in tried:
                 if one.best:
-                    dots(axes, [(across[one.values[key]], one.mean)], _chosen(drawn), 1.0, 12)
+                    star = Look(drawn.colour, "none", BEST.marker)
+                    dots(axes, [(across[one.values[key]], one.mean)], star, 1.0, 12)
         _axes(axes, key, labels, [one.mean for one in every], metric)
 
     return draw
-
-
-def _chosen(drawn: Look) -> Look:
-    return Look(drawn.colour, "none", BEST.marker)
 
 
 def _others(each: Tried, keys: Sequence[str]) -> str:
@@ -174,7 +167,8 @@ def _draw(
     axes: Axes, tried: Sequence[Tried], key: str, lines: list[str] | None, metric: str
 ) -> None:
     several = [name for each in tried for name in each.values if name != key]
-    kept = [name for name in dict.fromkeys(several) if _varies(tried, name)]
+    values = {name: {each.values.get(name) for each in tried} for name in several}
+    kept = [name for name in values if len(values[name]) > 1]
     labels = sorted(dict.fromkeys(each.values.get(key, "") for each in tried), key=_order)
     across = dict(zip(labels, positions(labels), strict=True))
     by_line: dict[str, list[Tried]] = {}
@@ -206,10 +200,6 @@ def _axes(axes: Axes, key: str, labels: list[str], scores: list[float], metric: 
         axes.set_xlim(-0.5, len(labels) - 0.5)
         axes.set_xlabel(key)
     scale(axes, "y", quantity(metric), scores)
-
-
-def _varies(tried: Sequence[Tried], key: str) -> bool:
-    return len({each.values.get(key) for each in tried}) > 1
 
 
 def _order(label: str) -> tuple[bool, float, str]:

@@ -15,11 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from raydpfl import noise
-from raydpfl.config import DEFAULTS, Experiment, changed, takes
+from raydpfl.config import DEFAULTS, Experiment, at, changed, takes
 from raydpfl.errors import ConfigError
 from raydpfl.member import choose
 from raydpfl.study.values import From, Open, find, points
-from raydpfl.tune.spaces import Options, at
+from raydpfl.tune.spaces import Options
 from raydpfl.tune.spaces import put as filled
 from raydpfl.tune.sweep import inline, short
 
@@ -91,15 +91,15 @@ def private(tree: Mapping[str, Any]) -> bool:
     """Whether the noise of this tree claims any privacy; noise that is not settled yet does."""
     section = {**DEFAULTS, **tree}["noise"]
     if isinstance(section, Mapping):
-        section = filled(section, {key: _any(value) for key, value in find(section).items()})
+        some = {
+            key: value.options[0] if isinstance(value, Options) else PLACEHOLDER
+            for key, value in find(section).items()
+        }
+        section = filled(section, some)
     try:
         return choose("noise", section, noise.FAMILY, noise.Noise).private()
     except ConfigError:
         return True
-
-
-def _any(value: Open) -> Any:
-    return value.options[0] if isinstance(value, Options) else PLACEHOLDER
 
 
 @dataclass(frozen=True, eq=False)

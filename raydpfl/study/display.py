@@ -100,7 +100,8 @@ def outcome(result: Result, most: int | None = None) -> Table:
     """
     study = result.study
     rows = result.results.to_pylist()
-    metric = "test_accuracy" if _known(rows, "test_accuracy") else "test_loss"
+    accurate = any(row.get("test_accuracy") is not None for row in rows)
+    metric = "test_accuracy" if accurate else "test_loss"
     names = [*study.axes, *(["accounting"] if study.accounting else []), "arm"]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -120,10 +121,6 @@ def outcome(result: Result, most: int | None = None) -> Table:
             escape(_values(inside[0]["values"])),
         )
     return shown
-
-
-def _known(rows: Sequence[dict[str, Any]], name: str) -> bool:
-    return any(row.get(name) is not None for row in rows)
 
 
 def _score(rows: Sequence[dict[str, Any]], metric: str) -> str:

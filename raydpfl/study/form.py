@@ -253,16 +253,15 @@ class Study:
         self, allowed: Mapping[str, Any]
     ) -> Iterator[tuple[Arm, dict[str, str], str | None]]:
         """Each arm at all labels of the panels and accountings, of those that are `allowed`."""
-        every = (self._labels(axis, allowed) for axis in self.panels)
+        every = [
+            self._allowed(plain(axis), [*names], allowed) for axis, names in self.panels.items()
+        ]
         for chosen in itertools.product(*every):
             labels = dict(zip(self.axes, chosen, strict=True))
             for accounting in self._allowed("accounting", list(self.accounting) or [None], allowed):
                 for arm in self.arms.values():
                     if _within(arm, labels, accounting, allowed):
                         yield arm, labels, accounting
-
-    def _labels(self, axis: str, allowed: Mapping[str, Any]) -> list[str]:
-        return self._allowed(plain(axis), list(self.panels[axis]), allowed)
 
     @staticmethod
     def _allowed(axis: str, every: list[Any], allowed: Mapping[str, Any]) -> list[Any]:

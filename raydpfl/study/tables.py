@@ -78,11 +78,8 @@ def _measured(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> 
     names = dict.fromkeys(name for row in rows for name in row if name not in columns)
     spent = [name for name in names if name.startswith("epsilon_")]
     ordered = [*(name for name in names if name not in spent), *spent]
-    return {name: pa.int64() if _whole(name) else pa.float64() for name in ordered}
-
-
-def _whole(name: str) -> bool:
-    return name in WHOLE or name.endswith("_round")
+    whole = {name for name in ordered if name in WHOLE or name.endswith("_round")}
+    return {name: pa.int64() if name in whole else pa.float64() for name in ordered}
 
 
 def _table(

@@ -106,7 +106,8 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in sweep.spaces:
         shown.add_column(escape(name))
-    for name in (named(metric), *_heading(kind), "rounds", "trials"):
+    spent = [f"{kind.replace('_', ' (', 1)})"] if kind else []
+    for name in (named(metric), *spent, "rounds", "trials"):
         shown.add_column(escape(name), justify="right")
 
     def rank(setting: Setting) -> tuple[bool, float]:
@@ -124,10 +125,6 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
             ", ".join(f"{count} {state}" for state, count in states.items()),
         )
     return shown
-
-
-def _heading(kind: str | None) -> list[str]:
-    return [f"{kind.replace('_', ' (', 1)})"] if kind else []
 
 
 def _largest(trials: Sequence[Trial], kind: str) -> str:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl import defaults
-from raydpfl.config import Experiment, as_fields
+from raydpfl.config import Experiment, as_fields, at
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan, foretold
 from raydpfl.scores import named
 from raydpfl.tune.estimate import Estimate, Runs, estimate, measure
-from raydpfl.tune.spaces import at
 from raydpfl.tune.sweep import Sweep, shown
 
 LINES = 50  # settings that are listed

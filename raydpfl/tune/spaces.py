@@ -145,11 +145,3 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         return made
 
     return copy(tree, "")
-
-
-def at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
-    node: Any = tree
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node

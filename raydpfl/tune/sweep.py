@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from raydpfl.config import Experiment, dump, flat, overridden, read
+from raydpfl.config import Experiment, at, dump, flat, overridden, read
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.member import Section, validate
@@ -32,7 +32,7 @@ from raydpfl.scores import TEST, VALIDATION, set_of, sign
 from raydpfl.tune.directory import difference, stored
 from raydpfl.tune.folder import FREE_KEYS, identity, meaning, name_of
 from raydpfl.tune.source import Trial
-from raydpfl.tune.spaces import Space, at, find, put
+from raydpfl.tune.spaces import Space, find, put
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -224,12 +225,12 @@ class Figure(Panelled):
         common = self.prepare(panels)
         if common is None:
             return [Missing(title, "there is nothing to draw: no points of it are known")]
-        parts = [Part(panel.title, self._drawer(panel, common), panel.place) for panel in panels]
+        parts = [
+            Part(panel.title, partial(self.draw, panel=panel, common=common), panel.place)
+            for panel in panels
+        ]
         caption = self.caption(panels, common) + _without(cases, kept, self.colour)
         return [Drawing(self.slug(), title, caption, parts, self.keys(panels, common))]
-
-    def _drawer(self, panel: Panel, common: Any) -> Any:
-        return lambda axes: self.draw(axes, panel, common)
 
 
 class Apart(Figure):
@@ -274,6 +275,12 @@ def group_keys(panels: Sequence[Panel]) -> list[Key]:
         return []
     ordered = sorted(found.values(), key=lambda group: group.place)
     return [Key(group.label, look(group.place)) for group in ordered]
+
+
+def first_seed(panels: Sequence[Panel]) -> str:
+    """What is said where of several runs of a group the first alone is shown."""
+    several = any(len(group.runs) > 1 for panel in panels for group in panel.groups)
+    return " Of several seeds, the first." if several else ""
 
 
 def seeds_of(panels: Sequence[Panel]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Apart, Need, Placed
+from raydpfl.report.figures.base import Apart, Need, Placed, first_seed
 from raydpfl.report.reading import Panel, Run
 from raydpfl.report.style import INK, REFERENCE, Key, Look, dots, look, scale, thin
 from raydpfl.report.words import quantity
@@ -106,9 +106,7 @@ class Cloud(Apart):
         if not all(run.sends_updates for run in common):
             text += " Where clients send no updates but models, gradients or differences to what"
             text += " they remember, norms are of these, and the mean update has no dot."
-        if any(len(panel.groups[0].runs) > 1 for panel in panels):
-            text += " Of several seeds, the first."
-        return f"{text} From clients.parquet and rounds.parquet."
+        return f"{text}{first_seed(panels)} From clients.parquet and rounds.parquet."
 
 
 def parts_of(run: Run, x: str, y: str, most: int) -> list[Part]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Apart, Need, Placed
+from raydpfl.report.figures.base import Apart, Need, Placed, first_seed
 from raydpfl.report.reading import Panel, Run
 from raydpfl.report.style import REFERENCE, Key, look, scale
 from raydpfl.report.words import quantity
@@ -72,9 +72,7 @@ class Norms(Apart):
         if any(run.per_sample for run in common):
             text += " Where samples are clipped, the bound is that of a sample's gradient at each"
             text += " step, and none is drawn beside the norms of updates."
-        if any(len(panel.groups[0].runs) > 1 for panel in panels):
-            text += " Of several seeds, the first."
-        return f"{text} From {files}."
+        return f"{text}{first_seed(panels)} From {files}."
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,8 @@ from raydpfl.report.words import Quantity, axis, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+LONG = 34  # characters of all labels beyond which they are turned
 
 
 class Points(Panelled):
@@ -46,7 +49,7 @@ class Points(Panelled):
         every = [case.number(self.of) for case in known]
         common = (labels, labels_of(known, self.colour), every)
         parts = [
-            Part(each.title, self._drawer(each.cases, common), each.place)
+            Part(each.title, partial(self._draw, cases=each.cases, common=common), each.place)
             for each in facets(known, (self.x, self.colour), self.facet)
         ]
         keys = [Key(name, look(place)) for place, name in enumerate(common[1])]
@@ -64,9 +67,6 @@ class Points(Panelled):
                 keys if len(keys) > 1 else [],
             )
         ]
-
-    def _drawer(self, cases: Sequence[Case], common: Any) -> Any:
-        return lambda axes: self._draw(axes, cases, common)
 
     def _draw(self, axes: Axes, cases: Sequence[Case], common: Any) -> None:
         labels, colours, every = common
@@ -86,14 +86,11 @@ class Points(Panelled):
         if numeric(labels):
             scale(axes, "x", Quantity(self.x, named, wide=True), places, self.log)
         else:
-            axes.set_xticks(places, labels, rotation=25 if _long(labels) else 0)
+            long = sum(map(len, labels)) > LONG
+            axes.set_xticks(places, labels, rotation=25 if long else 0)
             axes.set_xlim(-0.5, len(labels) - 0.5)
             axes.set_xlabel(named)
         scale(axes, "y", quantity(self.of), every)
-
-
-def _long(labels: Sequence[str]) -> bool:
-    return sum(len(label) for label in labels) > 34
 
 
 def numeric(labels: Sequence[str]) -> bool:

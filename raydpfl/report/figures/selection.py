@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.report.figures.base import Figure, Need, Placed, name_of
+from raydpfl.report.figures.base import Figure, Need, Placed, first_seed, name_of
 from raydpfl.report.reading import Panel, Run
 from raydpfl.report.style import REFERENCE, Key, dots, look, scale, thin
 from raydpfl.report.words import quantity
@@ -72,9 +72,7 @@ class Selection(Figure):
         text = "A point is a client: the probability of a draw, as the selection has it."
         if self.x == "budget":
             text += " Clients without a budget have no point."
-        if any(len(group.runs) > 1 for panel in panels for group in panel.groups):
-            text += " Of several seeds, the first."
-        return f"{text} From selection.parquet."
+        return f"{text}{first_seed(panels)} From selection.parquet."
 
 
 def points(run: Run, x: str, y: str) -> np.ndarray:

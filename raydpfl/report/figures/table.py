@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from raydpfl.compare import Spread, over_seeds, paired
+from raydpfl.config import at
 from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
 from raydpfl.report.published import Found, Printed
 from raydpfl.report.reading import Case, in_order, labels_of, varying
@@ -203,7 +204,10 @@ class Grid:
     def values(self, name: str) -> dict[tuple[tuple[str, ...], str], Seeds]:
         """A number of each cell, by seed."""
         return {
-            key: {_seed(case, place): case.number(name) for place, case in enumerate(cases)}
+            key: {
+                place if case.seed is None else case.seed: case.number(name)
+                for place, case in enumerate(cases)
+            }
             for key, cases in self.cases.items()
         }
 
@@ -245,16 +249,5 @@ class Grid:
         case = self.cases[down, across][0]
         axes = {axis: labels_of(self.every, axis) for axis in case.labels}
         columns = self._printed.columns(axes, table.match)
-        data = str(_at(case.run.config, "data", "kind"))
+        data = str(at(case.run.config, "data.kind"))
         return self._printed.of(case.labels, columns, data, table.where, table.value)
-
-
-def _seed(case: Case, place: int) -> int:
-    return place if case.seed is None else case.seed
-
-
-def _at(tree: Mapping[str, Any], *path: str) -> Any:
-    found: Any = tree
-    for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found

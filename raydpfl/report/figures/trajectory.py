@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from raydpfl.measure.trajectory import together
-from raydpfl.report.figures.base import Figure, Missing, Need, Piece, Placed
+from raydpfl.report.figures.base import Figure, Missing, Need, Piece, Placed, first_seed
 from raydpfl.report.reading import Case, Panel, Run
 from raydpfl.report.style import INK, Key, Look, look, scale, thin
 from raydpfl.report.words import Quantity
@@ -89,10 +89,8 @@ class Trajectory(Figure):
         of = "the models of all runs together" if runs > 1 else "the models of the run"
         text = f"Models of the rounds, on the two principal directions of {of}."
         text += " Distances are those of the parameters, seen in this plane."
-        if any(len(group.runs) > 1 for panel in panels for group in panel.groups):
-            text += " Of several seeds, the first."
         files = "trajectory.bin and optimum.bin" if len(common["marks"]) else "trajectory.bin"
-        return f"{text} From {files}."
+        return f"{text}{first_seed(panels)} From {files}."
 
 
 def _drawn(run: Run, runs: int) -> np.ndarray:

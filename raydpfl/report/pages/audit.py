@@ -77,16 +77,13 @@ def table(views: Sequence[dict[str, Any]]) -> Table:
         row += [claimed["delta"], claimed["accountant"], view["lower"], view["confidence"]]
         row += [estimate["epsilon"], estimate["low"], estimate["high"], view["canaries"]]
         row += [view["guesses"], view["right"], view["reach"]]
-        rows.append([*row, "refuted" if view["refuted"] else _doubt(view)])
+        state = "in doubt" if view["exceeded"] else "stands"
+        rows.append([*row, "refuted" if view["refuted"] else state])
     head = ["against", "sampling", "epsilon claimed", "delta", "accountant", "proven at least"]
     head += ["confidence", "estimated", "from", "to", "canaries", "guesses", "right"]
     head += ["all right would prove", "claim"]
     caption = "What canaries prove and look like, beside each claim. From audit.json."
     return Table("views", "Observers", caption, head, rows, {6})
-
-
-def _doubt(view: dict[str, Any]) -> str:
-    return "in doubt" if view["exceeded"] else "stands"
 
 
 def checks(found: Sequence[dict[str, Any]]) -> Table:

@@ -112,7 +112,11 @@ def results(compared: Compared) -> Table:
     """Scores, and every accountant's epsilon as it is stated first, a row for each setting."""
     kinds = {one.accountant: one.kind for run in compared.runs for one in run.guarantees}
     metric = compared.metric
-    others = [name for name in SCORES if name != metric and any(map(_has(name), compared.runs))]
+    others = [
+        name
+        for name in SCORES
+        if name != metric and any(run.number(name) is not None for run in compared.runs)
+    ]
     means = [f"best_{metric}", *others]
     rows: list[list[Any]] = []
     for each in compared.settings:
@@ -130,10 +134,6 @@ def results(compared: Compared) -> Table:
     caption += "epsilons the largest. The best round is chosen on what is shown, which flatters it."
     head += ["rounds", quantity("seconds").label]
     return Table("results", "Results", f"{caption} From summary.json.", head, rows, percents)
-
-
-def _has(name: str) -> Any:
-    return lambda run: run.number(name) is not None
 
 
 def _stated(setting: Setting, name: str) -> float | None:

@@ -162,8 +162,9 @@ def outcomes(studied: Studied) -> list[str]:
     """The arms by their means, in sentences; the number is that of the first table or figure."""
     if not studied.cases:
         return ["No run has come to an end."]
-    named = [name for item in studied.show for name in _metrics(item)]
-    metric = next((name for name in named if _known(studied.cases, name)), None)
+    named = [name for item in studied.show for name in parse(item, "show").numbers()]
+    known = (name for name in named if any(case.number(name) is not None for case in studied.cases))
+    metric = next(known, None)
     if metric is None:
         return ["What came of it stands in the figures."]
     measured = quantity(metric)
@@ -174,23 +175,14 @@ def outcomes(studied: Studied) -> list[str]:
         inside = panel.cases
         title = panel.title
         means = {arm: _mean(inside, arm, metric) for arm in labels_of(inside, "arm")}
-        known = [(arm, value) for arm, value in means.items() if value is not None]
-        known.sort(key=lambda pair: -measured.better * pair[1])
-        told = ", ".join(f"{arm} {number(value, measured.percent)}" for arm, value in known)
+        ranked = [(arm, value) for arm, value in means.items() if value is not None]
+        ranked.sort(key=lambda pair: -measured.better * pair[1])
+        told = ", ".join(f"{arm} {number(value, measured.percent)}" for arm, value in ranked)
         found.append(f"{title}: {told}." if title else f"{told}.")
     more = len(panels) - OUTCOMES
     if more > 0:
         found.append(f"The tables have {counted(more, 'more panel')}.")
     return found
-
-
-def _metrics(item: Any) -> list[str]:
-    """The numbers of runs that an item of the list names, if any."""
-    return [*parse(item, "show").numbers()]
-
-
-def _known(cases: Sequence[Case], name: str) -> bool:
-    return any(case.number(name) is not None for case in cases)
 
 
 def _mean(cases: Sequence[Case], arm: str, name: str) -> float | None:
@@ -234,7 +226,7 @@ def epsilons(cases: Sequence[Case]) -> Piece:
     rows = []
     for key, inside in cells.items():
         held = [case.run.holds[0] for case in inside if case.run.holds]
-        row: list[Any] = [*key, _worst(held), _delta(held)]
+        row: list[Any] = [*key, _worst(held), max((one.delta for one in held), default=None)]
         for name, kind in names:
             row.append(_worst(_first(case.run.guarantees, name, kind) for case in inside))
         rows.append([*row, _against(held)])
@@ -253,10 +245,6 @@ def _first(found: Sequence[Guarantee], name: str, kind: str) -> Guarantee | None
 
 def _worst(found: Any) -> float | None:
     return max((one.epsilon for one in found if one is not None), default=None)
-
-
-def _delta(held: Sequence[Guarantee]) -> float | None:
-    return max((one.delta for one in held), default=None)
 
 
 def _against(held: Sequence[Guarantee]) -> str:
