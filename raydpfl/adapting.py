@@ -20,8 +20,10 @@ def next_bound(
     Raises `RunError` for one out of range, or an answer beyond its own bound.
     """
     bounding = plan.experiment.bounding
+    if bound is None or not bounding.adapts:
+        return bound
     clients = plan.experiment.selection.counted(cohort, plan.population)
-    if bound is None or not bounding.adapts or not clients:
+    if not clients:
         return bound
     sums = _answers(plan, bound, t, cohort, columns)
     following = bounding.adapt(bound, sums, clients, state)

@@ -43,7 +43,7 @@ def lanes(
 
 def _at(values: np.ndarray, places: np.ndarray, fill: int = 0) -> np.ndarray:
     """The values, [r], at these places, [count, width]; `fill` at place r."""
-    return np.append(values, np.array([fill], values.dtype))[places]
+    return np.concatenate([values, np.array([fill], values.dtype)])[places]
 
 
 class Costs:

@@ -312,7 +312,7 @@ class Plan:
         """The nominal size of a cohort."""
         return self.experiment.selection.sampling(self.population).cohort
 
-    @property
+    @cached_property
     def divisor(self) -> float:
         """What the server divides the sum of the contributions by."""
         return self.experiment.selection.divisor(self.population)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from raydpfl.tracking import Clock, Dropped, Pace, save
 # What is known of every client, measured or not.
 KNOWN = ("client", "norm", "factor", "clipped", "train_loss")
 NOBODY: Columns = {"client": np.empty(0, np.int64), **{name: np.empty(0) for name in KNOWN[1:]}}
+SHARES = (0.1, 0.5, 0.9)  # of the quantiles of norms
 PHASES = ("account", "select", "collect", "server", "record", "evaluate")
 
 
@@ -40,6 +42,8 @@ def joined(results: Iterable[LaneResult]) -> Columns:
         return NOBODY
     columns = {name: np.concatenate([each[name] for each in every]) for name in every[0]}
     order = np.lexsort((columns.pop("draw"), columns["client"]))
+    if (order[1:] > order[:-1]).all():
+        return columns
     return {name: values[order] for name, values in columns.items()}
 
 
@@ -50,6 +54,8 @@ class Record:
         self.plan = plan
         self.out = out
         self.probes = plan.experiment.measure
+        self.scores = plan.experiment.scores
+        self.given = plan.experiment.given
         self.survey = surveying.counted
         self.rounds = Table(out, "rounds", schema(self._columns()))
         self.tables: dict[str, Table] = {"rounds": self.rounds}
@@ -63,7 +69,7 @@ class Record:
 
     def _columns(self) -> list[str]:
         """The columns of the rounds table."""
-        names = ["round", "cohort", "train_loss", *self.plan.experiment.scores]
+        names = ["round", "cohort", "train_loss", *self.scores]
         names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
         names += ["bound", "noise_std", "clipped"]
         names += ["norm_mean", "norm_p10", "norm_p50", "norm_p90"]
@@ -104,16 +110,15 @@ class Record:
         columns = seen.columns
         row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
         row |= {"train_loss": _mean(columns["train_loss"])}
-        row |= dict.fromkeys(e.scores)
+        row |= dict.fromkeys(self.scores)
         row |= {column(name): spent[name] for name in spent}
         row["bound"] = e.bounding.sample_bound or seen.bound
         row["noise_std"] = self.plan.released_std(seen.bound)
         row["clipped"] = _mean(columns["clipped"])
         row["norm_mean"] = _mean(columns["norm"])
-        finite = columns["norm"][np.isfinite(columns["norm"])]
-        quantiles = np.quantile(finite, (0.1, 0.5, 0.9)).tolist() if len(finite) else [None] * 3
+        quantiles = quantiles_of(_finite(columns["norm"]), SHARES)
         row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
-        row["update_norm"] = float(np.linalg.norm(seen.update))
+        row["update_norm"] = math.sqrt(seen.update.dot(seen.update))
         row["lr"] = e.local.learning_rate(seen.t)
         dropped = sorted(each for result in results for each in result.dropped)
         if dropped:
@@ -135,7 +140,7 @@ class Record:
         clock.lap("record")
         last = at.t == self.plan.experiment.rounds
         e = self.plan.experiment
-        if e.given and (last or at.t % e.evaluate.every == 0):
+        if self.given and (last or at.t % e.evaluate.every == 0):
             self._evaluate(row, at)
         clock.lap("evaluate")
         row |= clock.seconds
@@ -190,7 +195,7 @@ class Record:
         stop = e.evaluate.stop
         if stop is None:
             return None
-        rows = self.rounds.arrow().select([*e.given]).to_pylist()
+        rows = self.rounds.arrow().select([*self.given]).to_pylist()
         values = [row[stop.metric] for row in rows if scores.evaluated(row)]
         if not scores.enough(values, stop.patience, stop.sign(e)):
             return None
@@ -233,7 +238,7 @@ class Record:
     def summary(self, at: Position, account: Account) -> dict[str, Any]:
         """What is known of the run so far, for its summary."""
         rows = self.rounds.arrow()
-        names = self.plan.experiment.scores
+        names = self.scores
         evaluated = rows.select(["round", *names]).to_pylist()
         clients = sum(rows["cohort"].to_pylist())
         training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
@@ -300,6 +305,31 @@ def _norm_mean(rows: pa.Table) -> float | None:
     return float(np.average(norms[some], weights=sent[some])) if some.any() else None
 
 
+def quantiles_of(values: np.ndarray, shares: Sequence[float]) -> list[float | None]:
+    """The quantiles of finite values, float64 [n], as numpy computes them, in a tenth of the time;
+    None each of no values.
+
+    >>> quantiles_of(np.array([3.0, 1.0, 2.0]), (0.1, 0.5))
+    [1.2, 2.0]
+    """
+    if not len(values):
+        return [None] * len(shares)
+    ascending = np.sort(values)
+    found: list[float | None] = []
+    for share in shares:
+        place = share * (len(values) - 1)
+        low = int(place)
+        part = place - low
+        below, above = ascending[[low, min(low + 1, len(values) - 1)]].tolist()
+        step = above - below
+        found.append(below + step * part if part < 0.5 else above - step * (1 - part))
+    return found
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
+
+
 def _mean(values: np.ndarray) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.mean(finite)) if len(finite) else None
+    finite = _finite(values)
+    return float(np.add.reduce(finite) / len(finite)) if len(finite) else None

@@ -37,6 +37,7 @@ from raydpfl.rounds import State
 
 KEEP = 2  # checkpoints
 SHARE = 0.05  # of a run's time that snapshots may take
+COST = 0.05  # seconds that one counts as at least: so there is one a second at most
 log = logging.getLogger("raydpfl")
 
 
@@ -373,18 +374,20 @@ class Clock:
 
 
 class Pace:
-    """Says when a snapshot is due, so that snapshots cost about `SHARE` of a run at most."""
+    """Says when a snapshot is due, so that snapshots cost about `SHARE` of a run at most, and less
+    where each costs less than `COST`.
+    """
 
     def __init__(self) -> None:
         self._ended = time.monotonic()
-        self._cost = 0.05
+        self._cost = COST
 
     def due(self) -> bool:
         return time.monotonic() - self._ended >= self._cost / SHARE
 
     def took(self, seconds: float) -> None:
         self._ended = time.monotonic()
-        self._cost = seconds
+        self._cost = max(seconds, COST)
 
 
 def write_json(path: Path, value: Any) -> None:
