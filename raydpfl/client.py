@@ -52,7 +52,7 @@ from raydpfl.models.state import changed, kept
 from raydpfl.process import Process, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
-from raydpfl.sums import check_range, snap, snapped
+from raydpfl.sums import add_snapped, check_range, snapped
 
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
 
@@ -214,7 +214,7 @@ class ClientActor(Process):
             self.shards.prefetch(lane.members, lane.rows)
         with device.blamed(self.device):
             for lane in joined:
-                total += self._sum(tally, lane)
+                self._sum(tally, lane, total)
             summed = total.cpu().numpy()
             if tally.largest:
                 check_range(float(torch.stack(tally.largest).max()), work.grid)
@@ -286,12 +286,11 @@ class ClientActor(Process):
             same.append(lane)
         yield from map(Lane.joined, filter(None, alike.values()))
 
-    def _sum(self, tally: Tally, lane: Lane) -> torch.Tensor:
-        """The sum of what the clients of a lane send, or of several, float64 [d].
+    def _sum(self, tally: Tally, lane: Lane, found: torch.Tensor) -> None:
+        """Adds the sum of what the clients of a lane send, or of several, to `found`, float64 [d].
 
         A lane's sum is taken in client order, and is put on the grid where it is the whole lane's.
         """
-        found = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
         total = torch.zeros_like(found)
         place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
@@ -302,8 +301,7 @@ class ClientActor(Process):
                 if trained.own is not None:
                     self.own_parts[trained.slots] = trained.own
                 if int(trained.slots[0]) // lane.width > place:  # the first clients of the next
-                    found += self._whole(tally, total, lane)
-                    total.zero_()
+                    self._whole(tally, total, lane, found)
                     place = int(trained.slots[0]) // lane.width
                 for block in trained.apart() if apart else (trained,):
                     self._send(tally, lane, block, total)
@@ -311,7 +309,7 @@ class ClientActor(Process):
         self._beside(tally, lane, slots)
         for some in slots[:, None] if apart else [slots]:
             self._know(tally, lane, some)
-        return found + self._whole(tally, total, lane)
+        self._whole(tally, total, lane, found)
 
     def _beside(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
         """Has the clients at these slots train what they have of their own beside the model, but
@@ -329,16 +327,16 @@ class ClientActor(Process):
             own[slot] = self.own_parts[slot]
         self.own_parts = own
 
-    def _whole(self, tally: Tally, total: torch.Tensor, lane: Lane) -> torch.Tensor:
-        """A lane's sum, put on the grid where it is whole."""
-        if lane.slot is not None:
-            return total
-        if self.device.type == "cpu":
-            snap(total.numpy(), tally.work.grid)
-            return total
-        total, largest = snapped(total, tally.work.grid)
-        tally.largest.append(largest)
-        return total
+    def _whole(self, tally: Tally, total: torch.Tensor, lane: Lane, found: torch.Tensor) -> None:
+        """Adds a lane's sum, put on the grid where it is whole, to `found`; it is 0 then."""
+        if lane.slot is None and self.device.type == "cpu":
+            add_snapped(total.numpy(), tally.work.grid, found.numpy())
+            return
+        if lane.slot is None:
+            total, largest = snapped(total, tally.work.grid)
+            tally.largest.append(largest)
+        found += total
+        total.zero_()
 
     def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
         """Adds what a block's clients send to `total`, float64 [d]: half of them after the others
@@ -370,13 +368,14 @@ class ClientActor(Process):
         slots = block.slots
         lengths = native.norms(block.updates) if block.norms is None else block.norms
         norms = lengths.copy()
-        for place in (~np.isfinite(norms)).nonzero()[0]:
+        finite = np.isfinite(norms)
+        for place in () if finite.all() else (~finite).nonzero()[0]:
             self._fault(tally, lane, int(slots[place]), float(norms[place]))
             alone = slice(place, place + 1)
             block.updates[place] = self._idle(tally, lane, slots[alone])
             lengths[alone] = native.norms(block.updates[alone])
             norms[place] = math.nan
-        factors = self._factors(tally, lane, slots, torch.from_numpy(lengths)).numpy()
+        factors = self._factors(tally, lane, slots, lengths).numpy()
         self.known[:, slots] = norms, factors, block.losses
         noise = self._noise(tally, lane, slots)
         native.add(total.numpy(), block.updates.numpy(), factors * lane.weights[slots], noise)
@@ -406,7 +405,7 @@ class ClientActor(Process):
         bounding = self.experiment.bounding
         view = self._view(tally, lane, "bounding", slots)
         vectors, norms, lengths = self._sent(tally, lane, block, view)
-        factors = self._factors(tally, lane, slots, lengths)
+        factors = self._factors(tally, lane, slots, lengths.numpy())
         scale = factors * torch.from_numpy(lane.weights[slots])
         unbounded = vectors.clone() if bounding.remembers else vectors
         vectors *= device.sent(scale, self.device)[:, None]
@@ -519,13 +518,14 @@ class ClientActor(Process):
         return torch.from_numpy(self._rows(*updates.shape)[1:]).copy_(updates)
 
     def _factors(
-        self, tally: Tally, lane: Lane, slots: np.ndarray, lengths: torch.Tensor
+        self, tally: Tally, lane: Lane, slots: np.ndarray, lengths: np.ndarray
     ) -> torch.Tensor:
         """What bounding multiplies vectors of these norms by, float64 [k]. Raises `RunError` where
         that leaves more than the bound.
         """
         work = tally.work
         bounding = self.experiment.bounding
+        bound = math.inf if work.bound is None else work.bound
         key = {
             "t": work.t,
             "client": int(lane.clients[slots[0]]),
@@ -533,12 +533,10 @@ class ClientActor(Process):
         }
         with self.keyed(work.seed, **key, step=2):
             # a copy, as the norms that what is left is checked by may not be changed
-            factors = bounding.factors(
-                lengths.clone(), math.inf if work.bound is None else work.bound
-            )
+            factors = bounding.factors(torch.from_numpy(lengths.copy()), bound)
         _check_shape(f"bounding.kind {bounding.kind} gives factors", factors, lengths.shape)
         if work.bound is not None:
-            left = (factors * lengths).numpy()
+            left = factors.numpy() * lengths
             fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))
             if not fits.all():
                 place = int(np.argmin(fits))
@@ -727,11 +725,13 @@ class ClientActor(Process):
             width=lane.width,
             starts=starts,
         )
+        done = 0
+        idle = bool((sizes[present] == 0).any())
         for each in trained:
             block = self.personal.parted(each, starts)
-            following = present[np.searchsorted(present, block.slots[-1]) + 1 :]
-            self.progress.at(members[following[0]] if len(following) else -1)
-            for place in (sizes[block.slots] == 0).nonzero()[0].tolist():
+            done += len(block.slots)
+            self.progress.at(members[present[done]] if done < len(present) else -1)
+            for place in (sizes[block.slots] == 0).nonzero()[0].tolist() if idle else ():
                 block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
             device.synchronise(self.device)  # what goes wrong there is raised here
             yield block

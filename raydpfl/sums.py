@@ -21,6 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from raydpfl import native
 from raydpfl.errors import RunError
 from raydpfl.rounds import LaneResult
 
@@ -62,6 +63,25 @@ def snap(total: np.ndarray, step: float) -> np.ndarray:
     np.rint(total, out=total)
     total *= step
     return total
+
+
+def add_snapped(total: np.ndarray, step: float, found: np.ndarray) -> None:
+    """Adds a lane's sum, rounded to multiples of the grid, to `found`, and leaves zeros in it.
+
+    Args:
+        total: float64 [d], contiguous.
+        step: the grid, as `grid` gives it.
+        found: float64 [d], contiguous, changed in place.
+
+    Raises:
+        RunError: as `snap`.
+    """
+    fits = native.snap(total, step, found)
+    if fits is None:
+        found += snap(total, step)
+        total.fill(0)
+    elif not fits:
+        check_range(math.inf, step)
 
 
 def snapped(total: torch.Tensor, step: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from conftest import experiment, form
 from torch import nn
 
-from raydpfl import compiling, hardware, models, native
+from raydpfl import compiling, hardware, models, native, sums
 from raydpfl.client import ClientActor
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, clients_normals, stream, words
 from raydpfl.local import Sgd, Trainer, resolve
 from raydpfl.local.filters import Filters, Window
@@ -116,6 +116,28 @@ def test_norms_have_the_bits_of_the_reference_and_are_norms(d, dtype, monkeypatc
             assert norm == pytest.approx(math.sqrt(math.fsum(row * row)), rel=1e-14)
         else:
             assert not np.isfinite(norm)
+
+
+@needs
+@pytest.mark.parametrize("d", LENGTHS)
+@pytest.mark.parametrize("step", [2.0**-47, 2.0**-60])
+def test_sums_of_lanes_are_put_on_the_grid_as_numpy_rounds_them(d, step, monkeypatch):
+    generator = np.random.default_rng(d)
+    numbers = np.rint(generator.uniform(-(2.0**52), 2.0**52, d)) * 0.5 ** generator.integers(52)
+    total = numbers * step * 0.5 ** generator.integers(0, 3, d)  # a few just between two multiples
+    total[d // 2] = -(2.0**52) * step
+    start = generator.standard_normal(d)
+    expected = start + sums.snap(total.copy(), step)
+    for _ in range(2):
+        left = total.copy()
+        found = start.copy()
+        sums.add_snapped(left, step, found)
+        assert found.tobytes() == expected.tobytes() and not left.any()
+        for wrong in (np.nan, -np.inf, total[d // 2] * (1 + 1e-9)):
+            left[d - 1] = wrong
+            with pytest.raises(RunError, match="diverged"):
+                sums.add_snapped(left, step, found)
+        monkeypatch.setattr(native, "library", lambda: None)
 
 
 @needs

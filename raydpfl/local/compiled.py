@@ -33,6 +33,8 @@ from raydpfl.local.way import Block, LaneData, StepNoise, Way
 from raydpfl.tasks import Task
 
 LANES = 16  # numbers of a vector
+# numbers of updates in a block: it costs Python as much as some 3,000 of them cost the sum
+BLOCK = 1 << 19
 MOST = 64  # layers
 
 
@@ -92,7 +94,7 @@ class Compiled(Way):
         job, kept = self._job(parameters, lane, linear, columns, np.array(answers, np.float32))
         d = parameters.numel()
         _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
-        blocks = [slots for _, slots in lane.blocks(d)]
+        blocks = [slots for _, slots in lane.blocks(d, BLOCK)]
         yield from _trained(job, blocks, [*arrays, clipped], d)
         del kept
 
@@ -161,10 +163,14 @@ def _trained(
                 places[ends[each] - some : ends[each]] = first + 4 * d * np.arange(some)
             bounds = map(ctypes.c_int64, (ends[k], ends[k + len(room) - 1]))
             compiled.raydpfl_train(ctypes.c_void_p(begun), *bounds)
+            if ends[k] == count:  # the threads are free to add up the last block
+                compiled.raydpfl_end(ctypes.c_void_p(begun))
+                begun = None
             here = slice(ends[k] - len(slots), ends[k])
             yield Block(slots, room.popleft(), losses[here], norms=norms[here])
     finally:
-        compiled.raydpfl_end(ctypes.c_void_p(begun))
+        if begun is not None:
+            compiled.raydpfl_end(ctypes.c_void_p(begun))
 
 
 def unfit(layers: tuple[Layer, ...]) -> str | None:

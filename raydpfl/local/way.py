@@ -67,9 +67,11 @@ class Block:
         yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
 
 
-def spans(first: int, end: int, d: int) -> Iterator[slice]:
-    """The slots from `first` to `end` in parts whose updates, of `d` numbers, are a block."""
-    together = max(1, BLOCK // d)
+def spans(first: int, end: int, d: int, most: int = BLOCK) -> Iterator[slice]:
+    """The slots from `first` to `end` in parts whose updates, of `d` numbers, are a block, of
+    `most` numbers unless one client has more.
+    """
+    together = max(1, most // d)
     for start in range(first, end, together):
         yield slice(start, min(start + together, end))
 
@@ -183,14 +185,14 @@ class LaneData:
         width = self.width or len(self.sizes)
         return [slice(first, first + width) for first in range(0, len(self.sizes), width)]
 
-    def blocks(self, d: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """For each block of updates of `d` numbers: the slots that it spans, and those of them to
-        train, int64 [k], at least one. All of them are of one lane.
+    def blocks(self, d: int, most: int = BLOCK) -> Iterator[tuple[slice, np.ndarray]]:
+        """For each block of updates of `d` numbers, `most` together: the slots that it spans, and
+        those of them to train, int64 [k], at least one. All of them are of one lane.
         """
         wanted = np.asarray(self.slots, dtype=np.int64)
         numbers = d if self.y.device.type == "cpu" else 1  # a GPU takes the lane as one
         for lane in self.lanes:
-            for span in spans(lane.start, lane.stop, numbers):
+            for span in spans(lane.start, lane.stop, numbers, most):
                 given = wanted[(wanted >= span.start) & (wanted < span.stop)]
                 if len(given):
                     yield span, given

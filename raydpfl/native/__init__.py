@@ -158,6 +158,25 @@ def add(
     compiled.raydpfl_add(*_sizes(rows), *places)
 
 
+def snap(total: np.ndarray, step: float, found: np.ndarray) -> bool | None:
+    """Adds `total`, rounded to multiples of `step`, to `found`, and leaves zeros in it.
+
+    Args:
+        total: float64 [d].
+        step: a power of two.
+        found: float64 [d], changed in place.
+
+    Returns:
+        Whether no number of `total` exceeds 2^52 steps in size: else both are any. None where
+        nothing is compiled, and nothing is done.
+    """
+    compiled = library()
+    if compiled is None:
+        return None
+    size = ctypes.c_int64(len(total))
+    return bool(compiled.raydpfl_snap(size, ctypes.c_double(step), _at(total), _at(found)))
+
+
 def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
     """Writes keyed normals (`raydpfl.keys.normals`) to `out`; False where nothing is compiled.
 

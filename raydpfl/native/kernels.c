@@ -204,6 +204,7 @@ typedef struct {
 #define NUMBERS (WIDE / 2) /* doubles of the processor's vector */
 
 typedef double doubles __attribute__((vector_size(4 * WIDE)));
+typedef int64_t longs __attribute__((vector_size(4 * WIDE)));
 typedef double doubles_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
 typedef float floats_anywhere __attribute__((vector_size(2 * WIDE), aligned(4), may_alias));
 
@@ -1435,25 +1436,35 @@ void raydpfl_norms64(int64_t k, int64_t d, const double *rows, double *norms) {
 
 enum { COLUMNS = 2048, PIECE = 8 * COLUMNS };
 
+/* total [count] += factor row (+ noise, unless it is NULL), each product and each sum rounded. */
+INLINE void add_row(int64_t count, const float *row, double factor, const double *noise,
+                    double *total) {
+    int64_t j = 0;
+    for (; j + NUMBERS <= count; j += NUMBERS) {
+        const floats_anywhere *at = (const floats_anywhere *)(row + j);
+        doubles sent = factor * __builtin_convertvector(*at, doubles);
+        if (noise) sent += *(const doubles_anywhere *)(noise + j);
+        *(doubles_anywhere *)(total + j) += sent;
+    }
+    for (; j < count; j++) {
+        double sent = factor * row[j];
+        if (noise) sent += noise[j];
+        total[j] += sent;
+    }
+}
+
 static void add_piece(void *what, int64_t place, int64_t thread) {
     const Rows *r = what;
-    double *total = r->found;
     int64_t last = (place + 1) * PIECE < r->d ? (place + 1) * PIECE : r->d;
     for (int64_t from = place * PIECE; from < last; from += COLUMNS) {
-        int64_t end = from + COLUMNS < last ? from + COLUMNS : last;
+        int64_t count = from + COLUMNS < last ? COLUMNS : last - from;
+        double *total = r->found + from;
         for (int64_t i = 0; i < r->k; i++) {
-            const float *row = (const float *)r->rows + i * r->d;
-            double factor = r->factors[i];
+            const float *row = (const float *)r->rows + i * r->d + from;
             if (r->noise)
-                for (int64_t j = from; j < end; j++) {
-                    double sent = factor * row[j] + r->noise[i * r->d + j];
-                    total[j] += sent;
-                }
+                add_row(count, row, r->factors[i], r->noise + i * r->d + from, total);
             else
-                for (int64_t j = from; j < end; j++) {
-                    double sent = factor * row[j];
-                    total[j] += sent;
-                }
+                add_row(count, row, r->factors[i], NULL, total);
         }
     }
 }
@@ -1464,6 +1475,36 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
                  const double *noise, double *total) {
     Rows r = {k, d, rows, factors, noise, total};
     share((d + PIECE - 1) / PIECE, add_piece, &r);
+}
+
+/* Rounds numbers of at most `limit` in size, of which 2^52 steps is the largest, to multiples of
+`step`, a power of two, to even halfway; whether all of them are as small. */
+INLINE doubles rounded(doubles number, double step, double limit, longs *fit) {
+    const longs sign = (longs){} + INT64_MIN;
+    doubles size = (doubles)((longs)number & ~sign);
+    *fit &= size <= limit;
+    doubles whole = (size * (1 / step) + 0x1p52) - 0x1p52;
+    return (doubles)((longs)(whole * step) | ((longs)number & sign));
+}
+
+/* found [d] += total [d], rounded to multiples of `step`; then total is 0. Whether no number of it
+exceeds 2^52 steps in size: else both are any. */
+int raydpfl_snap(int64_t d, double step, double *total, double *found) {
+    const double limit = step * 0x1p52;
+    longs fit = ~(longs){};
+    int64_t j = 0;
+    for (; j + NUMBERS <= d; j += NUMBERS) {
+        doubles_anywhere *at = (doubles_anywhere *)(total + j);
+        *(doubles_anywhere *)(found + j) += rounded(*at, step, limit, &fit);
+        *at = (doubles){};
+    }
+    for (; j < d; j++) {
+        found[j] += rounded((doubles){total[j]}, step, limit, &fit)[0];
+        total[j] = 0;
+    }
+    int all = 1;
+    for (int i = 0; i < NUMBERS; i++) all &= fit[i] != 0;
+    return all;
 }
 
 /* --- keyed words --- */
