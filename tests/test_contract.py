@@ -16,7 +16,7 @@ from torch import nn
 from raydpfl.bounding import FAMILY as BOUNDINGS
 from raydpfl.bounding import Clip, Query
 from raydpfl.check import check, members_of, render, resolved
-from raydpfl.data import Data, Split, prepare
+from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Local
@@ -328,6 +328,14 @@ class Shifted(Rows):
         return replace(found, rows=rows)
 
 
+class Remade(Rows):
+    """The rows that it makes of one client are another draw's."""
+
+    def maker(self, seed: int) -> Maker:
+        other = self.split(seed + 1, None)
+        return lambda client, count: iter([other.rows(client, client + 1)])
+
+
 class Wide(Rows):
     """Numbers in float64."""
 
@@ -372,6 +380,7 @@ LIARS = {
     Drawing: "same rows twice",
     Beyond: "values",
     Shifted: "any clients",
+    Remade: "made",
     Wide: "types",
 }
 

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import threading
 
 import numpy as np
@@ -20,6 +21,7 @@ from raydpfl import data, native
 from raydpfl.data import Room, Shards, prepare, shards, sources
 from raydpfl.errors import ConfigError
 from raydpfl.plan import Plan
+from raydpfl.runner import run as carried_out
 
 
 @pytest.fixture(autouse=True)
@@ -491,6 +493,64 @@ def test_streamed_synthetic_data_are_those_of_each_client_alone():
         np.array_equal(a, b)
         for a, b in zip(more.rows(7, 8), synthetic().split(9, None).rows(7, 8), strict=True)
     )
+
+
+@pytest.fixture
+def unwritten(monkeypatch):
+    """Rows that can be made are not written, however few."""
+    monkeypatch.setattr(shards, "MADE", 0)
+    monkeypatch.setattr(sources.synthetic, "PIECE", 60 * 7)
+
+
+@pytest.mark.parametrize("iid", [False, True])
+def test_rows_that_are_made_are_those_that_would_be_written(iid, cache, request):
+    described = synthetic(sizes={"kind": "power-law"}, iid=iid)
+    written = Shards.open(prepare(described, seed=9, cache=cache / "written"))
+    request.getfixturevalue("unwritten")
+    made = Shards.open(prepare(described, seed=9, cache=cache / "made"))
+    assert not (made.folder / "train.arrow").exists()
+    assert np.array_equal(made.sizes, written.sizes)
+    most = int(made.sizes.max())
+    clients = [*range(40), -1, 3]
+    picked = [np.arange(int(size))[::2] for size in made.sizes] + [None, np.array([0])]
+    for opened in (made, pickle.loads(pickle.dumps(made))):
+        for chosen in (None, picked):
+            found = opened.lane(clients, most, chosen, Room())
+            wanted = written.lane(clients, most, chosen)
+            assert all(map(np.array_equal, found, wanted))
+    for x, y in zip(made.test(64), written.test(64), strict=True):
+        assert all(map(np.array_equal, x, y))
+    assert np.array_equal(made.class_counts(), written.class_counts())
+    assert made.describe().items() <= written.describe().items()
+
+
+def test_a_run_on_rows_that_are_made_is_that_on_rows_that_are_written(
+    tmp_path, monkeypatch, request
+):
+    given = {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 50}
+    e = experiment(data=given, model={"kind": "softmax"}, client={"actors": 0})
+    written = carried_out(e, tmp_path / "written").summary["model_sha256"]
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "other"))
+    request.getfixturevalue("unwritten")
+    assert carried_out(e, tmp_path / "made").summary["model_sha256"] == written
+
+
+def test_rows_are_written_where_some_are_held_out_or_their_source_reads_them(unwritten):
+    apart = prepare(synthetic(), seed=1, validation=0.2)
+    assert (apart / "train.arrow").exists()
+    assert (prepare(mini(), seed=1) / "train.arrow").exists()
+
+
+def test_data_that_no_disk_holds_are_made(monkeypatch):
+    free = shutil.disk_usage("/")._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    clients = 200_000
+    described = synthetic(clients=clients, samples=400, test_samples=100)
+    opened = Shards.open(prepare(described, seed=2))
+    found = opened.lane([clients - 1], 400)
+    assert all(map(np.array_equal, found, slow_lane(described, 2, [clients - 1], 400)))
+    with pytest.raises(ConfigError, match="GB free"):
+        prepare(described, seed=2, validation=0.5)
 
 
 def test_the_test_samples_of_synthetic_data_are_few_however_many_the_clients():

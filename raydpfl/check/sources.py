@@ -111,6 +111,25 @@ def any_clients(case: Case) -> str:
     return f"{len(asked)} ranges"
 
 
+def made(case: Case) -> str:
+    """The rows that it makes of one client alone are those that the client has among all."""
+    rows_of = _source(case).maker(SEED)
+    if rows_of is None:
+        return "its rows are written to files"
+    split = _split(case)
+    clients = range(min(len(split.sizes), MOST))
+    for client in clients:
+        x, y = _rows(split, client, client + 1)
+        at = 0
+        for some_x, some_y in rows_of(client, len(y)):
+            own = slice(at, at + len(some_y))
+            same = np.array_equal(some_x, x[own]) and np.array_equal(some_y, y[own])
+            hold(same, f"client {client} is made other rows")
+            at = own.stop
+        hold(at == len(y), f"client {client} is made {at} rows of {len(y)}")
+    return f"{len(clients)} clients"
+
+
 def prepared(case: Case) -> str:
     """What clients train on, from the files that are made of it, is what it gave."""
     split = _split(case)
@@ -148,6 +167,7 @@ PROMISES: tuple[Look, ...] = (
     values,
     same_rows_twice,
     any_clients,
+    made,
     prepared,
     held_out,
     rounds.runs,

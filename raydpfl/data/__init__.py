@@ -29,14 +29,14 @@ from raydpfl.data.partitions import Partition
 from raydpfl.data.shards import Room, Shards, prepare
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
-from raydpfl.data.sources import FAMILY, Data, Dealt, Samples, Split
+from raydpfl.data.sources import FAMILY, Data, Dealt, Maker, Samples, Split
 from raydpfl.errors import ConfigError
 from raydpfl.files import data_root
 from raydpfl.member import choose, own_class
 
 __all__ = [
-    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Partition", "Room", "Samples",
-    "Shards", "Sizes", "Split", "Understood", "catalogue", "dealt", "describe", "fetch",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Maker", "Partition", "Room",
+    "Samples", "Shards", "Sizes", "Split", "Understood", "catalogue", "dealt", "describe", "fetch",
     "parse", "prepare", "understood",
 ]  # fmt: skip
 

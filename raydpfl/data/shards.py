@@ -23,7 +23,9 @@ code of the user's own members, share of rows held out), wherever the files are,
 - `held.arrow`: how many rows of each client are held out and scored, where any are.
 - `validation.arrow`, as `train.arrow`, where rows are held out of training (`data.heldout`).
 - `data.json`: shape, classes (0: numbers), unseen, mean and std, and how it was dealt; where they
-  are not 0 or empty, tokens, targets (the shape of a sample's) and names.
+  are not 0 or empty, tokens, targets (the shape of a sample's) and names; and the seed, where there
+  is no `train.arrow`: rows that would take more than `MADE` bytes are made by their source whenever
+  they are read, if it can (`Data.maker`).
 - `digests.json`: size and digest of each; what does not agree with them is prepared again.
 
 It is written beside its place under another name and renamed, so a half-written one is never used,
@@ -60,10 +62,10 @@ import pyarrow as pa
 from raydpfl import native
 from raydpfl.arrow import numbers, packed
 from raydpfl.data.heldout import HeldOut, held_out, per_client
-from raydpfl.data.sources import Data, Split
+from raydpfl.data.sources import FAMILY, Data, Split
 from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.files import STILL, cache_root
-from raydpfl.member import own_code
+from raydpfl.member import choose, own_code
 from raydpfl.storage.cache import put, whole
 from raydpfl.tasks import Form, Target, Task
 
@@ -82,6 +84,7 @@ TARGETS = 1 << 25  # bytes of targets that a process holds beside the map
 # who is asked for prepared data by a process whose node may not have the files that they are of
 ELSEWHERE: ContextVar[Callable[[Data, int, Any], Path] | None] = ContextVar("asked", default=None)
 BATCH_BYTES = 8 << 20  # of x in a batch of train.arrow, unless a single client has more
+MADE = 8 << 30  # bytes of rows above which those are not written that can be made (`Data.maker`)
 
 
 def prepare(
@@ -118,7 +121,7 @@ def prepare(
     split, apart = _divided(data, seed, root, validation)
 
     def fill(scratch: Path) -> None:
-        _write(split, apart, described["data"], scratch)
+        _write(split, apart, described["data"], _making(data, split, apart, seed), scratch)
         if _described(data, seed, root, validation) != described:
             raise ConfigError("data.kind", data.kind, STILL)
 
@@ -230,11 +233,23 @@ def _described(
     return found | ({"validation": validation, "held": "by client"} if validation else {})
 
 
-def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> None:
+def _making(data: Data, split: Split, apart: HeldOut | None, seed: int) -> dict[str, Any]:
+    """The seed by which rows are made whenever they are read; empty: they are written."""
+    large = int(split.sizes.sum()) * _stored_bytes(split) > MADE
+    makes = large and apart is None and data.maker(seed) is not None
+    return {"made": seed} if makes else {}
+
+
+def _write(
+    split: Split, apart: HeldOut | None, config: dict, making: dict[str, Any], folder: Path
+) -> None:
     """Writes the files of a prepared folder but for its seal. Raises `ConfigError` for no room."""
-    _check_room(split, folder)
-    write = _write_shared if split.shared else _write_train
-    found = write(split, apart, folder)
+    if making:
+        found = _Counts.unknown()
+    else:
+        _check_room(split, folder)
+        write = _write_shared if split.shared else _write_train
+        found = write(split, apart, folder)
     sizes = apart.sizes if apart else split.sizes
     held = found.scored
     if apart is not None and apart.clients is not None:
@@ -258,7 +273,7 @@ def _write(split: Split, apart: HeldOut | None, config: dict, folder: Path) -> N
         "description": _description(split, sizes, found, test.num_rows),
     }
     more = {"tokens": split.tokens, "targets": list(split.targets), "names": list(split.names)}
-    about |= {name: value for name, value in more.items() if value}
+    about |= {name: value for name, value in more.items() if value} | making
     (folder / "data.json").write_text(json.dumps(about, indent=1))
 
 
@@ -277,7 +292,7 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
         description["distinct_samples"] = found.shared
     if found.scored.any():
         description["validation_samples"] = int(found.scored.sum())
-    if _counted(split):
+    if _counted(split) and len(found.held):
         has = sizes > 0
         commonest = (found.most[has] / sizes[has]).round(4)
         description["classes_per_client"] = _spread(found.held)
@@ -289,7 +304,7 @@ def _description(split: Split, sizes: np.ndarray, found: _Counts, tested: int) -
 
 def _check_room(split: Split, folder: Path) -> None:
     rows = int(split.sizes.sum())
-    width = _row_bytes(split) + 8 * math.prod(split.targets)
+    width = _stored_bytes(split)
     needed = rows * width
     if split.shared:
         needed = split.distinct() * width + rows * 8
@@ -297,6 +312,11 @@ def _check_room(split: Split, folder: Path) -> None:
     if needed > free:
         accepted = f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}"
         raise ConfigError("RAYDPFL_CACHE", str(folder.parent), accepted)
+
+
+def _stored_bytes(split: Split) -> int:
+    """What a row and its target take of a file."""
+    return _row_bytes(split) + 8 * math.prod(split.targets)
 
 
 def _row_bytes(split: Split) -> int:
@@ -320,6 +340,12 @@ class _Counts:
         classes = split.classes if _counted(split) else 0
         zeros = np.zeros_like(held)
         return cls(held, zeros, np.zeros(classes, np.int64), zeros.copy())
+
+    @classmethod
+    def unknown(cls) -> _Counts:
+        """Of rows that nobody has looked at."""
+        nothing = np.empty(0, np.int64)
+        return cls(nothing, nothing, nothing, nothing)
 
     def leave(self, out: np.ndarray) -> None:
         """Counts the clients alone that are not held out; `out`: bool [clients]."""
@@ -565,9 +591,8 @@ class Shards:
     be int64, it is float32 for numbers, and has an axis more for several targets.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, about: Mapping[str, Any]):
         self.folder = folder
-        about = json.loads((folder / "data.json").read_text())
         self.shape = tuple(about["shape"])
         self.classes = about["classes"]
         self.unseen = tuple(about["unseen"])
@@ -575,29 +600,33 @@ class Shards:
         several, names = (tuple(about.get(key, ())) for key in ("targets", "names"))
         self.target = Target(several, self.classes, names)
         self._description = about["description"]
-        self._train, self._clients, self._test = (
-            _Mapped(folder / f"{part}.arrow") for part in ("train", "clients", "test")
-        )
+        self._clients = _Mapped(folder / "clients.arrow")
+        self._test = _Mapped(folder / "test.arrow")
         ((self._first, self.sizes),) = self._clients.columns
         ((test_x, test_y),) = self._test.columns
         self._test_x = test_x.reshape(-1, *self.shape)
         self._test_y = test_y.reshape(-1, *self.target.shape)
         held_out = folder / "validation.arrow"
         self._validation = _Mapped(held_out) if held_out.exists() else None
-        rows = folder / "rows.arrow"
+        if self._validation:
+            self._validation.shape_targets(self.target.shape)
+        self._target_bytes = self._test_y.itemsize * math.prod(self.target.shape)
+        self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
+        self._normalise_by(about)
+        self._open_rows(about)
+        self.release()  # finding the batches touched pages all over the files
+
+    def _open_rows(self, about: Mapping[str, Any]) -> None:
+        """Opens what training rows come from."""
+        self._train = _Mapped(self.folder / "train.arrow")
+        self._train.shape_targets(self.target.shape)
+        rows = self.folder / "rows.arrow"
         self._rows = _Mapped(rows) if rows.exists() else None
-        for file in (self._train, self._validation):
-            if file is not None:
-                file.shape_targets(self.target.shape)
         # first row of each batch
         self._starts = np.concatenate([[0], np.cumsum([len(y) for _, y in self._train.columns])])
         # where x and y of each batch are in the file, int64 [batches, 2]
         places = [(self._train.at(x), self._train.at(y)) for x, y in self._train.columns]
         self._places = np.array(places, np.int64)
-        self._target_bytes = self._test_y.itemsize * math.prod(self.target.shape)
-        self._row_bytes = test_x.itemsize * int(np.prod(self.shape))
-        self._normalise_by(about)
-        self.release()  # finding the batches touched pages all over the files
 
     def _normalise_by(self, about: Mapping[str, Any]) -> None:
         """Sets by what uint8 v becomes (v / 255 - mean) / std per channel: a product and a sum."""
@@ -642,10 +671,13 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path | str) -> Shards:
-        return cls(Path(folder))
+        """The prepared folder."""
+        folder = Path(folder)
+        about = json.loads((folder / "data.json").read_text())
+        return (Made if "made" in about else Shards)(folder, about)
 
     def __reduce__(self) -> tuple:
-        return Shards, (self.folder,)
+        return Shards.open, (self.folder,)
 
     def form(self, task: Task) -> Form:
         """What a sample is, for a task."""
@@ -724,7 +756,24 @@ class Shards:
         n = _counts(members, sizes, apart, rows)
         room = room or Room()
         x, y = self._arrays(room, len(members), rows)
-        wanted = self._wanted(members, rows, apart)
+        self._fill(x, y, members, sizes, apart, n, room)
+        for slot in np.flatnonzero(n < rows).tolist():
+            x[slot, n[slot] :] = 0
+            y[slot, n[slot] :] = 0
+        return x, y, n
+
+    def _fill(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        members: np.ndarray,
+        sizes: np.ndarray,
+        apart: Mapping[int, np.ndarray],
+        n: np.ndarray,
+        room: Room,
+    ) -> None:
+        """Puts what some clients give, `n` rows each, into x [C, rows, *shape] and y [C, rows]."""
+        wanted = self._wanted(members, x.shape[1], apart)
         if self._train.held and self._rows is None:
             self._from_map(x, members, wanted, room)
         else:
@@ -733,10 +782,6 @@ class Shards:
             self._read(1, y, members, sizes, apart)
         else:
             y[...] = np.take(self._targets, wanted, axis=0, mode="clip")
-        for slot in np.flatnonzero(n < rows).tolist():
-            x[slot, n[slot] :] = 0
-            y[slot, n[slot] :] = 0
-        return x, y, n
 
     def _arrays(self, room: Room, clients: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Memory for x and y of some clients."""
@@ -952,8 +997,8 @@ class Shards:
         """Gives the mapped pages back, so that this process holds no more memory than it works
         with.
         """
-        for file in (self._train, self._clients, self._test, self._validation, self._rows):
-            if file is not None:
+        for file in vars(self).values():
+            if isinstance(file, _Mapped):
                 file.release()
 
     def class_counts(self) -> np.ndarray:
@@ -977,6 +1022,44 @@ class Shards:
         model can reach is known.
         """
         return dict(self._description)
+
+
+class Made(Shards):
+    """A prepared folder without training rows, which their source makes whenever they are read."""
+
+    def _open_rows(self, about: Mapping[str, Any]) -> None:
+        source = choose("data", about["config"], FAMILY, Data)
+        maker = source.maker(about["made"])
+        assert maker is not None  # by which it was prepared
+        self._rows_of = maker
+
+    def _fill(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        members: np.ndarray,
+        sizes: np.ndarray,
+        apart: Mapping[int, np.ndarray],
+        n: np.ndarray,
+        room: Room,
+    ) -> None:
+        pixels = self._test_x.dtype == np.uint8
+        stored = room.array("stored", x.shape, self._test_x.dtype) if pixels else x
+        for slot in np.flatnonzero(n).tolist():
+            size = int(sizes[slot])
+            wanted = apart.get(slot, np.arange(size))
+            at = 0
+            for some_x, some_y in self._rows_of(int(members[slot]), size):
+                own = slice(*np.searchsorted(wanted, (at, at + len(some_y))).tolist())
+                picked = wanted[own] - at
+                stored[slot, own] = some_x[picked]
+                y[slot, own] = some_y[picked]
+                at += len(some_y)
+        if pixels:
+            self._scale_lane(stored, x, n)
+
+    def prefetch(self, clients: np.ndarray, rows: int) -> None:
+        """Nothing is on its way."""
 
 
 def _counts(

@@ -16,10 +16,10 @@ are not the published ones.
 
 from __future__ import annotations
 
-from raydpfl.data.sources.base import Data, Dealt, Samples, Split
+from raydpfl.data.sources.base import Data, Dealt, Maker, Samples, Split
 from raydpfl.member import family
 
-__all__ = ["FAMILY", "Data", "Dealt", "Samples", "Split"]
+__all__ = ["FAMILY", "Data", "Dealt", "Maker", "Samples", "Split"]
 
 FIRST = (
     "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar10_jpeg",

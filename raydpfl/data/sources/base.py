@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,8 @@ SHARED = (
     "a sample that several clients hold: it is in the rows of each, and what is protected is the "
     "rows of one client"
 )
+
+Maker = Callable[[int, int], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,14 @@ class Data(Member):
         writes nothing.
         """
         raise NotImplementedError
+
+    def maker(self, seed: int) -> Maker | None:
+        """What makes the training rows of a client and of how many, as `Split.rows` gives them, in
+        pieces that are small enough to be held: by this config, the seed and the client alone.
+        None: they must be written. Data that would take much of a disk are made whenever a client
+        trains, where there is a maker.
+        """
+        return None
 
     def identity(self, root: Path | None) -> list:
         """The contents of the files that the samples depend on, in JSON types (see

@@ -21,6 +21,8 @@ samples, of a million 7 %. A client's samples depend on (seed, k) and on how man
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,12 +31,13 @@ from pydantic import Field, SerializeAsAny
 
 from raydpfl.data.apportion import apportion
 from raydpfl.data.sizes import PowerLaw, Sizes
-from raydpfl.data.sources.base import Sized, Split
+from raydpfl.data.sources.base import Maker, Sized, Split
 from raydpfl.keys import Purpose, stream
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
 # (of client 0).
 _TRAIN, _TEST, _SHARED = range(3)
+PIECE = 1 << 22  # numbers of a client's samples that are made at once
 
 
 class Synthetic(Sized):
@@ -63,16 +66,34 @@ class Synthetic(Sized):
         sizes = self.sizes.counts(
             self.clients * self.samples, self.clients, stream(seed, Purpose.PARTITION)
         )
-        shared = self._model(stream(seed, Purpose.DATA, step=_SHARED)) if self.iid else None
+        shared = self._shared(seed)
+
+        def joined(
+            clients: np.ndarray, counts: np.ndarray, step: int
+        ) -> tuple[np.ndarray, np.ndarray]:
+            """Samples of these clients, one after the other."""
+            x = np.empty((int(counts.sum()), self.features), np.float32)
+            y = np.empty(len(x), np.int64)
+            at = 0
+            for client, count in zip(clients.tolist(), counts.tolist(), strict=True):
+                for some_x, some_y in self._pieces(seed, shared, step, client, count):
+                    own = slice(at, at + len(some_y))
+                    x[own] = some_x
+                    y[own] = some_y
+                    at = own.stop
+            return x, y
 
         def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            return self._rows(seed, shared, np.arange(first, last), sizes[first:last], _TRAIN)
+            return joined(np.arange(first, last), sizes[first:last], _TRAIN)
 
         def test() -> tuple[np.ndarray, np.ndarray]:
             counts = apportion(self.test_samples, sizes)
-            return self._rows(seed, shared, np.flatnonzero(counts), counts[counts > 0], _TEST)
+            return joined(np.flatnonzero(counts), counts[counts > 0], _TEST)
 
         return Split(sizes, (self.features,), self.classes, rows, test)
+
+    def maker(self, seed: int) -> Maker:
+        return partial(self._pieces, seed, self._shared(seed), _TRAIN)
 
     def identity(self, root: Path | None) -> list:
         return [
@@ -87,38 +108,30 @@ class Synthetic(Sized):
             2 + (self.features + 1) * self.classes + self.features, np.float32
         )
 
-    def _rows(
-        self,
-        seed: int,
-        shared: np.ndarray | None,
-        clients: np.ndarray,
-        counts: np.ndarray,
-        step: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Samples of these clients, one after the other: x float32 [sum counts, features], y int64
-        [sum counts].
-        """
+    def _shared(self, seed: int) -> np.ndarray | None:
+        """The model of all clients in the iid form, as `_model` gives one."""
+        return self._model(stream(seed, Purpose.DATA, step=_SHARED)) if self.iid else None
+
+    def _pieces(
+        self, seed: int, shared: np.ndarray | None, step: int, client: int, count: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Samples of a client, some at a time: x float32 [rows, features], y int64 [rows]."""
         weights = self.features * self.classes
-        ends = np.cumsum(counts)
-        x = np.empty((int(counts.sum()), self.features), np.float32)
-        y = np.empty(int(counts.sum()), np.int64)
         scale = (np.arange(1, self.features + 1) ** -0.6).astype(np.float32)
         shift = np.sqrt(np.array([self.u, self.v], np.float32))
-        for client, end, count in zip(
-            clients.tolist(), ends.tolist(), counts.tolist(), strict=True
-        ):
-            generator = stream(seed, Purpose.DATA, client=client)
-            model = self._model(generator) if shared is None else shared
-            if step == _TEST:
-                generator = stream(seed, Purpose.DATA, client=client, step=_TEST)
-            own = x[end - count : end]
-            generator.standard_normal(out=own, dtype=np.float32)
-            own *= scale
-            linear = model[2 : -self.features]
+        generator = stream(seed, Purpose.DATA, client=client)
+        model = self._model(generator) if shared is None else shared
+        if step == _TEST:
+            generator = stream(seed, Purpose.DATA, client=client, step=_TEST)
+        linear = model[2 : -self.features]
+        if shared is None:
+            linear = linear + shift[0] * model[0]
+        most = max(1, PIECE // self.features)
+        for start in range(0, count, most):
+            x = np.empty((min(most, count - start), self.features), np.float32)
+            generator.standard_normal(out=x, dtype=np.float32)
+            x *= scale
             if shared is None:
-                own += model[-self.features :] + shift[1] * model[1]
-                linear = linear + shift[0] * model[0]
-            y[end - count : end] = (
-                own @ linear[:weights].reshape(self.features, self.classes) + linear[weights:]
-            ).argmax(1)
-        return x, y
+                x += model[-self.features :] + shift[1] * model[1]
+            scores = x @ linear[:weights].reshape(self.features, self.classes) + linear[weights:]
+            yield x, scores.argmax(1)
