@@ -14,11 +14,12 @@ import os
 import pickle
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 import psutil
 import ray
 from ray.exceptions import (
+    GetTimeoutError,
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
@@ -44,7 +46,7 @@ from raydpfl.origin import differences
 from raydpfl.process import Started
 from raydpfl.remote import ClientActor
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
-from raydpfl.shared import AVAILABLE, Gone, Inbox, Outbox, Put
+from raydpfl.shared import Door, Gone, Outbox, Put, opened
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # actors that one share of a round may cost before the run gives up
@@ -60,10 +62,11 @@ SMALL = 1 << 16  # bytes; Ray sends an argument of up to 100 kB with the call
 PIECE = 0.25  # seconds of a piece of a round, of which an actor may take several
 PIECES = 4
 IN_FLIGHT = 64  # calls at once when each client is its own actor
-# the actor is gone, or the node that kept what it had returned, or the memory that it put it in
-LOST = (RayActorError, OutOfMemoryError, ObjectLostError, Gone)
+# the actor is gone, or the node that kept what it had returned, or its door
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError, Gone, GetTimeoutError)
 # what belongs to one process, of the attributes of `Actors`
-OWN = ("_class", "_outbox", "_inboxes")
+OWN = ("_class", "_outbox", "_served")
+LOOKS = 0.002  # seconds between looks at calls of Ray's, while others are waited for
 
 
 class Patience:
@@ -140,7 +143,6 @@ class Actors:
         self._facts: dict[int, Started] = {}
         # call -> actor, of those that have been told and have not answered yet
         self._starting: dict[Any, int] = {}
-        self._near: set[int] = set()  # those that share memory with this process
         slots = int(ray.cluster_resources().get("CPU", 1))
         self._wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
         self._begin()
@@ -153,9 +155,10 @@ class Actors:
             num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
         )
         self._outbox = Outbox()
-        self._inboxes: defaultdict[int, Inbox] = defaultdict(Inbox)  # by actor
+        self._served: dict[int, _Served] = {}  # actors of this machine, once they were called
 
     def __getstate__(self) -> dict[str, Any]:
+        self._leave(*self._served)  # for whoever takes them over
         return {name: value for name, value in vars(self).items() if name not in OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -177,8 +180,7 @@ class Actors:
 
     def _tell(self, index: int) -> None:
         assert self._given is not None
-        seen = self._outbox.put(None)[0] if AVAILABLE else None
-        self._starting[self._actors[index].begin.remote(seen, *self._given)] = index
+        self._starting[self._actors[index].begin.remote(*self._given)] = index
 
     def _more(self) -> None:
         """Starts as many of the actors that are missing as may start at once."""
@@ -259,37 +261,63 @@ class Actors:
         costs: Sequence[float],
     ) -> Iterator[tuple[int, Any]]:
         """(index, result) of each of `calls` as they arrive, of its home or (None) of any actor."""
-        sent = _Sent(given, calls, self._outbox)
+        sent = _Sent(method, given, calls, self._outbox)
         waiting = deque(range(len(calls)))
-        flying: dict[Any, _Flight] = {}
         deaths: Counter[Any] = Counter()
         late: dict[int, list[str]] = {}  # by call, what the actors did that it was given up on
         patience = self._patience[method]
-        while waiting or flying:
-            while waiting and len(flying) < IN_FLIGHT:
-                index = waiting[0]
-                busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
-                actor = self._free(homes[index], busy)
-                if actor is None:
-                    break
-                waiting.popleft()
-                seconds = patience.seconds(costs[index], len(late.get(index, ())))
-                call = sent.to(getattr(self._actors[actor], method), index, actor in self._near)
-                flying[call] = _Flight.begun(index, actor, seconds)
-            done = self._wait(flying)
-            if done in flying:
-                flight = flying.pop(done)
-                result = self._taken(done, flight.actor, flight.index, deaths)
-                if result is None:
-                    waiting.appendleft(flight.index)
-                else:
-                    patience.took(time.monotonic() - flight.began, costs[flight.index])
-                    yield flight.index, result
-            elif done is not None:
-                self._started(done, deaths)
-            for call in [call for call, flight in flying.items() if time.monotonic() > flight.late]:
-                if self._given_up(flying[call], patience, late, method):
-                    waiting.appendleft(flying.pop(call).index)
+        with self._flights() as flying:
+            while waiting or flying:
+                while waiting and len(flying) < IN_FLIGHT:
+                    index = waiting[0]
+                    actor = self._free(homes[index], flying)
+                    if actor is None:
+                        break
+                    waiting.popleft()
+                    seconds = patience.seconds(costs[index], len(late.get(index, ())))
+                    call = sent.to(self._actors[actor], self._serving(actor), index)
+                    flying[call] = _Flight.begun(index, actor, seconds)
+                done = self._wait(flying)
+                if done in flying:
+                    flight = flying.pop(done)
+                    result = self._taken(done, flight.actor, flight.index, deaths)
+                    if result is None:
+                        waiting.appendleft(flight.index)
+                    else:
+                        patience.took(time.monotonic() - flight.began, costs[flight.index])
+                        yield flight.index, result
+                elif done is not None:
+                    self._started(done, deaths)
+                now = time.monotonic()
+                for call in [call for call, flight in flying.items() if now > flight.late]:
+                    if self._given_up(flying[call], patience, late, method):
+                        waiting.appendleft(flying.pop(call).index)
+
+    @contextmanager
+    def _flights(self) -> Iterator[dict[Any, _Flight]]:
+        """The calls under way, by what their answers are asked of; those left at its end are never
+        asked.
+        """
+        flying: dict[Any, _Flight] = {}
+        try:
+            yield flying
+        finally:
+            self._leave(*(flight.actor for flight in flying.values()))
+
+    def _serving(self, actor: int) -> _Served | None:
+        """What serves calls on an actor of this machine; None: it is elsewhere."""
+        address = self._facts[actor].address
+        if address and actor not in self._served:
+            with suppress(Gone):
+                self._served[actor] = _Served(self._actors[actor], opened(address))
+        return self._served.get(actor)
+
+    def _leave(self, *actors: int) -> None:
+        """Takes no more answers through the doors of these actors."""
+        for actor in actors:
+            served = self._served.pop(actor, None)
+            if served:
+                served.door.close()
 
     def _started(self, call: Any, deaths: Counter) -> None:
         """Takes up an actor that was started, and now answers."""
@@ -298,10 +326,6 @@ class Actors:
         if facts:
             self._check_alike(facts)
             self._facts[actor] = facts
-            with suppress(Gone):
-                if facts.put:
-                    self._inboxes[actor].take(facts.put)
-                    self._near.add(actor)
         self._more()
 
     def _check_alike(self, facts: Started) -> None:
@@ -322,18 +346,20 @@ class Actors:
         if flying:
             first = min(flight.late for flight in flying.values())
             timeout = max(0.0, first - time.monotonic()) + 0.01
-        done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
-        if not done and not flying:
+        near = [call for call in flying if isinstance(call, _Served)]
+        far = [call for call in flying if not isinstance(call, _Served)]
+        done = _first(near, [*far, *self._starting], timeout)
+        if done is None and not flying:
             raise RunError(
                 f"client actors died, and for {START_SECONDS:.0f} s no node has had room for "
                 "others in their place; go on with --resume"
             )
-        return done[0] if done else None
+        return done
 
     def _taken(self, call: Any, actor: int, of: Any, deaths: Counter) -> Any:
         """The result of a call that is done; None if its actor is dead, which is replaced then."""
         try:
-            return self._whole(ray.get(call), actor)
+            return call.answer() if isinstance(call, _Served) else ray.get(call)
         except LOST as error:
             deaths[of] += 1
             if deaths[of] > DEATHS:
@@ -341,6 +367,7 @@ class Actors:
             self._replace(actor)
             return None
         except RayTaskError as error:
+            self._leave(actor)
             reason = _reason(error)
             if not isinstance(reason, DeviceLost):
                 raise reason from None
@@ -349,12 +376,6 @@ class Actors:
                 raise reason from None
             self._replace(actor)  # its process cannot use its GPU any more
             return None
-
-    def _whole(self, answer: Any, actor: int) -> Any:
-        """What an actor has answered, by whatever way. Raises `Gone`."""
-        if not isinstance(answer, bytes):
-            return answer
-        return self._inboxes[actor].take(pickle.loads(answer), copied=True)
 
     def _given_up(
         self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str
@@ -380,7 +401,8 @@ class Actors:
         self._replace(flight.actor)
         return True
 
-    def _free(self, home: int | None, busy: set[int]) -> int | None:
+    def _free(self, home: int | None, flying: dict[Any, _Flight]) -> int | None:
+        busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
         if home is not None:
             return home if home in self._actors and home not in busy else None
         return next((actor for actor in self._actors if actor not in busy), None)
@@ -388,8 +410,7 @@ class Actors:
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet
         ray.kill(self._actors[actor])  # a process that hangs on must not come back into the pool
-        self._near.discard(actor)
-        self._inboxes.pop(actor, None)
+        self._leave(actor)
         self._actors[actor] = self._class.remote()
         self._tell(actor)
 
@@ -415,26 +436,53 @@ class Actors:
             ray.kill(actor)
 
 
-class _Sent:
-    """Calls as they are sent, each of what all are given and of something of its own."""
+class _Served:
+    """An actor of this machine, which takes calls through a door while one call of Ray's lasts, and
+    then that says why.
+    """
 
-    def __init__(self, given: Any, calls: Sequence[tuple], outbox: Outbox):
+    ENDS = 10.0  # seconds in which Ray says it
+
+    def __init__(self, actor: Any, door: Door):
+        self.door = door
+        self._ended = actor.serve.remote()
+
+    def answer(self) -> Any:
+        """The answer to the last call. Raises what that has raised, or what has become of the
+        actor.
+        """
+        try:
+            return self.door.take(copied=True)[0]
+        except Gone:
+            ray.get(self._ended, timeout=self.ENDS)
+            raise
+
+
+class _Sent:
+    """Calls of a method as they are sent, each of what all are given and of something of its
+    own.
+    """
+
+    def __init__(self, method: str, given: Any, calls: Sequence[tuple], outbox: Outbox):
+        self._method = method
         self._given = given
         self._calls = calls
         self._outbox = outbox
 
-    def to(self, method: Any, index: int, near: bool) -> Any:
-        """Makes a call, of a method of an actor that is `near` if it shares memory with this
-        process.
+    def to(self, actor: Any, served: _Served | None, index: int) -> Any:
+        """Makes a call on an actor, and by whatever serves it, if anything does; what its answer is
+        asked of.
         """
-        if not near:
-            return method.remote(self._reference, *self._calls[index])
+        if served is None:
+            return getattr(actor, self._method).remote(self._reference, *self._calls[index])
         given, *calls = self._puts
-        return method.remote(pickle.dumps((given, calls[index])))
+        with suppress(Gone):  # as its answer will say
+            served.door.send(given, calls[index])
+        return served
 
     @cached_property
     def _puts(self) -> list[Put]:
-        return self._outbox.put(self._given, *self._calls)
+        return self._outbox.put(self._given, *((self._method, *call) for call in self._calls))
 
     @cached_property
     def _reference(self) -> Any:
@@ -444,6 +492,26 @@ class _Sent:
         size = len(pickle.dumps(self._given))
         small = size <= SMALL and size * len(self._calls) <= 4 * SMALL
         return self._given if small else ray.put(self._given)
+
+
+def _first(near: list[_Served], far: list[Any], timeout: float) -> Any:
+    """The first that has an answer, of calls through doors and of Ray's; None after so many
+    seconds.
+    """
+    doors: dict[Any, _Served] = {call.door.fileno(): call for call in near}
+    until = time.monotonic() + timeout
+    left = timeout
+    while True:
+        ready = connection.wait(doors, 0.0 if far else left)
+        if ready:
+            return doors[ready[0]]
+        if far:
+            done, _ = ray.wait(far, num_returns=1, timeout=min(left, LOOKS) if near else left)
+            if done:
+                return done[0]
+        left = until - time.monotonic()
+        if left <= 0:
+            return None
 
 
 def _reason(error: RayTaskError) -> Exception:

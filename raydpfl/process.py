@@ -19,7 +19,6 @@ from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.keys import keyed_globals
 from raydpfl.local.stack import NoStack
-from raydpfl.shared import Put
 
 
 def peak_rss_mb() -> float:
@@ -38,8 +37,7 @@ class Started:
     # a file of that host, which holds the client in training, an int64; empty where there is none
     progress: str
     gpu: Mapping[str, str] = field(default_factory=dict)  # as `raydpfl.device.facts` says
-    # what it has put, where it shares memory with the process that started it
-    put: Put | None = None
+    address: str = ""  # of its door (`raydpfl.shared`), for processes of its machine; empty: none
 
 
 class Progress:

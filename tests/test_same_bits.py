@@ -567,9 +567,9 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
             return
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if process.pid not in killed and " ".join(process.cmdline()).startswith(
-                    "ray::ClientActor.train"
-                ):
+                serving = " ".join(process.cmdline()).startswith("ray::ClientActor.serve")
+                running = process.status() == psutil.STATUS_RUNNING
+                if process.pid not in killed and serving and running:
                     process.kill()
                     killed.append(process.pid)
                     break
