@@ -232,7 +232,7 @@ class ClientActor(Process):
         With noise of `noise_seed`, where the selection asks for any.
         """
         selection = self.experiment.selection
-        models.load(self.module, torch.tensor(model, device=self.device))
+        models.load(self.module, device.sent(torch.tensor(model), self.device))
         parts = []
         with device.blamed(self.device), torch.inference_mode():
             for client in clients:
@@ -259,7 +259,8 @@ class ClientActor(Process):
 
     def _tally(self, broadcast: Broadcast, work: Work) -> Tally:
         def here(array: np.ndarray) -> torch.Tensor:
-            return torch.tensor(array, device=self.device)  # a copy: what Ray hands out is its own
+            # a copy: what Ray hands out is its own
+            return device.sent(torch.tensor(array), self.device)
 
         told = {
             member: {name: here(array) for name, array in state.items()}
@@ -299,7 +300,7 @@ class ClientActor(Process):
         with self._drawing(tally, lane):
             for trained in self._trained(tally, lane):
                 if trained.own is not None:
-                    self.own_parts[trained.slots] = trained.own
+                    self.own_parts[self._index(trained.slots)] = trained.own
                 if int(trained.slots[0]) // lane.width > place:  # the first clients of the next
                     self._whole(tally, total, lane, found)
                     place = int(trained.slots[0]) // lane.width
@@ -321,11 +322,16 @@ class ClientActor(Process):
         own = self.personal.beside(tally.model, lane, members, work.t, work.seed)
         if own is None:
             return
-        for slot in slots[~own[slots].isfinite().all(1).cpu().numpy()].tolist():
+        finite = own[self._index(slots)].isfinite().all(1).cpu().numpy()
+        for slot in slots[~finite].tolist():
             detail = f"its personal model is not finite in round {work.t}; lower personal.lr"
             self._drop(tally, int(lane.clients[slot]), detail)
             own[slot] = self.own_parts[slot]
         self.own_parts = own
+
+    def _index(self, slots: np.ndarray) -> torch.Tensor:
+        """See `device.index`."""
+        return device.index(slots, self.device)
 
     def _whole(self, tally: Tally, total: torch.Tensor, lane: Lane, found: torch.Tensor) -> None:
         """Adds a lane's sum, put on the grid where it is whole, to `found`; it is 0 then."""
@@ -431,8 +437,9 @@ class ClientActor(Process):
         norms, factors, losses = self.known[:, slots]
         if self.personal.own:
             failed = slots[np.isnan(norms)]
-            self.own_parts[failed] = self.personal.had(lane, failed)
-            tally.keep(OWN, self.own_parts[slots], (len(slots), self.personal.own))
+            self.own_parts[self._index(failed)] = self.personal.had(lane, failed)
+            kept = self.own_parts[self._index(slots)]
+            tally.keep(OWN, kept, (len(slots), self.personal.own))
         samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
         tally.add(
             {
@@ -550,12 +557,12 @@ class ClientActor(Process):
         """What the clients at these slots know of the round, for the hooks of a member."""
 
         def remembered() -> torch.Tensor:
-            own = torch.zeros(len(slots), tally.d, device=self.device)
+            own = torch.zeros(len(slots), tally.d)
             stored = lane.memory.get(member, {})
             for place, slot in enumerate(slots.tolist()):
                 if slot in stored:
-                    own[place] = torch.tensor(stored[slot], device=self.device)
-            return own
+                    own[place] = torch.tensor(stored[slot])
+            return device.sent(own, self.device)
 
         told = tally.told.get(member, {})
         return View(tally.work.t, tally.lr, tally.work.bound, tally.model, told, remembered)
@@ -589,7 +596,7 @@ class ClientActor(Process):
         if tally.again is None or tally.again[0] is not lane:
             tally.again = lane, *self._repeated(tally, lane, times)
         _, sums, squares = tally.again
-        return sums[slots], squares[slots]
+        return sums[self._index(slots)], squares[slots]
 
     def _repeated(self, tally: Tally, lane: Lane, times: int) -> tuple[torch.Tensor, np.ndarray]:
         width = len(lane.clients)
@@ -601,7 +608,7 @@ class ClientActor(Process):
                 for block in self._train(tally, again, lane.members):
                     view = self._view(tally, lane, "bounding", block.slots)
                     sent = self.experiment.bounding.send(block.updates.double(), view)
-                    sums[block.slots] += sent
+                    sums[self._index(block.slots)] += sent
                     squares[block.slots] += (sent * sent).sum(1).cpu().numpy()
             except RAISED as error:
                 # some client's, which is found and named when the lane is trained

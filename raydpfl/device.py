@@ -27,10 +27,20 @@ from raydpfl.errors import ConfigError, DeviceError, DeviceLost
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS gives the same bits every time
 CPU = torch.device("cpu")
+# torch's words where cuDNN has no algorithm left: it goes on to the next where one fails, for want
+# of memory too, and takes none that adds by atomics
+ENGINE = "unable to find an engine"
 # in the message of an error other than torch.OutOfMemoryError
-FULL = ("ALLOC_FAILED", "CUDA out of memory", "CUDA error: out of memory")
+FULL = (
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    ENGINE,
+)
 SHOWN = 200  # characters of an error
 SMALL = 16_000_000_000  # bytes of memory, of a GPU that is not seen
+PINNED = 1 << 28  # bytes of a copy at most that goes through pinned memory
 GROUP = 1 << 22  # numbers of the vectors whose norms are taken at once
 # by `allow_tf32`, in every torch
 LEGACY: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
@@ -76,7 +86,15 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     cudnn.deterministic = True
     cudnn.benchmark = False
     _float32(tf32)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, num_gpus))
+    _bound_memory(min(1.0, num_gpus))
+
+
+def _bound_memory(share: float) -> None:
+    """Has this process take at most this share of the device's memory."""
+    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
+    given = known() if known else 1.0
+    _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(given))
+    torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _workspace() -> None:
@@ -156,7 +174,7 @@ def facts(num_gpus: float) -> dict[str, str]:
     if num_gpus <= 0 or not torch.cuda.is_available():
         return {}
     _workspace()
-    found = torch.cuda.get_device_properties(0)
+    found = _properties()
     parts = [found.name, f"compute {found.major}.{found.minor}"]
     parts.append(f"{found.multi_processor_count} multiprocessors")
     known = {"device": ", ".join(parts), "cuda": str(torch.version.cuda)}
@@ -164,8 +182,13 @@ def facts(num_gpus: float) -> dict[str, str]:
     return known | {"cublas": os.environ[WORKSPACE]}
 
 
+def _properties() -> Any:
+    """Those of the GPU that this process takes."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device())
+
+
 def exhausted(error: BaseException) -> bool:
-    """Whether the device had no memory left."""
+    """Whether the device had no memory left, as far as can be told."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
@@ -175,14 +198,17 @@ def blame(device: torch.device, error: BaseException) -> None:
     """Returns where an error is not the device's.
 
     Raises:
-        DeviceError: the device had no memory left.
+        DeviceError: the device had no memory left, or cuDNN no algorithm.
         DeviceLost: nothing that this process asks of the device works any more.
     """
     if device.type == "cpu" or isinstance(error, DeviceError):
         return
     if exhausted(error):
         remedy = "raise client.num_gpus, or lower client.lane, local.batch or evaluate.batch"
-        raise DeviceError(f"the GPU has no memory left; {remedy} ({_line(error)})") from None
+        what = "the GPU has no memory left"
+        if ENGINE in str(error):
+            what = "cuDNN has no memory, or no algorithm without atomics, for a convolution"
+        raise DeviceError(f"{what}; {remedy} ({_line(error)})") from None
     try:
         torch.cuda.synchronize()
     except Exception:
@@ -205,17 +231,27 @@ def memory(num_gpus: float) -> int:
     """
     if num_gpus <= 0:
         return 0
-    whole = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else SMALL
+    whole = _properties().total_memory if torch.cuda.is_available() else SMALL
     return int(min(1.0, num_gpus) * whole)
 
 
 def sent(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-    """A tensor of the CPU there, through pinned memory, so that the host need not wait. It is the
-    same one where `to` is the CPU.
+    """A tensor of the CPU there, through pinned memory: any other way of copying it would wait for
+    all that the device was asked before. A large one goes by itself, which takes less of the
+    host's memory. It is the same one where it is there already, and where `to` is the CPU.
     """
-    if to.type == "cpu":
+    if to.type == "cpu" or tensor.device.type != "cpu":
         return tensor
+    if tensor.nbytes > PINNED:
+        return tensor.to(to)
     return tensor.pin_memory().to(to, non_blocking=True)
+
+
+def index(places: np.ndarray, to: torch.device) -> torch.Tensor:
+    """Places along an axis of a tensor there, int64 [k], by which it can be indexed without a wait
+    for the device.
+    """
+    return sent(torch.from_numpy(places), to)
 
 
 def norms(vectors: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class Evaluator:
             which: the batches.
             own: by client, what it has of its own, float32 [own].
         """
-        given = _Given(torch.tensor(model, device=self.device), t, own)
+        given = _Given(sent(torch.tensor(model), self.device), t, own)
         models.load(self.module, given.model)
         with torch.inference_mode():
             found = [each for index in which for each in self._scored(index, given)]
@@ -261,7 +261,7 @@ class Evaluator:
             return
         for client in clients:
             if client in given.own:
-                part = torch.tensor(given.own[client], device=self.device)
+                part = sent(torch.tensor(given.own[client]), self.device)
                 yield client, self.personal.whole(given.model, part)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:

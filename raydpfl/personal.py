@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl import models
+from raydpfl import device, models
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.local import Local, Trainer, batches, picked
@@ -28,6 +28,7 @@ from raydpfl.local.way import Block, Starts
 from raydpfl.local.ways import REFERENCE, lacking
 from raydpfl.models.split import Split
 from raydpfl.process import own_code
+from raydpfl.resident import check
 from raydpfl.rounds import OWN, Lane
 
 # draws that no cohort has: of what is trained beside a round, and before an evaluation
@@ -57,7 +58,8 @@ class Personal:
         places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
         if places:
             given = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
-            found[torch.tensor(places, device=found.device)] = given.to(found)
+            at = device.index(np.array(places), found.device)
+            found[at] = device.sent(given, found.device).to(found)
         return found
 
     def begun(self, model: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, Starts | None]:
@@ -81,7 +83,8 @@ class Personal:
         if starts is None:
             return block
         updates = self.split.shared(block.updates)
-        own = self.split.kept(starts.ended[block.slots])
+        ended = starts.ended[device.index(block.slots, starts.ended.device)]
+        own = self.split.kept(ended)
         updates[~own.isfinite().all(1)] = math.nan
         return Block(block.slots, updates, block.losses, own)
 
@@ -147,6 +150,7 @@ class Training:
         client = experiment.client
         self.rule = rule
         self.shards = shards
+        self.form = shards.form(experiment.data.task)
         ways = [client.way, *(["vmap"] if client.way in STACKS else [])]
         asked = (rule, None, client.precision, split)
         able = [way for way in ways if not lacking(way, *asked)]
@@ -206,6 +210,8 @@ class Training:
         drawn = batches(self.trainer.seed, t, members, draws, held, self.rule, rows=rows)
         taken, index = picked(*drawn, held, self.rule)
         x, y, n = self.shards.lane(members, rows, taken)
+        for slot in np.flatnonzero(n).tolist():
+            check(self.trainer.device, self.form, x[slot, : n[slot]], y[slot, : n[slot]])
         trained = self.trainer.lane(
             model,
             *(x, y, n),

@@ -9,6 +9,8 @@ import runpy
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import forks
@@ -18,11 +20,12 @@ import pytest
 import torch
 import yaml
 from conftest import experiment
-from pretended import pretended
-from test_same_bits import METHODS
+from pretended import Overwritten, pretended
+from test_same_bits import METHODS, SAMPLE
 from torch import nn
+from torch.nn import functional as F
 
-from raydpfl import client, device, launch, run
+from raydpfl import client, device, launch, models, run
 from raydpfl.actors import Actors
 from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import carried_out
@@ -32,7 +35,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
-from raydpfl.local import convolutional, engine, linear, products, way
+from raydpfl.local import convolutional, engine, linear, products, vmap, way
 from raydpfl.origin import check_node, differences, of, of_capability, of_device
 from raydpfl.plan import Plan
 from raydpfl.process import Started
@@ -131,6 +134,9 @@ def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
     assert np.array_equal(found, expected)
     clients = trained(tmp_path / "gpu")
     cap = CAPS.get(method, AT_ONCE)
+    form = Shards.open(plan.shards).form(plan.experiment.data.task)
+    module = models.build(plan.experiment.model, form, 0)
+    assert counts["set up"] <= 4 * len(list(module.parameters())), counts
     assert counts["waits"] <= cap["waits"] * clients, counts
     assert counts["to device"] + counts["to host"] <= cap["copies"] * clients, counts
     assert counts["operations"] > clients
@@ -163,7 +169,9 @@ def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, 
 
 @needs_none
 def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(way, "sent", lambda drawn, device: drawn)
+    draw = way.StepNoise.__call__
+    left = lambda noise, *of: draw(replace(noise, device=device.CPU), *of)  # noqa: E731
+    monkeypatch.setattr(way.StepNoise, "__call__", left)
     with pytest.raises(ClientError, match=r"pretended.Mixed: Expected all tensors"):
         check_path("DPNFL", tmp_path, monkeypatch)
 
@@ -184,7 +192,95 @@ def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
         check_path("clip", tmp_path, monkeypatch)
 
 
+# The device that is pretended: as strict as a real one.
+
+
+def test_a_copy_to_a_gpu_waits_for_it_but_from_pinned_memory(gpu, monkeypatch):
+    x = torch.arange(6.0)
+    there = torch.device("cuda")
+    for plain in (lambda: x.to("cuda"), lambda: torch.tensor([1.0], device="cuda"), x.cuda):
+        before = gpu["waits"]
+        plain()
+        assert gpu["waits"] == before + 1
+    found = device.sent(x, there)
+    assert gpu["waits"] == before + 1 and device.sent(found, there) is found
+    monkeypatch.setattr(device, "PINNED", x.nbytes - 1)  # a large one takes no pinned memory
+    assert torch.equal(device.sent(x, there).cpu(), x) and gpu["waits"] == before + 3
+    assert torch.equal(found.cpu(), x)
+
+
+def test_pinned_memory_that_is_written_to_before_it_is_copied_is_found(gpu):
+    pinned = torch.arange(6.0).pin_memory()
+    pinned.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    pinned.add_(1)  # it has landed
+    pinned.to("cuda", non_blocking=True)
+    pinned.add_(1)
+    with pytest.raises(Overwritten):
+        torch.cuda.synchronize()
+
+
+class Pooled(nn.Sequential):
+    """Has a layer whose gradient torch adds up by atomics on a GPU."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(1, 2, 5, stride=4), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 10)
+        )
+
+
+def test_a_module_without_deterministic_gradients_is_refused_before_the_first_round(gpu):
+    plan = Plan.make(experiment(model={"kind": f"{__name__}:Pooled"}, client=GPU))
+    with pytest.raises(ConfigError, match=r"_adaptive_avg_pool2d_backward.* deterministic"):
+        ClientActor(plan.experiment, str(plan.shards))
+
+
+class Attentive(nn.Module):
+    """Attention by torch's own function, over the rows of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(28, 12)
+        self.out = nn.Linear(112, 10)
+
+    def forward(self, x):
+        q, k, v = self.into(x[:, 0]).chunk(3, 2)
+        return self.out(F.scaled_dot_product_attention(q, k, v).flatten(1))
+
+
+@needs_none
+@pytest.mark.parametrize(
+    "clip", [{"kind": "none"}, pytest.param(SAMPLE, marks=pytest.mark.slow, id="samples")]
+)
+def test_a_lane_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch):
+    sections = {"model": {"kind": f"{__name__}:Attentive"}, "rounds": 2, "bounding": clip}
+    plan = on_gpu(**sections, noise={"kind": "none"}, client={"way": "vmap"})
+    with device.settings_kept(), pretended(monkeypatch):
+        found = numbers_of(plan, tmp_path / "gpu")
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    with monkeypatch.context() as patch:
+        patch.setattr(vmap, "sdpa_kernel", lambda _: nullcontext())
+        expected = on_cpu(plan, tmp_path / "cpu")
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+        with device.settings_kept(), pretended(patch), pytest.raises(ConfigError, match="OneByOne"):
+            ClientActor(plan.experiment, str(plan.shards))
+
+
 # Out of memory.
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("GET was unable to find an engine to execute this computation", "cuDNN has no memory, or"),
+        ("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "the GPU has no memory left"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "the GPU has no memory left"),
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", "no memory left"),
+    ],
+)
+def test_a_lack_of_memory_is_known_by_what_the_libraries_say(said, told):
+    with pytest.raises(DeviceError, match=told):
+        device.blame(torch.device("cuda"), RuntimeError(said))
 
 
 def small_memory(monkeypatch, most: int) -> list[int]:
@@ -413,6 +509,20 @@ def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
     assert '"client": 7' in (tmp_path / "dropped.jsonl").read_text()
 
 
+def test_a_row_that_is_trained_on_apart_from_the_run_is_looked_at_too(gpu, monkeypatch):
+    """What a model is fine-tuned on for an evaluation."""
+    tune = {"kind": "sgd", "steps": 1, "batch": 4, "lr": 0.1}
+    scored = {"validation": 0.2, "per_client": "accuracy", "fine_tune": tune}
+    plan = on_gpu(evaluate=scored)
+    client = ClientActor(plan.experiment, str(plan.shards))
+    lane = Shards.lane
+    spoil = lambda x, y, sizes: (x, y + 10, sizes)  # noqa: E731
+    monkeypatch.setattr(Shards, "lane", lambda *given, **named: spoil(*lane(*given, **named)))
+    every = range(len(client.evaluator.batches))
+    with pytest.raises(IndexError, match=r"Target 1\d is out of bounds: they are"):
+        client.evaluator.evaluate(np.zeros(plan.d, np.float32), 1, every, {})
+
+
 # Which device.
 
 
@@ -439,6 +549,9 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     shares = []
     monkeypatch.delenv(device.WORKSPACE, raising=False)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda: shares[-1] if shares else 0.9
+    )
     cudnn = torch.backends.cudnn
     cudnn.benchmark = True
     with device.settings_kept():
@@ -448,7 +561,7 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
         assert not cudnn.benchmark and not any(each.allow_tf32 for each in device.LEGACY)
         device.settle(device.chosen(0.25), 0.25, tf32=True)
         assert all(each.allow_tf32 for each in device.LEGACY)
-    assert shares == [0.25, 0.25] and cudnn.benchmark
+    assert shares == [0.25, 0.25, 0.25, 0.9] and cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
     cudnn.benchmark = False
     monkeypatch.setenv(device.WORKSPACE, ":0:0")
@@ -475,6 +588,7 @@ from raydpfl import device
 
 def check(asked):
     torch.cuda.set_per_process_memory_fraction = lambda *_: None
+    torch.cuda.get_per_process_memory_fraction = lambda *_: 1.0
     exec(asked)
     named = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
     before = [each.fp32_precision for each in named]

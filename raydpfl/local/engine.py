@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from raydpfl import keys
+from raydpfl.device import index, sent
 from raydpfl.hardware import Precision
 from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
@@ -137,7 +138,7 @@ class Trainer:
         if clipped is not None:
             clipped.fill(np.nan)
         if corrections is not None:
-            added = torch.as_tensor(corrections, dtype=torch.float32, device=self.device)
+            added = sent(torch.as_tensor(corrections, dtype=torch.float32), self.device)
             lane = replace(lane, corrections=added)
         if stds is not None:
             drawn_by = (self.noise_seed, t, draw.clients, draw.draws, np.asarray(stds))
@@ -181,7 +182,7 @@ class Trainer:
         """On the device, in int64 or float32."""
         given = torch.as_tensor(values)
         dtype = torch.float32 if given.is_floating_point() else torch.int64
-        return given.to(self.device, dtype)
+        return sent(given.to(dtype), self.device)
 
     def _check(self, stds: object, corrections: object) -> None:
         """Raises ValueError for what cannot be added to the gradients, or is missing."""
@@ -284,7 +285,8 @@ def _with_idle(
         for zeros in _idle(within, parameters, width):
             slots = np.concatenate([block.slots, zeros.slots])
             order = np.argsort(slots)
-            updates = torch.cat([block.updates, zeros.updates])[torch.from_numpy(order)]
+            places = index(order, parameters.device)
+            updates = torch.cat([block.updates, zeros.updates])[places]
             losses = np.concatenate([block.losses, zeros.losses])[order]
             block = Block(slots[order], updates, losses)
         yield block

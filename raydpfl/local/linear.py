@@ -47,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raydpfl.device import index
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.products import affine
 from raydpfl.local.stack import Layer, NoStack, aten, stack
@@ -529,7 +530,7 @@ class _Stack(Way):
                 for place in training.chain:
                     place.delta(slots, updates)
             if len(given) < k:
-                updates = updates[torch.from_numpy(given - slots.start)]
+                updates = updates[index(given - slots.start, updates.device)]
             yield Block(given, updates, losses[given])
 
 

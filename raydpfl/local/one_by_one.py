@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from raydpfl.device import sent
 from raydpfl.local.base import Linear, Local, Step
 from raydpfl.local.way import Block, LaneData, Way
 from raydpfl.tasks import Task
@@ -123,7 +124,7 @@ class OneByOne(Way):
         x = self._data(lane.x[slot])
         y = lane.y[slot]
         drawn = lane.index[slot, : lane.steps[slot], : lane.batch_sizes[slot]]
-        index = torch.from_numpy(drawn).to(self.device)
+        index = sent(torch.from_numpy(drawn), self.device)
         for k, rows in enumerate(index):
             batch = self._batch(x, rows)
             labels = y.index_select(0, rows)
@@ -137,9 +138,12 @@ class OneByOne(Way):
             if lane.noise is not None:
                 self._add_inside(self.gradient, lane.noise([slot], k)[0])
             step.make(k)
-        if self.factors and lane.clipped is not None:
-            lane.clipped[slot] = float(torch.cat(self.factors).lt(1).double().mean())
-        return float(losses) / len(index)
+        shares = [torch.cat(self.factors).lt(1).double().mean()] if self.factors else []
+        # a GPU is waited for once
+        loss, *clipped = torch.stack([losses.double(), *shares]).tolist()
+        if clipped and lane.clipped is not None:
+            lane.clipped[slot] = clipped[0]
+        return loss / len(index)
 
     def _descent(self, lane: LaneData) -> Descent | None:
         """What all steps are, if each needs the gradient of its batch and the parameters alone."""

@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
+from raydpfl.device import index
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.way import Block, LaneData, Rule, Way, clip_factors, take
 from raydpfl.tasks import Task
 
+# the form of attention whose gradient torch can take of all clients at once: of the others it has
+# no batching rule, and would go through the clients one by one
+PRODUCTS = SDPBackend.MATH
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
 
@@ -112,7 +117,7 @@ class Vmap(Way):
         y: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        with self.low():
+        with self.low(), sdpa_kernel(PRODUCTS):
             outputs = functional_call(self.module, parameters, (x,))
         return self.task.loss(outputs.float(), y) @ weights
 
@@ -210,7 +215,7 @@ class Vmap(Way):
         lane.count_clipped(factors)
         means = lane.means(losses)
         for _, given in lane.blocks(len(parameters)):
-            slots = torch.from_numpy(given).to(parameters.device)
+            slots = index(given, parameters.device)
             yield Block(given, self._moved(parameters, walk.now, lane, slots), means[given])
 
     def _moved(

@@ -177,7 +177,11 @@ class LaneData:
         if not self.unequal:
             return None
         found = np.flatnonzero(self.steps <= k)
-        return torch.from_numpy(found).to(self.y.device) if len(found) else None
+        return self._there(torch.from_numpy(found)) if len(found) else None
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the CPU where the client's rows are."""
+        return sent(tensor, self.y.device)
 
     @property
     def lanes(self) -> list[slice]:
@@ -208,7 +212,7 @@ class LaneData:
         if len(drawn) == len(self.sizes):
             return drawn
         return drawn.new_zeros(len(self.sizes), drawn.shape[1]).index_copy_(
-            0, torch.tensor(slots, device=drawn.device), drawn
+            0, sent(torch.tensor(slots), drawn.device), drawn
         )
 
     def rows(self, picked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +226,7 @@ class LaneData:
         if (picked or aligned) and (self.sizes == self.y.shape[1]).all():
             return self.x, self.y
         padding = torch.from_numpy(np.arange(self.y.shape[1]) >= self.sizes[:, None])
-        padding = padding.to(self.y.device)
+        padding = self._there(padding)
         y = self.y.masked_fill(padding.view(*padding.shape, *[1] * (self.y.dim() - 2)), 0)
         if not picked and self.x.device.type != "cpu":  # which a look at the rows would wait for
             shape = (*padding.shape, *[1] * (self.x.dim() - 2))
@@ -254,13 +258,13 @@ class LaneData:
             placed = placed.transpose(0, 1).contiguous()
             if self.unequal:
                 placed *= self._going()
-            return [(None, each) for each in placed[:, :, None].to(self.y.device).unbind()]
+            return [(None, each) for each in self._there(placed[:, :, None]).unbind()]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
-        shares = shares.to(self.y.device)
-        at = rows.to(self.y.device).unbind()
+        shares = self._there(shares)
+        at = self._there(rows).unbind()
         if not self.unequal:
             return [(each, shares) for each in at]
-        going = self._going().to(self.y.device)[..., None]
+        going = self._there(self._going())[..., None]
         return list(zip(at, (going * shares).unbind(), strict=True))
 
     def _going(self) -> torch.Tensor:
@@ -271,7 +275,7 @@ class LaneData:
     def means(self, sums: torch.Tensor) -> np.ndarray:
         """The clients' mean losses, float64 [C], from the sums over their steps, float32 [C]."""
         steps = torch.from_numpy(np.maximum(self.steps, 1).astype(np.float32))
-        return (sums / steps.to(sums.device)).double().cpu().numpy()
+        return (sums.cpu() / steps).double().numpy()
 
     def count_clipped(self, factors: list[torch.Tensor]) -> None:
         """Fills `clipped`, where it is wanted, from every step's clip factors, [C, B] or [C, B, 1],

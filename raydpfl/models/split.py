@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import hints
+from raydpfl.device import CPU, sent
 from raydpfl.errors import ConfigError
 
 NAMES = 3  # that a message lists
@@ -198,8 +199,9 @@ class Split:
     each client keeps.
     """
 
-    travels: torch.Tensor  # bool [D + b]
+    travels: torch.Tensor  # bool [D + b], on the CPU
     buffers: int  # b
+    device: torch.device = CPU  # where the numbers are
 
     @classmethod
     def of(cls, module: nn.Module) -> Split:
@@ -209,7 +211,7 @@ class Split:
         ]
         buffers = sum(buffer.numel() for buffer in own_buffers(module))
         kept = torch.zeros(buffers, dtype=torch.bool)
-        return cls(torch.cat([*parts, kept]).to(next(module.parameters()).device), buffers)
+        return cls(torch.cat([*parts, kept]), buffers, next(module.parameters()).device)
 
     @cached_property
     def own(self) -> int:
@@ -221,17 +223,15 @@ class Split:
         """D."""
         return len(self.travels) - self.buffers
 
-    # A device is waited for here alone, once: where a mask is true is its own to know.
-
     @cached_property
     def _moved(self) -> torch.Tensor:
         """The places of what travels, int64 [d]."""
-        return self.travels.nonzero().flatten()
+        return sent(self.travels.nonzero().flatten(), self.device)
 
     @cached_property
     def _kept(self) -> torch.Tensor:
         """The places of what stays, int64 [own]."""
-        return (~self.travels).nonzero().flatten()
+        return sent((~self.travels).nonzero().flatten(), self.device)
 
     def joined(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
