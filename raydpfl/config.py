@@ -64,6 +64,7 @@ from raydpfl.member import (
     fields_of,
     importing,
     imports,
+    is_path,
     load,
     validate,
     within,
@@ -478,7 +479,7 @@ class Experiment(Section):
         found = set()
         for section, member in self._every_member():
             named = member.files()
-            if ":" in member.kind or "." in member.kind:
+            if is_path(member.kind):
                 named = {**_paths(member.model_dump(mode="json")), **named}
             found |= {(f"{section}.{field}", name) for field, name in named.items()}
         return found
@@ -486,7 +487,7 @@ class Experiment(Section):
     def complete(self) -> None:
         """Raises `ConfigError` for an own member that lacks what its base leaves to it."""
         for section, member in self._every_member():
-            if ":" in member.kind or "." in member.kind:
+            if is_path(member.kind):
                 own.complete(type(member), section, member.kind)
 
     def accounted_with(self) -> set[str]:
@@ -764,7 +765,7 @@ def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -
     Of an unknown kind all stays, and the kind is what is complained of.
     """
     family = KINDS.get(section)
-    named = isinstance(kind, str) and (kind in (family or {}) or ":" in kind or "." in kind)
+    named = isinstance(kind, str) and (kind in (family or {}) or is_path(kind))
     if family is None or not (named or is_space(kind)):
         return
     old = node.pop("kind")
@@ -802,7 +803,7 @@ def takes(tree: Mapping[str, Any], path: str) -> bool:
 def _fields(section: str, kind: str) -> Collection[str]:
     """The keys of a section of this kind; none of an unknown one."""
     fields = fields_of(KINDS.get(section, {}).get(kind))
-    if fields is None and section in KINDS and (":" in kind or "." in kind) and imports(section):
+    if fields is None and section in KINDS and is_path(kind) and imports(section):
         fields = fields_of(load(kind, f"{section}.kind"))
         if section == "model":
             fields = fields or dict(models.Module.model_fields)

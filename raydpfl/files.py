@@ -109,7 +109,7 @@ def digest(path: Path) -> str:
         settled = time.time_ns() - facts["changed"] > SETTLED  # before any of it is read
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if settled and facts == _facts(file.fileno()) and facts["changed"] % 10**9:
-            _remember(facts, found)
+            keep_json(_memory(facts), {"sha256": found, "check": check(facts, found)})
     return found
 
 
@@ -135,10 +135,6 @@ def _remembered(facts: dict[str, int]) -> str | None:
         return None
     sound = isinstance(entry, dict) and entry.get("check") == check(facts, entry.get("sha256"))
     return entry["sha256"] if sound else None
-
-
-def _remember(facts: dict[str, int], found: str) -> None:
-    keep_json(_memory(facts), {"sha256": found, "check": check(facts, found)})
 
 
 def check(*values: object) -> str:

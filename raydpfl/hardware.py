@@ -28,12 +28,8 @@ def _described() -> dict[str, str]:
 
 def maker() -> str:
     """Its maker, as the processor names itself: GenuineIntel, AuthenticAMD, ...; "" if unknown."""
-    return _described().get("vendor_id", "") or _of_windows()
-
-
-def _of_windows() -> str:
-    """The last word of, for instance, "Intel64 Family 6 Model 151 Stepping 2, GenuineIntel"."""
-    return platform.processor().rpartition(", ")[2]
+    # Windows says, for instance, "Intel64 Family 6 Model 151 Stepping 2, GenuineIntel"
+    return _described().get("vendor_id") or platform.processor().rpartition(", ")[2]
 
 
 def has_bfloat16() -> bool:

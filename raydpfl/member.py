@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -134,6 +134,11 @@ def importing(sections: Iterable[str] | None) -> Iterator[None]:
         yield
     finally:
         _IMPORTS.reset(token)
+
+
+def is_path(kind: object) -> TypeGuard[str]:
+    """Whether a kind is an import path."""
+    return isinstance(kind, str) and (":" in kind or "." in kind)
 
 
 def imports(section: str) -> bool:
@@ -244,7 +249,7 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     accepted = (
         f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
     )
-    if not isinstance(kind, str) or not (kind in family or ":" in kind or "." in kind):
+    if not isinstance(kind, str) or not (kind in family or is_path(kind)):
         near = hints.said(kind, family) if isinstance(kind, str) else ""
         raise ConfigError(f"{section}.kind", kind, f"{accepted}{near}")
     if kind in family:

@@ -41,6 +41,7 @@ from pydantic import BaseModel
 from raydpfl import device
 from raydpfl.errors import RunError
 from raydpfl.local import products
+from raydpfl.member import is_path
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 # packages whose version may change a model's bits
@@ -224,7 +225,7 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
 
 def _of_kind(kind: Any) -> ModuleType | None:
     """The user's own module that a kind names by import path; None: it names none."""
-    if not isinstance(kind, str) or not (":" in kind or "." in kind):
+    if not is_path(kind):
         return None
     path = kind.partition(":")[0] if ":" in kind else kind.rpartition(".")[0]
     return None if _shipped(path) else sys.modules.get(path)

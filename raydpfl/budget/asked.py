@@ -50,7 +50,8 @@ def of_clients(
     given = _place(placement)
     size = law_of(sampling).default(population) if cohort is None else cohort
     who = Sampling(sampling, population, cast(int, size))  # which refuses None
-    place = given or _usual_place(who)
+    # the clients, unless their share of the noise would depend on a secret
+    place = given or ("client" if who.coins is None else "server")
     z = _multiplier(noise_multiplier, std, bound, place_of(place).draws(who))
     unknown = _unknown(z, epsilon, rounds, "rounds")
     query = Query("updates", bound or 1.0, 0.0)
@@ -136,11 +137,6 @@ def _place(asked: str) -> Placement | None:
     if asked not in choices:
         raise ConfigError("placement", asked, "client or server")
     return choices[asked]
-
-
-def _usual_place(sampling: Sampling) -> Placement:
-    """The clients, unless their share of the noise would depend on a secret."""
-    return "client" if sampling.coins is None else "server"
 
 
 def _relation(asked: str, sampling: Sampling) -> Relation:

@@ -156,8 +156,10 @@ class Case:
     def _found(self) -> tuple[Plan | None, str]:
         """The first plan that nobody refuses, and why earlier ones were refused, if they were."""
         refusals: list[str] = []
+        # the example has those of its own section
+        others = [text for text in self.overrides if not text.startswith(f"{self.section}.")]
         for around in arounds(self.section):
-            tree = overridden(self.tree(**around), self._around())
+            tree = overridden(self.tree(**around), others)
             try:
                 plan = Plan.make(Experiment.from_dict(tree))
             except ConfigError as error:
@@ -168,10 +170,6 @@ class Case:
         if self.section == "model":
             first += "; data.shape=[60] data.classes=4 say what its samples are, or data.kind=..."
         return None, first
-
-    def _around(self) -> list[str]:
-        """The overrides of other sections; the example has those of its own."""
-        return [text for text in self.overrides if not text.startswith(f"{self.section}.")]
 
     @property
     def plan(self) -> Plan:

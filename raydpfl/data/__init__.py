@@ -32,7 +32,7 @@ from raydpfl.data.sizes import Sizes
 from raydpfl.data.sources import FAMILY, Data, Dealt, Maker, Samples, Split
 from raydpfl.errors import ConfigError
 from raydpfl.files import data_root
-from raydpfl.member import choose, own_class
+from raydpfl.member import choose, is_path, own_class
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Maker", "Partition", "Room",
@@ -73,7 +73,7 @@ def _class(kind: str) -> type[Data]:
     """The class that a `data.kind` names. Raises `ConfigError`."""
     if kind in FAMILY:
         return FAMILY[kind]
-    if ":" in kind or "." in kind:
+    if is_path(kind):
         return own_class(kind, "data", Data)
     accepted = f"one of {', '.join(FAMILY)}, or the import path of your own class"
     raise ConfigError("data.kind", kind, accepted)

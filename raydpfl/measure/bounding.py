@@ -62,7 +62,8 @@ class BoundingProbe(Probe):
         return ("bounded_norm", "angle", *expected, *(("noise_norm",) if client_noise else ()))
 
     def lane(self, sent: Sent) -> Columns:
-        found = {"bounded_norm": _norms(sent.vectors), "angle": _angles(sent)}
+        norms = torch.linalg.vector_norm(sent.vectors, dim=1).cpu().numpy()
+        found = {"bounded_norm": norms, "angle": _angles(sent)}
         if self.repeats:
             found["expected_norm"] = self._expected(sent)
         if sent.noise is not None:
@@ -91,10 +92,6 @@ class BoundingProbe(Probe):
             row["update_angle"] = _angle(seen.update, state["previous"])
         state["previous"] = seen.update.astype(np.float32)
         return row
-
-
-def _norms(vectors: torch.Tensor) -> np.ndarray:
-    return torch.linalg.vector_norm(vectors, dim=1).cpu().numpy()
 
 
 def _angles(sent: Sent) -> np.ndarray:

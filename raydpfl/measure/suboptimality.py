@@ -91,15 +91,12 @@ class _Optimum:
         self._gap: Gap = self._convex
         if problem.shards.classes:
             stored = _stored(out, found, self._value)
-            self.theta = self._searched(whose) if stored is None else stored
+            self.theta = found.joint(*whose, self._start)[1] if stored is None else stored
         else:
             self.theta, self._gap = _quadratic(found, *whose)
         self.value = self._value(self.theta)[0]
         flat = found.flat(self.theta)
         replace_file(out / OPTIMUM, lambda part: part.write(flat.astype("<f8").tobytes()))
-
-    def _searched(self, whose: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        return self._linear.joint(*whose, self._start)[1]
 
     def gap(self, model: np.ndarray) -> tuple[float, float]:
         """(f - f*, distance to the nearest minimiser) of a model, float32 [d]."""

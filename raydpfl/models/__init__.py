@@ -97,16 +97,11 @@ def parse(values: Mapping[str, Any]) -> Model:
     """
     kind = values.get("kind") if isinstance(values, Mapping) else None
     family = dict(FAMILY)
-    if isinstance(kind, str) and _own(kind) and member.imports("model"):
+    if member.is_path(kind) and kind not in FAMILY and member.imports("model"):
         found = factory(kind)
         if not (isinstance(found, type) and issubclass(found, Model)):
             family[kind] = HuggingFace if hugging_face.is_one(found) else Module
     return member.choose("model", values, family, Model)
-
-
-def _own(kind: str) -> bool:
-    """Whether `kind` is an import path rather than a name of the family."""
-    return kind not in FAMILY and (":" in kind or "." in kind)
 
 
 def build(model: Model, form: Form, seed: int) -> nn.Module:

@@ -101,7 +101,11 @@ def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, n
     def note(layer: nn.Module, given: Any, made: Any) -> None:
         called.add(id(layer))
 
-    linear = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
+    linear = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) or _is_transposed(layer)
+    }
     hooks = [layer.register_forward_hook(note) for layer in linear.values()]
     try:
         forward()
@@ -109,10 +113,6 @@ def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, n
         for hook in hooks:
             hook.remove()
     return {name: layer for name, layer in linear.items() if id(layer) in called}
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or _is_transposed(layer)
 
 
 def _is_transposed(layer: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.study.cells import Cell, label
+from raydpfl.study.cells import label
 from raydpfl.study.form import Study
 from raydpfl.study.identities import looked_at, words
 from raydpfl.study.progress import Progress
@@ -18,7 +18,9 @@ STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
 
 def of(study: Study, progress: Sequence[Progress], folder: Path, over: bool) -> dict[str, Any]:
     """All that is known, but for the seconds it took."""
-    identities = [looked_at(each, _models(progress)) for each in study.same_bits]
+    # the directory and the digest of the model of every final run, by cell and seed
+    models = {each.cell: {trial.seed: _model(trial) for trial in each.finals} for each in progress}
+    identities = [looked_at(each, models) for each in study.same_bits]
     reason = _problem(progress, identities) if over else None
     status = "running"
     if over:
@@ -38,11 +40,6 @@ def of(study: Study, progress: Sequence[Progress], folder: Path, over: bool) -> 
         "identities": identities,
         "tuning": tuned(study, progress, found),
     }
-
-
-def _models(progress: Sequence[Progress]) -> dict[Cell, dict[int, tuple[str, str] | None]]:
-    """The directory and the digest of the model of every final run, by cell and seed."""
-    return {each.cell: {trial.seed: _model(trial) for trial in each.finals} for each in progress}
 
 
 def _model(trial: Trial) -> tuple[str, str] | None:

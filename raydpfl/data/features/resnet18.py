@@ -90,9 +90,6 @@ class ResNet18Features(Features):
         about = [*weights, self.resize, self.crop]
         return kept(about, x, extract), kept(about, test_x, extract)
 
-    def _file(self, root: Path | None) -> Path:
-        return find_file("data.features.weights", self.weights, root)
-
     def _net(self, root: Path | None) -> nn.Module:
         """torchvision's resnet18 with these weights and nothing for its last layer, to be used as
         it is.
@@ -106,7 +103,8 @@ class ResNet18Features(Features):
                 with impatient():
                     state = _pretrained().get_state_dict(progress=False, check_hash=True)
             else:
-                state = torch.load(self._file(root), map_location="cpu", weights_only=True)
+                file = find_file("data.features.weights", self.weights, root)
+                state = torch.load(file, map_location="cpu", weights_only=True)
             with torch.device("meta"):  # no parameters are drawn
                 net = resnet18()
             net.fc = torch.nn.Identity()

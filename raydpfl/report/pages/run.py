@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,8 @@ def spent(run: Run) -> str:
         return "No privacy is guaranteed: there was no noise that an accountant accounted for."
     if not run.holds:
         return "No rigorous guarantee holds."
-    return f"What holds: {_bare(run.holds[0]).sentence()}"
+    # what is not accounted for is told once for all
+    return f"What holds: {replace(run.holds[0], exclusions=()).sentence()}"
 
 
 def tiles(run: Run) -> list[Tile]:
@@ -163,11 +165,6 @@ def privacy(run: Run) -> list[Piece]:
         plain,
     )
     return [table, Words("The same in words", in_words(run.guarantees))]
-
-
-def _bare(one: Guarantee) -> Guarantee:
-    """Without what is not accounted for, which is told once for all."""
-    return Guarantee.from_dict({**one.to_dict(), "exclusions": []})
 
 
 def guarantee_row(one: Guarantee, holds: Sequence[Guarantee]) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -258,8 +259,7 @@ def words(cases: Sequence[Case]) -> Words:
     for arm in labels_of(cases, "arm"):
         run = next(case.run for case in cases if case.labels["arm"] == arm)
         if run.holds:
-            bare = Guarantee.from_dict({**run.holds[0].to_dict(), "exclusions": []})
-            told.append(f"{arm}: {bare.sentence()}")
+            told.append(f"{arm}: {replace(run.holds[0], exclusions=()).sentence()}")
         elif run.guarantees:
             told.append(f"{arm}: no rigorous guarantee holds.")
         else:
